@@ -130,7 +130,7 @@ def test_point_to_point_messages_wait_only_for_peer(tmp_path):
     assert waits[1, "send"] == pytest.approx(10 / 300)
     assert report.unmatched == 1
     assert report.confidence < 1
-    assert "lack a member's record" in report.doubts[0]
+    assert "lacks a member's record" in report.doubts[0]
 
 
 def test_gap_between_steps_is_input_unless_samples_differ(tmp_path):

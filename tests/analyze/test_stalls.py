@@ -70,9 +70,9 @@ def test_standstill_is_reported_with_rank_step_and_waiting_ranks(tmp_path):
     assert outliers(report) == []  # not reported a second time
     assert report.stalled == []
     assert sentence(report.losses[0], report) == (
-        "waiting for rank 2 (host1), which had stood still; mostly in all-reduce, in steps 7 to 9."
+        "waiting for rank 2 (host1), which had stood still; mostly in all-reduce, in step 7."
     )
-    assert "who stopped it or its host" in largest_losses(report)[0].look
+    assert "who stopped the rank or its host" in largest_losses(report)[0].look
 
 
 def test_standstill_of_all_ranks_of_a_host_is_attributed_to_host(tmp_path):

@@ -3,6 +3,8 @@
 import pytest
 from records import Rank, report_of
 
+from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
 
 
@@ -112,3 +114,31 @@ def test_ranks_with_equal_placement_are_grouped(tmp_path):
     first, second = report_of(made).places
     assert (first.host, first.ranks, first.cores, first.threads) == ("h0", "0-1", "0-3,8-11", 4)
     assert (second.host, second.ranks, second.device) == ("h1", "2", None)
+
+
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        (range(1, 41), "in all its steps"),
+        (set(range(1, 41)) - {7, 20}, "in nearly all its steps (38 of 40)"),
+        (set(range(1, 41)) - {3, 7, 12, 20, 30, 33}, "in 34 of 40 steps"),
+        (range(21, 41), "from step 21 on"),
+    ],
+)
+def test_lateness_is_in_all_steps_only_where_it_is(tmp_path, slow, words):
+    from paceline.analyze.diagnosis.lateness import lateness
+
+    made = []
+    for i in range(3):
+        rank = Rank(tmp_path, i, 3)
+        rank.step(0, 10)
+        for step in range(1, 41):
+            begin = 10 + 40 * (step - 1)
+            arrived = begin + (30 if i == 1 and step in slow else 20)
+            rank.was(State.FORWARD, begin, arrived)
+            rank.collective(arrived, arrived, begin + 40)
+            rank.step(begin, begin + 40, number=step)
+        made.append(rank)
+    records = [rank.record() for rank in made]
+    m = analyse_with_window(Run("test", records, missing=[])).measured
+    assert lateness(m, 1) == words

@@ -155,10 +155,14 @@ def test_recording_does_not_change_the_result(recorded, name):
     assert loss.search(result.stdout).group(1) == loss.search(plain).group(1)
 
 
-def test_process_groups_are_named_and_single_rank_groups_skipped(recorded):
+def test_process_groups_are_named_and_add_up(recorded):
+    """Groups of one rank have their rows, too: they may block a rank for a moment."""
     _, report = recorded("groups", started=2)
-    assert [group.size for group in report.groups] == [2, 2]
-    assert len({group.name for group in report.groups}) == 2
+    assert sorted(group.size for group in report.groups) == [1, 1, 2, 2]
+    assert len({group.name for group in report.groups}) == 4
+    for kind in ("wait", "transfer"):
+        groups = sum(getattr(group, kind) * len(group.ranks) for group in report.groups)
+        assert groups == pytest.approx(sum(rank[kind] for rank in report.states), abs=1e-9)
 
 
 def test_profiler_session_of_script_gets_all_events(recorded):

@@ -204,8 +204,37 @@ def test_ranks_are_sorted_by_loss_and_all_charts_are_printed(tmp_path, opened):
     page.get_by_label("what they lost").check()
     assert drawn(page, "states")[0]["x"][-1] == "3"  # the rank that never waits
     page.pdf(path=tmp_path / "page.pdf")
-    charts = page.locator("[data-chart]").count()
-    assert page.locator("[data-chart] .main-svg").count() >= charts >= 8
+    assert undrawn(page) == []
+    assert page.locator("[data-chart]").count() >= 8
+
+
+UNDRAWN = """() => [...document.querySelectorAll("[data-chart]")]
+  .filter((plot) => !plot.querySelector(".main-svg")).map((plot) => plot.dataset.chart)"""
+
+
+def undrawn(page):
+    """Return the charts that are not drawn."""
+    return page.evaluate(UNDRAWN)
+
+
+def test_charts_are_drawn_when_the_page_is_loaded(tmp_path, opened):
+    """A screenshot of the whole page, taken as soon as it is loaded, has no blank chart."""
+    assert undrawn(opened(made(tmp_path / "run", size=4))) == []
+    assert undrawn(opened(made(tmp_path / "b"), made(tmp_path / "c", compute=10))) == []
+
+
+def test_printed_charts_fit_the_paper(tmp_path, opened):
+    page = opened(made(tmp_path / "run", size=4), theme="dark")
+    widths = """() => [...document.querySelectorAll("[data-chart] .main-svg")]
+      .map((one) => one.getBoundingClientRect().width)"""
+    on_screen = page.evaluate(widths)
+    assert max(on_screen) > 800
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    assert max(page.evaluate(widths)) <= 700
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate(widths) == on_screen
 
 
 def test_512_ranks_are_aggregated_and_outliers_kept(tmp_path, opened):
@@ -236,6 +265,7 @@ def test_512_ranks_are_aggregated_and_outliers_kept(tmp_path, opened):
     assert "Neighbouring ranks are one cell" in page.inner_text("#whom")
     assert "128 hosts" in page.inner_text("#places")
     assert "rank 300 computed, 100 ms longer than usual" in page.inner_text("#steps")
+    page.wait_for_function(f"({UNDRAWN})().length === 0")  # also those that nobody scrolls to
 
 
 def test_pages_of_single_rank_and_too_few_steps(tmp_path, opened):
@@ -256,6 +286,8 @@ def test_comparison_page_of_two_runs(tmp_path, opened):
     assert agree(page, data) > 15
     assert re.search(r"After is 1\.\d\d times as fast as before", page.inner_text("#lead"))
     assert "better" in page.inner_text("#figures")
+    assert "It is explained by useful -10 ms" in page.inner_text("#summary")
+    assert "shorter" in page.inner_text("#summary .changes")
     assert len(drawn(page, "courses")) == 2
     bars = {trace["name"]: trace["x"] for trace in drawn(page, "runs")}
     assert bars["useful"][0] - bars["useful"][1] == pytest.approx(10, abs=0.5)

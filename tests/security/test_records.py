@@ -12,7 +12,8 @@ from records import MS, Rank, made
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import analyse, analyse_with_window
-from paceline.analyze.figures.steps import MAX_LOST_STEPS, find_steps
+from paceline.analyze.figures.steps import find_steps
+from paceline.analyze.figures.window_steps import MAX_LOST_STEPS
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.clock_alignment import align_clocks
 from paceline.analyze.records.load_run import Run, load_run
@@ -206,7 +207,7 @@ def test_invalid_script_lines_are_skipped_with_one_note(folder):
     assert run.refused == [f"{path}: 6 of 7 lines can't be read"]
     path.write_bytes(b"\xff\xfe\n")
     assert run.records[0].lines == {7: good}
-    assert load_run(folder).refused == [f"{path}: 1 of 1 lines can't be read"]
+    assert load_run(folder).refused == [f"{path}: 1 of 1 line can't be read"]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def report_of(ranks, **options):
     return analyse(Run("test", [rank.record() for rank in ranks], missing=[]), **options)
 
 
-def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", **meta):
+def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", samples=8, **meta):
     """Write the records of ``size`` ranks; the last one computes 10 ms longer in each step."""
     folder.mkdir(parents=True)
     for i in range(size):
@@ -66,5 +66,5 @@ def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", **meta):
             rank.was(State.FORWARD, begin, arrived)
             if size > 1:
                 rank.collective(arrived, arrived, begin + compute + 15, amount=1 << 20)
-            rank.step(begin, begin + compute + 15, samples=8, number=step + 1)
+            rank.step(begin, begin + compute + 15, samples=samples, number=step + 1)
     return folder

@@ -99,7 +99,7 @@ def test_user_error_shows_script_line_without_traceback(tmp_path, launcher):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("world.shard(DataLoader(TensorDataset(torch.ones(1))))", "1 samples for 2 ranks"),
+        ("world.shard(DataLoader(TensorDataset(torch.ones(1))))", "1 sample for 2 ranks"),
         (
             "world.shard(DataLoader(TensorDataset(torch.ones(9))), global_batch=3)",
             "global_batch=3 can't be divided by 2 ranks. HINT: global_batch=4",

@@ -7,6 +7,7 @@ Environment variables of the same start must agree.
 import os
 from dataclasses import dataclass
 
+from ..plurals import counted
 from .launcher_variables import Source, is_from_hydra, launch_sources
 from .schedulers import lsf, nodefile, openmpi, slurm
 from .schedulers.env_numbers import Environment, is_number, number
@@ -213,7 +214,10 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
     if pals and on_this_host is not None and environment.get("PBS_NODEFILE"):
         try:
             hosts = len(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
-            return on_this_host * hosts, f"PALS_LOCAL_SIZE={on_this_host} on {hosts} hosts"
+            return (
+                on_this_host * hosts,
+                f"PALS_LOCAL_SIZE={on_this_host} on {counted(hosts, 'host')}",
+            )
         except ValueError:  # only the job's first host has the file
             pass
     first = sources[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..plurals import counted
 from ..security.files import InvalidFileError, open_regular
 from .fork_locks import ForkSafeLock
 from .format import shard_format
@@ -74,7 +75,7 @@ class Shards:
         return array if self.meta.label is None else (array, label)
 
     def __repr__(self) -> str:
-        return f"Shards({str(self.folder)!r}): {len(self):,} samples"
+        return f"Shards({str(self.folder)!r}): {counted(len(self), 'sample')}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder,)

@@ -15,6 +15,7 @@ from ..knobs.process import environment
 from ..knobs.registry import VARIABLE
 from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
+from ..plurals import counted
 from . import requeue
 from .records import job_folder
 
@@ -142,7 +143,8 @@ def check(job: Job) -> bytes:
     free = free_memory()
     if job.ranks * each > free:
         raise ValueError(
-            f"-n {job.ranks}: {job.ranks} ranks take about {job.ranks * each / 2**30:.1f} GiB "
+            f"-n {job.ranks}: {counted(job.ranks, 'rank')} take about "
+            f"{job.ranks * each / 2**30:.1f} GiB "
             f"before they have any data, and {free / 2**30:.1f} GiB are free here. "
             f"HINT: -n {max(1, free // each // 2)} or fewer"
         )

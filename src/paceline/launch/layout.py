@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.local_resources import format_ranges
+from ..plurals import counted
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _filled(slots: list[int], ranks: int, hosts: list[Host]) -> list[int]:
     if ranks > sum(slots):
         had = ", ".join(f"{host.name}:{host.slots}" for host in hosts[:8])
         raise ValueError(
-            f"-n {ranks}: {ranks} ranks for {sum(slots)} slots ({had}"
+            f"-n {ranks}: {counted(ranks, 'rank')} for {counted(sum(slots), 'slot')} ({had}"
             f"{', ...' if len(hosts) > 8 else ''}). HINT: -n {sum(slots)}, or more slots a host"
         )
     found = []

@@ -12,6 +12,7 @@ from typing import Any
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
 from ..comm.reachable_address import asked, choose, others_of
+from ..plurals import counted
 from .job import Job, check
 from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
@@ -292,8 +293,8 @@ def _print_layout(
         names = [host.name for host in hosts]
         network = "/".join(sorted({interface for interface, _ in interfaces}))
         sys.stderr.write(
-            f"paceline: {sum(ranks_per_host)} ranks on {len(hosts)} hosts over {tool.name}, "
-            f"network {network} ({format_layout(names, ranks_per_host)}; "
+            f"paceline: {counted(sum(ranks_per_host), 'rank')} on {counted(len(hosts), 'host')} "
+            f"over {tool.name}, network {network} ({format_layout(names, ranks_per_host)}; "
             f"ranks meet at {interfaces[0][1]})\n"
         )
         # Agents that ssh has started do not have this process's PACELINE_RACKS.

@@ -16,6 +16,7 @@ from ..cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
 from ..cluster.topology.visible_gpus import gpu_count
+from ..plurals import counted
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
@@ -138,9 +139,10 @@ def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) 
         lines.append("  ranks: on each host its GPUs, else its NUMA domains; asked at the start")
         lines += [f"    {host.name}" for host in where.hosts]
     else:
-        counted = ranks_per_host(where.hosts, ranks, where.explicit)
+        per_host = ranks_per_host(where.hosts, ranks, where.explicit)
         lines.append(
-            f"  {sum(counted)} ranks: {format_layout([h.name for h in where.hosts], counted)}"
+            f"  {counted(sum(per_host), 'rank')}: "
+            f"{format_layout([h.name for h in where.hosts], per_host)}"
         )
     if where.tool is not None:
         names = [host.name for host in where.hosts]
@@ -164,4 +166,4 @@ def _tool(where: Target) -> str:
     count = len(where.hosts)
     if where.tool is None:
         return "ranks on this machine"
-    return f"{count} host{'s' if count > 1 else ''} over {where.tool.name}"
+    return f"{counted(count, 'host')} over {where.tool.name}"

@@ -1,5 +1,8 @@
 """Format numbers, sizes and times for people."""
 
+from ..plurals import counted as counted
+from ..plurals import ordinal as ordinal
+
 
 def percent(share: float) -> str:
     """Format a share: 0.123 as "12.3 %"."""
@@ -23,17 +26,29 @@ def duration(seconds: float) -> str:
         return f"{seconds / 60:.0f} min"
     if seconds >= 1:
         return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
+    if seconds < 1e-9:  # less than a record can tell
+        return "0 ms"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} µs"
+
+
+def signed_duration(seconds: float) -> str:
+    """Format a difference of durations in seconds: "+12.3 ms", "-2 s", "0 ms"."""
+    sign = "" if abs(seconds) < 1e-9 else "+" if seconds > 0 else "-"
+    return f"{sign}{duration(abs(seconds))}"
 
 
 def amount(value: float) -> str:
-    """Format an amount: 12345.6 as "12,346"."""
+    """Format an amount, or a rate: 12345.6 as "12,346", 12.34 as "12.3", 0.0123 as "0.0123"."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def figure(value: float) -> str:
-    """Format a table's figure: 12,346, 12.3 or 0.123."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
+    """Format a table's figure: 12,346, 12.3, 0.123 or 0.00123; never 0 for another number."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if value == 0 or 0.1 <= value < 10 else f"{value:.3g}"
 
 
 def elapsed(seconds: float) -> str:
@@ -46,8 +61,3 @@ def elapsed(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def counted(number: int, what: str) -> str:
-    """Format a count with its noun: "1 rank", "4 ranks"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

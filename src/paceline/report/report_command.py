@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from ..analyze.figures.compare_runs import compare, scaling
+from ..analyze.figures.compare_runs import compare, compare_states, scaling
 from ..analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
@@ -64,10 +64,12 @@ def report_text(
         return _single_report(reports[0], as_json)
     if _is_before_and_after(reports):
         before, after = reports
-        changes = compare(before, after)
+        changes, states = compare(before, after), compare_states(before, after)
         if as_json:
-            return _to_json("paceline-comparison", reports, [asdict(change) for change in changes])
-        return _render(lambda _: comparison.render(before, after, changes))
+            rows = [asdict(change) for change in changes]
+            found = asdict(states) if states is not None else None
+            return _to_json("paceline-comparison", reports, rows, states=found)
+        return _render(lambda _: comparison.render(before, after, changes, states))
     scales = scaling(reports)
     if as_json:
         return _to_json("paceline-scaling", reports, [asdict(scale) for scale in scales])
@@ -100,9 +102,11 @@ def _write_page(examined: list[RunAnalysis], path: Path) -> str:
     return save(text, path)
 
 
-def _to_json(kind: str, reports: list[Report], rows: list[dict[str, object]]) -> str:
-    whole = {"format": kind, "version": 1, "rows": rows, "reports": [asdict(r) for r in reports]}
-    return json.dumps(whole, indent=1) + "\n"
+def _to_json(
+    kind: str, reports: list[Report], rows: list[dict[str, object]], **more: object
+) -> str:
+    whole = {"format": kind, "version": 1, "rows": rows, **more}
+    return json.dumps({**whole, "reports": [asdict(r) for r in reports]}, indent=1) + "\n"
 
 
 def _parse_step_range(text: str) -> tuple[int, int]:

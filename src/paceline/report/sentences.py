@@ -11,7 +11,8 @@ from ..analyze.figures.losses import Loss
 from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
-from .numbers import duration
+from ..analyze.figures.window_steps import Occurrence
+from .numbers import counted, duration, ordinal
 
 _LATE_BECAUSE = {
     "useful": "computed longer",
@@ -20,7 +21,7 @@ _LATE_BECAUSE = {
     "validation": "had been evaluating",
     "other": "had been in the script's own work",
     "wait": "had been waiting itself",
-    "transfer": "had been exchanging elsewhere",
+    "transfer": "came late out of the exchange before",
     STILL: "had stood still",
 }
 
@@ -34,6 +35,10 @@ _DID_LONGER = {
     STILL: "stood still",
 }
 MAX_TROUBLES = 3  # standstills and stalls with a sentence each; the others are counted
+MAX_NAMED_STEPS = 8
+# A standstill in one of them may be due to the line of the script that ran.
+_STATES_OF_SCRIPT = ("input", "checkpoint", "validation", "other")
+_MIN_NEARLY_ALL = 0.9  # of the steps, or of a loss
 _MIN_WAIT_S = 0.1  # a shorter wait for a rank that stood still is not mentioned
 
 
@@ -90,10 +95,43 @@ def _collective_in_words(loss: Loss) -> str:
 def _steps_in_words(loss: Loss, report: Report) -> str:
     if loss.steps is None or not report.ranges:
         return ""
-    first, last = report.ranges[0].first, report.ranges[-1].last
-    if loss.steps == (first, last) or loss.steps[1] - loss.steps[0] >= 0.6 * (last - first):
-        return ", in all of the steps"
-    return f", in steps {loss.steps[0]} to {loss.steps[1]}"
+    if loss.occurs is not None:
+        share = loss.occurs.share
+        most = f"{100 * share:.0f} % of it " if share < _MIN_NEARLY_ALL else ""
+        return f", {most}{occurs_in_words(loss.occurs)}"
+    first, last = loss.steps
+    return f", in step {first}" if first == last else f", in steps {first} to {last}"
+
+
+def occurs_in_words(one: Occurrence) -> str:
+    """Say in which steps a loss occurs: "in all steps", "in every 30th step", "in step 7"."""
+    if one.count == one.of:
+        return "in all steps"
+    if one.count == 1 and one.first > one.last_of_all:
+        return "after the last step"
+    if one.count >= _MIN_NEARLY_ALL * one.of:
+        return f"in nearly all steps ({one.count} of {one.of})"
+    named = _steps_of(one)
+    if one.at_epoch_ends:
+        return f"at the {'end of an epoch' if one.count == 1 else 'ends of epochs'} ({named})"
+    return f"in {named}"
+
+
+def _steps_of(one: Occurrence) -> str:
+    """Name some of the steps: their period, their range, their numbers, or how many they are."""
+    span = one.last - one.first + 1
+    if one.period is not None:
+        about = "" if one.exact else "about "
+        return f"{about}every {ordinal(one.period)} step, from {one.first} to {one.last}"
+    if one.count == 1:
+        return f"step {one.first}"
+    if one.count == span or (one.count > MAX_NAMED_STEPS and one.count >= _MIN_NEARLY_ALL * span):
+        return f"steps {one.first} to {one.last}"
+    if one.count <= MAX_NAMED_STEPS:
+        *before, last = one.steps
+        return f"steps {', '.join(map(str, before))} and {last}"
+    between = f", from {one.first} to {one.last}" if span < _MIN_NEARLY_ALL * one.of else ""
+    return f"{one.count} of {one.of} steps{between}"
 
 
 def _source_line(loss: Loss) -> str:
@@ -101,8 +139,11 @@ def _source_line(loss: Loss) -> str:
         return ""
     line = loss.lines[0]
     inside = f" (in {line['inside']})" if line.get("inside") else ""
-    place = f"{Path(str(line['file'])).name}:{line['line']}"
-    return f" Seen there: {place}{inside}  {line['code']}"
+    return f" Seen there: {_place(line)}{inside}  {line['code']}"
+
+
+def _place(line: dict[str, object]) -> str:
+    return f"{Path(str(line['file'])).name}:{line['line']}"
 
 
 def troubles(report: Report) -> list[str]:
@@ -117,7 +158,7 @@ def troubles(report: Report) -> list[str]:
     more = troubles[MAX_TROUBLES:]
     if more:
         kinds = [
-            f"{count} more {what}{'s' if count > 1 else ''}"
+            counted(count, f"more {what}")
             for count, what in (
                 (sum(isinstance(one, Standstill) for one in more), "standstill"),
                 (sum(isinstance(one, Stall) for one in more), "stall"),
@@ -134,16 +175,19 @@ def _standstill_sentence(one: Standstill, several: bool) -> str:
     who = f"Rank{'s' if len(one.ranks) > 1 else ''} {ranks}"
     who += f" ({one.host})" if several else ""
     evidence = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
-    as_when = "as when a process is stopped or swapped out"
+    as_when = "a process is stopped or swapped out"
     if one.whole:
         who, evidence = one.host, f"nothing of its ranks ran ({ranks})"
-        as_when = "as when a host is paused, or all of a job"
+        as_when = "a host is paused, or all of a job"
+    if one.line is not None and one.state in _STATES_OF_SCRIPT:
+        place = f"{_place(one.line)} ({one.line['code']})"
+        as_when = f"{place} calls C code that keeps the interpreter's lock, or {as_when}"
     waited = ""
     if one.waited_s is not None and one.waited_s >= _MIN_WAIT_S:
         whom = "it" if one.whole or len(one.ranks) == 1 else "them"
         waited = f"; others waited {duration(one.waited_s)} for {whom}"
     standstill = f"stood still for {duration(one.seconds)} in step {one.step}"
-    return f"{who} {standstill}: {evidence}, {as_when}{waited}"
+    return f"{who} {standstill}: {evidence}, as when {as_when}{waited}"
 
 
 def _stall_sentence(one: Stall) -> str:
@@ -195,6 +239,7 @@ def _steps_named(steps: list[int]) -> str:
         return f"Step {steps[0]}"
     gaps = np.unique(np.diff(steps))
     if len(steps) > 3 and len(gaps) == 1 and gaps[0] > 1:
-        return f"{len(steps)} steps, every {gaps[0]}th from {steps[0]} to {steps[-1]}"
-    named = ", ".join(map(str, steps[:8]))
-    return f"Steps {named}" + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+        period = ordinal(int(gaps[0]))
+        return f"{len(steps)} steps, every {period} from {steps[0]} to {steps[-1]}"
+    named, more = ", ".join(map(str, steps[:MAX_NAMED_STEPS])), len(steps) - MAX_NAMED_STEPS
+    return f"Steps {named}" + (f" and {more} more" if more > 0 else "")

@@ -16,6 +16,7 @@ from ..cost.machine.dataclass_tree import from_tree
 from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
 from ..launch.start import start
+from ..plurals import counted
 from .rank_summary import run_and_read_summary
 
 PROBE = "paceline.study.probe.bench_comm"
@@ -68,7 +69,7 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
     enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
     bind = wish.bind or ("core" if enough else "none")
-    say(f"{wish.operation} on {wish.ranks} ranks: {len(wish.sizes)} sizes")
+    say(f"{wish.operation} on {counted(wish.ranks, 'rank')}: {counted(len(wish.sizes), 'size')}")
     code, found = run_and_read_summary(
         Job(PROBE, words, True, bind=bind, hang_timeout=0.0),
         lambda job: start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, []),

@@ -12,6 +12,7 @@ from ..cluster.topology.network_interfaces import is_local_host
 from ..launch.job import Job
 from ..launch.start import start
 from ..launch.target import Target, find_target
+from ..plurals import counted
 from .rank_summary import run_and_read_summary
 
 RANK = "paceline.study.stage_rank"
@@ -67,7 +68,7 @@ def stage_on_hosts(
     named = ",".join(f"{_bracketed(one.name)}:1" for one in where.hosts) if where.explicit else None
     words = [str(source.resolve()), root, *(["--room", str(room)] if room is not None else [])]
     words += ["--shared"] if shared else []
-    say(f"{source} to {root} of {count} hosts")
+    say(f"{source} to {root} of {counted(count, 'host')}")
     code, found = run_and_read_summary(
         Job(RANK, words, True, bind="none", hang_timeout=0.0),
         lambda job: start(job, count, named, None, wish.launcher, list(wish.variables)),

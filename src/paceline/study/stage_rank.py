@@ -12,6 +12,7 @@ from pathlib import Path
 from ..cost.machine.units import size
 from ..data.staging.fetch_shards import Staged
 from ..data.staging.stage import stage
+from ..plurals import counted
 from ..record.ring.launcher_messages import notify, send_to_launcher
 
 EVERY_S = 10.0  # interval between progress lines
@@ -35,7 +36,7 @@ def main() -> None:
         nonlocal due
         if first and time.monotonic() > due:
             due = time.monotonic() + EVERY_S
-            here = f"{socket.gethostname()} has {done:,} shards more, {size(so_far)}"
+            here = f"{socket.gethostname()} has {counted(done, 'more shard')}, {size(so_far)}"
             notify(f"paceline stage: {here}{', and waits for other hosts' if waits else ''}\n")
 
     try:

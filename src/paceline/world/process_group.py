@@ -23,6 +23,7 @@ from ..comm.network_interface import agree_on_interface
 from ..comm.pmi import from_rank_0
 from ..comm.rendezvous import RendezvousSpec, join
 from ..comm.shared_memory_group import SharedMemoryGroup
+from ..plurals import counted
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.group_shutdown import patch_destroy_process_group
 from ..record.ring.recorder import Recorder
@@ -46,7 +47,8 @@ def select_device(local_rank: int, wanted: str | None) -> torch.device:
     if local_rank >= devices:
         raise ValueError(
             f"paceline.init: local rank {local_rank} has no GPU of its own, this host has "
-            f"{devices}. HINT: at most {devices} ranks a host, or paceline.init(device='cpu')"
+            f"{devices}. HINT: at most {counted(devices, 'rank')} a host, or "
+            "paceline.init(device='cpu')"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -105,7 +107,7 @@ def join_process_group(identity: RankIdentity, recorder: Recorder, timeout: floa
     started = launched_by(dict(os.environ))
     same = started is not None and (started.rank, started.size) == (identity.rank, identity.size)
     source = started.source if same and started is not None else identity.source
-    return f"{identity.size} ranks ({source}), network {network}" if network else ""
+    return f"{counted(identity.size, 'rank')} ({source}), network {network}" if network else ""
 
 
 def _store(identity: RankIdentity, timeout: float) -> Any:

@@ -5,6 +5,7 @@ import sys
 import time
 
 from ..record.ring.launcher_messages import notify
+from ..report.numbers import amount
 from .optimizer_step import OptimizerSteps
 
 
@@ -39,7 +40,7 @@ class Progress:
         self._since, self._samples = now, 0
         of = f"/{length}" if length else ""
         loss = f"  loss {float(training.last_loss):.4f}" if training.last_loss is not None else ""
-        self._show(f"{self._epoch}batch {done}{of}  {rate:,.0f} samples/s{loss}")
+        self._show(f"{self._epoch}batch {done}{of}  {amount(rate)} samples/s{loss}")
 
     def _show(self, line: str) -> None:
         notify(f"\r\x1b[2K{line}\r" if self.is_terminal else line + "\n")

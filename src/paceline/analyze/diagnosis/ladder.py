@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...plurals import counted
 from ...record.ring.states import State
 from ..records.load_run import Run
 from ..records.read_record import Record
@@ -60,8 +61,8 @@ class EndedError(ValueError):
 
     def __init__(self, done: int, needed: int) -> None:
         super().__init__(
-            f"the script ended after {done} steps, and {needed} are needed. HINT: --steps and "
-            "--warm-up with fewer, or a script that trains longer"
+            f"the script ended after {counted(done, 'step')}, and {needed} are needed. HINT: "
+            "--steps and --warm-up with fewer, or a script that trains longer"
         )
         self.done = done
 

@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from ...plurals import counted
 from ..figures.measured_window import MeasuredWindow
 from ..figures.steps import find_steps, states_by_step
 from ..records.state_timeline import STATES
 
 OWN_STATES = [STATES.index(name) for name in ("useful", "other")]
-MIN_SLOW_SHARE = 0.8  # of the steps, to be called slow in all of them
+MIN_NEARLY_ALL = 0.9  # of the steps, to be called slow in nearly all of them
+MIN_SLOW_SHARE = 0.8  # of the steps after the first slow one, to be called slow since then
 MIN_EXCESS = 0.05  # of a step
 
 
@@ -32,8 +34,10 @@ def lateness(m: MeasuredWindow, rank: int) -> str:
     if not len(slow):
         return ""
     share, first = len(slow) / len(steps), int(slow[0])
-    if share >= MIN_SLOW_SHARE:
+    if len(slow) == len(steps):
         return "in all its steps"
+    if share >= MIN_NEARLY_ALL:
+        return f"in nearly all its steps ({len(slow)} of {len(steps)})"
     if first and len(slow) >= MIN_SLOW_SHARE * (len(steps) - first):
         return f"from step {steps.first + first} on"
-    return f"in {len(slow)} of {len(steps)} steps"
+    return f"in {len(slow)} of {counted(len(steps), 'step')}"

@@ -4,13 +4,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ...plurals import counted
+from ..records.state_timeline import STATES
 from .report import Report
 
 FIGURES = (
     *("samples_per_s", "step_ms", "useful", "parallel", "load_balance", "communication"),
     *("checkpoint", "validation", "input", "other"),
 )
-_NOISE_STANDARD_ERRORS = 2.0  # a larger difference is more than noise
+_SAME_SAMPLES = 0.01  # of a step's samples, up to which steps of two runs are alike
+_MIN_EXPLAINED = 0.8  # of a difference, by the states that are named
+NOISE_STANDARD_ERRORS = 2.0  # a larger difference is more than noise
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,108 @@ def compare(before: Report, after: Report) -> list[FigureChange]:
         if first is None or second is None:
             continue
         errors = [_standard_error(figure, report) for report in (before, after)]
-        noise = None
-        if errors[0] is not None and errors[1] is not None:
-            noise = float(np.hypot(errors[0], errors[1]))
-        real = None if noise is None else abs(second - first) > _NOISE_STANDARD_ERRORS * noise
+        noise, real = _difference_noise([first, second], errors)
         result.append(FigureChange(figure, first, second, noise, real))
     return result
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """Time of one state before and after, mean of all ranks (s).
+
+    Attributes:
+        noise_s: Standard error of the difference; None where there are too few ranges of steps.
+        real: Whether the difference is more than noise.
+    """
+
+    state: str
+    before_s: float
+    after_s: float
+    noise_s: float | None
+    real: bool | None
+
+    @property
+    def longer_s(self) -> float:
+        return self.after_s - self.before_s
+
+
+@dataclass(frozen=True)
+class StateChanges:
+    """Time of every state per step, or per sample of a rank where steps have other sizes.
+
+    Attributes:
+        unit: "step" or "sample".
+        rows: One per state that a run has.
+        whole: All states together.
+        explained_by: States whose changes make up most of that of ``whole``, the largest first.
+            Empty where that is within the noise, or no state's change is more than noise.
+    """
+
+    unit: str
+    rows: list[StateChange]
+    whole: StateChange
+    explained_by: list[str]
+
+
+def compare_states(before: Report, after: Report) -> StateChanges | None:
+    """Compare the time of each state; None where a run has no measured window."""
+    reports = (before, after)
+    if not all(report.ranges and report.window_s for report in reports):
+        return None
+    samples = [report.samples / _steps(report) for report in reports]
+    same = abs(samples[0] - samples[1]) <= _SAME_SAMPLES * max(samples)
+    unit = "step" if same or not all(samples) else "sample"
+    # A rank's steps, or samples, in each step of the job.
+    per_step = [
+        1.0 if unit == "step" else n / r.size for n, r in zip(samples, reports, strict=True)
+    ]
+    rows = [_state_change(state, reports, per_step) for state in STATES]
+    whole = _state_change("whole", reports, per_step)
+    rows = [row for row in rows if row.before_s or row.after_s]
+    return StateChanges(unit, rows, whole, _explaining_states(rows, whole))
+
+
+def _steps(report: Report) -> int:
+    return report.ranges[-1].last - report.ranges[0].first + 1
+
+
+def _state_change(state: str, reports: tuple[Report, Report], per_step: list[float]) -> StateChange:
+    means, errors = [], []
+    for report, units in zip(reports, per_step, strict=True):
+        times = [
+            part.seconds * part.states.get(state, 1.0) / units / (part.last - part.first + 1)
+            for part in report.ranges
+        ]
+        assert report.window_s is not None
+        shares = [rank.get(state, 1.0) for rank in report.states]
+        means.append(report.window_s * sum(shares) / len(shares) / units / _steps(report))
+        errors.append(_error_of_mean(times))
+    noise, real = _difference_noise(means, errors)
+    return StateChange(state, means[0], means[1], noise, real)
+
+
+def _explaining_states(rows: list[StateChange], whole: StateChange) -> list[str]:
+    """Return the states with the largest changes, that make up most of the whole change."""
+    if whole.real is False or not whole.longer_s:
+        return []
+    found, missing = list[str](), _MIN_EXPLAINED * abs(whole.longer_s)
+    direction = 1 if whole.longer_s > 0 else -1
+    for row in sorted(rows, key=lambda row: -direction * row.longer_s):
+        if missing <= 0 or direction * row.longer_s <= 0 or row.real is False:
+            break
+        found.append(row.state)
+        missing -= direction * row.longer_s
+    return found
+
+
+def _difference_noise(
+    values: list[float], errors: list[float | None]
+) -> tuple[float | None, bool | None]:
+    """Return the standard error of a difference, and whether the difference is more than noise."""
+    if errors[0] is None or errors[1] is None:
+        return None, None
+    noise = float(np.hypot(errors[0], errors[1]))
+    return noise, abs(values[1] - values[0]) > NOISE_STANDARD_ERRORS * noise
 
 
 def _figure_value(figure: str, report: Report) -> float | None:
@@ -53,8 +153,7 @@ def _figure_value(figure: str, report: Report) -> float | None:
     if report.efficiencies is None or report.window_s is None:
         return None
     if figure == "step_ms":
-        steps = report.ranges[-1].last - report.ranges[0].first + 1
-        return 1e3 * report.window_s / steps
+        return 1e3 * report.window_s / _steps(report)
     value = getattr(report.efficiencies, figure)
     return None if value is None else float(value)
 
@@ -68,10 +167,13 @@ def _standard_error(figure: str, report: Report) -> float | None:
             values.append(1e3 * part.seconds / steps)
         elif figure == "samples_per_s":
             assert report.window_s is not None
-            total = report.ranges[-1].last - report.ranges[0].first + 1
-            values.append(report.samples / total * steps / part.seconds)
+            values.append(report.samples / _steps(report) * steps / part.seconds)
         else:
             values.append(float(getattr(part.efficiencies, figure)))
+    return _error_of_mean(values)
+
+
+def _error_of_mean(values: list[float]) -> float | None:
     if len(values) < 4:
         return None
     return float(np.std(values, ddof=1) / np.sqrt(len(values)))
@@ -125,8 +227,8 @@ def scaling(reports: list[Report]) -> list[ScalingRow]:
     if twice:
         names = [report.name for report in reports if report.size == twice[0]]
         raise ValueError(
-            f"{' and '.join(names)} both have {twice[0]} ranks. HINT: a scaling table takes one "
-            "run a number of ranks; paceline report A B compares two of the same size"
+            f"{' and '.join(names)} both have {counted(twice[0], 'rank')}. HINT: a scaling table "
+            "takes one run a number of ranks; paceline report A B compares two of the same size"
         )
     return [_scaling_row(report, reports[0]) for report in reports]
 

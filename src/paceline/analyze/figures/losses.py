@@ -13,14 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ...record.ring.states import Op, State
-from ..records.match_collectives import NO_INDEX, MatchedCommunication
+from ..records.blocked_time import BlockedTime
+from ..records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
 from ..records.read_record import Record
 from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, total
-from .pop import LOSSES
+from .pop import LOSSES, Efficiencies
+from .window_steps import Floats, Occurrence, Steps, loader_starts, occurrence
 
 RANGE_COUNT = 10  # ranges of steps in which losses are located
 MAX_GAP_NS = 200_000  # between two waits that count as one: no work in between
 CHUNK_ROWS = 1 << 16  # rows processed at once, which bounds the memory
+MIN_PLACED_SHARE = 1e-4  # a smaller loss is not placed in single steps
 MIN_SHARE_IN_RANGE = 0.8  # of a loss, in the range of steps that the report names
 
 
@@ -31,10 +34,11 @@ class Loss:
     Attributes:
         kind: wait, transfer, checkpoint, validation, input or other.
         rank: For a wait, the rank that it was for; None where the culprit is unknown (below the
-            clocks'
-            residual, or without a record). For the other kinds, the rank with the largest loss.
+            clocks' residual, or without a record). For the other kinds, the rank with the largest
+            loss.
         doing: For a wait, the state in which ``rank`` was longer than the waiting rank.
-        steps: First and last step of the range with most of the loss.
+        steps: First and last step of the range of tenths with most of the loss.
+        occurs: The steps that have it; None for a tiny loss, or where ranks share no steps.
         most: Share of the time of ``rank``, not for waits.
     """
 
@@ -45,7 +49,8 @@ class Loss:
     doing: str | None = None
     group: str | None = None
     collective: str | None = None
-    steps: tuple[int, int] | None = None  # first and last step of the range with most of it
+    steps: tuple[int, int] | None = None
+    occurs: Occurrence | None = None
     most: float | None = None
     lines: list[dict[str, object]] = field(default_factory=list)
 
@@ -89,15 +94,70 @@ def split_into_ranges(records: list[Record], within: Window, bins: int = RANGE_C
     return StepRanges(np.array([*edges, within.end], np.int64), bounds.tolist())
 
 
+class LossPlaces:
+    """Finds the steps in which a loss occurs.
+
+    Attributes:
+        ranges: The window's ranges of steps.
+        steps: Its single steps; None where the ranks have none in common.
+    """
+
+    def __init__(
+        self,
+        records: list[Record],
+        matched: MatchedCommunication,
+        ranges: StepRanges,
+        steps: Steps | None,
+    ) -> None:
+        self.ranges, self.steps = ranges, steps
+        self._loader_starts = loader_starts(records, steps) if steps is not None else None
+        self._step_of_wait = np.empty(0, np.int64)
+        if steps is not None and len(matched.waits):
+            parts = split_by_record(matched.waits, len(records))
+            self._step_of_wait = np.concatenate(
+                [steps.index_of(i, rows["start"]) for i, rows in enumerate(parts)]
+            )
+
+    def of_waits(
+        self, rows: Ints, start: Ints, weights: Floats, share: float, state: str
+    ) -> dict[str, Any]:
+        """Return ``steps`` and ``occurs`` of a Loss.
+
+        rows: Indices in ``matched.waits``. start: Their starts in the window (ns). weights: The
+        loss of each (ns). state: What it was spent in.
+        """
+        found: dict[str, Any] = {
+            "steps": self.ranges.narrow(_sum_by_range(start, weights, self.ranges))
+        }
+        if self.steps is not None and share >= MIN_PLACED_SHARE:
+            by_step = np.bincount(self._step_of_wait[rows], weights, minlength=len(self.steps) + 1)
+            found["occurs"] = self._occurrence(np.asarray(by_step, np.float64), state)
+        return found
+
+    def of_states(
+        self, by_range: Floats, by_step: Floats | None, share: float, state: str
+    ) -> dict[str, Any]:
+        """Return ``steps`` and ``occurs`` of a Loss with these times in ranges and steps (ns)."""
+        found: dict[str, Any] = {"steps": self.ranges.narrow(by_range)}
+        if by_step is not None and by_step.any() and share >= MIN_PLACED_SHARE:
+            found["occurs"] = self._occurrence(by_step, state)
+        return found
+
+    def _occurrence(self, by_step: Floats, state: str) -> Occurrence:
+        assert self.steps is not None
+        return occurrence(by_step, self.steps, self._loader_starts if state == "input" else None)
+
+
 def wait_losses(
     records: list[Record],
     timelines: list[Timeline],
     matched: MatchedCommunication,
+    blocked: BlockedTime,
     within: Window,
-    ranges: StepRanges,
+    place: LossPlaces,
     residual: int,
 ) -> list[Loss]:
-    """Book every wait to the rank that it was for, and to what that rank had done.
+    """Book every exposed wait to the rank that it was for, and to what that rank had done.
 
     What counts is what it had done more than the waiting rank since both were last together (at the
     end of the group's previous wait). What it does during the wait says less: a rank whose batch
@@ -106,16 +166,15 @@ def wait_losses(
     rows = matched.waits
     start = np.clip(rows["start"], within.start, within.end)
     last_arrival = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
-    length = last_arrival - start
     total_ns = len(records) * within.length
-    known = np.flatnonzero((rows["culprit"] != NO_INDEX) & (length > residual))
-    unknown = total(length[(length > 0)]) - total(length[known])
+    known = np.flatnonzero(booked_waits(matched, blocked, within, residual))
+    unknown = total(blocked.wait) - total(blocked.wait[known])
     together = np.clip(_last_together(rows), within.start, start)[known]
     rows, start, last_arrival, length = (
         rows[known],
         start[known],
         last_arrival[known],
-        length[known],
+        blocked.wait[known],
     )
     own_states = np.zeros((len(rows), len(STATES)), np.float32)
     for number, of_value in rows_by_value(rows["record"]):
@@ -148,21 +207,34 @@ def wait_losses(
             if weights.sum() <= 0:
                 continue
             group, op = _largest_kind(rows["group"][of_value], rows["op"][of_value], weights)
+            share = float(weights.sum()) / total_ns
+            where = (known[of_value], start[of_value], weights, share, STATES[state])
             result.append(
                 Loss(
                     "wait",
-                    float(weights.sum()) / total_ns,
+                    share,
                     record.rank,
                     record.host,
                     STATES[state],
                     matched.groups[group],
                     collective_name(op),
-                    ranges.narrow(_sum_by_range(start[of_value], weights, ranges)),
+                    **place.of_waits(*where),
                 )
             )
     if unknown > 0:
         result.append(Loss("wait", float(unknown) / total_ns))
     return result
+
+
+def booked_waits(
+    matched: MatchedCommunication, blocked: BlockedTime, within: Window, residual: int
+) -> npt.NDArray[np.bool_]:
+    """Return which waits are booked to a rank: exposed, and longer than the clocks' residual."""
+    rows = matched.waits
+    start = np.maximum(rows["start"], within.start)
+    length = np.minimum(np.minimum(rows["latest"], rows["end"]), within.end) - start
+    booked = (rows["culprit"] != NO_INDEX) & (length > residual) & (blocked.wait > 0)
+    return np.asarray(booked)
 
 
 def rows_by_value(values: Ints) -> Iterable[tuple[int, Ints]]:
@@ -200,58 +272,64 @@ def _one_hot(state: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def transfer_losses(
-    matched: MatchedCommunication, ranks: int, within: Window, ranges: StepRanges
+    matched: MatchedCommunication, blocked: BlockedTime, ranks: int, place: LossPlaces
 ) -> list[Loss]:
-    """Return the blocked time after the last member arrived, by group and collective."""
-    rows = matched.waits
-    last_arrival = np.clip(rows["latest"], rows["start"], rows["end"])
-    start = np.clip(last_arrival, within.start, within.end)
-    length = np.clip(rows["end"], within.start, within.end) - start
+    """Return the exposed time after the last member arrived, by group and collective."""
+    rows, length, edges = matched.waits, blocked.transfer, place.ranges.edges
+    start = np.clip(np.clip(rows["latest"], rows["start"], rows["end"]), edges[0], edges[-1])
+    ranks_ns = ranks * int(edges[-1] - edges[0])
     result = []
     nonzero = np.flatnonzero(length > 0)
     kind = rows["group"][nonzero].astype(np.int64) << 8 | rows["op"][nonzero]
     for kind_key, rows_of_kind in rows_by_value(kind):
         group, op, rows_of_loss = kind_key >> 8, kind_key & 0xFF, nonzero[rows_of_kind]
         weights = length[rows_of_loss].astype(np.float64)
-        share = float(weights.sum()) / (ranks * within.length)
-        steps = ranges.narrow(_sum_by_range(start[rows_of_loss], weights, ranges))
+        share = float(weights.sum()) / ranks_ns
+        where = (rows_of_loss, start[rows_of_loss], weights, share, "transfer")
         result.append(
             Loss(
                 "transfer",
                 share,
                 group=matched.groups[group],
                 collective=collective_name(op),
-                steps=steps,
+                **place.of_waits(*where),
             )
         )
     return result
 
 
-def own_losses(records: list[Record], timelines: list[Timeline], ranges: StepRanges) -> list[Loss]:
+def own_losses(records: list[Record], timelines: list[Timeline], place: LossPlaces) -> list[Loss]:
     """Return the losses of the ranks outside communication: checkpoint, validation, input,
     other.
     """
-    length = int(ranges.edges[-1] - ranges.edges[0])
-    cumulative = np.stack([line.cumulative_by_state(ranges.edges) for line in timelines]).astype(
-        np.float64
-    )
-    per_range = np.diff(cumulative, axis=1)  # (ranks, ranges, states)
+    edges, steps = place.ranges.edges, place.steps
+    length = int(edges[-1] - edges[0])
+    per_range = np.empty((len(timelines), len(edges) - 1, len(STATES)))  # (ranks, ranges, states)
+    by_step = np.zeros((len(steps) + 1, len(STATES))) if steps is not None else None
+    for i, line in enumerate(timelines):
+        times = edges if steps is None else np.concatenate([edges, steps.bounds[i], edges[-1:]])
+        cumulative = line.cumulative_by_state(times)
+        per_range[i] = np.diff(cumulative[: len(edges)], axis=0)
+        if by_step is not None:
+            by_step += np.diff(cumulative[len(edges) :], axis=0)
     result = []
     for kind in LOSSES:
-        times = per_range[:, :, STATES.index(kind)]
-        if not times.any():
+        state = STATES.index(kind)
+        spent = per_range[:, :, state]
+        if not spent.any():
             continue
-        by_rank = times.sum(axis=1)
-        worst = int(by_rank.argmax())
+        by_rank = spent.sum(axis=1)
+        worst, share = int(by_rank.argmax()), float(by_rank.mean()) / length
+        in_steps = by_step[:, state] if by_step is not None else None
         result.append(
             Loss(
                 kind,
-                float(by_rank.mean()) / length,
+                share,
                 records[worst].rank,
                 records[worst].host,
-                steps=ranges.narrow(times.sum(axis=0)),
+                **place.of_states(spent.sum(axis=0), in_steps, share, kind),
                 most=float(by_rank[worst]) / length,
-                lines=lines_in(records, timelines, STATES.index(kind)),
+                lines=lines_in(records, timelines, state),
             )
         )
     return result
@@ -260,26 +338,34 @@ def own_losses(records: list[Record], timelines: list[Timeline], ranges: StepRan
 def lines_in(
     records: Iterable[Record], timelines: Iterable[Timeline], state: int = OTHER
 ) -> list[dict[str, object]]:
-    """The script's lines that samples found it in while it was in ``state``, most frequent
-    first: file, line, function, code, inside (module.function of the library that it was in, if
-    any) and share of these samples."""
+    """Return the script's lines in which its ranks were in ``state``, the longest first.
+
+    Each has file, line, function, code, inside (module.function of the library that it called, if
+    any), and its share of the time in ``state``. A sample stands for the time in ``state`` since
+    the sample before it: after a standstill, in which the sampler could not run, for all of that.
+    """
     found: dict[tuple[str, ...], tuple[int, dict[str, object]]] = {}
     for record, line in zip(records, timelines, strict=True):
         samples = record.events_in(State.SAMPLE)
         inside = (samples["start"] >= line.edges[0]) & (samples["start"] < line.edges[-1])
         samples = samples[inside]
-        for number in samples["amount"][line.state_at(samples["start"]) == state].tolist():
+        samples = samples[np.argsort(samples["start"], kind="stable")]
+        time = np.diff(line.cumulative_in(STATES[state], samples["start"]), prepend=0)
+        in_state = line.state_at(samples["start"]) == state
+        rows = zip(samples["amount"][in_state].tolist(), time[in_state].tolist(), strict=True)
+        for number, spent in rows:
             known = record.lines.get(number)
             if known is not None:
                 place = tuple(str(known.get(name)) for name in ("file", "line", "inside"))
-                found[place] = (found.get(place, (0, {}))[0] + 1, known)
-    total = sum(count for count, _ in found.values())
+                found[place] = (found.get(place, (0, {}))[0] + max(spent, 1), known)
+    total = sum(time for time, _ in found.values())
     best = sorted(found.values(), key=lambda both: -both[0])[:5]
-    names = ("file", "line", "function", "inside", "code")
-    return [
-        {**{name: known.get(name) for name in names}, "share": count / total}
-        for count, known in best
-    ]
+    return [{**script_line(known), "share": time / total} for time, known in best]
+
+
+def script_line(known: dict[str, Any]) -> dict[str, object]:
+    """Return the fields of a sampled line that a report has."""
+    return {name: known.get(name) for name in ("file", "line", "function", "inside", "code")}
 
 
 def collective_name(op: int) -> str:
@@ -287,7 +373,7 @@ def collective_name(op: int) -> str:
     return Op(op).name.lower().replace("_", "-") if op in set(Op) else f"operation {op}"
 
 
-def _sum_by_range(times: Ints, weights: npt.NDArray[np.float64], ranges: StepRanges) -> np.ndarray:
+def _sum_by_range(times: Ints, weights: Floats, ranges: StepRanges) -> np.ndarray:
     range_index = np.clip(
         np.searchsorted(ranges.edges, times, "right") - 1, 0, len(ranges.edges) - 2
     )
@@ -300,3 +386,9 @@ def _largest_kind(group: Ints, op: Ints, weights: npt.NDArray[np.float64]) -> tu
     kinds, at = np.unique(key, return_inverse=True)
     best = int(kinds[np.bincount(at, weights).argmax()])
     return best >> 8, best & 0xFF
+
+
+def check_sum_of_losses(losses: list[Loss], e: Efficiencies) -> None:
+    """Assert that the losses add up to what is not useful."""
+    lost = sum(loss.share for loss in losses)
+    assert abs(lost - (1 - e.useful)) < 1e-6, f"losses add up to {lost}, not to {1 - e.useful}"

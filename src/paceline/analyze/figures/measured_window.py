@@ -1,15 +1,19 @@
 """Compute states, efficiencies and losses of all ranks in the measured window."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from ..records.blocked_time import assign_blocked_time
 from ..records.clock_alignment import Clocks
-from ..records.match_collectives import MatchedCommunication
+from ..records.match_collectives import NO_INDEX, MatchedCommunication
 from ..records.read_record import Record
-from ..records.state_timeline import Timeline, Window, blocking_states, build_timeline
+from ..records.state_timeline import Timeline, Window, build_timeline
 from . import losses as lost
 from .ideal_network import ideal_length
-from .losses import Loss, StepRanges
+from .losses import Loss, StepRanges, check_sum_of_losses
 from .pop import busy_ns, check_identities, efficiencies
+from .window_steps import steps_in_window
 
 MAX_REPLAY_NS = 1 << 62  # of all ranks' time together: delays in the replay may add up to it
 
@@ -18,7 +22,10 @@ class MeasuredWindow:
     """States, efficiencies and losses in the measured window, and how reliable they are.
 
     Attributes:
+        matched: The communication; without last arrivals where they are unknown.
         timelines: In the order of ``records``, whose times are on one clock.
+        steps: The steps that all ranks completed; None where they have none in common.
+        blocked: Exposed time of each row of ``matched.waits``.
         apart: Whether some hosts' clocks could not be aligned; then the last arrival is unknown.
         contradicts: Whether the replay on an ideal network takes longer than the clocks allow.
         residual: Error of the aligned clocks (ns).
@@ -27,14 +34,16 @@ class MeasuredWindow:
     def __init__(
         self, records: list[Record], matched: MatchedCommunication, clocks: Clocks, within: Window
     ) -> None:
-        self.records, self.matched, self.within = records, matched, within
         self.clocks = clocks
         self.clocks_unaligned = bool(clocks.unaligned)
-        self.timelines: list[Timeline] = []
-        for record, latest in zip(records, matched.latest_arrivals(len(records)), strict=True):
-            if self.clocks_unaligned:  # nothing says who came last
-                latest = record.events_in(*blocking_states(record))["start"]
-            self.timelines.append(build_timeline(record, latest, within))
+        if self.clocks_unaligned:
+            matched = _without_arrivals(matched)
+        self.records, self.matched, self.within = records, matched, within
+        self.timelines: list[Timeline] = [
+            build_timeline(record, latest, within)
+            for record, latest in zip(records, matched.latest_arrivals(len(records)), strict=True)
+        ]
+        self.blocked = assign_blocked_time(matched, self.timelines)
         self.states = [line.states for line in self.timelines]
         self.residual_ns = clocks.residual_ns
         ideal, self.replay_contradicts = None, False
@@ -54,19 +63,28 @@ class MeasuredWindow:
         self.efficiencies = efficiencies(self.states, within.length, ideal)
         check_identities(self.efficiencies)
         self.ranges: StepRanges = lost.split_into_ranges(records, within)
+        self.steps = steps_in_window(records, within)
         self.losses = self._losses()
+        check_sum_of_losses(self.losses, self.efficiencies)
 
     def _losses(self) -> list[Loss]:
-        found = lost.own_losses(self.records, self.timelines, self.ranges)
-        ranks = len(self.records)
-        if not self.clocks_unaligned:
-            found += lost.wait_losses(
-                self.records,
-                self.timelines,
-                self.matched,
-                self.within,
-                self.ranges,
-                self.residual_ns,
-            )
-        found += lost.transfer_losses(self.matched, ranks, self.within, self.ranges)
+        place = lost.LossPlaces(self.records, self.matched, self.ranges, self.steps)
+        found = lost.own_losses(self.records, self.timelines, place)
+        found += lost.wait_losses(
+            self.records,
+            self.timelines,
+            self.matched,
+            self.blocked,
+            self.within,
+            place,
+            self.residual_ns,
+        )
+        found += lost.transfer_losses(self.matched, self.blocked, len(self.records), place)
         return sorted(found, key=lambda loss: -loss.share)
+
+
+def _without_arrivals(matched: MatchedCommunication) -> MatchedCommunication:
+    """Return the communication with all blocked time as transfer: nothing says who came last."""
+    waits = matched.waits.copy()
+    waits["latest"], waits["culprit"] = waits["start"], NO_INDEX
+    return replace(matched, waits=waits)

@@ -1,18 +1,18 @@
 """Compute the figures of each process group separately: data, tensor and pipeline groups differ."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, Op
 from ..records.match_collectives import MatchedCommunication, split_by_record
-from ..records.read_record import Record
-from ..records.state_timeline import Timeline, Window, merge_intervals, total
+from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
+from .measured_window import MeasuredWindow
 from .pop import busy_ns
+
+Rows = Ints | slice  # indices of rows
 
 # Bytes that cross a link, per byte of the whole vector, for p ranks (as in nccl-tests).
 _BUS_FACTOR: dict[int, Callable[[int], float]] = {
@@ -28,6 +28,7 @@ class Collective:
     """One kind of collective in one group; wait, transfer and hidden as in Group.
 
     Attributes:
+        count: Calls in the window; 0 for one that began before it, or whose launch is not known.
         bytes: Sum over all calls, of the whole vector each.
         algbw: Median of bytes / (last end - last start) in GB/s, over calls of at least 64 KiB.
         busbw: algbw x the bus factor of nccl-tests, in GB/s.
@@ -35,7 +36,7 @@ class Collective:
 
     name: str
     count: int
-    bytes: int  # of all of them, of the whole vector each
+    bytes: int
     wait: float
     transfer: float
     hidden: float
@@ -48,6 +49,7 @@ class Group:
     """Figures of one process group. Shares refer to the time of its members.
 
     Attributes:
+        size: Number of members; of those that are known, for an unknown group.
         wait, transfer: Blocked in communication of the group.
         hidden: Communication of the group in flight while the rank was not blocked (overlap).
         load_balance: mean(b) / max(b) over the members.
@@ -63,65 +65,90 @@ class Group:
     collectives: list[Collective]
 
 
-def group_figures(
-    records: list[Record], matched: MatchedCommunication, timelines: list[Timeline], within: Window
-) -> list[Group]:
-    """Return the figures of each group of more than one rank that communicated in the window."""
-    result = []
-    states = [line.states for line in timelines]
-    members_of: dict[str, dict[int, dict[str, Any]]] = {}
-    for i, record in enumerate(records):
-        for group in record.meta.get("groups", {}).values():
-            members_of.setdefault(group["name"], {})[i] = group
-    count = len(matched.groups)
-    each = zip(
-        _split_by_group(matched.launches, count), _split_by_group(matched.waits, count), strict=True
-    )
-    for (name, members), (launches, waits) in zip(sorted(members_of.items()), each, strict=False):
-        size = max(int(group["size"]) for group in members.values())
-        inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
-        if size < 2 or not inside.any():
-            continue
-        times = [busy_ns(states[i]) for i in members]
+def group_figures(m: MeasuredWindow) -> list[Group]:
+    """Return the figures of each group that communicated in the window, of one rank's groups too.
 
-        shares = functools.partial(
-            _shares, timelines=timelines, within=within, members=len(members)
-        )
-        whole = shares(launches, waits)
+    Weighted with their members, the groups' waits and transfers add up to those of all ranks. GPU
+    kernels whose collective is not known are a group of their own.
+    """
+    result = []
+    members_of: dict[str, dict[int, int]] = {name: {} for name in m.matched.groups}
+    for i, record in enumerate(m.records):
+        for group in record.meta.get("groups", {}).values():
+            members_of[group["name"]][i] = int(group["size"])
+    count = len(m.matched.groups)
+    each = zip(
+        m.matched.groups,
+        _split_by_group(m.matched.launches, count),
+        _split_by_group(m.matched.waits, count),
+        strict=True,
+    )
+    for name, launch_rows, wait_rows in each:
+        part = _GroupRows(m, m.matched.launches[launch_rows], m.matched.waits[wait_rows], wait_rows)
+        if not part.inside.any() and not part.blocked.any():
+            continue
+        members = members_of[name] or dict.fromkeys(np.unique(part.waits["record"]).tolist(), 0)
+        size = max(*members.values(), len(members))
+        times = [busy_ns(m.states[i]) for i in members]
+        whole = part.shares(len(members))
         result.append(
             Group(
                 name,
                 size,
-                [records[i].rank for i in members],
+                [m.records[i].rank for i in members],
                 *whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
-                _collective_figures(launches, waits, inside, size, whole, shares),
+                _collective_figures(part, size, len(members), whole),
             )
         )
     return result
 
 
-def _shares(
-    launches: np.ndarray, waits: np.ndarray, timelines: list[Timeline], within: Window, members: int
-) -> tuple[float, float, float]:
-    """Return wait, transfer and hidden of some communication, as shares of the members' time."""
-    start = np.clip(waits["start"], within.start, within.end)
-    end = np.clip(waits["end"], within.start, within.end)
-    turn = np.clip(waits["latest"], start, end)
-    covered = sum(_overlapped_ns(launches, waits, timelines, within))
-    whole = members * within.length
-    return total(turn - start) / whole, total(end - turn) / whole, covered / whole
+class _GroupRows:
+    """Rows of some of the window's communication: of a group, or of one kind in it.
+
+    Attributes:
+        inside: Which launches lie completely in the window.
+        blocked: Exposed time of each wait (ns).
+    """
+
+    def __init__(
+        self, m: MeasuredWindow, launches: np.ndarray, waits: np.ndarray, wait_rows: Rows
+    ) -> None:
+        self.m, self.launches, self.waits = m, launches, waits
+        within = m.within
+        self.inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
+        self._wait, self._transfer = m.blocked.wait[wait_rows], m.blocked.transfer[wait_rows]
+        self.blocked = self._wait + self._transfer
+
+    def shares(self, members: int, op: int | None = None) -> tuple[float, float, float]:
+        """Return wait, transfer and hidden, of one kind or all, as shares of the members' time."""
+        launches, waits, wait, transfer = self.launches, self.waits, self._wait, self._transfer
+        if op is not None:
+            of_op = waits["op"] == op
+            launches = launches[launches["op"] == op]
+            waits, wait, transfer = waits[of_op], wait[of_op], transfer[of_op]
+        hidden = sum(_overlapped_ns(launches, waits, self.m.timelines, self.m.within))
+        whole = members * self.m.within.length
+        return total(wait) / whole, total(transfer) / whole, hidden / whole
+
+    def kinds(self) -> list[int]:
+        """Return the kinds that were launched in the window, or blocked a rank in it."""
+        found = [self.launches["op"][self.inside], self.waits["op"][self.blocked > 0]]
+        return [int(op) for op in np.unique(np.concatenate(found))]
 
 
-def _split_by_group(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """Yield the rows of each group, in the order of records; not copied if there is one group."""
+def _split_by_group(rows: np.ndarray, count: int) -> Iterator[Rows]:
+    """Yield the indices of each group's rows, in the order of records; all if there is one group.
+
+    A slice of all rows copies nothing.
+    """
     if count <= 1:
-        yield from [rows] * count
+        yield from [slice(None)] * count
         return
     order = np.argsort(rows["group"], kind="stable")
     ends = np.cumsum(np.bincount(rows["group"], minlength=count))
-    for mine in np.split(order, ends[:-1]):
-        yield rows[mine]
+    yield from np.split(order, ends[:-1])
 
 
 def overlapped_ns(
@@ -151,27 +178,19 @@ def _overlapped_ns(
 
 
 def _collective_figures(
-    launches: np.ndarray,
-    waits: np.ndarray,
-    inside: np.ndarray,
-    size: int,
-    whole: tuple[float, float, float],
-    shares: Callable[[np.ndarray, np.ndarray], tuple[float, float, float]],
+    part: _GroupRows, size: int, members: int, whole: tuple[float, float, float]
 ) -> list[Collective]:
-    """Return the figures of each kind of collective.
-
-    whole: The group's shares. shares: Computes the shares of some of its communication.
-    """
+    """Return the figures of each kind of collective. whole: The group's shares."""
+    launches, kinds = part.launches, part.kinds()
+    alone = len(np.unique(np.concatenate([launches["op"], part.waits["op"]]))) == 1
     result = []
-    for op in np.flatnonzero(np.bincount(launches["op"][inside])).tolist():
-        of_op = launches["op"] == op
-        mine = inside & of_op
+    for op in kinds:
+        name = collective_name(op)
+        share = whole if alone else part.shares(members, op)
+        mine = part.inside & (launches["op"] == op)
         amount = launches["amount"][mine]
-        alone = of_op.all()
-        share = whole if alone else shares(launches[of_op], waits[waits["op"] == op])
-        if op in POINT_TO_POINT_OPS:
-            count = len(amount)
-            result.append(Collective(collective_name(op), count, total(amount), *share, None, None))
+        if op in POINT_TO_POINT_OPS or not mine.any():
+            result.append(Collective(name, len(amount), total(amount), *share, None, None))
             continue
         at = launches["node"][mine]
         at -= at.min()  # a group's nodes have numbers in a row
@@ -185,8 +204,18 @@ def _collective_figures(
         large = (amount_of >= 1 << 16) & (end > last)
         speed = amount_of[large] / (end[large] - last[large])  # bytes/ns = GB/s
         algbw = float(np.median(speed)) if large.any() else None
-        factor = _BUS_FACTOR.get(op)
+        factor = _BUS_FACTOR.get(op) if size > 1 else None
         busbw = algbw * factor(size) if algbw is not None and factor is not None else None
-        whole_bytes = total(amount_of)
-        result.append(Collective(collective_name(op), count, whole_bytes, *share, algbw, busbw))
+        result.append(Collective(name, count, total(amount_of), *share, algbw, busbw))
     return result
+
+
+def check_sum_of_groups(groups: list[Group], states: list[dict[str, float]]) -> None:
+    """Assert that the groups' blocked time, and that of their collectives, adds up."""
+    for kind in ("wait", "transfer"):
+        blocked = sum(rank[kind] for rank in states)
+        found = sum(getattr(group, kind) * len(group.ranks) for group in groups)
+        assert abs(found - blocked) < 1e-6 * max(len(states), 1), f"groups do not add up: {kind}"
+        for group in groups:
+            parts = sum(getattr(one, kind) for one in group.collectives)
+            assert abs(parts - getattr(group, kind)) < 1e-6, f"{group.name} does not add up: {kind}"

@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 
 from ...cost.machine.machine_file import Machine
+from ...plurals import counted
 from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
-from ..records.state_timeline import STATES, Window, background_ns, find_window, total
+from ..records.state_timeline import STATES, Ints, Window, background_ns, find_window, total
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss
 from .measured_window import MeasuredWindow
 from .pop import Efficiencies, busy_ns, efficiencies
-from .process_groups import Group, group_figures, overlapped_ns
+from .process_groups import Group, check_sum_of_groups, group_figures, overlapped_ns
 from .rank_placement import RankPlacement, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
@@ -30,12 +31,17 @@ from .wait_matrix import WaitPair, longest_waits
 
 @dataclass(frozen=True)
 class StepRange:
-    """A range of steps: its length (s) and its efficiencies, without replay."""
+    """A range of steps: its length (s), and its efficiencies without replay.
+
+    Attributes:
+        states: Share of each state, mean of the ranks.
+    """
 
     first: int
     last: int
     seconds: float
     efficiencies: Efficiencies
+    states: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def analyse_with_window(
         missing_ranks=run.missing,
         refused=run.refused,
         lost_events=sum(record.lost for record in records),
-        unmatched=_unmatched(matched, within)[0],
+        unmatched=_unmatched(matched, within),
         clocks_aligned=not clocks.unaligned,
         clock_residual_s=clocks.residual_ns / 1e9,
         clocks=[asdict(clock) for clock in clocks.clocks],
@@ -198,16 +204,19 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     took = measure_steps(m, steps) if steps is not None else None
     if steps is not None and took is not None:
         took = explain_outliers(m, steps, took, still, stalled)
+    states = [{name: rank[name] / length for name in STATES} for rank in m.states]
+    groups = group_figures(m)
+    check_sum_of_groups(groups, states)
     return {
         "window_s": length / 1e9,
         "samples": samples,
         "samples_per_s": samples / (length / 1e9) if samples else None,
-        "states": [{name: rank[name] / length for name in STATES} for rank in m.states],
+        "states": states,
         "hidden": [time / length for time in overlapped_ns(m.matched, m.timelines, m.within)],
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
-        "groups": group_figures(m.records, m.matched, m.timelines, m.within),
+        "groups": groups,
         "ranges": _range_efficiencies(m),
         "losses": m.losses,
         "step_times": took,
@@ -228,9 +237,9 @@ def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:
         if length <= 0:
             continue
         states = [dict(zip(STATES, rank[i].tolist(), strict=True)) for rank in spent]
-        result.append(
-            StepRange(steps[i], steps[i + 1] - 1, length / 1e9, efficiencies(states, length))
-        )
+        mean = {name: sum(rank[name] for rank in states) / len(states) / length for name in STATES}
+        found = efficiencies(states, length)
+        result.append(StepRange(steps[i], steps[i + 1] - 1, length / 1e9, found, mean))
     return result
 
 
@@ -260,14 +269,17 @@ def _doubts(
     for record in records:
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
-            doubts.append(f"{record.damaged} events of rank {record.rank} are damaged: left out")
-    blocked = total(matched.waits["end"] - matched.waits["start"])
-    unmatched, alone = _unmatched(matched, m.within if m is not None else None)
+            events, are = counted(record.damaged, "event"), "is" if record.damaged == 1 else "are"
+            doubts.append(f"{events} of rank {record.rank} {are} damaged: left out")
+    unmatched = _unmatched(matched, m.within if m is not None else None)
+    blocked = _blocked_ns(matched, m)
     if unmatched:
-        confidence *= 1 - alone / blocked if blocked else 1.0
+        alone = total(blocked[~matched.waits["whole"]])
+        confidence *= 1 - alone / total(blocked) if blocked.any() else 1.0
         doubts.append(
-            f"{unmatched} collectives or messages lack a member's record: their waits "
-            "are booked by those that are there"
+            f"{counted(unmatched, 'collective or message', 'collectives or messages')} "
+            f"{'lacks' if unmatched == 1 else 'lack'} a member's record: the waits are booked by "
+            "the records that are there"
         )
     if any(record.lost for record in records):
         doubts.append("the run was longer than the record holds: the figures are of its end")
@@ -282,8 +294,8 @@ def _doubts(
             "the replay on an ideal network takes longer than the run: some ends lie before the "
             "starts that they need, and serialisation and transfer are not told apart"
         )
-    if m is not None and clocks.residual_ns and blocked:
-        unsure = _wait_below_residual(m, clocks.residual_ns) / blocked
+    if m is not None and clocks.residual_ns and blocked.any():
+        unsure = _wait_below_residual(m) / total(blocked)
         confidence *= 1 - unsure
         doubts.append(
             f"clocks of hosts are aligned to {clocks.residual_ns / 1e3:.0f} µs: "
@@ -308,15 +320,21 @@ def _failures(records: list[Record]) -> list[str]:
     ]
 
 
-def _unmatched(matched: MatchedCommunication, within: Window | None) -> tuple[int, int]:
+def _unmatched(matched: MatchedCommunication, within: Window | None) -> int:
     return (
         matched.count_unmatched(within.start, within.end) if within else matched.count_unmatched()
-    )
+    )[0]
 
 
-def _wait_below_residual(m: MeasuredWindow, residual: int) -> int:
-    """Return the blocked time in waits that are not longer than the clocks' residual (ns)."""
+def _blocked_ns(matched: MatchedCommunication, m: MeasuredWindow | None) -> Ints:
+    """Return the blocked time of each wait; the exposed time in the window where there is one."""
+    if m is not None:
+        return m.blocked.wait + m.blocked.transfer
+    return np.asarray(matched.waits["end"] - matched.waits["start"], np.int64)
+
+
+def _wait_below_residual(m: MeasuredWindow) -> int:
+    """Return the exposed time in waits that are not longer than the clocks' residual (ns)."""
     rows = m.matched.waits
     wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]
-    short = (wait > 0) & (wait <= residual)
-    return total(wait[short])
+    return total(m.blocked.wait[wait <= m.residual_ns])

@@ -13,10 +13,12 @@ import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, State
 from ..records.match_collectives import split_by_record
-from ..records.state_timeline import Ints, Window, blocking_states
-from .losses import collective_name, rows_by_value
+from ..records.read_record import Record
+from ..records.state_timeline import STATES, Ints, Timeline, Window, blocking_states
+from .losses import collective_name, rows_by_value, script_line
 from .measured_window import MeasuredWindow
-from .steps import Steps, StepTimes
+from .steps import StepTimes
+from .window_steps import Steps
 
 RankInterval = tuple[int, int, int]  # start, end (ns), index of the record
 # Start, end (ns), index of the record, row among its waits, usual time (ns).
@@ -38,8 +40,9 @@ class Standstill:
         at_s: Seconds since the job's start.
         seconds: How long they stood still.
         waited_s: Longest time that another rank waited for them meanwhile. None where there is no
-            other
-            rank, or no common clock.
+            other rank, or no common clock.
+        line: The script's line at the end of the standstill; None if it was not sampled.
+        state: The state in which most of it lay; None outside of the measured window.
     """
 
     ranks: list[int]
@@ -49,6 +52,8 @@ class Standstill:
     at_s: float
     seconds: float
     waited_s: float | None
+    line: dict[str, object] | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,8 @@ def _is_long_wait(m: MeasuredWindow) -> Any:
     """Select the waits that may be for a rank that stood still: few, as each standstill scans
     them.
     """
-    return m.matched.waits["end"] - m.matched.waits["start"] > _MIN_STALL_NS // 10
+    waits = m.matched.waits
+    return (waits["end"] - waits["start"] > _MIN_STALL_NS // 10) & (m.blocked.wait > 0)
 
 
 def _group_simultaneous(spans: list[RankInterval]) -> Iterator[list[RankInterval]]:
@@ -145,7 +151,23 @@ def _make_standstill(
         at_s=(start - _job_start_ns(m)) / 1e9,
         seconds=(end - start) / 1e9,
         waited_s=waited,
+        line=_line_at(m.records[i], end),
+        state=_longest_state(m.timelines[i], start, end),
     )
+
+
+def _line_at(record: Record, end: int) -> dict[str, object] | None:
+    """Return the line of the sample with which a standstill ended: a late one."""
+    samples = record.events_in(State.SAMPLE)
+    at_end = samples["amount"][samples["start"] == end]
+    known = record.lines.get(int(at_end[0])) if len(at_end) else None
+    return script_line(known) if known is not None else None
+
+
+def _longest_state(line: Timeline, start: int, end: int) -> str | None:
+    """Return the state in which a rank was longest between two times."""
+    spent = np.diff(line.cumulative_by_state([start, end]), axis=0)[0]
+    return STATES[int(spent.argmax())] if spent.any() else None
 
 
 def _step_at(m: MeasuredWindow, i: int, at: int) -> int:
@@ -164,9 +186,8 @@ def find_stalls(m: MeasuredWindow, still: list[Standstill]) -> list[Stall]:
     waits = m.matched.waits
     if m.clocks_unaligned or not len(waits):
         return []
-    blocked = waits["end"] - np.maximum(waits["start"], waits["latest"])
-    is_slow = (blocked >= _MIN_STALL_NS + m.residual_ns) & waits["whole"] & ~waits["call"]
-    is_slow &= (waits["end"] > m.within.start) & (waits["start"] < m.within.end)
+    is_slow = m.blocked.transfer >= _MIN_STALL_NS + m.residual_ns
+    is_slow &= waits["whole"] & ~waits["call"]
     slow_exchanges: list[SlowExchange] = []
     rows = split_by_record(waits, len(m.records))
     for i in np.unique(waits["record"][is_slow]).tolist():

@@ -8,18 +8,15 @@ in its median step.
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from ...record.ring.states import State
 from ..records.state_timeline import COMMUNICATION, STATES, Ints
 from .measured_window import MeasuredWindow
+from .window_steps import Floats, Steps
 
-Floats = npt.NDArray[np.float64]
 _OUTLIER_MADS = 5.0  # an outlier exceeds the median by this many scaled deviations, and
 _OUTLIER_MIN_RATIO = 1.5  # is at least this many times the median
 _MIN_EXPLAINED = 0.5  # of a step's excess time, for a cause to be named
 _MIN_SIMILAR_EXCESS = 0.5  # of the largest excess: then another rank has it too
-MAX_LOST_STEPS = 1 << 16  # steps without an event on any rank; each takes a column of memory
 MAX_LISTED_OUTLIERS = 1000
 _MAD_SCALE = 1.4826  # from the MAD to a normal distribution's standard deviation
 
@@ -67,55 +64,9 @@ class StepTimes:
     outliers: list[Outlier] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The steps that all ranks completed in the window.
-
-    Attributes:
-        first: Number of the first step.
-        bounds: (records, steps + 1), ns: bounds[r, s] to bounds[r, s + 1] is step ``first + s``.
-        seconds: Duration of each step for the job.
-    """
-
-    first: int
-    bounds: Ints
-    seconds: Floats
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def span(self, step: int) -> tuple[int, int]:
-        """Return the first rank's start and the last rank's end of a step (ns)."""
-        at = step - self.first
-        return int(self.bounds[:, at].min()), int(self.bounds[:, at + 1].max())
-
-
 def find_steps(m: MeasuredWindow) -> Steps | None:
     """Return the window's steps, or None where the ranks have none in common."""
-    rows = [record.events_in(State.STEP)[["step", "end"]] for record in m.records]
-    rows = [row[(row["end"] >= m.within.start) & (row["end"] <= m.within.end)] for row in rows]
-    if not all(len(row) for row in rows):
-        return None
-    # The window begins at the end of a step: one rank's is at its start, the others' before.
-    first = max(int(row["step"].min()) for row in rows)
-    last = min(int(row["step"].max()) for row in rows)
-    if last < first:
-        return None
-    numbers = np.unique(np.concatenate([row["step"] for row in rows]))
-    done = int(np.count_nonzero((numbers >= first) & (numbers <= last)))
-    if last - first + 1 > done + MAX_LOST_STEPS:
-        return None
-    bounds = np.full((len(rows), last - first + 2), m.within.start, np.int64)
-    for i, row in enumerate(rows):
-        inside = row[(row["step"] >= first) & (row["step"] <= last)]
-        bounds[i, inside["step"].astype(np.int64) - first + 1] = inside["end"]
-    np.maximum.accumulate(bounds, axis=1, out=bounds)  # a step whose event was lost has no time
-    if int(bounds[:, 1].max()) == m.within.start:  # the step that the window begins with
-        bounds, first = bounds[:, 1:], first + 1
-    if bounds.shape[1] < 2:
-        return None
-    ends = bounds.max(axis=0)
-    return Steps(first, bounds, np.diff(ends) / 1e9)
+    return m.steps
 
 
 def states_by_step(m: MeasuredWindow, steps: Steps, rank: int) -> Ints:

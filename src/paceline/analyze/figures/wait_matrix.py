@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..records.match_collectives import NO_INDEX
+from .losses import booked_waits
 from .measured_window import MeasuredWindow
 
 MAX_LISTED_PAIRS = 100
@@ -27,11 +27,9 @@ def wait_matrix(m: MeasuredWindow) -> npt.NDArray[np.float64]:
     """
     count = len(m.records)
     rows = m.matched.waits
-    start = np.clip(rows["start"], m.within.start, m.within.end)
-    turn = np.clip(np.minimum(rows["latest"], rows["end"]), start, m.within.end)
-    known = (rows["culprit"] != NO_INDEX) & (turn - start > m.residual_ns)
+    known = booked_waits(m.matched, m.blocked, m.within, m.residual_ns)
     pair = rows["record"][known].astype(np.int64) * count + rows["culprit"][known]
-    time = np.bincount(pair, (turn - start)[known], minlength=count * count)
+    time = np.bincount(pair, m.blocked.wait[known], minlength=count * count)
     return np.asarray(time.reshape(count, count) / m.within.length, np.float64)
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
+from ...plurals import counted
 from ...record.ring.header_schema import without_line_breaks
 from ...security.files import InvalidFileError, read_regular
 from ...security.schema import parse_json
@@ -53,7 +54,9 @@ def read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], str]:
         pass
     return (
         lines,
-        f"{path}: {invalid:,} of {len(complete_lines):,} lines can't be read" if invalid else "",
+        f"{path}: {invalid:,} of {counted(len(complete_lines), 'line')} can't be read"
+        if invalid
+        else "",
     )
 
 

@@ -133,11 +133,19 @@ class Timeline:
     def cumulative_busy(self, times: Any) -> Ints:
         """Return ns outside communication from the window's start to each time."""
         # Wait and transfer are the last two of STATES.
-        busy = np.where(self.label >= COMMUNICATION[0], 0, np.diff(self.edges))
-        cumulative = np.concatenate(([0], np.cumsum(busy)))
+        return self._cumulative(self.label < COMMUNICATION[0], times)
+
+    def cumulative_in(self, state: str, times: Any) -> Ints:
+        """Return ns in one of STATES from the window's start to each time."""
+        return self._cumulative(self.label == STATES.index(state), times)
+
+    def _cumulative(self, counts: npt.NDArray[np.bool_], times: Any) -> Ints:
+        """Return ns in the segments that count, from the window's start to each time."""
+        length = np.where(counts, np.diff(self.edges), 0)
+        cumulative = np.concatenate(([0], np.cumsum(length)))
         times = np.clip(np.asarray(times, np.int64), self.edges[0], self.edges[-1])
         segment = np.minimum(np.searchsorted(self.edges, times, "right") - 1, len(self.label) - 1)
-        in_segment = np.where(busy[segment] > 0, times - self.edges[segment], 0)
+        in_segment = np.where(counts[segment], times - self.edges[segment], 0)
         return np.asarray(cumulative[segment] + in_segment, np.int64)
 
     def state_at(self, times: Ints) -> npt.NDArray[np.int8]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...plurals import counted
 from ..topology.local_resources import format_ranges
 from ..topology.pci_devices import Card, nearest_cards
 from ..topology.topology import Topology
@@ -177,7 +178,7 @@ def _shared_cores(
         what = "socket" if bind == "socket" else "NUMA node"
         there = f"{len(sizes)} {what}s, of {max(sizes)} allowed cores at most"
         raise ValueError(
-            f"--bind {bind}: {_rank_count(ranks)} with --cpus-per-rank {cpus_per_rank} "
+            f"--bind {bind}: {counted(ranks, 'rank')} with --cpus-per-rank {cpus_per_rank} "
             f"{'does' if ranks == 1 else 'do'} not fit in this host's "
             f"{there if len(sizes) > 1 else f'one {what}, of {sizes[0]} allowed cores'}. "
             f"HINT: --cpus-per-rank {most}"
@@ -218,8 +219,8 @@ def _check_cores(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -
         ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
         ways += [f"-n {cores // cpus_per_rank}"] if cores >= cpus_per_rank else []
         raise ValueError(
-            f"--bind {bind}: {_rank_count(ranks)} with --cpus-per-rank {cpus_per_rank} {verb} "
-            f"{ranks * cpus_per_rank} cores, and {there}. "
+            f"--bind {bind}: {counted(ranks, 'rank')} with --cpus-per-rank {cpus_per_rank} {verb} "
+            f"{counted(ranks * cpus_per_rank, 'core')}, and {there}. "
             f"HINT: {' or '.join(ways) or '--bind none without --cpus-per-rank'}"
         )
     if bind != "none" and ranks > cores:
@@ -275,7 +276,7 @@ def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: 
         more = (
             f"; --cpus-per-rank {len(cores) // ranks} uses more, and splits ranks over NUMA nodes"
         )
-    return [f"{left} of {len(cores)} cores {'stay' if left > 1 else 'stays'} free{more}"]
+    return [f"{left} of {counted(len(cores), 'core')} {'stay' if left > 1 else 'stays'} free{more}"]
 
 
 def binding_problems(
@@ -304,9 +305,10 @@ def binding_problems(
         cores = topology.cores(mask)
         threads = sum(places[rank].threads for rank in ranks)
         if threads > (len(topology.at(mask)) if smt else len(cores)):
-            what = "1 core" if len(cores) == 1 else f"{len(cores)} cores"
+            what = counted(len(cores), "core")
             found.append(
-                f"{_rank_names(ranks)}: {threads} threads on {what} ({format_ranges(list(mask))})"
+                f"{_rank_names(ranks)}: {counted(threads, 'thread')} on {what} "
+                f"({format_ranges(list(mask))})"
             )
     return found + _overlaps(places, topology)
 
@@ -363,7 +365,3 @@ def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
 
 def _rank_names(ranks: list[int]) -> str:
     return f"ranks {format_ranges(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
-
-
-def _rank_count(ranks: int) -> str:
-    return f"{ranks} ranks" if ranks > 1 else "1 rank"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...plurals import counted
 from ..topology.local_resources import format_ranges
 from ..topology.pci_devices import Card
 from ..topology.topology import Topology
@@ -156,7 +157,7 @@ def _too_few_cores_message(
             )
         if len(pool) // (each or 1) < len(ranks):
             break
-    need = "a core each" if each is None else f"{len(ranks) * each} cores"
+    need = "a core each" if each is None else counted(len(ranks) * each, "core")
     asked = "" if each is None else f" with --cpus-per-rank {each}"
     who = f"{len(ranks)} ranks{asked} need" if len(ranks) > 1 else f"1 rank{asked} needs"
     gpus = f"the GPUs {', '.join(ranks)} are" if len(ranks) > 1 else f"the GPU {ranks[0]} is"

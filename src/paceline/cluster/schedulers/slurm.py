@@ -2,6 +2,7 @@
 
 from itertools import zip_longest
 
+from ...plurals import counted
 from .allocation import Allocation
 from .env_numbers import Environment, is_number, number
 from .hostfile import Host
@@ -77,7 +78,7 @@ def _check(environment: Environment, hosts: int) -> None:
     if nodes is not None and nodes != hosts:
         raise ValueError(
             f"the environment has SLURM_JOB_NUM_NODES={nodes} beside SLURM_JOB_NODELIST="
-            f"{environment.get('SLURM_JOB_NODELIST')}, which are {hosts} hosts. "
+            f"{environment.get('SLURM_JOB_NODELIST')}, which are {counted(hosts, 'host')}. "
             "HINT: unset the one that was set by hand"
         )
     if step(environment) is not None:
@@ -87,7 +88,7 @@ def _check(environment: Environment, hosts: int) -> None:
     if tasks is not None and most is not None and tasks > most * hosts:
         raise ValueError(
             f"the environment has SLURM_NTASKS={tasks} beside SLURM_NTASKS_PER_NODE={most} on "
-            f"{hosts} hosts, which have room for {most * hosts}. "
+            f"{counted(hosts, 'host')}, which have room for {most * hosts}. "
             "HINT: unset the one that was set by hand"
         )
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from ...plurals import counted
 from .machine_file import Collective, Figure, HostFacts, Machine
 from .units import size
 
@@ -101,7 +102,7 @@ def _of_collective(collective: Collective, host: HostFacts | None = None) -> Ite
     where = {"in host": "in the host", "all": "over all ranks"}.get(
         collective.group, collective.group
     )
-    like = f"{collective.ranks} ranks"
+    like = counted(collective.ranks, "rank")
     like += f", {host.hardware(collective.device)}" if host is not None else ""
     hosts = collective.hosts[:1] if host is not None else ()
     if collective.latency is not None:

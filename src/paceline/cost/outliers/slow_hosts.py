@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+from ...plurals import counted
 from ..machine.machine_file import Machine
 from ..machine.named_figures import NamedFigure, host_figures
 from ..machine.units import format_value, join_words
@@ -55,8 +56,8 @@ def _host_outlier(ones: list[SlowerFigure], members: list[NamedFigure]) -> Outli
     value, peers = format_value(first.named.figure.median, unit), format_value(first.peers, unit)
     who = _describe_peers({one.hosts[0] for one in members} - {host}, members)
     sentence = (
-        f"{host} is slow: {first.named.what} of all its {len(ones)} GPUs is {value} at worst, "
-        f"that of {who} {peers}"
+        f"{host} is slow: {first.named.what} of all its {counted(len(ones), 'GPU')} is {value} at "
+        f"worst, that of {who} {peers}"
     )
     return Outlier("slow", (host,), first.named.what, value, peers, sentence, first.by)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
+from ...plurals import counted
 from ..machine.machine_file import Machine
 from ..machine.named_figures import NamedFigure, link_figures, typical_deviation
 from ..machine.units import format_value, join_words
@@ -92,7 +93,8 @@ def _parts(bad: list[SlowerFigure], count: int) -> Outlier:
     value, fast = format_value(middle, named.figure.unit), format_value(peers, named.figure.unit)
     hosts = tuple(dict.fromkeys(host for worse in bad for host in worse.named.hosts))
     sentence = (
-        f"{len(bad)} of {count} links are slower than the others: {named.what} is {value} instead "
+        f"{len(bad)} of {counted(count, 'link')} {'is' if len(bad) == 1 else 'are'} slower than "
+        f"the others: {named.what} is {value} instead "
         f"of {fast}, as between hosts at different switches; the worst is between "
         f"{join_words(named.hosts)}"
     )

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...plurals import counted
 from ..format.shard_format import ArraySpec
 from ..shards import RaggedError
 
@@ -25,7 +26,8 @@ class ArrayDataset:
         self.y = None if y is None else _array(y)
         if self.y is not None and len(self.x) != len(self.y):
             raise ValueError(
-                f"Loader: {len(self.x):,} samples and {len(self.y):,} labels. HINT: as many of each"
+                f"Loader: {counted(len(self.x), 'sample')} and {counted(len(self.y), 'label')}. "
+                "HINT: as many of each"
             )
 
     def __len__(self) -> int:

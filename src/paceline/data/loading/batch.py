@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...plurals import counted
 from ..format.shard_format import ArraySpec, DataError
 from ..sampling.sample_order import derive_seed, preserve_random_states, seed_everything
 from ..shards import RaggedError, ScratchBuffer
@@ -206,7 +207,8 @@ class PendingBatch:
         except (MemoryError, OSError, OverflowError) as error:
             size = len(self.keys) * what.nbytes / 2**30
             raise ValueError(
-                f"no memory for a batch of {len(self.keys)} samples, {what.dtype} of {what.shape}: "
+                f"no memory for a batch of {counted(len(self.keys), 'sample')}, {what.dtype} of "
+                f"{what.shape}: "
                 f"{size:,.1f} GiB ({error}). HINT: a smaller batch_size"
             ) from None
 
@@ -361,5 +363,6 @@ def _scratch() -> ScratchBuffer:
 
 
 def _print_skipped_count(skipped: list[DataError], name: str) -> None:
-    message = f"paceline: {name}: {len(skipped):,} samples were left out; the first: {skipped[0]}\n"
+    were = f"{counted(len(skipped), 'sample')} {'was' if len(skipped) == 1 else 'were'}"
+    message = f"paceline: {name}: {were} left out; the first: {skipped[0]}\n"
     sys.stderr.write(message)

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
 
+from ...plurals import counted
 from ..format.shard_format import ArraySpec
 
 
@@ -37,7 +38,7 @@ class ConcatDataset:
         return self._ends[-1]
 
     def __repr__(self) -> str:
-        return f"{len(self.sets)} sets: {len(self):,} samples"
+        return f"{counted(len(self.sets), 'set')}: {counted(len(self), 'sample')}"
 
     def __getitem__(self, i: int) -> Any:
         own, j = self.location(i)

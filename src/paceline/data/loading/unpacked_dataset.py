@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from ...plurals import counted
 from ..format.shard_format import ArraySpec
 from ..sources.source import Source
 
@@ -25,7 +26,7 @@ class UnpackedDataset(ABC):
         return len(self._source)
 
     def __repr__(self) -> str:
-        return f"{self._name}({self._arguments[0]!r}): {len(self):,} samples"
+        return f"{self._name}({self._arguments[0]!r}): {counted(len(self), 'sample')}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments

@@ -16,6 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from ...plurals import counted, ordinal
 from ...record.hooks.batch_size import samples_in
 from .passes import check_order_repeats, draw_order
 from .rank_batches import RankBatches
@@ -88,15 +89,16 @@ class ShardedLoader:
         self.name = f"DataLoader({type(loader.dataset).__name__})"
         if samples < ranks and not every_sample_once:
             raise ValueError(
-                f"world.shard: {self.name} has {samples} samples for {ranks} ranks, so some "
-                f"would have none. HINT: start at most {max(samples, 1)} ranks"
+                f"world.shard: {self.name} has {counted(samples, 'sample')} for "
+                f"{counted(ranks, 'rank')}, so some would have none. HINT: start at most "
+                f"{counted(max(samples, 1), 'rank')}"
             )
         batch = global_batch_size(loader, full_ranks or ranks, global_batch)
         self.split = BatchSplit(samples, batch, ranks, loader.drop_last)
         if not len(self.split):
             raise ValueError(
-                f"world.shard: {self.name} has {samples} samples, fewer than one global batch "
-                f"of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
+                f"world.shard: {self.name} has {counted(samples, 'sample')}, fewer than one global "
+                f"batch of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
                 "smaller batch"
             )
         self._batches = RankBatches(self.split, rank, fill=not every_sample_once)
@@ -310,9 +312,9 @@ def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str)
     if not hasattr(dataset, "shard"):
         raise ValueError(
             f"world.shard: {name} is an IterableDataset without a shard(num_shards, index) "
-            f"method, so each of {ranks} ranks would read all of it. HINT: give it that method "
-            "(return rank `index`'s part), or say split='stride': each rank then reads the "
-            f"whole stream and keeps every {ranks}th sample"
+            f"method, so each of {counted(ranks, 'rank')} would read all of it. HINT: give it that "
+            "method (return rank `index`'s part), or say split='stride': each rank then reads the "
+            f"whole stream and keeps every {ordinal(ranks)} sample"
         )
     return dataset.shard(num_shards=ranks, index=rank)
 
@@ -338,8 +340,8 @@ def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | N
     if global_batch < ranks or global_batch % ranks:
         nearest = max(ranks, round(global_batch / ranks) * ranks)
         raise ValueError(
-            f"world.shard: global_batch={global_batch} can't be divided by {ranks} ranks. "
-            f"HINT: global_batch={nearest}"
+            f"world.shard: global_batch={global_batch} can't be divided by "
+            f"{counted(ranks, 'rank')}. HINT: global_batch={nearest}"
         )
     return global_batch
 

@@ -184,8 +184,9 @@ class RemainingHosts:
         if not changes:
             return ""
         return (
-            f"{changes}; going on with {len(self._remaining)} of {len(self._all_hosts)} hosts, "
-            f"{sum(self.ranks_per_host)} of {self.full_ranks} ranks,"
+            f"{changes}; going on with {len(self._remaining)} of "
+            f"{counted(len(self._all_hosts), 'host')}, "
+            f"{sum(self.ranks_per_host)} of {counted(self.full_ranks, 'rank')},"
         )
 
     def _exclude(self, host_indices: list[int], reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
+from ...plurals import counted
 from ...security.files import InvalidFileError
 from ...security.schema import parse_json
 from ...security.text import printable
@@ -196,7 +197,9 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
     """
     about: RecordHeader = without_line_breaks(parse_json(text, RecordHeader, name))
     if about["rank"] >= about["size"]:
-        raise InvalidFileError(name, f"says rank {about['rank']} of {about['size']} ranks")
+        raise InvalidFileError(
+            name, f"says rank {about['rank']} of {counted(about['size'], 'rank')}"
+        )
     for number, group in about.get("groups", {}).items():
         if int(number) > MAX_GROUP_NUMBER:
             raise InvalidFileError(name, f"says {number} is a process group's number")

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...analyze.figures.report import Report
 from ...analyze.figures.steps import StepTimes
-from ..numbers import duration, percent
+from ..numbers import counted, duration, percent
 
 
 def of(report: Report, charts: dict[str, Any]) -> dict[str, str]:
@@ -39,7 +39,9 @@ def _states(report: Report) -> str:
 def _steps(times: StepTimes) -> str:
     out = "none stands out"
     if times.outlier_count:
-        out = f"{times.outlier_count} of {times.last - times.first + 1} steps stand out"
+        stand = "stands" if times.outlier_count == 1 else "stand"
+        steps = counted(times.last - times.first + 1, "step")
+        out = f"{times.outlier_count} of {steps} {stand} out"
     between = f"{duration(times.p5_s)} and {duration(times.p95_s)}"
     return f"Median {duration(times.median_s)}, nine of ten steps between {between}; {out}."
 

@@ -3,14 +3,20 @@
 import itertools
 from typing import Any
 
-from ...analyze.figures.compare_runs import FigureChange, ScalingRow, compare, scaling
+from ...analyze.figures.compare_runs import (
+    FigureChange,
+    ScalingRow,
+    compare,
+    compare_states,
+    scaling,
+)
 from ...analyze.figures.losses import Loss
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import STATES
-from ..numbers import amount, counted
+from ..numbers import amount, counted, signed_duration
 from ..sentences import sentence
-from ..terminal.comparison import FACTORS, NAMES, verdict
+from ..terminal.comparison import FACTORS, NAMES, explanation, noise_of, state_verdict, verdict
 from ..terminal.run_report import GOOD_EFFICIENCY
 from .series import times
 from .wording import joined
@@ -35,7 +41,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
     """Return the page of two runs with the same number of ranks, as HTML."""
     both = [before, after]
     reports = [one.report for one in both]
-    changes = compare(*reports)
+    changes, changed_states = compare(*reports), compare_states(*reports)
     parts = [("summary", "Summary"), ("figures", "Figures"), ("steps", "Step times")]
     context = {
         "title": "Paceline: before and after",
@@ -44,6 +50,11 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
         "reports": reports,
         "labels": ["before", "after"],
         "lead": _lead(changes),
+        "changed_states": changed_states,
+        "explained": explanation(changed_states) if changed_states is not None else "",
+        "state_verdict": state_verdict,
+        "signed": signed_duration,
+        "noise_of": noise_of,
         "losses": _changed(*reports),
         "differences": _differences(*reports),
         "rows": [

@@ -28,7 +28,7 @@ LONGER = {  # what a late rank did longer, shown when the pointer is over its ba
     "validation": "it had been evaluating",
     "other": "the script's own work",
     "wait": "it had waited itself",
-    "transfer": "it had exchanged elsewhere",
+    "transfer": "the exchange before took longer for it",
 }
 _PARTS = (
     ("summary", "Summary", lambda found: True),

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import RunAnalysis
-from ...analyze.figures.steps import Steps, find_steps, states_by_step
+from ...analyze.figures.steps import find_steps, states_by_step
 from ...analyze.figures.wait_matrix import wait_matrix
+from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES
 
 COLUMNS = 400  # of a map: steps, or parts of one step

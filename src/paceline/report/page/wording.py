@@ -56,7 +56,8 @@ _LATE = {
     STILL: (
         "{rank} stood still for a while: none of its threads ran. All others waited for it at the "
         "next exchange.",
-        "who stopped it or its host, whether its memory was swapped out, and the host's log",
+        "the line of the script that ran then, who stopped the rank or its host, whether its "
+        "memory was swapped out, and the host's log",
     ),
     "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
     "transfer": (
@@ -149,7 +150,8 @@ def achieved(report: Report) -> str:
     step = f", {duration(median.median_s)} a step" if median is not None else ""
     useful = report.efficiencies.useful
     return (
-        f"{ranks}{on} trained {report.steps} steps in {duration(report.wall_s)}{rate}{step}. "
+        f"{ranks}{on} trained {counted(report.steps, 'step')} in "
+        f"{duration(report.wall_s)}{rate}{step}. "
         f"{percent(useful)} of the ranks' time went into computing for the model, "
         f"{percent(1 - useful)} did not."
     )

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
 from ...version import __version__
-from ..numbers import amount, duration, figure, percent, size
+from ..numbers import amount, counted, duration, figure, percent, size
 from ..terminal.run_report import GOOD_EFFICIENCY
 from .definitions import DEFINITIONS
 
@@ -51,6 +51,7 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         bytes=size,
         duration=duration,
         amount=amount,
+        counted=counted,
         figure_of=figure,
         good=GOOD_EFFICIENCY,
     )

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ...cost.machine.machine_file import AtSize, Collective
 from ...cost.machine.units import format_value, size
+from ...plurals import counted
 
 
 def render(
@@ -21,9 +22,13 @@ def render(
     The spread is the distance between the quartiles, as a share of the median.
     """
     first = found[0]
-    where = f"on {first.hosts[0]}" if len(first.hosts) == 1 else f"on {len(first.hosts)} hosts"
+    where = (
+        f"on {first.hosts[0]}"
+        if len(first.hosts) == 1
+        else f"on {counted(len(first.hosts), 'host')}"
+    )
     table = Table(
-        title=f"{first.operation} of {first.ranks} ranks {where}",
+        title=f"{first.operation} of {counted(first.ranks, 'rank')} {where}",
         box=None,
         pad_edge=False,
         title_justify="left",

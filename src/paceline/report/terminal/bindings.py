@@ -166,4 +166,4 @@ def _notes(hosts: Sequence[Host]) -> list[str]:
 def _hosts(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
-    return f"{names[0]} and {len(names) - 1} more hosts like it"
+    return f"{names[0]} and {counted(len(names) - 1, 'more host')} like it"

@@ -1,13 +1,19 @@
 """Tables that compare several runs: before and after, and scaling."""
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.figures.compare_runs import FigureChange, ScalingRow
+from ...analyze.figures.compare_runs import (
+    NOISE_STANDARD_ERRORS,
+    FigureChange,
+    ScalingRow,
+    StateChange,
+    StateChanges,
+)
 from ...analyze.figures.report import Report
-from ..numbers import figure
+from ..numbers import duration, figure, signed_duration
 from .run_report import GOOD_EFFICIENCY
 
 NAMES = {
@@ -35,8 +41,13 @@ FACTORS = (
 )
 
 
-def render(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
-    """Return a table of two runs that marks the changes within the noise."""
+def render(
+    before: Report,
+    after: Report,
+    changes: list[FigureChange],
+    states: StateChanges | None = None,
+) -> Panel:
+    """Return tables of two runs that mark the changes within the noise."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -49,10 +60,63 @@ def render(before: Report, after: Report, changes: list[FigureChange]) -> Panel:
     about = Text(f"before: {before.name}\nafter:  {after.name}\n")
     doubts = [f"{r.name}: {doubt}." for r in (before, after) for doubt in r.doubts]
     return Panel(
-        Group(about, table, *(Text(doubt, style="yellow") for doubt in doubts)),
+        Group(
+            *(about, table, *_states(states)),
+            *(Text(doubt, style="yellow") for doubt in doubts),
+        ),
         title="Paceline: before and after",
         expand=False,
     )
+
+
+def _states(found: StateChanges | None) -> list[RenderableType]:
+    """Return the table of the states' times, and the sentence that explains the change."""
+    if found is None:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for heading in (f"time a {found.unit}", "before", "after", "change", "noise", ""):
+        table.add_column(
+            heading, justify="right" if heading not in ("", f"time a {found.unit}") else "left"
+        )
+    for row in [*found.rows, found.whole]:
+        told, kind = state_verdict(row)
+        name = f"a {found.unit}" if row is found.whole else row.state
+        times = (duration(row.before_s), duration(row.after_s), signed_duration(row.longer_s))
+        table.add_row(name, *times, noise_of(row), Text(told, style=_STYLES[kind]))
+    return [Text(), table, Text(f"\n{explanation(found)}", style="bold")]
+
+
+def noise_of(row: StateChange) -> str:
+    """Format the difference up to which a state's change is noise."""
+    return "" if row.noise_s is None else f"± {duration(NOISE_STANDARD_ERRORS * row.noise_s)}"
+
+
+def state_verdict(row: StateChange) -> tuple[str, str]:
+    """Return whether a state's time has changed, as ``verdict`` does."""
+    if row.real is None:
+        return "too few steps to tell it from noise", "none"
+    if not row.real:
+        return "within the noise", "none"
+    return ("longer", "worse") if row.longer_s > 0 else ("shorter", "better")
+
+
+def explanation(found: StateChanges) -> str:
+    """Say by how much a step takes longer, and which states explain it."""
+    whole = found.whole
+    if whole.real is False or not whole.longer_s:
+        return f"A {found.unit} takes as long as before, within the noise."
+    how = "longer" if whole.longer_s > 0 else "less"
+    sure = "; too few steps to tell that from noise" if whole.real is None else ""
+    took = f"A {found.unit} takes {duration(abs(whole.longer_s))} {how}{sure}"
+    if not found.explained_by:
+        return f"{took}. No state alone explains it."
+    rows = {row.state: row for row in found.rows}
+    parts = [
+        f"{name} {signed_duration(rows[name].longer_s)} "
+        f"({100 * rows[name].longer_s / whole.longer_s:.0f} %)"
+        for name in found.explained_by
+    ]
+    return f"{took}. It is explained by {', '.join(parts)}."
 
 
 _STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}

@@ -71,7 +71,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
     ladder = found.ladder
     head = (
         f"{' '.join(found.command)} on {counted(found.report.size, 'rank')}: "
-        f"{len(ladder.rungs['everything'])} rounds of {ladder.steps} steps each, "
+        f"{counted(len(ladder.rungs['everything']), 'round')} of "
+        f"{counted(ladder.steps, 'step')} each, "
         f"{elapsed(ladder.seconds)}"
     )
     parts: list[RenderableType] = [Text(head, style="bold"), Text()]

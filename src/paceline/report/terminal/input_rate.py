@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...cost.machine.units import size
+from ..numbers import amount, counted
 
 LIMITS = {
     "processor": "the processors",
@@ -42,13 +43,15 @@ def _terms(told: dict[str, Any]) -> list[str]:
     )
     where = f" on {told['filesystem']}" if told["filesystem"] else ""
     lines = [
-        f"{t['samples']:,} samples of {size(t['bytes'])}{where}; {t['cores']} cores",
+        f"{counted(t['samples'], 'sample')} of {size(t['bytes'])}{where}; "
+        f"{counted(t['cores'], 'core')}",
         f"a sample takes {1e6 * cpu:,.0f} us of a processor ({parts})",
     ]
     if t["bandwidth"] is not None:
         lines.append(
-            f"storage: {size(t['bandwidth'])}/s in large pieces, {t['operations']:,.0f} samples/s "
-            f"each by itself, {1e6 * t['wait_s']:,.0f} us one after the other"
+            f"storage: {size(t['bandwidth'])}/s in large pieces, "
+            f"{amount(t['operations'])} samples/s each by itself, "
+            f"{1e6 * t['wait_s']:,.0f} us one after the other"
         )
     return lines
 
@@ -62,8 +65,8 @@ def _table(told: dict[str, Any], state: str, rates: list[dict[str, Any]]) -> Tab
         measured = ""
         if one["ranks"] == told["ranks"]:
             found = told["measured"][state]
-            measured = f"{found:,.0f} ({100 * (one['samples_s'] / found - 1):+.0f} %)"
-        table.add_row(f"{one['ranks']}", f"{one['samples_s']:,.0f}", LIMITS[one["limit"]], measured)
+            measured = f"{amount(found)} ({100 * (one['samples_s'] / found - 1):+.0f} %)"
+        table.add_row(f"{one['ranks']}", amount(one["samples_s"]), LIMITS[one["limit"]], measured)
     table.caption = "samples/s of all ranks; by how much the prediction is off"
     table.caption_justify = "left"
     return table
@@ -72,7 +75,7 @@ def _table(told: dict[str, Any], state: str, rates: list[dict[str, Any]]) -> Tab
 def _sentences(told: dict[str, Any]) -> list[Text]:
     found = []
     for one in told["remedies"]:
-        text = f"{one['id']}: {one['samples_s']:,.0f} samples/s predicted: {one['sentence']}"
+        text = f"{one['id']}: {amount(one['samples_s'])} samples/s predicted: {one['sentence']}"
         found.append(Text(text, style="green"))
     if not told["remedies"]:
         found.append(Text("nothing that is known here would gain a tenth", style="bold"))

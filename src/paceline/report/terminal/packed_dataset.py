@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ...cost.machine.units import format_value, size
 from ...security.text import printable
+from ..numbers import amount, counted
 
 SHOWN = 10  # most lines about individual samples
 CHANNELS = 8  # most channels whose mean and deviation are shown
@@ -30,7 +31,13 @@ def render(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds:
     parts: list[RenderableType] = [table]
     parts += [Text(printable(note), style="yellow") for note in notes]
     if left_out:
-        parts.append(Text(f"{len(left_out):,} samples were left out:", style="bold red"))
+        parts.append(
+            Text(
+                f"{counted(len(left_out), 'sample')} {'was' if len(left_out) == 1 else 'were'} "
+                "left out:",
+                style="bold red",
+            )
+        )
         parts += _some(left_out)
     return Group(*parts)
 
@@ -38,7 +45,8 @@ def render(meta: dict[str, Any], left_out: list[str], notes: list[str], seconds:
 def render_check(folder: str, meta: dict[str, Any], bad: list[str], seconds: float) -> Group:
     """Return the result of reading a packed dataset back; ``bad`` has one line per bad sample."""
     whole = sum(shard["bytes"] for shard in meta["shards"])
-    read = f"{meta['samples']:,} samples ({size(whole)}) read back in {format_value(seconds, 's')}"
+    samples = f"{counted(meta['samples'], 'sample')} ({size(whole)})"
+    read = f"{samples} read back in {format_value(seconds, 's')}"
     folder = printable(folder)
     if not bad:
         return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
@@ -59,7 +67,7 @@ def progress(
         each: Name of the items.
     """
     of = f" of {whole:,}" if whole else ""
-    return f"{what} {done:,}{of} {each}, {size(read)}, {rate:,.0f} {each}/s"
+    return f"{what} {done:,}{of} {each}, {size(read)}, {amount(rate)} {each}/s"
 
 
 def render_staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -84,11 +92,11 @@ def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
     read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
     took = max(one["seconds"] for one in hosts)
-    what = f"{source} on {len(hosts)} hosts" if source else f"{len(hosts)} hosts"
+    what = f"{source} on {counted(len(hosts), 'host')}" if source else counted(len(hosts), "host")
     if not copied:
         return f"{what}: nothing had to come"
     return (
-        f"{what}: {copied:,} shards came ({size(came)}) in {format_value(took, 's')}, "
+        f"{what}: {counted(copied, 'shard')} came ({size(came)}) in {format_value(took, 's')}, "
         f"{copied - fetched:,} of them ({size(read)}) from where the set is, the others from each "
         "other"
     )
@@ -103,7 +111,7 @@ def concerns(one: dict[str, Any]) -> list[str]:
     if one["left"] and not one["error"]:
         count, share = len(one["left"]), len(one["left"]) / one["shards"]
         lines.append(
-            f"{one['host']}: no room for {count:,} shards, which are read from where they are: a "
+            f"{one['host']}: no room for {counted(count, 'shard')}, read from where the set is: a "
             f"shuffle reaches all of the set, so about {share:.0%} of what is read"
         )
     return [printable(line) for line in lines]
@@ -113,7 +121,7 @@ def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     whole = sum(shard["bytes"] for shard in meta["shards"])
     count = meta["samples"]
     rate = (
-        f"{count / seconds:,.0f} samples/s, {format_value(whole / seconds, 'B/s')}"
+        f"{amount(count / seconds)} samples/s, {format_value(whole / seconds, 'B/s')}"
         if seconds
         else ""
     )
@@ -142,13 +150,13 @@ def _labels(meta: dict[str, Any]) -> str:
     if not counts:
         return "classes"
     least, most = min(counts.values()), max(counts.values())
-    return f"{len(counts):,} classes, of {least:,} to {most:,} samples"
+    return f"{counted(len(counts), 'class', 'classes')}, of {least:,} to {counted(most, 'sample')}"
 
 
 def _moments(statistics: dict[str, Any]) -> list[tuple[str, str]]:
     if "mean" not in statistics:
         return []
-    of = f"  (of {statistics['of']:,} samples)"
+    of = f"  (of {counted(statistics['of'], 'sample')})"
     return [
         ("mean", _numbers(statistics["mean"]) + of),
         ("deviation", _numbers(statistics["deviation"])),

@@ -9,11 +9,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
-from ..numbers import counted, duration, percent, size
+from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from . import step_work
 from .roofline import draw_roofline
@@ -21,6 +22,8 @@ from .roofline import draw_roofline
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_LISTED_GROUPS = 8
+MAX_LISTED_KINDS = 4  # collectives of one group
 MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
 BACKGROUND, MIN_BACKGROUND = "background", 0.0005  # beside the states; the share that is shown
 COLOURS = {
@@ -108,7 +111,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
     since = f" since step {report.first_step}" if report.first_step else ""
     hosts = len(set(report.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
-    title = f"Paceline: {counted(report.size, 'rank')}{on}, {report.steps} steps{since}"
+    title = f"Paceline: {counted(report.size, 'rank')}{on}, {counted(report.steps, 'step')}{since}"
     return Panel(Group(*parts), title=title, expand=False)
 
 
@@ -118,7 +121,7 @@ def _head(report: Report) -> Text:
         text.append(f", measured {report.window_s:.1f} s without the first step")
     text.append(")")
     if report.samples_per_s is not None:
-        text.append(f"   {report.samples_per_s:,.0f} samples/s", style="bold")
+        text.append(f"   {amount(report.samples_per_s)} samples/s", style="bold")
     return text
 
 
@@ -229,7 +232,9 @@ def _step_time_lines(report: Report) -> list[Text]:
     text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
     text += duration(times.p95_s)
     if times.outlier_count:
-        text += f"; {times.outlier_count} of {times.last - times.first + 1} steps stand out:"
+        stand = "stands" if times.outlier_count == 1 else "stand"
+        steps = counted(times.last - times.first + 1, "step")
+        text += f"; {times.outlier_count} of {steps} {stand} out:"
     lines = [*brief, *outliers(report)[:MAX_DESCRIBED_LOSSES]]
     return [Text(text), *(Text(f"  {_uncapitalize(line)}") for line in lines), Text()]
 
@@ -245,17 +250,31 @@ def _groups(report: Report) -> list[RenderableType]:
     for heading in ("process group", "ranks", "wait", "transfer", "hidden", "collectives"):
         right = heading in ("ranks", "wait", "transfer", "hidden")
         table.add_column(heading, justify="right" if right else "left")
-    for group in sorted(report.groups, key=lambda g: -(g.wait + g.transfer))[:8]:
-        kinds = ", ".join(
-            f"{c.count} {c.name} ({size(c.bytes / c.count)}"
-            + (f", {c.busbw:.2g} GB/s bus" if c.busbw is not None else "")
-            + ")"
-            for c in sorted(group.collectives, key=lambda c: -c.bytes)[:3]
-        )
+    groups = sorted(report.groups, key=lambda g: -(g.wait + g.transfer))
+    for group in groups[:MAX_LISTED_GROUPS]:
+        kinds = sorted(group.collectives, key=lambda c: (-(c.wait + c.transfer), -c.bytes))
+        named = [_collective(one) for one in kinds[:MAX_LISTED_KINDS]]
+        if len(kinds) > MAX_LISTED_KINDS:
+            named.append(f"{len(kinds) - MAX_LISTED_KINDS} more")
         shares = (percent(share) for share in (group.wait, group.transfer, group.hidden))
-        table.add_row(group.name, str(group.size), *shares, kinds)
-    more = len(report.groups) - 8
-    return [table, Text(f"... and {more} more groups (--json)" if more > 0 else "")]
+        table.add_row(group.name, str(group.size), *shares, ", ".join(named))
+    if more := groups[MAX_LISTED_GROUPS:]:
+        members = sum(len(group.ranks) for group in more)
+        sums = (
+            sum(getattr(group, field) * len(group.ranks) for group in more) / max(members, 1)
+            for field in ("wait", "transfer", "hidden")
+        )
+        name = f"{counted(len(more), 'more group')} (--json)"
+        table.add_row(name, "", *map(percent, sums), "mean of their members")
+    return [table, Text()]
+
+
+def _collective(one: Collective) -> str:
+    """Return the name of a collective with its number, size and bandwidth."""
+    if not one.count:  # it began before the window, or its launch is not known
+        return one.name
+    rate = f", {one.busbw:.2g} GB/s bus" if one.busbw is not None else ""
+    return f"{one.count} {one.name} ({size(one.bytes / one.count)}{rate})"
 
 
 def _losses(report: Report) -> list[RenderableType]:

@@ -18,6 +18,7 @@ from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import Ints, Window
+from ...plurals import counted
 from ...record.ring.states import State
 from ...security.error_reason import error_reason
 from ...security.outputs import open_output, output_target
@@ -217,7 +218,7 @@ def _open_atomically(path: Path) -> Iterator[Any]:
 def _summary_line(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:
     text = f"{path}: {part.words}"
     text += f" of {part.of}, the most that fit," if part.of else ""
-    text += f" of {ranks} rank{'s' * (ranks != 1)}, {events:,} events"
+    text += f" of {counted(ranks, 'rank')}, {counted(events, 'event')}"
     text += f", {path.stat().st_size / 1e6:.3g} MB." if path.is_file() else "."
     text += f" Left out: {'; '.join(left_out)}." if left_out else ""
     text += " HINT: "

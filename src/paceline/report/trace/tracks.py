@@ -316,6 +316,7 @@ def _held_up_waits(m: MeasuredWindow) -> Any:
     waits = m.matched.waits
     turn = np.minimum(waits["latest"], waits["end"])
     real = (waits["culprit"] != NO_INDEX) & (turn - waits["start"] > m.residual_ns)
+    real &= m.blocked.wait > 0  # on a GPU a wait under computing holds nothing up
     real &= waits["end"] - waits["start"] > 1  # room for both ends of an arrow
     at = np.flatnonzero(real) if not m.clocks_unaligned else np.empty(0, np.int64)
     held = np.zeros(len(at), _HELD_DTYPE)

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
 from ...analyze.records.load_run import Run
+from ...plurals import counted
 from ...record.experiments.rung import (
     CACHED,
     CHANNELS_LAST,
@@ -173,8 +174,8 @@ class _Climb:
             raise ended
         found.steps = steps
         found.notes = [
-            f"the script ends after {ended.done} steps: {steps} are measured at a time, and what "
-            "comes later is not seen"
+            f"the script ends after {counted(ended.done, 'step')}: {steps} are measured at a "
+            "time, and what comes later is not seen"
         ]
         for rungs in found.rungs.values():
             rungs.clear()

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...analyze.records.load_run import Run, load_run
 from ...knobs.settings import Setting, write_settings
+from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
 from ...security.files import open_regular
@@ -140,7 +141,7 @@ class Runner:
             words += ["--settings", str(self._written(settings))]
         words += ["--record", str(record), "--", self.asked.script, *self.asked.args]
         who = "one rank" if alone else "all ranks"
-        what = named or f"{rung.steps} steps each of: {', '.join(rung.phases)}"
+        what = named or f"{counted(rung.steps, 'step')} each of: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")
         log = self.folder / f"{self.runs}.log"
         with log.open("w") as file:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...data.shards import Shards
 from ...data.staging.free_space import kind_of
+from ...plurals import counted
 from ...predict.input_rate import Rate, Remedy, Terms, max_hosts, rate, remedies, striping
 from .cpu_cost import from_memory
 from .load_rank import MIN_BATCHES, LoadRankConfig, open_dataset
@@ -96,7 +97,7 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     found = {state: _rates(terms, feed, state == "storage") for state in states}
     measured = {}
     for state in states:
-        say(f"loading on {feed.ranks} ranks, from {state}")
+        say(f"loading on {counted(feed.ranks, 'rank')}, from {state}")
         measured[state] = measure_rates(feed, data, some, state)
     would = remedies(terms, feed.ranks, feed.threads, terms.stored)
     shard = (

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ....plurals import counted
 from ...figures.process_groups import Collective, Group
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..gradient_sync import GradientSync
@@ -62,7 +63,7 @@ def _line_text(e: Evidence) -> str:
 
 
 def _barriers(e: Evidence, calls: Collective) -> NamedCause:
-    sentence = f"{calls.count / e.steps:.3g} barriers a step hold all ranks{_line_text(e)}"
+    sentence = f"{counted(calls.count / e.steps, 'barrier')} a step hold all ranks{_line_text(e)}"
     return "synchronisation", sentence, _figures(e, calls)
 
 
@@ -72,8 +73,8 @@ def _accumulation(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause
     if g.exchanging < MIN_SYNCED_BACKWARDS or g.bytes < MIN_SYNCED_BACKWARDS * (size or g.bytes):
         return None
     sentence = (
-        f"gradients are exchanged in {g.exchanging:.3g} backwards of each optimizer step, and "
-        "one exchange would do (DDP's no_sync)"
+        f"gradients are exchanged in {counted(g.exchanging, 'backward')} of each optimizer step, "
+        "and one exchange would do (DDP's no_sync)"
     )
     return "accumulation-exchange", sentence, _figures(e, calls) | {"backwards": g.backwards}
 
@@ -91,8 +92,8 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
         and ddp["bytes"] >= MIN_SMALL_BUCKETS * g.bytes_per_call / 2
     ):
         sentence = (
-            f"{each:.3g} buckets a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer and "
-            "larger ones (DDP's bucket_cap_mb) cost less"
+            f"{counted(each, 'bucket')} a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer "
+            "and larger ones (DDP's bucket_cap_mb) cost less"
         )
         return "bucket-size", sentence, figures
     if (

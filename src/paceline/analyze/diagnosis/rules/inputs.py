@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ....plurals import counted
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
 WAITING = 0.5  # cores that a loader uses at most while it waits for files
@@ -26,7 +27,11 @@ def inputs(e: Evidence) -> NamedCause:
     busy, workers = e.loader["busy_s"] / seconds, e.loader["workers"] / e.loader["ranks"]
     evidence |= {"cores_busy_a_rank": busy, "workers_a_rank": workers, **e.loader}
     each = f"{1e3 * seconds / batches:.3g} ms a batch"
-    who = f"{workers:.3g} workers a rank" if workers else "no workers: the rank loads by itself"
+    who = (
+        f"{counted(workers, 'worker')} a rank"
+        if workers
+        else "no workers: the rank loads by itself"
+    )
     if _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader)):
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
@@ -81,10 +86,10 @@ def _file_access(
     rate = read / loader["seconds"]
     if _opens_small_files(loader):
         sentence = (
-            f"the loader opens {opened / loader['batches']:.3g} files a batch, of "
-            f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:,.0f} a second, "
+            f"the loader opens {counted(opened / loader['batches'], 'file')} a batch, of "
+            f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:.3g} a second, "
             f"{each} ({who})"
         )
         return "input-small-files", sentence, evidence
-    sentence = f"the loader reads {rate / 1e6:,.0f} MB/s, {each} ({who})"
+    sentence = f"the loader reads {rate / 1e6:.3g} MB/s, {each} ({who})"
     return "input-bandwidth", sentence, evidence

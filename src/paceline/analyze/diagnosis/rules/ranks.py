@@ -4,6 +4,7 @@ import math
 import statistics
 from typing import Any
 
+from ....plurals import counted
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .script import script
 
@@ -49,7 +50,10 @@ def threads(e: Evidence) -> NamedCause | None:
 
 
 def _thread_count_text(e: Evidence) -> str:
-    return f"{e.per_host} ranks with {e.threads} threads each share {e.cores} cores"
+    return (
+        f"{counted(e.per_host, 'rank')} with {counted(e.threads or 1, 'thread')} each share "
+        f"{counted(e.cores or 1, 'core')}"
+    )
 
 
 def _restricted_binding(e: Evidence) -> NamedCause | None:
@@ -60,7 +64,8 @@ def _restricted_binding(e: Evidence) -> NamedCause | None:
     wanted = e.per_host * max(e.threads or 1, 1)
     if wanted <= e.cores:
         return None
-    sentence = f"{e.per_host} ranks may use {e.cores} of the host's {has} cores together"
+    of = f"{e.cores} of the host's {counted(has, 'core')}"
+    sentence = f"{counted(e.per_host, 'rank')} may use {of} together"
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 

@@ -2,11 +2,14 @@
 // Draws the page's charts from the JSON in #data. Figures are computed in Python; here is only
 // what they look like.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+  const text = document.getElementById("data").textContent;
+  const data = JSON.parse(text);
   const root = document.documentElement;
   const css = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const LINES = ["validation", "wait", "useful", "transfer", "input", "checkpoint", "other"]; // colours
   const FULL = 250; // stands for a share of 1
+  const SMALL_DATA = 300000; // characters; all charts of such a page are drawn while it loads
+  const PAPER_WIDTH = 690; // pixels of a chart that is printed
   const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
 
   function rows(base64, width, make) {
@@ -18,6 +21,7 @@
     return found;
   }
 
+  let paper = false;
   function layout(height, more) {
     const axis = { gridcolor: css("line"), zerolinecolor: css("line"), linecolor: css("line"), automargin: true };
     const base = {
@@ -26,7 +30,7 @@
       font: { color: css("ink"), family: "system-ui, Liberation Sans, sans-serif", size: 13 },
       hoverlabel: { bgcolor: css("ink"), font: { color: css("ground") } },
     };
-    const found = { ...base, ...more };
+    const found = { ...base, ...(paper ? { width: PAPER_WIDTH } : {}), ...more };
     for (const name of ["xaxis", "yaxis"]) found[name] = { ...axis, ...(more[name] || {}) };
     return found;
   }
@@ -175,7 +179,8 @@
     const traces = found.lines.map((line, i) => ({
       type: "scatter", mode: "lines+markers", name: line.name, x: found.ranks, y: line.values,
       line: line.ideal ? { color: css("soft"), dash: "dash" } : { color: css(LINES[i % LINES.length]) },
-      hovertemplate: `%{x} ranks<br>${line.name} %{y:.3f}<extra></extra>`,
+      text: found.ranks.map((n) => (n === 1 ? "1 rank" : `${n} ranks`)),
+      hovertemplate: `%{text}<br>${line.name} %{y:.3f}<extra></extra>`,
     }));
     return [traces, layout(340, {
       showlegend: true, legend: { orientation: "h", y: 1.15 },
@@ -223,7 +228,7 @@
   const plots = [...document.querySelectorAll("[data-chart]")];
   const drawn = new Set();
 
-  // plotly is 5 MB: the page can be read before it is made to run. Its hash allows it.
+  // plotly takes a while to start: a large page can be read before. Its hash allows it.
   let plotly = null;
   function started() {
     plotly = plotly || new Promise((done) => setTimeout(() => {
@@ -253,11 +258,20 @@
   const redraw = () => [...drawn].forEach(drawNow);
   const drawAll = () => { start(); plots.forEach((plot) => drawn.has(plot) || drawNow(plot)); };
 
-  // Charts are drawn when they come near: a page of 512 ranks opens at once.
-  const near = new IntersectionObserver((seen) => {
-    for (const one of seen) if (one.isIntersecting) { near.unobserve(one.target); drawn.has(one.target) || draw(one.target); }
-  }, { rootMargin: "600px" });
-  plots.forEach((plot) => near.observe(plot));
+  // A page of 512 ranks opens at once: charts that are near are drawn first, the others while the
+  // browser is idle, so that a screenshot of the whole page has them, too.
+  function drawInTurn() {
+    const near = new IntersectionObserver((seen) => {
+      for (const one of seen) if (one.isIntersecting) { near.unobserve(one.target); drawn.has(one.target) || draw(one.target); }
+    }, { rootMargin: "600px" });
+    plots.forEach((plot) => near.observe(plot));
+    const idle = window.requestIdleCallback || ((call) => setTimeout(call, 200));
+    const next = () => {
+      const rest = plots.find((plot) => !drawn.has(plot));
+      if (rest) draw(rest).then(() => idle(next));
+    };
+    addEventListener("load", () => idle(next));
+  }
 
   const button = document.getElementById("theme");
   function theme(name) {
@@ -274,10 +288,17 @@
   let before = "light";
   addEventListener("beforeprint", () => {
     before = root.dataset.theme;
+    paper = true;
     theme("light");
     drawAll();
   });
-  addEventListener("afterprint", () => theme(before));
+  addEventListener("afterprint", () => {
+    paper = false;
+    drawn.forEach((plot) => Plotly.purge(plot)); // plotly would keep the width of the paper
+    theme(before);
+  });
+  if (text.length < SMALL_DATA) drawAll();
+  else drawInTurn();
 
   // Escape closes a definition; one that would leave the window is moved back into it.
   document.querySelectorAll(".term").forEach((term) => {
