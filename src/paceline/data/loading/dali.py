@@ -187,7 +187,7 @@ class Graph:
             ValueError: DALI can't process the batch.
             RuntimeError: Another pass has begun, or this process was forked during the pass.
         """
-        if pull is not self._pull or self.process != os.getpid():
+        if pull != self._pull or self.process != os.getpid():
             raise RuntimeError(
                 "Loader: dali: another pass has begun, or this process was forked in mid-pass, "
                 "and DALI runs one pass at a time. HINT: a Loader for each"

@@ -278,10 +278,10 @@ class Loader(DataLoader[Any]):
         if self._dali is not None:
             raise self.skipped[-1]
 
-    def wrap_with_dali(self, pull: Pull) -> Pull:
-        """Return the source of batches: a DALI graph with ``pull`` as input, or ``pull``."""
+    def dali_graph(self, pull: Pull) -> Any:
+        """Return the DALI graph that makes the batches, with ``pull`` as input; None without."""
         if self._dali is None:
-            return pull
+            return None
         from .dali import Graph, Undecoded
 
         how = max(self.num_workers, 1), max(self.prefetch_factor or 1, 1)
@@ -292,8 +292,7 @@ class Loader(DataLoader[Any]):
             assert isinstance(self._pipeline, Undecoded)
             self._graph = how, Graph(self._dali, self._pipeline, self._max_batch_size, *how)
             self._graph[1].begin_pass(pull)
-        graph: Graph = self._graph[1]
-        return lambda: graph.next(pull)
+        return self._graph[1]
 
     def _read_ahead(self, shards: Shards, batches: Any) -> ReadAhead:
         """Return the same batches, with blocks prefetched before they are needed."""
@@ -329,7 +328,7 @@ class _LoaderIterator(_BaseDataLoaderIter):
         self._ahead = deque[PendingBatch]()
         self._skipped_before = len(loader.skipped)
         self._pass = loader.begin_pass(int(self._base_seed))
-        self._next_batch = loader.wrap_with_dali(self._made)
+        self._graph = loader.dali_graph(self._made)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -338,7 +337,8 @@ class _LoaderIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._pass is None:
             raise StopIteration
-        found = self._next_batch()
+        # The method is not stored, as a reference cycle would keep batches and workers.
+        found = self._made() if self._graph is None else self._graph.next(self._made)
         self._pass.seconds = time.monotonic() - self._began
         if found is None:
             self._pass.completed = True
