@@ -99,6 +99,8 @@ INTERFACES = {
     "ddp.reducer._remove_autograd_hooks": "the reducer of the buckets before",
     "ddp.reducer._set_static_graph": "other buckets with a static graph",
     "ddp.logger._set_static_graph": "other buckets with a static graph",
+    # Loss scaling (optim/loss_scaling.py)
+    "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     # DataLoader (data/loading/loader.py, record)
     "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
     "iterator._dataset": "the dataset of a loader that is cached in an experiment",

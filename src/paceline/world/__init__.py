@@ -27,7 +27,7 @@ from .checkpointing import Checkpointer
 from .finish import RunFinalizer
 from .loops import TrainingLoops
 from .meter import Meter
-from .optimizer_step import OptimizerSteps, is_filler
+from .optimizer_step import OptimizerSteps
 from .process_group import autocast_dtype, join_process_group, select_device
 from .progress import Progress
 from .training_state import Position, TrainingState
@@ -135,9 +135,11 @@ class World:
         given.
 
         Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
-        gradients. accumulate: number of batches whose gradients are summed for one step; only the
-        last of them synchronizes. layout: "data". options: those of DistributedDataParallel, for
-        instance ``find_unused_parameters=True``. The optimizer stays the same object.
+        gradients. accumulate: number of batches of ``world.batches`` whose gradients are averaged
+        for one step of this model; only the last of them synchronizes. The last batches of a pass
+        form a smaller group; a loop that is left inside a group (``break``) discards its gradients.
+        layout: "data". options: those of DistributedDataParallel, for instance
+        ``find_unused_parameters=True``. The optimizer stays the same object.
 
         Raises ValueError for another layout or ``accumulate`` below 1.
         """
@@ -153,12 +155,10 @@ class World:
         distributed: nn.Module = model
         if dist.is_initialized() and self.size > 1:
             distributed = data_parallel(model, self.device, **options)
-        self._training.phases.watch_model(distributed)
-        self._training.models.append(distributed)
-        self._training.accumulate = accumulate
+        self._training.add_model(distributed, accumulate)
         if optimizer is None:
             return distributed
-        self._watch(optimizer)
+        self._training.add_optimizer(optimizer)
         return distributed, optimizer
 
     def shard(
@@ -290,22 +290,24 @@ class World:
     def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
         """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
-        clip: maximum norm of all gradients together.
+        It does not step inside an accumulation, and where loss scaling found an infinite gradient.
+        clip: maximum norm of all gradients together. Raises ValueError where the optimizer's models
+        accumulate different numbers of batches.
         """
-        self._watch(optimizer)
+        self._training.add_optimizer(optimizer)
         return self._training.step(optimizer, clip)
 
     # over all ranks
 
     def meter(self) -> Meter:
         """Return a new meter: exact sums over all ranks, part of the checkpoint."""
-        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
+        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
         self._state.new_meter(meter)
         return meter
 
     def mean(self, total: Any, count: Any) -> float:
         """Return ``sum of total / sum of count`` over all ranks. Collective."""
-        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
+        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
         meter.add(total=total, count=count)
         return meter.ratio("total", "count")
 
@@ -334,11 +336,6 @@ class World:
             self._finish.run()
 
     # inside
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        self._training.phases.watch_optimizer(optimizer)
-        if not any(optimizer is known for known in self._training.optimizers):
-            self._training.optimizers.append(optimizer)
 
     def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.size > 1:

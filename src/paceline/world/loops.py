@@ -1,5 +1,7 @@
 """The two loops of a training script: over batches, and over epochs."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from ..parallel.data import set_buffer_sync
 from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
+from .accumulation import Batch
 from .checkpointing import Checkpointer
 from .optimizer_step import OptimizerSteps
 from .progress import Progress
@@ -66,28 +69,45 @@ class TrainingLoops:
         position, training = self.position, self.training
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
+        batch_state = None
         try:
             for batch, share in self._with_input_time(
                 loader.iterate(self._order_key(number), start)
             ):
                 step = self.recorder.step
-                total = loader.group_total(share, training.accumulate)
-                training.begin(share, total, nominal)
+                group_total = functools.partial(loader.group_total, share)
+                batch_state = training.begin(share, group_total, nominal, share.total)
                 yield batch
-                if training.weight != 1.0 and not training.backwards and self.recorder.step > step:
+                if (
+                    batch_state.weight != 1.0
+                    and not batch_state.backwards
+                    and self.recorder.step > step
+                ):
                     self.warn(
                         "a batch is uneven or accumulated, and its gradient was not weighted. "
                         "HINT: world.backward(loss) instead of loss.backward()"
                     )
-                training.end()
+                training.end(batch_state)
                 position.open[number] = share.position + 1
                 self.progress.batch(share.position + 1, _length(loader), training)
                 if self.checkpointer is not None:
                     self.checkpointer.after_batch()
         finally:  # also where the script breaks out of the loop
-            training.end()
+            self._end_training_pass(batch_state, loader.name)
             position.open.pop(number, None)
             position.passes[number] = position.passes.get(number, 0) + 1
+
+    def _end_training_pass(self, batch: Batch | None, name: str) -> None:
+        if batch is None:
+            return
+        self.training.end(batch)
+        discarded = self.training.accumulations.discard_incomplete()
+        if discarded:
+            self.warn(
+                f"the loop over {name} was left after {discarded} accumulated batches; their "
+                "gradients are discarded. HINT: leave the loop after a world.step that returned "
+                "True"
+            )
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
         start = self._first_batch(loader, number)
@@ -98,10 +118,10 @@ class TrainingLoops:
         try:
             with evaluation(training.models):
                 for batch, share in self._with_input_time(loader.iterate(0, start)):
-                    training.share = share
+                    training.evaluation_share = share
                     yield batch
         finally:
-            training.share = None
+            training.evaluation_share = None
             self.recorder.event(State.VALIDATION, start_ns, now())
             self.position.passes[number] = self.position.passes.get(number, 0) + 1
 
@@ -112,17 +132,37 @@ class TrainingLoops:
                 f"world.batches got a {type(loader).__name__} that is not sharded: each of "
                 f"{training.size} ranks goes through all of it. HINT: loader = world.shard(loader)"
             )
-        numbered = ((batch, i) for i, batch in enumerate(loader))
+        batch_state = None
         try:
-            for batch, i in self._with_input_time(numbered):
-                count = samples_in(batch)
+            for batch, share in self._with_input_time(self._own_shares(loader)):
                 if torch.is_grad_enabled():
-                    total = count * training.size
-                    training.begin(BatchShare(i, count, total), total * training.accumulate, total)
+                    # Ranks' batches are equal in number, and in weight, whatever their sizes.
+                    batch_state = training.begin(share, lambda _: None, 1.0, 1.0)
                 yield batch
-                training.end()
+                if batch_state is not None:
+                    training.end(batch_state)
         finally:
-            training.end()
+            self._end_training_pass(batch_state, describe_loader(loader))
+
+    def _own_shares(self, loader: Any) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield the batches of a loader that is not sharded, each with this rank's share.
+
+        With accumulation one batch is read ahead, to know which one is the last.
+        """
+        size = self.training.size
+        reads_ahead = any(model.every > 1 for model in self.training.accumulations.models)
+        source = iter(loader)
+        held: list[Any] = []
+        for position in itertools.count():
+            if not held:
+                held = list(itertools.islice(source, 1))
+            if not held:
+                return
+            batch = held.pop()
+            if reads_ahead:
+                held = list(itertools.islice(source, 1))
+            count = samples_in(batch)
+            yield batch, BatchShare(position, count, count * size, last=reads_ahead and not held)
 
     def _with_input_time(self, source: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield batches on the rank's device, and record the wait for each."""
@@ -243,6 +283,13 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(move_to_device(item, device) for item in value)
     return value
+
+
+def describe_loader(loader: Any) -> str:
+    """Return a name such as "DataLoader(TensorDataset)"."""
+    name = type(loader).__name__
+    dataset = getattr(loader, "dataset", None)
+    return name if dataset is None else f"{name}({type(dataset).__name__})"
 
 
 def _length(loader: Sharded) -> int | None:

@@ -1,5 +1,6 @@
-"""The optimizer step: weights of uneven batches, accumulation, mixed precision, clipping."""
+"""The optimizer step: weighted losses, accumulation, mixed precision, clipping."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.sampling.sample_order import BatchShare
-from ..parallel.data import set_gradient_sync
+from ..optim.gradients import gradients_of, parameters_of
+from ..optim.loss_scaling import LossScaling
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
+from .accumulation import Accumulation, Accumulations, Batch
 from .nonfinite import FiniteCheck, validate_mode
 from .replicas import ReplicaDivergenceCheck
 
@@ -34,60 +37,72 @@ class OptimizerSteps:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
-        self.accumulate = 1
-        self.scaler = torch.amp.GradScaler(device.type) if precision is torch.float16 else None
-        self.share: BatchShare | None = None  # of the current batch
-        self.weight = 1.0  # of the current batch's loss
-        self.syncs_gradients = True  # whether this micro-batch is the last of its step
-        self.backwards = 0  # number of backwards since the batch began
+        self.accumulations = Accumulations(size)
+        self.loss_scaling = (
+            LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
+        )
+        self.evaluation_share: BatchShare | None = None  # of the current batch of an evaluation
         self.last_loss: torch.Tensor | float | None = None
         self.last_total = 0  # samples of the last batch over all ranks
-        # assumed samples of a group whose true number is known only at its end, else 0
-        self._assumed_group_samples = 0.0
-        self._group_samples = 0
         recorder = phases.recorder
         self._finite_check = FiniteCheck(
             rank, validate_mode("nonfinite", nonfinite), recorder, self.models
         )
-        self._finite_check.check_gradients = self.scaler is None  # loss scaling skips such steps
+        # loss scaling skips steps with infinite gradients
+        self._finite_check.check_gradients = self.loss_scaling is None
         self.replicas = ReplicaDivergenceCheck(
             rank, size, validate_mode("replicas", replicas), recorder, self.models
         )
         recorder.on_backward_reduce = self._exchanging
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return self.loss_scaling.scaler if self.loss_scaling is not None else None
+
+    def add_model(self, model: nn.Module, accumulate: int) -> None:
+        """Add a model that steps once for ``accumulate`` batches."""
+        self.phases.watch_model(model)
+        self.models.append(model)
+        self.accumulations.models.append(Accumulation(model, accumulate))
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer, unless it is known already."""
+        self.phases.watch_optimizer(optimizer)
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
     # one batch
 
-    def begin(self, share: BatchShare, group_total: int | None, nominal: int) -> None:
-        """Start a batch of the training loop.
-
-        ``group_total``: samples accumulated with it over all ranks; None where unknown, then
-        ``nominal`` samples per batch are assumed.
-        """
-        self.share = share
-        self.backwards = 0
+    def begin(
+        self,
+        share: BatchShare,
+        group_total: Callable[[int], float | None],
+        nominal: float,
+        units: float,
+    ) -> Batch:
+        """Begin a batch of a training loop; arguments as in ``Accumulations.begin``."""
         self.last_total = share.total
-        total = group_total if group_total is not None else nominal * self.accumulate
-        count = 0 if share.filler else share.count
-        # DDP averages ranks equally; the weight makes that the mean over the true samples.
-        self.weight = self.size * count / total
-        self._group_samples += share.total
-        self._assumed_group_samples = total if group_total is None else 0.0
-        group_ends = (share.position + 1) % self.accumulate == 0
-        self.syncs_gradients = group_ends or share.last
-        for model in self.models:
-            set_gradient_sync(model, self.syncs_gradients)
-        self.phases.recorder.samples += count
+        self.phases.recorder.samples += 0 if share.filler else share.count
+        return self.accumulations.begin(share, group_total, nominal, units)
 
-    def end(self) -> None:
-        """End the batch of the training loop."""
-        if self.syncs_gradients:
-            self._group_samples = 0
-        self.share, self.weight, self.syncs_gradients = None, 1.0, True
+    def end(self, batch: Batch) -> None:
+        """End a batch of a training loop; without effect if it has ended already."""
+        self.accumulations.end(batch)
+        if self.loss_scaling is not None:
+            self.loss_scaling.update()
 
     @property
     def between_steps(self) -> bool:
-        """Whether no micro-batch's gradient waits for its step."""
-        return self._group_samples == 0
+        """Whether no gradient waits for further batches of its group."""
+        return self.accumulations.are_complete
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the current batch only keeps the ranks in step: a repeated sample of weight 0."""
+        if self.evaluation_share is not None:
+            return self.evaluation_share.filler
+        batch = self.accumulations.batch
+        return batch is not None and batch.share.filler
 
     # the user's two calls
 
@@ -100,8 +115,8 @@ class OptimizerSteps:
             )
         start = self.phases.backward_starts()
         self.last_loss = self._finite_check.check_loss(loss)
-        self.backwards += 1
-        scaled = loss if self.weight == 1.0 else loss * self.weight
+        weight = self.accumulations.weigh_backward()
+        scaled = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         try:
@@ -116,48 +131,40 @@ class OptimizerSteps:
         self.replicas.note_exchange(group)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
-        if not self.syncs_gradients:
+        """Step an optimizer whose group of batches is complete; return whether it stepped."""
+        if clip is not None and not clip > 0:
+            raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
+        accumulations = self.accumulations.of(optimizer)
+        if not all(model.is_complete for model in accumulations):
             return False
         start = now()
-        if self.scaler is not None and (clip is not None or self._assumed_group_samples):
-            self.scaler.unscale_(optimizer)
-        self._correct_weights(optimizer)
+        correction = max(accumulations, key=lambda m: m.every).correction if accumulations else 1.0
+        if self.loss_scaling is not None:
+            self.loss_scaling.before_step(optimizer, unscale=clip is not None or correction != 1.0)
+        if correction != 1.0:
+            for gradient in gradients_of(optimizer):
+                gradient.mul_(correction)
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
-            if not clip > 0:
-                raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, clip)
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if optimizer is self.optimizers[0]:
-            for warmup in self.warmups:
-                warmup.step()
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
+        has_stepped = self._step(optimizer)
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
-        return True
+        return has_stepped
 
-    def _correct_weights(self, optimizer: Optimizer) -> None:
-        """Rescale gradients where the true number of samples of a group differs from the assumed
-        one.
-        """
-        if not self._assumed_group_samples or self._group_samples == self._assumed_group_samples:
-            return
-        factor = self._assumed_group_samples / self._group_samples
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    def _step(self, optimizer: Optimizer) -> bool:
+        """Step, zero the gradients and advance the optimizer's warm-up."""
+        if self.loss_scaling is not None:
+            if not self.loss_scaling.step(optimizer):
+                return False
+        else:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for warmup in self.warmups:
+            if warmup.optimizer is optimizer:
+                warmup.step()
+        return True
 
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss or gradient was not finite."""
         self._finite_check.report_pending()
-
-
-def is_filler(share: BatchShare | None) -> bool:
-    """Whether the batch only keeps the ranks in step: a repeated sample of weight zero."""
-    return share is not None and share.filler
