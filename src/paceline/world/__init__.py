@@ -57,7 +57,8 @@ def init(
     local rank's GPU, else the CPU. record: write the record that the summary is made from.
     progress: print progress on rank 0. timeout: seconds until a collective without an answer is an
     error. nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite.
-    replicas: the same where the ranks' parameters have diverged.
+    replicas: the same where the ranks' parameters have diverged, and for models that were not
+    distributed.
 
     A second call returns the same world. Raises ValueError for contradictory environment variables
     of the launcher, an unknown precision, a rank without a GPU, or a port in use.
@@ -105,7 +106,14 @@ class World:
         self._printed_lines: set[str] = set()
         phases = PhaseRecorder(self._recorder)
         self._training = OptimizerSteps(
-            self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
+            self.rank,
+            self.size,
+            self.device,
+            self._dtype,
+            phases,
+            nonfinite,
+            replicas,
+            self._warn_once,
         )
         self._state = TrainingState(self._training, Position())
         self._loops = TrainingLoops(
@@ -283,7 +291,8 @@ class World:
 
         The loss is weighted so that the ranks' gradients average to that of the global batch, also
         where its shards are uneven. loss: one element. Raises ValueError where it or a gradient is
-        not finite, naming rank, step and layer, and where the ranks' parameters have diverged.
+        not finite, naming rank, step and layer, where the ranks' parameters have diverged, and
+        where neither ``world.distribute`` nor the script distributes the model.
         """
         self._training.backward(loss)
 

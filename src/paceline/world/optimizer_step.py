@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, parameters_of
 from ..optim.loss_scaling import LossScaling
+from ..parallel.data import unwrap
+from ..parallel.distribution_check import DistributionCheck
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
@@ -31,6 +33,7 @@ class OptimizerSteps:
         phases: PhaseRecorder,
         nonfinite: str,
         replicas: str,
+        warn: Callable[[str], None],
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.phases = phases
@@ -53,6 +56,7 @@ class OptimizerSteps:
         self.replicas = ReplicaDivergenceCheck(
             rank, size, validate_mode("replicas", replicas), recorder, self.models
         )
+        self._distribution_check = DistributionCheck(size, replicas, warn)
         recorder.on_backward_reduce = self._exchanging
 
     @property
@@ -63,6 +67,7 @@ class OptimizerSteps:
         """Add a model that steps once for ``accumulate`` batches."""
         self.phases.watch_model(model)
         self.models.append(model)
+        self._distribution_check.add_model(unwrap(model))
         self.accumulations.models.append(Accumulation(model, accumulate))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -70,6 +75,7 @@ class OptimizerSteps:
         self.phases.watch_optimizer(optimizer)
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
 
     # one batch
 
@@ -113,6 +119,7 @@ class OptimizerSteps:
                 f"world.backward takes the batch's mean loss, one number, and got {shape}. "
                 "HINT: loss.mean()"
             )
+        self._distribution_check.check_loss(loss)
         start = self.phases.backward_starts()
         self.last_loss = self._finite_check.check_loss(loss)
         weight = self.accumulations.weigh_backward()
@@ -124,6 +131,10 @@ class OptimizerSteps:
         finally:
             self.phases.recorder.event(State.BACKWARD, start, now())
         self.replicas.after_backward()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Check an optimizer that is about to step, called by ``world.step`` or not."""
+        self._distribution_check.check_optimizer(optimizer)
 
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
