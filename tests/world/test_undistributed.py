@@ -16,7 +16,7 @@ FORGOTTEN = """
     what, options = sys.argv[1], dict(pair.split("=") for pair in sys.argv[2:])
     world = paceline.init(progress=False, **options)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    temperature = nn.Parameter(torch.ones(()))
+    temperature = nn.Parameter(torch.ones(())) if what == "outside" else 1.0
     parameters = list(model.parameters())
     if what == "ddp":
         model = DistributedDataParallel(model)
