@@ -115,6 +115,7 @@ class TrainingLoops:
             return
         start_ns = now()
         training = self.training
+        training.average_replicas()
         try:
             with evaluation(training.models):
                 for batch, share in self._with_input_time(loader.iterate(0, start)):

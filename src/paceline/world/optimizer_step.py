@@ -1,6 +1,6 @@
 """The optimizer step: weighted losses, accumulation, mixed precision, clipping."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, parameters_of
 from ..optim.loss_scaling import LossScaling
@@ -175,6 +176,23 @@ class OptimizerSteps:
             if warmup.optimizer is optimizer:
                 warmup.step()
         return True
+
+    # before a save or a validation
+
+    def prepare_save(self) -> None:
+        """Make what will be saved equal on all ranks, and check it. Collective."""
+        self.check_previous_loss()
+        self.average_replicas(self.optimizers)
+
+    def average_replicas(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Average models that ranks train independently (local SGD). Collective.
+
+        The state of ``optimizers`` is averaged as well.
+        """
+        for model in self.models:
+            local = local_sgd_of(model)
+            if local is not None:
+                local.average(optimizers)
 
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss or gradient was not finite."""
