@@ -11,11 +11,11 @@ from torch import nn
 
 from ..data.sampling.sample_order import BatchShare
 from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
+from ..parallel.accumulation import Batch
 from ..parallel.data import set_buffer_sync
 from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
-from .accumulation import Batch
 from .checkpointing import Checkpointer
 from .optimizer_step import OptimizerSteps
 from .progress import Progress

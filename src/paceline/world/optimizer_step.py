@@ -12,12 +12,12 @@ from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, parameters_of
 from ..optim.loss_scaling import LossScaling
+from ..parallel.accumulation import Accumulation, Accumulations, Batch
 from ..parallel.data import unwrap
 from ..parallel.distribution_check import DistributionCheck
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
-from .accumulation import Accumulation, Accumulations, Batch
 from .nonfinite import FiniteCheck, validate_mode
 from .replicas import ReplicaDivergenceCheck
 

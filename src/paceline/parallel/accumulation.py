@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import parameters_of
-from ..parallel.data import set_gradient_sync
+from .data import set_gradient_sync
 
 
 @dataclass(eq=False)
