@@ -3,7 +3,7 @@
 import torch
 from torch.optim import Optimizer
 
-from .gradients import gradients_of
+from .gradients import gradients_of, has_gradients
 
 
 class LossScaling:
@@ -42,7 +42,7 @@ class LossScaling:
         has_stepped = not any(bool(flag) for flag in found)
         optimizer.zero_grad(set_to_none=True)
         self.stepped.append(optimizer)
-        if not any(gradients_of(other) for other in self.optimizers):
+        if not any(map(has_gradients, self.optimizers)):
             self.update()
         return has_stepped
 

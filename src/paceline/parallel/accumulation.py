@@ -12,12 +12,11 @@ weight assumes a number, and ``Accumulation.correction`` is the factor for the s
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
-from ..optim.gradients import parameters_of
+from ..optim.gradients import count_parameters, parameters_of
 from .data import set_gradient_sync
 
 
@@ -165,16 +164,13 @@ class Accumulations:
         An optimizer without a parameter of a distributed model follows all models. Raises
         ValueError where its models accumulate different numbers of batches.
         """
-        parameters = parameters_of(optimizer)
-        key = (id(optimizer), len(parameters), len(self.models))
+        key = (id(optimizer), count_parameters(optimizer), len(self.models))
         if key not in self._owners:
-            self._owners[key] = self._find_owners(optimizer, parameters)
+            self._owners[key] = self._find_owners(optimizer)
         return self._owners[key]
 
-    def _find_owners(
-        self, optimizer: Optimizer, parameters: list[torch.Tensor]
-    ) -> list[Accumulation]:
-        ids = {id(parameter) for parameter in parameters}
+    def _find_owners(self, optimizer: Optimizer) -> list[Accumulation]:
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
         found = [m for m in self.models if any(id(p) in ids for p in m.model.parameters())]
         numbers = sorted({model.every for model in found})
         if len(numbers) > 1:

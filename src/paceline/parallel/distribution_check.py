@@ -1,5 +1,6 @@
-"""Detection of models that ranks train apart, because ``world.distribute`` has not seen them.
+"""Detection of models and loaders that are not distributed over the ranks.
 
+Ranks train a model apart that ``world.distribute`` has not seen.
 Parameters are accepted if they were trainable in a model of ``world.distribute``, or if the script
 has taken care of them: a DistributedDataParallel or FSDP of its own, distributed tensors, or hooks
 on their gradients. The first loss is checked by its graph, and each optimizer at its first step.
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..optim.gradients import parameters_of
+from ..optim.gradients import count_parameters, parameters_of
 
 # Base classes of models whose parameters in the graph are not those of the modules.
 SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -56,11 +59,11 @@ class DistributionCheck:
         """Check the parameters that an optimizer is about to step; raises ValueError."""
         if self.mode == "ignore":
             return
-        parameters = parameters_of(optimizer)
-        if self._checked.get(id(optimizer)) == len(parameters):
+        number = count_parameters(optimizer)
+        if self._checked.get(id(optimizer)) == number:
             return
-        self._checked[id(optimizer)] = len(parameters)
-        unknown = self._unknown(p for p in parameters if p.grad is not None)
+        self._checked[id(optimizer)] = number
+        unknown = self._unknown(p for p in parameters_of(optimizer) if p.grad is not None)
         if unknown:
             kind = type(optimizer).__name__
             self._report(f"world.step: the {kind} trains parameters that no", unknown)
@@ -112,6 +115,22 @@ def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
             leaves.append(node.variable)
         waiting.extend(following for following, _ in node.next_functions)
     return leaves
+
+
+def unsharded_loaders_in_use() -> list[str]:
+    """Return the DataLoaders that the process iterates over, and that give it all samples.
+
+    Loaders of ``world.shard`` are left out, and those with other samplers than PyTorch's plain
+    ones, which may divide the samples between ranks.
+    """
+    found = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), _BaseDataLoaderIter):
+            batches = thing._index_sampler
+            sampler = getattr(batches, "sampler", batches)
+            if type(sampler) in (RandomSampler, SequentialSampler):
+                found.append(f"DataLoader({type(thing._dataset).__name__})")
+    return found
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:

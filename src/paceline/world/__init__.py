@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -17,7 +18,7 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import Autocast, data_parallel
+from ..parallel.data import Autocast, data_parallel, explain_ddp_error
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
@@ -25,6 +26,7 @@ from ..record.ring.recorder import Recorder
 from .checkpoint_interval import CheckpointInterval
 from .checkpointing import Checkpointer
 from .finish import RunFinalizer
+from .loop_log import LoopLog
 from .loops import TrainingLoops
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
@@ -116,8 +118,10 @@ class World:
             self._warn_once,
         )
         self._state = TrainingState(self._training, Position())
+        self._log = LoopLog(self.rank, self.size, self._store, self._warn_once)
+        error_messages.explanations += [self._log.explain, explain_ddp_error]
         self._loops = TrainingLoops(
-            self._training, self._state, self._recorder, self._progress, self._warn_once
+            self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
         )
         self._savers = 0
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
@@ -303,7 +307,13 @@ class World:
         clip: maximum norm of all gradients together. Raises ValueError where the optimizer's models
         accumulate different numbers of batches.
         """
-        self._training.add_optimizer(optimizer)
+        is_new = self._training.add_optimizer(optimizer, in_step=True)
+        if is_new and self._loops.checkpointer is not None:
+            self._warn_once(
+                f"the {type(optimizer).__name__} was not known when world.epochs(checkpoint=...) "
+                "began, so a run can't resume from its checkpoints. HINT: model, optimizer = "
+                "world.distribute(model, optimizer) before world.epochs"
+            )
         return self._training.step(optimizer, clip)
 
     # over all ranks
@@ -342,12 +352,16 @@ class World:
         if _world is self:
             _world = None
             atexit.unregister(self.close)
+            if getattr(sys, "last_value", None) is None:  # no uncaught exception
+                self._log.go_on()
+            error_messages.explanations.clear()
             self._finish.run()
 
     # inside
 
     def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
         if self.size > 1:
+            self._log.go_on()
             dist.all_reduce(numbers)
         return numbers
 
@@ -357,6 +371,7 @@ class World:
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         if self.size == 1:
             return numbers
+        self._log.go_on()
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]

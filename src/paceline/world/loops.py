@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from ..data.sampling.sample_order import BatchShare
 from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
-from ..parallel.accumulation import Batch
 from ..parallel.data import set_buffer_sync
 from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
 from .checkpointing import Checkpointer
+from .loop_log import LoopLog
 from .optimizer_step import OptimizerSteps
 from .progress import Progress
+from .training_pass import TrainingPass
 from .training_state import Position, TrainingState
 
 Sharded = ShardedLoader | ShardedStream
@@ -34,12 +36,14 @@ class TrainingLoops:
         state: TrainingState,
         recorder: Recorder,
         progress: Progress,
+        log: LoopLog,
         warn: Callable[[str], None],
     ) -> None:
         self.training = training
         self.state = state
         self.recorder = recorder
         self.progress = progress
+        self.log = log
         self.warn = warn
         self.loaders: list[Sharded] = []
         self.checkpointer: Checkpointer | None = None
@@ -69,45 +73,29 @@ class TrainingLoops:
         position, training = self.position, self.training
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
-        batch_state = None
+        self.log.go_on()
+        loop = TrainingPass(training, loader.name, self.warn)
         try:
             for batch, share in self._with_input_time(
                 loader.iterate(self._order_key(number), start)
             ):
-                step = self.recorder.step
                 group_total = functools.partial(loader.group_total, share)
-                batch_state = training.begin(share, group_total, nominal, share.total)
+                loop.begin(share, group_total, nominal, share.total)
                 yield batch
-                if (
-                    batch_state.weight != 1.0
-                    and not batch_state.backwards
-                    and self.recorder.step > step
-                ):
-                    self.warn(
-                        "a batch is uneven or accumulated, and its gradient was not weighted. "
-                        "HINT: world.backward(loss) instead of loss.backward()"
-                    )
-                training.end(batch_state)
+                loop.end()
                 position.open[number] = share.position + 1
                 self.progress.batch(share.position + 1, _length(loader), training)
                 if self.checkpointer is not None:
                     self.checkpointer.after_batch()
-        finally:  # also where the script breaks out of the loop
-            self._end_training_pass(batch_state, loader.name)
+        except GeneratorExit:  # the script breaks out of the loop
+            done = position.open.get(number, start) + 1
+            where = f"after batch {done} of epoch {position.epoch + 1}"
+            self.log.leave(f"the loop over {loader.name}", where)
+            raise
+        finally:
+            loop.close()
             position.open.pop(number, None)
             position.passes[number] = position.passes.get(number, 0) + 1
-
-    def _end_training_pass(self, batch: Batch | None, name: str) -> None:
-        if batch is None:
-            return
-        self.training.end(batch)
-        discarded = self.training.accumulations.discard_incomplete()
-        if discarded:
-            self.warn(
-                f"the loop over {name} was left after {discarded} accumulated batches; their "
-                "gradients are discarded. HINT: leave the loop after a world.step that returned "
-                "True"
-            )
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
         start = self._first_batch(loader, number)
@@ -116,6 +104,7 @@ class TrainingLoops:
         start_ns = now()
         training = self.training
         training.average_replicas()
+        self.log.begin_pass("validation", loader.name)
         try:
             with evaluation(training.models):
                 for batch, share in self._with_input_time(loader.iterate(0, start)):
@@ -127,23 +116,23 @@ class TrainingLoops:
             self.position.passes[number] = self.position.passes.get(number, 0) + 1
 
     def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
-        training = self.training
-        if training.size > 1:
+        loop = TrainingPass(self.training, describe_loader(loader), self.warn)
+        self.log.begin_pass("unsharded", loop.name)
+        if self.training.size > 1 and not is_divided(loader):
             self.warn(
-                f"world.batches got a {type(loader).__name__} that is not sharded: each of "
-                f"{training.size} ranks goes through all of it. HINT: loader = world.shard(loader)"
+                f"world.batches got a {loop.name} ({loop.line}) that is not sharded: each of "
+                f"{self.training.size} ranks goes through all of it. HINT: loader = "
+                "world.shard(loader), and for validation world.shard(loader, "
+                "every_sample_once=True)"
             )
-        batch_state = None
         try:
             for batch, share in self._with_input_time(self._own_shares(loader)):
-                if torch.is_grad_enabled():
-                    # Ranks' batches are equal in number, and in weight, whatever their sizes.
-                    batch_state = training.begin(share, lambda _: None, 1.0, 1.0)
+                # Ranks' batches are equal in number, and in weight, whatever their sizes.
+                loop.begin(share, lambda _: None, 1.0, 1.0)
                 yield batch
-                if batch_state is not None:
-                    training.end(batch_state)
+                loop.end()
         finally:
-            self._end_training_pass(batch_state, describe_loader(loader))
+            loop.close()
 
     def _own_shares(self, loader: Any) -> Iterator[tuple[Any, BatchShare]]:
         """Yield the batches of a loader that is not sharded, each with this rank's share.
@@ -201,6 +190,7 @@ class TrainingLoops:
     # over epochs
 
     def epochs(self, count: int, checkpointer: Checkpointer | None) -> Iterator[int]:
+        self.log.go_on()
         self.count = count
         self.checkpointer = checkpointer
         if checkpointer is None:
@@ -220,7 +210,12 @@ class TrainingLoops:
             self.training.replicas.new_epoch()
             del self.state.meters[outer:]
             self.progress.epoch(epoch, count)
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:  # the script breaks out of the loop
+                self.log.leave("world.epochs", f"in epoch {epoch + 1}")
+                raise
+            self.log.compare()
             if self._resume is not None:
                 self._resume = None
                 self.warn(
@@ -284,6 +279,11 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(move_to_device(item, device) for item in value)
     return value
+
+
+def is_divided(loader: Any) -> bool:
+    """Return whether a loader that is not of ``world.shard`` is divided between ranks itself."""
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def describe_loader(loader: Any) -> str:

@@ -10,11 +10,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
-from ..optim.gradients import gradients_of, parameters_of
+from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch
 from ..parallel.data import unwrap
-from ..parallel.distribution_check import DistributionCheck
+from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
@@ -42,6 +43,11 @@ class OptimizerSteps:
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
         self.accumulations = Accumulations(size)
+        self.backwards = 0  # number of calls of backward
+        self.step_calls = 0  # number of calls of step
+        self._stepped: set[int] = set()  # ids of optimizers that have stepped
+        self._warn = warn
+        self._is_outside_checked = False
         self.loss_scaling = (
             LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
         )
@@ -71,12 +77,28 @@ class OptimizerSteps:
         self._distribution_check.add_model(unwrap(model))
         self.accumulations.models.append(Accumulation(model, accumulate))
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer, unless it is known already."""
-        self.phases.watch_optimizer(optimizer)
-        if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
-            optimizer.register_step_pre_hook(self._before_step)
+    def add_optimizer(self, optimizer: Optimizer, in_step: bool = False) -> bool:
+        """Add an optimizer, and return whether it was unknown.
+
+        ``in_step``: it is about to step. Raises ValueError then, if it has the parameters of
+        another one that was given to ``world.distribute`` and has never stepped.
+        """
+        if any(optimizer is known for known in self.optimizers):
+            return False
+        parameters = set(map(id, parameters_of(optimizer)))
+        same = [o for o in self.optimizers if set(map(id, parameters_of(o))) == parameters]
+        replaced = same[-1] if same else None
+        if in_step and replaced is not None and id(replaced) not in self._stepped:
+            kind, known = type(optimizer).__name__, type(replaced).__name__
+            raise ValueError(
+                f"world.step: this {kind} is not the {known} that world.distribute knows, and has "
+                "the same parameters. HINT: make the optimizer once, before model, optimizer = "
+                "world.distribute(model, optimizer)"
+            )
+        self.phases.watch_optimizer(optimizer, replaced)
+        self.optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        return True
 
     # one batch
 
@@ -120,7 +142,11 @@ class OptimizerSteps:
                 f"world.backward takes the batch's mean loss, one number, and got {shape}. "
                 "HINT: loss.mean()"
             )
+        self.backwards += 1
         self._distribution_check.check_loss(loss)
+        if self.accumulations.batch is None and not self._is_outside_checked:
+            self._is_outside_checked = True
+            self._check_outside_of_batches()
         start = self.phases.backward_starts()
         self.last_loss = self._finite_check.check_loss(loss)
         weight = self.accumulations.weigh_backward()
@@ -133,9 +159,25 @@ class OptimizerSteps:
             self.phases.recorder.event(State.BACKWARD, start, now())
         self.replicas.after_backward()
 
+    def _check_outside_of_batches(self) -> None:
+        """Warn of what a backward outside of ``world.batches`` leaves out."""
+        numbers = sorted({m.every for m in self.accumulations.models} - {1})
+        if numbers:
+            self._warn(
+                f"accumulate={' and '.join(map(str, numbers))} has no effect outside of "
+                f"world.batches ({script_line()}). HINT: for batch in world.batches(loader)"
+            )
+        loaders = unsharded_loaders_in_use() if self.size > 1 else []
+        if loaders:
+            self._warn(
+                f"each of {self.size} ranks goes through all samples of {loaders[0]} "
+                f"({script_line()}). HINT: for batch in world.batches(world.shard(loader))"
+            )
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check an optimizer that is about to step, called by ``world.step`` or not."""
         self._distribution_check.check_optimizer(optimizer)
+        self._stepped.add(id(optimizer))
 
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
@@ -146,8 +188,12 @@ class OptimizerSteps:
         """Step an optimizer whose group of batches is complete; return whether it stepped."""
         if clip is not None and not clip > 0:
             raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
+        self.step_calls += 1
         accumulations = self.accumulations.of(optimizer)
         if not all(model.is_complete for model in accumulations):
+            return False
+        if not has_gradients(optimizer):
+            self._report_no_gradient(optimizer)
             return False
         start = now()
         correction = max(accumulations, key=lambda m: m.every).correction if accumulations else 1.0
@@ -164,9 +210,21 @@ class OptimizerSteps:
         self.phases.recorder.event(State.OPTIMIZER, start, now())
         return has_stepped
 
+    def _report_no_gradient(self, optimizer: Optimizer) -> None:
+        """Report a step without a backward; raises ValueError in the optimizer's first step."""
+        message = (
+            f"world.step: no parameter of the {type(optimizer).__name__} has a gradient, so it "
+            "does not step. HINT: world.backward(loss) before each world.step(optimizer), with a "
+            "loss that uses its parameters"
+        )
+        if id(optimizer) not in self._stepped:
+            raise ValueError(message)
+        self._warn(f"{message} ({script_line()})")
+
     def _step(self, optimizer: Optimizer) -> bool:
         """Step, zero the gradients and advance the optimizer's warm-up."""
         if self.loss_scaling is not None:
+            self._stepped.add(id(optimizer))
             if not self.loss_scaling.step(optimizer):
                 return False
         else:
