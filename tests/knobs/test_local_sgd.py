@@ -19,7 +19,8 @@ WORLD = """
     loader = world.shard(DataLoader(TensorDataset(torch.randn(120, 4)), batch_size=6))
     validation = world.shard(DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4),
                              every_sample_once=True)
-    for epoch in world.epochs(1, checkpoint=out + ".ckpt", every=7):
+    folder = None if "epoch" in sys.argv else out + ".ckpt"
+    for epoch in world.epochs(1, checkpoint=folder, every=7):
         for i, (x,) in enumerate(world.batches(loader)):
             if i == 7:  # 4 steps with exchanged gradients, then 3 without; saved just now
                 state = [p.detach().clone() for p in net.parameters()]
@@ -28,8 +29,11 @@ WORLD = """
             world.backward((model(x) - x[:, :1]).square().mean())
             world.step(optimizer)
         torch.save([p.detach() for p in net.parameters()], f"{out}-{world.rank}-trained")
+        if "epoch" in sys.argv:
+            continue
         for (x,) in world.batches(validation):
             torch.save([p.detach() for p in net.parameters()], f"{out}-{world.rank}-validated")
+    torch.save([p.detach() for p in net.parameters()], f"{out}-{world.rank}-left")
     print("done")
     """
 
@@ -60,6 +64,12 @@ def test_checkpoint_and_validation_use_the_average_of_the_ranks(tmp_path):
     validated = [torch.load(tmp_path / f"out-{rank}-validated") for rank in range(2)]
     assert not equal(*trained)
     assert equal(*validated)
+
+
+def test_ranks_have_the_average_after_an_epoch(tmp_path):
+    run(tmp_path, WORLD, tmp_path / "out", "epoch")
+    for name, is_equal in (("trained", False), ("left", True)):
+        assert is_equal == equal(*(torch.load(tmp_path / f"out-{r}-{name}") for r in range(2)))
 
 
 SCALED = """

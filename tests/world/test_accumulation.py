@@ -71,14 +71,28 @@ def test_group_left_by_break_is_discarded_with_warning(world, capfd):
         if i == 5:
             break
     assert model.weight.grad is None
-    assert "2 of 4 accumulated batches" in (said := capfd.readouterr().err)
-    assert "DataLoader(TensorDataset)" in said
-    assert "HINT" in said
     before = model.weight.item()
     for (x,) in world.batches([torch.ones(1)] * 4):
         world.backward(model(x[None]))
         world.step(optimizer)
     assert before - model.weight.item() == pytest.approx(1.0)
+    said = capfd.readouterr().err
+    assert "DataLoader(TensorDataset) (test_accumulation.py:" in said
+    assert "2 of 4 accumulated batches" in said
+    assert "HINT" in said
+
+
+def test_exception_inside_a_group_is_not_taken_for_a_break(world, capfd):
+    model, _ = made(world, 4)
+
+    def fail():
+        for (x,) in world.batches(loader_of(world, range(8))):
+            world.backward(model(x))
+            raise RuntimeError("of the script")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_rest_of_unsharded_loop_and_of_stream_is_stepped(world, capfd):

@@ -213,7 +213,7 @@ def test_raw_loop_over_all_samples_is_reported(tmp_path):
 
 def test_advice_about_unused_parameters_names_them_and_distribute(tmp_path):
     said = run(tmp_path, "unused")
-    assert "spare.weight and spare.bias" in said
+    assert "(spare.weight, spare.bias)" in said
     assert "world.distribute(model, optimizer, find_unused_parameters=True)" in said
     assert "torch.nn.parallel" not in said
     assert "Traceback" not in said

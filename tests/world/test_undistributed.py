@@ -1,5 +1,7 @@
 """Models that no ``world.distribute`` has seen, which ranks would train apart from each other."""
 
+import gc
+
 import pytest
 import ranks
 import torch
@@ -119,3 +121,13 @@ def test_parameters_with_hooks_of_their_own_are_accepted():
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     checked.check_loss(loss_of(model))
+
+
+def test_models_that_can_not_be_searched_are_accepted():
+    checked, _ = check()
+    model = nn.Linear(2, 2)
+    gc.freeze()
+    try:
+        checked.check_loss(loss_of(model))
+    finally:
+        gc.unfreeze()

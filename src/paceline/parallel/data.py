@@ -77,7 +77,7 @@ def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.
 def explain_ddp_error(error: BaseException) -> str | None:
     """Return DDP's advice in terms of ``world.distribute``; None for any other error.
 
-    DDP's own text stays where the script has made a DistributedDataParallel itself.
+    DDP's own text stays in scripts that do not use ``world.distribute``.
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or not _replicas:
@@ -106,18 +106,13 @@ def _parameter_names(indices: list[int]) -> str:
     (replica,) = _replicas
     # the same order as _build_params_for_reducer
     names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
-    names = names if replica.find_unused_parameters else names[::-1]
+    if not replica.find_unused_parameters:
+        indices = [len(names) - 1 - index for index in indices]
     found = [name for i, name in enumerate(names) if i in indices]
     if not found:
         return ""
-    shown = sorted(found, key=lambda name: names.index(name), reverse=True)
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    listed = (
-        ", ".join(shown[:4])
-        if more or len(shown) == 1
-        else " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
-    )
-    return f" ({listed}{more})"
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f" ({', '.join(found[:4])}{more})"
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -35,6 +35,7 @@ class DistributionCheck:
         self._distributed: set[int] = set()  # ids of parameters
         self._models: list[nn.Module] = []  # keeps the ids valid
         self._has_checked_loss = False
+        self._frozen_objects = gc.get_freeze_count()
         self._checked: dict[int, int] = {}  # by id of an optimizer: its number of parameters
 
     def add_model(self, model: nn.Module) -> None:
@@ -70,7 +71,8 @@ class DistributionCheck:
 
     def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         found = [p for p in parameters if id(p) not in self._distributed and not _has_hooks(p)]
-        if not found:
+        # Objects that the script froze (gc.freeze) can't be searched for models.
+        if not found or gc.get_freeze_count() > self._frozen_objects:
             return []
         accepted: set[int] = set()
         for module in _modules():

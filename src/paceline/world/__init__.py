@@ -118,7 +118,9 @@ class World:
             self._warn_once,
         )
         self._state = TrainingState(self._training, Position())
-        self._log = LoopLog(self.rank, self.size, self._store, self._warn_once)
+        self._log = LoopLog(
+            self.rank, self.size, self._store, replicas != "ignore", self._warn_once
+        )
         error_messages.explanations += [self._log.explain, explain_ddp_error]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
@@ -360,8 +362,8 @@ class World:
     # inside
 
     def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
+        self._log.go_on()
         if self.size > 1:
-            self._log.go_on()
             dist.all_reduce(numbers)
         return numbers
 

@@ -33,16 +33,21 @@ _WAY_OUT = {
 class LoopLog:
     """The loops of one rank, published in ``store`` (None: nothing is published).
 
+    compares: whether ranks compare at an epoch's end.
+
     Attributes:
-        left: The last loop that this rank left before its end; "" if none.
+        left: The last loop that this rank left before its end, and the script's line; "" if none.
         passes: For "validation" and "unsharded" loaders: number of passes, and the last one.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, warn: Callable[[str], None]) -> None:
-        self.rank, self.size, self.warn = rank, size, warn
+    def __init__(
+        self, rank: int, size: int, store: Any, compares: bool, warn: Callable[[str], None]
+    ) -> None:
+        self.rank, self.size, self.compares, self.warn = rank, size, compares, warn
         self._store = store if size > 1 else None
-        self.left = ""
-        self._leaving = ""
+        self.left = ("", "")
+        self._leaving: tuple[str, str] | None = None
+        self._warnings: list[str] = []  # about the loop that is being left
         self.passes: dict[str, tuple[int, str]] = {"validation": (0, ""), "unsharded": (0, "")}
 
     def leave(self, what: str, where: str) -> None:
@@ -51,12 +56,19 @@ class LoopLog:
         An exception leaves loops as well, which is not visible here. So it is published only when
         the script goes on. Of nested loops that are left together, the innermost counts.
         """
-        self._leaving = self._leaving or f"{what} {where} ({script_line()})"
+        self._leaving = self._leaving or (f"{what} {where}", script_line())
+
+    def warn_later(self, message: str) -> None:
+        """Warn about a loop that is being left, if the script goes on after it."""
+        self._warnings.append(message)
 
     def go_on(self) -> None:
         """Publish the loop that was left, now that the script goes on after it."""
+        for message in self._warnings:
+            self.warn(message)
+        self._warnings.clear()
         if self._leaving:
-            self.left, self._leaving = self._leaving, ""
+            self.left, self._leaving = self._leaving, None
             self._publish()
 
     def begin_pass(self, kind: str, loader: str) -> None:
@@ -79,9 +91,9 @@ class LoopLog:
 
         Raises ValueError on all ranks where not all of them have validated.
         """
-        if self._store is None or not dist.is_initialized():
-            return
         self.go_on()
+        if self._store is None or not self.compares:
+            return
         own = torch.tensor([zlib.crc32(self._entry().encode())])
         rows = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(rows, own)
@@ -109,7 +121,8 @@ class LoopLog:
         if len(entries) != self.size:
             return None
         # A rank that is gone may have failed in the loop that this rank has just left.
-        said = _describe_left(entries) if is_disagreement or not entries[self.rank][0] else ""
+        has_left = bool(entries[self.rank][0][0])
+        said = _describe_left(entries) if is_disagreement or not has_left else ""
         if is_disagreement:
             said = said or _describe_passes(entries, "validation")
         return f"{said}\n{text.strip().splitlines()[0]}" if said else None
@@ -123,21 +136,22 @@ class LoopLog:
             for rank in range(self.size):
                 key = f"loops/{rank}"
                 is_known = self._store.check([key])
-                entries.append(json.loads(self._store.get(key)) if is_known else ["", {}])
+                entries.append(json.loads(self._store.get(key)) if is_known else [["", ""], {}])
         except (RuntimeError, ValueError):
             return []
         return entries
 
 
 def _describe_left(entries: list[Any]) -> str:
-    left = [entry[0] for entry in entries]
+    left = [entry[0][0] for entry in entries]
     first = next((text for text in left if text and left.count(text) < len(left)), "")
     if not first:
         return ""
     ranks = [rank for rank, text in enumerate(left) if text == first]
     others = [rank for rank in range(len(left)) if rank not in ranks]
+    line = entries[ranks[0]][0][1]
     return (
-        f"{format_ranks(ranks)} left {first}, {format_ranks(others)} did not. HINT: if "
+        f"{format_ranks(ranks)} left {first} ({line}), {format_ranks(others)} did not. HINT: if "
         "world.any(condition): break, which is the same decision on all ranks"
     )
 

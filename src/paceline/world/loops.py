@@ -91,6 +91,7 @@ class TrainingLoops:
             done = position.open.get(number, start) + 1
             where = f"after batch {done} of epoch {position.epoch + 1}"
             self.log.leave(f"the loop over {loader.name}", where)
+            loop.warn = self.log.warn_later
             raise
         finally:
             loop.close()
@@ -131,6 +132,9 @@ class TrainingLoops:
                 loop.begin(share, lambda _: None, 1.0, 1.0)
                 yield batch
                 loop.end()
+        except GeneratorExit:
+            loop.warn = self.log.warn_later
+            raise
         finally:
             loop.close()
 
@@ -216,6 +220,7 @@ class TrainingLoops:
                 self.log.leave("world.epochs", f"in epoch {epoch + 1}")
                 raise
             self.log.compare()
+            self.training.average_replicas()
             if self._resume is not None:
                 self._resume = None
                 self.warn(

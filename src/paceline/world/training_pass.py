@@ -17,12 +17,13 @@ class TrainingPass:
         name: The loader, for messages.
         line: The script's line with the loop.
         batch: The current batch; None where gradients are disabled.
+        warn: Prints a warning.
     """
 
     def __init__(self, training: OptimizerSteps, name: str, warn: Callable[[str], None]) -> None:
         self.training, self.name, self.line = training, name, script_line()
         self.batch: Batch | None = None
-        self._warn = warn
+        self.warn = warn
         self._batches = 0
         self._counts_at_start = self._counts()
         self._step_at_begin = 0
@@ -57,7 +58,7 @@ class TrainingPass:
             return
         stepped = self.training.phases.recorder.step > self._step_at_begin
         if self.batch.weight != 1.0 and not self.batch.backwards and stepped:
-            self._warn(
+            self.warn(
                 "a batch is uneven or accumulated, and its gradient was not weighted. "
                 "HINT: world.backward(loss) instead of loss.backward()"
             )
@@ -79,7 +80,7 @@ class TrainingPass:
             self.training.end(self.batch)
         discarded = self.training.accumulations.discard_incomplete()
         if discarded:
-            self._warn(
+            self.warn(
                 f"the loop over {self.name} ({self.line}) was left after {discarded} accumulated "
                 "batches; their gradients are discarded. HINT: leave the loop after a world.step "
                 "that returned True"
@@ -91,12 +92,12 @@ class TrainingPass:
         if any(steps) or self._has_gradients():
             return
         if backwards:
-            self._warn(
+            self.warn(
                 f"the loop over {self.name} ({self.line}) had {backwards} backwards and no step of "
                 "an optimizer that Paceline knows. HINT: world.step(optimizer)"
             )
         elif self._mode:
-            self._warn(
+            self.warn(
                 f"the loop over {self.name} ({self.line}) had no backward, and ran the model "
                 f"{self._mode}. HINT: for a validation pass, give world.batches the loader "
                 "world.shard(loader, every_sample_once=True): eval mode, no gradients, each sample "
