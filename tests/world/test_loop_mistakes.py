@@ -77,6 +77,22 @@ def test_step_without_backward_is_an_error_at_first_and_then_a_warning(world, mo
     assert "test_loop_mistakes.py:" in said
 
 
+@pytest.mark.parametrize("steps_after", [False, True])
+def test_gradients_of_a_loop_left_before_its_step_are_reported(world, model, capfd, steps_after):
+    net, optimizer = model
+    loader = world.shard(DataLoader(DATA, batch_size=4))
+    for _ in range(2):
+        for (x,) in world.batches(loader):
+            world.backward(net(x).mean())
+            break
+        if steps_after:
+            world.step(optimizer)
+    said = capfd.readouterr().err
+    left = "DataLoader(TensorDataset) (test_loop_mistakes.py:"
+    assert (f"the loop over {left}" in said) != steps_after
+    assert ("was left between world.backward and world.step" in said) != steps_after
+
+
 def test_optimizer_made_anew_after_distribute_is_an_error(world, model):
     net, _ = model
     anew = torch.optim.Adam(net.parameters())

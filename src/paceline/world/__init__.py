@@ -30,8 +30,8 @@ from .loop_log import LoopLog
 from .loops import TrainingLoops
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
-from .process_group import autocast_dtype, join_process_group, select_device
-from .progress import Progress
+from .process_group import attempt_store, autocast_dtype, join_process_group, select_device
+from .progress import Progress, format_value
 from .training_state import Position, TrainingState
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +100,7 @@ class World:
         self._dtype = autocast_dtype(precision, self.device)
         self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
         launch_text = join_process_group(identity, self._recorder, timeout)
-        self._store = _attempt_store()
+        self._store = attempt_store()
         seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
         self._progress = Progress(self.rank, progress)
         if launch_text:
@@ -340,7 +340,7 @@ class World:
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step."""
-        shown = "  ".join(f"{name} {_format_value(value)}" for name, value in values.items())
+        shown = "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
         epoch = min(self._state.position.epoch + 1, self._loops.count)
         where = f"epoch {epoch}  " if epoch else ""
         self._progress.say(f"{where}step {self._recorder.step}  {shown}")
@@ -394,18 +394,3 @@ class World:
         if line not in self._printed_lines:
             self._printed_lines.add(line)
             self._progress.say(line)
-
-
-def _attempt_store() -> Any:
-    """Return the job's store prefixed for this attempt, so that a restart finds no old keys."""
-    if not dist.is_initialized():
-        return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"paceline/{attempt}", store)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -91,7 +91,7 @@ class TrainingLoops:
             done = position.open.get(number, start) + 1
             where = f"after batch {done} of epoch {position.epoch + 1}"
             self.log.leave(f"the loop over {loader.name}", where)
-            loop.warn = self.log.warn_later
+            loop.leave(self.log.warn_later)
             raise
         finally:
             loop.close()
@@ -133,7 +133,7 @@ class TrainingLoops:
                 yield batch
                 loop.end()
         except GeneratorExit:
-            loop.warn = self.log.warn_later
+            loop.leave(self.log.warn_later)
             raise
         finally:
             loop.close()

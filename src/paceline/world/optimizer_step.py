@@ -45,6 +45,7 @@ class OptimizerSteps:
         self.accumulations = Accumulations(size)
         self.backwards = 0  # number of calls of backward
         self.step_calls = 0  # number of calls of step
+        self.unstepped_loop = ""  # a loop that was left with gradients, until the next step
         self._stepped: set[int] = set()  # ids of optimizers that have stepped
         self._warn = warn
         self._is_outside_checked = False
@@ -195,6 +196,7 @@ class OptimizerSteps:
         if not has_gradients(optimizer):
             self._report_no_gradient(optimizer)
             return False
+        self.unstepped_loop = ""
         start = now()
         correction = max(accumulations, key=lambda m: m.every).correction if accumulations else 1.0
         if self.loss_scaling is not None:

@@ -46,6 +46,13 @@ class TrainingPass:
         phases = self.training.phases
         self._step_at_begin, self._forward_at_begin = phases.recorder.step, phases.forward_end
         self.batch = None
+        if self._batches == 0 and self.training.unstepped_loop:
+            self.warn(
+                f"the loop over {self.training.unstepped_loop} was left between world.backward and "
+                f"world.step: its gradients are added to those of the loop over {self.name} "
+                f"({self.line}). HINT: optimizer.zero_grad(), or break after world.step"
+            )
+            self.training.unstepped_loop = ""
         if torch.is_grad_enabled():
             self.batch = self.training.begin(share, group_total, nominal, units)
 
@@ -74,12 +81,19 @@ class TrainingPass:
             return ""
         return "in training mode" + (", with gradients on" if torch.is_grad_enabled() else "")
 
+    def leave(self, warn: Callable[[str], None]) -> None:
+        """Note that the script leaves the loop before its end; warnings then go to ``warn``."""
+        self.warn = warn
+        if self.batch is not None and self.batch.backwards and self._has_gradients():
+            self.training.unstepped_loop = f"{self.name} ({self.line})"
+
     def close(self) -> None:
         """End the pass, also where the script breaks out of the loop."""
         if self.batch is not None:
             self.training.end(self.batch)
         discarded = self.training.accumulations.discard_incomplete()
         if discarded:
+            self.training.unstepped_loop = ""
             self.warn(
                 f"the loop over {self.name} ({self.line}) was left after {discarded} accumulated "
                 "batches; their gradients are discarded. HINT: leave the loop after a world.step "
