@@ -1,6 +1,5 @@
 """A world of one rank in pytest's own process."""
 
-import functools
 import sys
 
 import pytest
@@ -26,8 +25,12 @@ def world_float16(monkeypatch):
 
     The scale is 8, and every update without an infinite gradient doubles it.
     """
-    scaler = functools.partial(torch.amp.GradScaler, init_scale=8.0, growth_interval=1)
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+
+    class Scaler(torch.amp.GradScaler):
+        def __init__(self, device):
+            super().__init__(device, init_scale=8.0, growth_interval=1)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr("paceline.world.autocast_dtype", lambda *_: torch.float16)
     made = paceline.init(progress=False, record=False, precision="fp16")
