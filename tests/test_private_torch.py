@@ -102,9 +102,15 @@ INTERFACES = {
     "ddp.reducer._remove_autograd_hooks": "the reducer of the buckets before",
     "ddp.reducer._set_static_graph": "other buckets with a static graph",
     "ddp.logger._set_static_graph": "other buckets with a static graph",
+    # Parameters (parallel/distribution_check.py)
+    "parameter._backward_hooks": "whether the script handles the gradient itself",
+    "parameter._post_accumulate_grad_hooks": "whether the script handles the gradient itself",
+    # Loss scaling (optim/loss_scaling.py)
+    "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     # DataLoader (data/loading/loader.py, record)
     "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
-    "iterator._dataset": "the dataset of a loader that is cached in an experiment",
+    "iterator._dataset": "the dataset of a loader, for experiments and warnings",
+    "iterator._index_sampler": "whether a loader gives each rank all samples",
     "iterator._num_yielded": "batches that a loader has returned",
     "iterator._base_seed": "seed of a sampler that draws its order at random",
     "iterator._next_data": "overridden in a Loader's iterator",
@@ -128,6 +134,7 @@ def objects(tmp_path_factory):
         "group": dist.distributed_c10d._get_default_group(),
         "ddp": ddp,
         "iterator": iter(DataLoader([1, 2])),
+        "parameter": torch.nn.Parameter(torch.ones(1)),
         "sparse": torch.eye(2).to_sparse(),
         "compiled": torch.compile(torch.nn.Linear(2, 2)),
         "function": torch.compile(lambda: None),

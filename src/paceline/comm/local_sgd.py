@@ -1,79 +1,140 @@
-"""Local SGD: ranks train independently for some steps and then average their parameters."""
+"""Local SGD: ranks train independently for some steps and then average their parameters.
 
+The gradients' part is PyTorch's ``post_localSGD_hook``. Its ``PeriodicModelAverager`` is not used:
+it leaves out parameters without a gradient, so that ranks may average different ones, it replaces
+the parameters' storage (and memory format), it mixes dtypes in one buffer, and it can't average
+between its periods, as a checkpoint needs. Its counter also would have to count steps that loss
+scaling skips: ranks skip different ones, as each has gradients of its own.
+"""
+
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
+from ..optim.gradients import parameters_of
+from ..record.hooks.import_hooks import after_import
 
-FIRST = 4  # first steps, with gradient synchronization
+FIRST = 4  # first gradient exchanges, before ranks train independently
+
+_local_sgd: "dict[int, LocalSGD]" = {}  # by id of the replica, which each one keeps
 
 
 def every(steps: int, turned: KnobResult) -> None:
     """Train with post-local SGD (Lin, Stich, Patel, Jaggi 2020, arXiv 1808.07217).
 
-    After FIRST optimizer steps, gradients are no longer synchronized. Parameters are averaged after
-    every ``steps`` optimizer steps instead. Optimizer state (momentum) is not averaged.
+    After FIRST gradient exchanges, gradients are no longer synchronized. Parameters are averaged
+    after every ``steps`` optimizer steps instead, and before a checkpoint or a validation of
+    ``paceline.init``. Optimizer state (momentum) is averaged only before a checkpoint.
     """
 
     def make(replica: Any) -> tuple[Any, Callable[..., Any]]:
-        state = Local(int(steps), replica)
-        register_optimizer_step_post_hook(state.stepped)
-        return state, local_hook
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs
+
+        state = torchs.PostLocalSGDState(
+            replica.process_group,
+            None,
+            start_localSGD_iter=FIRST,
+            post_local_gradient_allreduce=False,
+        )
+        local = _local_sgd[id(replica)] = LocalSGD(int(steps), replica, state)
+        register_optimizer_step_post_hook(local.after_step)
+        after_import({"torch.amp.grad_scaler": local.count_skipped_steps})
+        return state, torchs.post_localSGD_hook
 
     hooked(turned, make)
 
 
-class Local:
-    """State of post-local SGD.
+def local_sgd_of(model: Any) -> "LocalSGD | None":
+    """Return the local SGD of a DistributedDataParallel model; None without the knob."""
+    return _local_sgd.get(id(model))
+
+
+class LocalSGD:
+    """Post-local SGD of one model.
 
     Attributes:
         steps: Optimizer steps between two averages.
-        done: Number of completed optimizer steps.
-        own: Python ids of the model's parameters.
+        replica: The DistributedDataParallel model.
+        exchange: PyTorch's state of the communication hook; ``iter`` counts gradient exchanges.
+        done: Number of optimizer steps since the last one with exchanged gradients; -1 before it.
+            A step that loss scaling skips counts: the number is the same on all ranks.
+        ranks_differ: Whether ranks have trained independently since their last average.
     """
 
-    def __init__(self, steps: int, replica: Any) -> None:
-        self.steps, self.replica, self.done = steps, replica, 0
-        self.own = {id(parameter) for parameter in replica.parameters()}
+    def __init__(self, steps: int, replica: Any, exchange: Any) -> None:
+        self.steps, self.replica, self.exchange = steps, replica, exchange
+        self.done = -1
+        self.ranks_differ = False
+        self._parameters = {id(parameter) for parameter in replica.parameters()}
 
-    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Count an optimizer step, and average the parameters when due.
 
         torch calls it after a step of any optimizer. Of several optimizers, only those whose first
         parameter belongs to the model count.
         """
-        groups = optimizer.param_groups
-        first = next((one for group in groups for one in group["params"]), None)
-        if id(first) not in self.own:
+        first = next(iter(parameters_of(optimizer)), None)
+        if id(first) not in self._parameters or self.exchange.iter < FIRST:
             return
         self.done += 1
-        if self.done > FIRST and (self.done - FIRST) % self.steps == 0:
-            average(self.replica.parameters(), self.replica.process_group)
+        self.ranks_differ = self.done > 0
+        if self.ranks_differ and self.done % self.steps == 0:
+            self.average()
 
+    def count_skipped_steps(self, module: Any) -> None:
+        """Wrap the scaler's ``step``, so that a step that it skips counts as well."""
+        kind = module.GradScaler
+        step = kind.step
 
-def local_hook(state: Local, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the mean gradients over ranks in the first steps, then this rank's gradients."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        @functools.wraps(step)
+        def stepped(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.done
+            result = step(scaler, optimizer, *args, **kwargs)
+            if self.done == before:
+                self.after_step(optimizer)
+            return result
 
-    if state.done < FIRST:
-        return allreduce_hook(state.replica.process_group, bucket)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+        kind.step = stepped
+
+    def average(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Average the parameters over the ranks, and the state of ``optimizers``. Collective.
+
+        Without effect where the ranks' parameters are equal.
+        """
+        if not self.ranks_differ:
+            return
+        self.ranks_differ = False
+        group = self.replica.process_group
+        average(self.replica.parameters(), group)
+        states = [state for optimizer in optimizers for state in self._states(optimizer)]
+        count = torch.tensor([len(states), -len(states)], device=self.replica.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+        if int(count[0]) == -int(count[1]):  # a rank that has skipped all steps has no state yet
+            average(states, group)
+
+    def _states(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return the tensors of floating-point numbers in the state of the model's parameters."""
+        return [
+            value
+            for parameter in parameters_of(optimizer)
+            if id(parameter) in self._parameters
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "step"
+        ]
 
 
 @torch.no_grad()
-def average(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each parameter by its mean over the ranks, with one all-reduce per dtype."""
+def average(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its mean over the ranks, with one all-reduce per dtype."""
     kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for one in parameters:
-        kinds.setdefault(one.dtype, []).append(one)
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
     for each in kinds.values():
         flat = torch.cat([one.reshape(-1) for one in each]).div_(group.size())
         dist.all_reduce(flat, group=group)

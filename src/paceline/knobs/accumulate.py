@@ -2,9 +2,11 @@
 
 The number of backwards of a step is assumed to be that of the previous step. If a step has fewer,
 the missing gradient synchronization is done before the optimizer's step, and the knob is disabled
-from then on.
+from then on. With loss scaling, a step begins where the scaler looks for infinite gradients: it
+must find the same ones on all ranks, and may then skip the optimizer's step.
 """
 
+import functools
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
@@ -27,7 +29,9 @@ class _Locally:
 
     def install(self) -> None:
         before_forward(self.forward)
-        after_import({"torch.optim.optimizer": self._optimizers})
+        after_import(
+            {"torch.optim.optimizer": self._optimizers, "torch.amp.grad_scaler": self._scalers}
+        )
 
     def forward(self, replica: Any) -> None:
         """Disable gradient synchronization of the next backward unless it is the step's last."""
@@ -44,7 +48,20 @@ class _Locally:
     def _optimizers(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._step)
 
+    def _scalers(self, module: Any) -> None:
+        """Wrap the scaler's methods that look for infinite gradients."""
+        for name in ("unscale_", "step"):
+            method = getattr(module.GradScaler, name)
+
+            @functools.wraps(method)
+            def wrapped(*args: Any, method: Any = method, **kwargs: Any) -> Any:
+                self._step()
+                return method(*args, **kwargs)
+
+            setattr(module.GradScaler, name, wrapped)
+
     def _step(self, *_: Any) -> None:
+        """End the step's backwards; without effect if they have been ended already."""
         counts = {count for _, count in self.replicas.values()}
         if not counts:
             return

@@ -7,11 +7,15 @@ stopped. ``FixedBuckets`` gives DDP its final layout at once: parameters in reve
 registration, which is the order of backward through most models.
 """
 
+import re
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_replicas: weakref.WeakSet["FixedBuckets"] = weakref.WeakSet()
 
 
 class FixedBuckets(DistributedDataParallel):
@@ -20,6 +24,7 @@ class FixedBuckets(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.settle()
+        _replicas.add(self)
 
     def settle(self) -> None:
         """Rebuild the buckets of a new reducer at once."""
@@ -67,6 +72,47 @@ def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.
     if device.type == "cuda":
         options.setdefault("device_ids", [device.index])
     return FixedBuckets(model, **options)
+
+
+def explain_ddp_error(error: BaseException) -> str | None:
+    """Return DDP's advice in terms of ``world.distribute``; None for any other error.
+
+    DDP's own text stays in scripts that do not use ``world.distribute``.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not _replicas:
+        return None
+    if "Expected to mark a variable ready only once" in text:
+        return (
+            "a parameter got its gradient twice in one backward. HINT: use_reentrant=False in "
+            "torch.utils.checkpoint; or world.distribute(model, optimizer, static_graph=True) "
+            "where every step uses the same parameters in the same way"
+        )
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return None
+    indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    names = _parameter_names([int(index) for index in indices[1].split()] if indices else [])
+    return (
+        f"the last loss did not use all parameters of the model{names}, so ranks wait for their "
+        "gradients. HINT: world.distribute(model, optimizer, find_unused_parameters=True), or "
+        "requires_grad_(False) before world.distribute for parameters that are never used"
+    )
+
+
+def _parameter_names(indices: list[int]) -> str:
+    """Return the names of parameters by their numbers in the reducer; "" where not known."""
+    if len(_replicas) != 1 or not indices:
+        return ""
+    (replica,) = _replicas
+    # the same order as _build_params_for_reducer
+    names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
+    if not replica.find_unused_parameters:
+        indices = [len(names) - 1 - index for index in indices]
+    found = [name for i, name in enumerate(names) if i in indices]
+    if not found:
+        return ""
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return f" ({', '.join(found[:4])}{more})"
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

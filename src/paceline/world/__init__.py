@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -17,7 +18,7 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import Autocast, data_parallel
+from ..parallel.data import Autocast, data_parallel, explain_ddp_error
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
@@ -27,11 +28,12 @@ from .checkpointing import Checkpointer
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
+from .loop_log import LoopLog
 from .loops import TrainingLoops
 from .meter import Meter
-from .optimizer_step import OptimizerSteps, is_filler
-from .process_group import autocast_dtype, join_process_group, select_device
-from .progress import Progress
+from .optimizer_step import OptimizerSteps
+from .process_group import attempt_store, autocast_dtype, join_process_group, select_device
+from .progress import Progress, format_value
 from .training_state import Position, TrainingState
 
 M = TypeVar("M", bound=nn.Module)
@@ -59,7 +61,8 @@ def init(
     local rank's GPU, else the CPU. record: write the record that the summary is made from.
     progress: print progress on rank 0. timeout: seconds until a collective without an answer is an
     error. nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite.
-    replicas: the same where the ranks' parameters have diverged.
+    replicas: the same where the ranks' parameters have diverged, and for models that were not
+    distributed.
 
     A second call returns the same world. Raises ValueError for contradictory environment variables
     of the launcher, an unknown precision, a rank without a GPU, or a port in use.
@@ -99,7 +102,7 @@ class World:
         self._dtype = autocast_dtype(precision, self.device)
         self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
         launch_text = join_process_group(identity, self._recorder, timeout)
-        self._store = _attempt_store()
+        self._store = attempt_store()
         seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
         self._progress = Progress(self.rank, progress)
         if launch_text:
@@ -107,11 +110,22 @@ class World:
         self._printed_lines: set[str] = set()
         phases = PhaseRecorder(self._recorder)
         self._training = OptimizerSteps(
-            self.rank, self.size, self.device, self._dtype, phases, nonfinite, replicas
+            self.rank,
+            self.size,
+            self.device,
+            self._dtype,
+            phases,
+            nonfinite,
+            replicas,
+            self._warn_once,
         )
         self._state = TrainingState(self._training, Position())
+        self._log = LoopLog(
+            self.rank, self.size, self._store, replicas != "ignore", self._warn_once
+        )
+        error_messages.explanations += [self._log.explain, explain_ddp_error]
         self._loops = TrainingLoops(
-            self._training, self._state, self._recorder, self._progress, self._warn_once
+            self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
         )
         self._savers = 0
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
@@ -137,9 +151,11 @@ class World:
         given.
 
         Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
-        gradients. accumulate: number of batches whose gradients are summed for one step; only the
-        last of them synchronizes. layout: "data". options: those of DistributedDataParallel, for
-        instance ``find_unused_parameters=True``. The optimizer stays the same object.
+        gradients. accumulate: number of batches of ``world.batches`` whose gradients are averaged
+        for one step of this model; only the last of them synchronizes. The last batches of a pass
+        form a smaller group; a loop that is left inside a group (``break``) discards its gradients.
+        layout: "data". options: those of DistributedDataParallel, for instance
+        ``find_unused_parameters=True``. The optimizer stays the same object.
 
         Raises ValueError for another layout or ``accumulate`` below 1.
         """
@@ -155,12 +171,10 @@ class World:
         distributed: nn.Module = model
         if dist.is_initialized() and self.size > 1:
             distributed = data_parallel(model, self.device, **options)
-        self._training.phases.watch_model(distributed)
-        self._training.models.append(distributed)
-        self._training.accumulate = accumulate
+        self._training.add_model(distributed, accumulate)
         if optimizer is None:
             return distributed
-        self._watch(optimizer)
+        self._training.add_optimizer(optimizer)
         return distributed, optimizer
 
     def shard(
@@ -293,29 +307,38 @@ class World:
 
         The loss is weighted so that the ranks' gradients average to that of the global batch, also
         where its shards are uneven. loss: one element. Raises ValueError where it or a gradient is
-        not finite, naming rank, step and layer, and where the ranks' parameters have diverged.
+        not finite, naming rank, step and layer, where the ranks' parameters have diverged, and
+        where neither ``world.distribute`` nor the script distributes the model.
         """
         self._training.backward(loss)
 
     def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
         """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
-        clip: maximum norm of all gradients together.
+        It does not step inside an accumulation, and where loss scaling found an infinite gradient.
+        clip: maximum norm of all gradients together. Raises ValueError where the optimizer's models
+        accumulate different numbers of batches.
         """
-        self._watch(optimizer)
+        is_new = self._training.add_optimizer(optimizer, in_step=True)
+        if is_new and self._loops.checkpointer is not None:
+            self._warn_once(
+                f"the {type(optimizer).__name__} was not known when world.epochs(checkpoint=...) "
+                "began, so a run can't resume from its checkpoints. HINT: model, optimizer = "
+                "world.distribute(model, optimizer) before world.epochs"
+            )
         return self._training.step(optimizer, clip)
 
     # over all ranks
 
     def meter(self) -> Meter:
         """Return a new meter: exact sums over all ranks, part of the checkpoint."""
-        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
+        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
         self._state.new_meter(meter)
         return meter
 
     def mean(self, total: Any, count: Any) -> float:
         """Return ``sum of total / sum of count`` over all ranks. Collective."""
-        meter = Meter(self._all_reduce, lambda: not is_filler(self._training.share))
+        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
         meter.add(total=total, count=count)
         return meter.ratio("total", "count")
 
@@ -327,7 +350,7 @@ class World:
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step."""
-        shown = "  ".join(f"{name} {_format_value(value)}" for name, value in values.items())
+        shown = "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
         epoch = min(self._state.position.epoch + 1, self._loops.count)
         where = f"epoch {epoch}  " if epoch else ""
         self._progress.say(f"{where}step {self._recorder.step}  {shown}")
@@ -341,16 +364,15 @@ class World:
         if _world is self:
             _world = None
             atexit.unregister(self.close)
+            if getattr(sys, "last_value", None) is None:  # no uncaught exception
+                self._log.go_on()
+            error_messages.explanations.clear()
             self._finish.run()
 
     # inside
 
-    def _watch(self, optimizer: Optimizer) -> None:
-        self._training.phases.watch_optimizer(optimizer)
-        if not any(optimizer is known for known in self._training.optimizers):
-            self._training.optimizers.append(optimizer)
-
     def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
+        self._log.go_on()
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
@@ -361,6 +383,7 @@ class World:
     def _from_rank_0(self, numbers: list[int]) -> list[int]:
         if self.size == 1:
             return numbers
+        self._log.go_on()
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]
@@ -381,18 +404,3 @@ class World:
         if line not in self._printed_lines:
             self._printed_lines.add(line)
             self._progress.say(line)
-
-
-def _attempt_store() -> Any:
-    """Return the job's store prefixed for this attempt, so that a restart finds no old keys."""
-    if not dist.is_initialized():
-        return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"paceline/{attempt}", store)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

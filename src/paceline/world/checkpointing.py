@@ -224,7 +224,7 @@ class Checkpointer:
         self._measure_save()
         start = time.monotonic()
         with self.recorder.span(State.CHECKPOINT):
-            self.state.training.check_previous_loss()
+            self.state.training.prepare_save()
             position = self.state.position
             self.saver.save(
                 self.recorder.step,

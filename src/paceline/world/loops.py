@@ -1,11 +1,14 @@
 """The two loops of a training script: over batches, and over epochs."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DistributedSampler
 
 from ..data.sampling.sample_order import BatchShare
 from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
@@ -14,8 +17,10 @@ from ..record.hooks.batch_size import samples_in
 from ..record.ring.recorder import Recorder, now
 from ..record.ring.states import State
 from .checkpointing import Checkpointer
+from .loop_log import LoopLog
 from .optimizer_step import OptimizerSteps
 from .progress import Progress
+from .training_pass import TrainingPass
 from .training_state import Position, TrainingState
 
 Sharded = ShardedLoader | ShardedStream
@@ -31,12 +36,14 @@ class TrainingLoops:
         state: TrainingState,
         recorder: Recorder,
         progress: Progress,
+        log: LoopLog,
         warn: Callable[[str], None],
     ) -> None:
         self.training = training
         self.state = state
         self.recorder = recorder
         self.progress = progress
+        self.log = log
         self.warn = warn
         self.loaders: list[Sharded] = []
         self.checkpointer: Checkpointer | None = None
@@ -62,36 +69,45 @@ class TrainingLoops:
         )
 
     def _train(self, loader: Sharded, number: int) -> Iterator[Any]:
-        self._end_pass(number, self._open_passes.get(number))
+        self._end_previous_pass(number)
         start = self._first_batch(loader, number)
         if start is None:
             return
         position, training = self.position, self.training
-        this = self._open_passes[number] = object()
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
+        self.log.go_on()
+        loop = self._open_passes[number] = TrainingPass(training, loader.name, self.warn)
         try:
             for batch, share in self._with_input_time(
                 loader.iterate(self._order_key(number), start)
             ):
-                step = self.recorder.step
-                total = loader.group_total(share, training.accumulate)
-                training.begin(share, total, nominal)
+                group_total = functools.partial(loader.group_total, share)
+                loop.begin(share, group_total, nominal, share.total)
                 yield batch
-                if training.weight != 1.0 and not training.backwards and self.recorder.step > step:
-                    self.warn(
-                        "a batch is uneven or accumulated, and its gradient was not weighted. "
-                        "HINT: world.backward(loss) instead of loss.backward()"
-                    )
-                training.end()
-                if self._open_passes.get(number) is this:
+                loop.end()
+                if self._open_passes.get(number) is loop:
                     position.open[number] = share.position + 1
                 self.progress.batch(share.position + 1, _length(loader), training)
                 if self.checkpointer is not None:
                     self.checkpointer.after_batch()
-        finally:  # also where the script breaks out of the loop
-            if self._end_pass(number, this):
-                training.end()
+        except GeneratorExit:  # the script breaks out of the loop
+            if self._open_passes.get(number) is loop:
+                done = position.open.get(number, start) + 1
+                where = f"after batch {done} of epoch {position.epoch + 1}"
+                self.log.leave(f"the loop over {loader.name}", where)
+                loop.leave(self.log.warn_later)
+            raise
+        finally:
+            if self._end_pass(number, loop):
+                loop.close()
+
+    def _end_previous_pass(self, number: int) -> None:
+        """End the pass over a loader that the script has left, if its iterator still exists."""
+        previous = self._open_passes.get(number)
+        if self._end_pass(number, previous) and isinstance(previous, TrainingPass):
+            previous.leave(self.log.warn_later)
+            previous.close()
 
     def _end_pass(self, number: int, ended: object) -> bool:
         """Count a pass as completed; return whether it was open.
@@ -107,41 +123,66 @@ class TrainingLoops:
         return True
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
-        self._end_pass(number, self._open_passes.get(number))
+        self._end_previous_pass(number)
         start = self._first_batch(loader, number)
         if start is None:
             return
         start_ns = now()
         training = self.training
         this = self._open_passes[number] = object()
+        training.average_replicas()
+        self.log.begin_pass("validation", loader.name)
         try:
             with evaluation(training.models):
                 for batch, share in self._with_input_time(loader.iterate(0, start)):
-                    training.share = share
+                    training.evaluation_share = share
                     yield batch
         finally:
-            training.share = None
+            training.evaluation_share = None
             self.recorder.event(State.VALIDATION, start_ns, now())
             self._end_pass(number, this)
 
     def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
-        training = self.training
-        if training.size > 1:
+        loop = TrainingPass(self.training, describe_loader(loader), self.warn)
+        self.log.begin_pass("unsharded", loop.name)
+        if self.training.size > 1 and not is_divided(loader):
             self.warn(
-                f"world.batches got a {type(loader).__name__} that is not sharded: each of "
-                f"{training.size} ranks goes through all of it. HINT: loader = world.shard(loader)"
+                f"world.batches got a {loop.name} ({loop.line}) that is not sharded: each of "
+                f"{self.training.size} ranks goes through all of it. HINT: loader = "
+                "world.shard(loader), and for validation world.shard(loader, "
+                "every_sample_once=True)"
             )
-        numbered = ((batch, i) for i, batch in enumerate(loader))
         try:
-            for batch, i in self._with_input_time(numbered):
-                count = samples_in(batch)
-                if torch.is_grad_enabled():
-                    total = count * training.size
-                    training.begin(BatchShare(i, count, total), total * training.accumulate, total)
+            for batch, share in self._with_input_time(self._own_shares(loader)):
+                # Ranks' batches are equal in number, and in weight, whatever their sizes.
+                loop.begin(share, lambda _: None, 1.0, 1.0)
                 yield batch
-                training.end()
+                loop.end()
+        except GeneratorExit:
+            loop.leave(self.log.warn_later)
+            raise
         finally:
-            training.end()
+            loop.close()
+
+    def _own_shares(self, loader: Any) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield the batches of a loader that is not sharded, each with this rank's share.
+
+        With accumulation one batch is read ahead, to know which one is the last.
+        """
+        size = self.training.size
+        reads_ahead = any(model.every > 1 for model in self.training.accumulations.models)
+        source = iter(loader)
+        held: list[Any] = []
+        for position in itertools.count():
+            if not held:
+                held = list(itertools.islice(source, 1))
+            if not held:
+                return
+            batch = held.pop()
+            if reads_ahead:
+                held = list(itertools.islice(source, 1))
+            count = samples_in(batch)
+            yield batch, BatchShare(position, count, count * size, last=reads_ahead and not held)
 
     def _with_input_time(self, source: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield batches on the rank's device, and record the wait for each."""
@@ -179,6 +220,7 @@ class TrainingLoops:
     # over epochs
 
     def epochs(self, count: int, checkpointer: Checkpointer | None) -> Iterator[int]:
+        self.log.go_on()
         self.count = count
         self.checkpointer = checkpointer
         if checkpointer is None:
@@ -198,7 +240,13 @@ class TrainingLoops:
             self.training.replicas.new_epoch()
             del self.state.meters[outer:]
             self.progress.epoch(epoch, count)
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:  # the script breaks out of the loop
+                self.log.leave("world.epochs", f"in epoch {epoch + 1}")
+                raise
+            self.log.compare()
+            self.training.average_replicas()
             if self._resume is not None:
                 self._resume = None
                 self.warn(
@@ -268,6 +316,18 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(move_to_device(item, device) for item in value)
     return value
+
+
+def is_divided(loader: Any) -> bool:
+    """Return whether a loader that is not of ``world.shard`` is divided between ranks itself."""
+    return isinstance(getattr(loader, "sampler", None), DistributedSampler)
+
+
+def describe_loader(loader: Any) -> str:
+    """Return a name such as "DataLoader(TensorDataset)"."""
+    name = type(loader).__name__
+    dataset = getattr(loader, "dataset", None)
+    return name if dataset is None else f"{name}({type(dataset).__name__})"
 
 
 def _length(loader: Sharded) -> int | None:

@@ -1,5 +1,6 @@
-"""The optimizer step: weights of uneven batches, accumulation, mixed precision, clipping."""
+"""The optimizer step: weighted losses, accumulation, mixed precision, clipping."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -7,8 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
-from ..parallel.data import set_gradient_sync
+from ..optim.gradients import gradients_of, has_gradients, parameters_of
+from ..optim.loss_scaling import LossScaling
+from ..parallel.accumulation import Accumulation, Accumulations, Batch
+from ..parallel.data import unwrap
+from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
 from ..record.ring.states import State
@@ -28,66 +35,104 @@ class OptimizerSteps:
         phases: PhaseRecorder,
         nonfinite: str,
         replicas: str,
+        warn: Callable[[str], None],
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.phases = phases
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
-        self.accumulate = 1
-        self.scaler = torch.amp.GradScaler(device.type) if precision is torch.float16 else None
-        self.share: BatchShare | None = None  # of the current batch
-        self.weight = 1.0  # of the current batch's loss
-        self.syncs_gradients = True  # whether this micro-batch is the last of its step
-        self.backwards = 0  # number of backwards since the batch began
+        self.accumulations = Accumulations(size)
+        self.backwards = 0  # number of calls of backward
+        self.step_calls = 0  # number of calls of step
+        self.unstepped_loop = ""  # a loop that was left with gradients, until the next step
+        self._stepped: set[int] = set()  # ids of optimizers that have stepped
+        self._warn = warn
+        self._is_outside_checked = False
+        self.loss_scaling = (
+            LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
+        )
+        self.evaluation_share: BatchShare | None = None  # of the current batch of an evaluation
         self.last_loss: torch.Tensor | float | None = None
         self.last_total = 0  # samples of the last batch over all ranks
-        # assumed samples of a group whose true number is known only at its end, else 0
-        self._assumed_group_samples = 0.0
-        self._group_samples = 0
         recorder = phases.recorder
         self._finite_check = FiniteCheck(
             rank, validate_mode("nonfinite", nonfinite), recorder, self.models
         )
-        self._finite_check.check_gradients = self.scaler is None  # loss scaling skips such steps
+        # loss scaling skips steps with infinite gradients
+        self._finite_check.check_gradients = self.loss_scaling is None
         self.replicas = ReplicaDivergenceCheck(
             rank, size, validate_mode("replicas", replicas), recorder, self.models
         )
+        self._distribution_check = DistributionCheck(size, replicas, warn)
         recorder.on_backward_reduce = self._exchanging
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return self.loss_scaling.scaler if self.loss_scaling is not None else None
+
+    def add_model(self, model: nn.Module, accumulate: int) -> None:
+        """Add a model that steps once for ``accumulate`` batches."""
+        self.phases.watch_model(model)
+        self.models.append(model)
+        self._distribution_check.add_model(unwrap(model))
+        self.accumulations.models.append(Accumulation(model, accumulate))
+
+    def add_optimizer(self, optimizer: Optimizer, in_step: bool = False) -> bool:
+        """Add an optimizer, and return whether it was unknown.
+
+        ``in_step``: it is about to step. Raises ValueError then, if it has the parameters of
+        another one that was given to ``world.distribute`` and has never stepped.
+        """
+        if any(optimizer is known for known in self.optimizers):
+            return False
+        parameters = set(map(id, parameters_of(optimizer)))
+        same = [o for o in self.optimizers if set(map(id, parameters_of(o))) == parameters]
+        replaced = same[-1] if same else None
+        if in_step and replaced is not None and id(replaced) not in self._stepped:
+            kind, known = type(optimizer).__name__, type(replaced).__name__
+            raise ValueError(
+                f"world.step: this {kind} is not the {known} that world.distribute knows, and has "
+                "the same parameters. HINT: make the optimizer once, before model, optimizer = "
+                "world.distribute(model, optimizer)"
+            )
+        self.phases.watch_optimizer(optimizer, replaced)
+        self.optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        return True
 
     # one batch
 
-    def begin(self, share: BatchShare, group_total: int | None, nominal: int) -> None:
-        """Start a batch of the training loop.
-
-        ``group_total``: samples accumulated with it over all ranks; None where unknown, then
-        ``nominal`` samples per batch are assumed.
-        """
-        self.share = share
-        self.backwards = 0
+    def begin(
+        self,
+        share: BatchShare,
+        group_total: Callable[[int], float | None],
+        nominal: float,
+        units: float,
+    ) -> Batch:
+        """Begin a batch of a training loop; arguments as in ``Accumulations.begin``."""
         self.last_total = share.total
-        total = group_total if group_total is not None else nominal * self.accumulate
-        count = 0 if share.filler else share.count
-        # DDP averages ranks equally; the weight makes that the mean over the true samples.
-        self.weight = self.size * count / total
-        self._group_samples += share.total
-        self._assumed_group_samples = total if group_total is None else 0.0
-        group_ends = (share.position + 1) % self.accumulate == 0
-        self.syncs_gradients = group_ends or share.last
-        for model in self.models:
-            set_gradient_sync(model, self.syncs_gradients)
-        self.phases.recorder.samples += count
+        self.phases.recorder.samples += 0 if share.filler else share.count
+        return self.accumulations.begin(share, group_total, nominal, units)
 
-    def end(self) -> None:
-        """End the batch of the training loop."""
-        if self.syncs_gradients:
-            self._group_samples = 0
-        self.share, self.weight, self.syncs_gradients = None, 1.0, True
+    def end(self, batch: Batch) -> None:
+        """End a batch of a training loop; without effect if it has ended already."""
+        self.accumulations.end(batch)
+        if self.loss_scaling is not None:
+            self.loss_scaling.update()
 
     @property
     def between_steps(self) -> bool:
-        """Whether no micro-batch's gradient waits for its step."""
-        return self._group_samples == 0
+        """Whether no gradient waits for further batches of its group."""
+        return self.accumulations.are_complete
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the current batch only keeps the ranks in step: a repeated sample of weight 0."""
+        if self.evaluation_share is not None:
+            return self.evaluation_share.filler
+        batch = self.accumulations.batch
+        return batch is not None and batch.share.filler
 
     # the user's two calls
 
@@ -98,10 +143,15 @@ class OptimizerSteps:
                 f"world.backward takes the batch's mean loss, one number, and got {shape}. "
                 "HINT: loss.mean()"
             )
+        self.backwards += 1
+        self._distribution_check.check_loss(loss)
+        if self.accumulations.batch is None and not self._is_outside_checked:
+            self._is_outside_checked = True
+            self._check_outside_of_batches()
         start = self.phases.backward_starts()
         self.last_loss = self._finite_check.check_loss(loss)
-        self.backwards += 1
-        scaled = loss if self.weight == 1.0 else loss * self.weight
+        weight = self.accumulations.weigh_backward()
+        scaled = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         try:
@@ -110,54 +160,100 @@ class OptimizerSteps:
             self.phases.recorder.event(State.BACKWARD, start, now())
         self.replicas.after_backward()
 
+    def _check_outside_of_batches(self) -> None:
+        """Warn of what a backward outside of ``world.batches`` leaves out."""
+        numbers = sorted({m.every for m in self.accumulations.models} - {1})
+        if numbers:
+            self._warn(
+                f"accumulate={' and '.join(map(str, numbers))} has no effect outside of "
+                f"world.batches ({script_line()}). HINT: for batch in world.batches(loader)"
+            )
+        loaders = unsharded_loaders_in_use() if self.size > 1 else []
+        if loaders:
+            self._warn(
+                f"each of {self.size} ranks goes through all samples of {loaders[0]} "
+                f"({script_line()}). HINT: for batch in world.batches(world.shard(loader))"
+            )
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Check an optimizer that is about to step, called by ``world.step`` or not."""
+        self._distribution_check.check_optimizer(optimizer)
+        self._stepped.add(id(optimizer))
+
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
         self._finite_check.check_before_exchange(tensors)
         self.replicas.note_exchange(group)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
-        if not self.syncs_gradients:
+        """Step an optimizer whose group of batches is complete; return whether it stepped."""
+        if clip is not None and not clip > 0:
+            raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
+        self.step_calls += 1
+        accumulations = self.accumulations.of(optimizer)
+        if not all(model.is_complete for model in accumulations):
             return False
+        if not has_gradients(optimizer):
+            self._report_no_gradient(optimizer)
+            return False
+        self.unstepped_loop = ""
         start = now()
-        if self.scaler is not None and (clip is not None or self._assumed_group_samples):
-            self.scaler.unscale_(optimizer)
-        self._correct_weights(optimizer)
+        correction = max(accumulations, key=lambda m: m.every).correction if accumulations else 1.0
+        if self.loss_scaling is not None:
+            self.loss_scaling.before_step(optimizer, unscale=clip is not None or correction != 1.0)
+        if correction != 1.0:
+            for gradient in gradients_of(optimizer):
+                gradient.mul_(correction)
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
-            if not clip > 0:
-                raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, clip)
-        if self.scaler is not None:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if optimizer is self.optimizers[0]:
-            for warmup in self.warmups:
-                warmup.step()
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
+        has_stepped = self._step(optimizer)
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
+        return has_stepped
+
+    def _report_no_gradient(self, optimizer: Optimizer) -> None:
+        """Report a step without a backward; raises ValueError in the optimizer's first step."""
+        message = (
+            f"world.step: no parameter of the {type(optimizer).__name__} has a gradient, so it "
+            "does not step. HINT: world.backward(loss) before each world.step(optimizer), with a "
+            "loss that uses its parameters"
+        )
+        if id(optimizer) not in self._stepped:
+            raise ValueError(message)
+        self._warn(f"{message} ({script_line()})")
+
+    def _step(self, optimizer: Optimizer) -> bool:
+        """Step, zero the gradients and advance the optimizer's warm-up."""
+        if self.loss_scaling is not None:
+            self._stepped.add(id(optimizer))
+            if not self.loss_scaling.step(optimizer):
+                return False
+        else:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for warmup in self.warmups:
+            if warmup.optimizer is optimizer:
+                warmup.step()
         return True
 
-    def _correct_weights(self, optimizer: Optimizer) -> None:
-        """Rescale gradients where the true number of samples of a group differs from the assumed
-        one.
+    # before a save or a validation
+
+    def prepare_save(self) -> None:
+        """Make what will be saved equal on all ranks, and check it. Collective."""
+        self.check_previous_loss()
+        self.average_replicas(self.optimizers)
+
+    def average_replicas(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Average models that ranks train independently (local SGD). Collective.
+
+        The state of ``optimizers`` is averaged as well.
         """
-        if not self._assumed_group_samples or self._group_samples == self._assumed_group_samples:
-            return
-        factor = self._assumed_group_samples / self._group_samples
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        for model in self.models:
+            local = local_sgd_of(model)
+            if local is not None:
+                local.average(optimizers)
 
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss or gradient was not finite."""
         self._finite_check.report_pending()
-
-
-def is_filler(share: BatchShare | None) -> bool:
-    """Whether the batch only keeps the ranks in step: a repeated sample of weight zero."""
-    return share is not None and share.filler

@@ -156,6 +156,15 @@ def _store(identity: RankIdentity, timeout: float) -> Any:
     )
 
 
+def attempt_store() -> Any:
+    """Return the job's store prefixed for this attempt, so that a restart finds no old keys."""
+    if not dist.is_initialized():
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"paceline/{attempt}", store)
+
+
 def leave_process_group() -> None:
     """Destroy the process group so that the interpreter can end."""
     if not dist.is_initialized():

@@ -3,6 +3,9 @@
 import os
 import sys
 import time
+from typing import Any
+
+import torch
 
 from ..record.ring.launcher_messages import notify
 from ..report.numbers import amount
@@ -52,3 +55,10 @@ class Progress:
             return
         notify(("\r\x1b[2K" if self._line_is_open else "") + line + "\n")
         self._line_is_open = False
+
+
+def format_value(value: Any) -> str:
+    """Return a number or text for ``world.log``."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.local_sgd import local_sgd_of
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 from .nonfinite import named_parameters
@@ -52,13 +53,19 @@ class ReplicaDivergenceCheck:
         self._exchanging = False
         self._exchanges += 1
         if self._due or self._exchanges % COMPARE_INTERVAL == 0:
-            self._compare()
+            self._compare_if_equal()
 
     def new_epoch(self) -> None:
         self._due = True
 
     def end_of_epoch(self) -> None:
         if self._exchanges > self._compared and self.mode != "ignore":
+            self._compare_if_equal()
+
+    def _compare_if_equal(self) -> None:
+        """Compare the ranks' parameters, unless local SGD lets them differ until their average."""
+        models = [local_sgd_of(model) for model in self.models]
+        if not any(local is not None and local.ranks_differ for local in models):
             self._compare()
 
     def _compare(self) -> None:

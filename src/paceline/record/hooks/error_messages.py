@@ -1,13 +1,19 @@
 """Error messages for the user: tracebacks without Paceline's internal frames."""
 
+import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _RUNNERS = ("<frozen runpy>",)
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
+# Functions that return a better text for an exception, or None. Each part that knows more than the
+# exception adds its own.
+explanations: list[Callable[[BaseException], str | None]] = []
 
 # Parts of exception texts that a rank raises after a peer process has ended. Such a failure is a
 # consequence of the peer's failure, not its cause.
@@ -31,9 +37,29 @@ def is_internal_file(filename: str) -> bool:
     return filename.startswith(_PACKAGE) or filename in _RUNNERS
 
 
+def is_library_file(filename: str) -> bool:
+    """Return whether a file belongs to an installed library or to Python."""
+    return "-packages" in filename or filename.startswith(("<", _STANDARD_LIBRARY))
+
+
+def script_line() -> str:
+    """Return the script's line that runs, such as "train.py:31"."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        is_internal_file(frame.f_code.co_filename) or is_library_file(frame.f_code.co_filename)
+    ):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def explain_error(error: BaseException) -> str | None:
+    """Return the first explanation of an exception, or None."""
+    return next((text for explain in explanations if (text := explain(error))), None)
+
+
 def summarize_error(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its text."""
-    first = str(error).strip().splitlines()[:1]
+    """Return the type of an exception and the first line of its text, or of its explanation."""
+    first = (explain_error(error) or str(error)).strip().splitlines()[:1]
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
@@ -42,9 +68,12 @@ def format_error(error: BaseException) -> str:
 
     This is the traceback without the frames that started the script. Only the line of the script
     and the message are returned if Paceline raised a ValueError about the user's input, or if the
-    exception shows that another rank has ended.
+    exception shows that another rank has ended. An explanation replaces the text of the exception.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    explanation = explain_error(error)
+    if explanation:
+        return f"{_place(frames)}error: {explanation}\n"
     if isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
     phrase = find_peer_gone(str(error))

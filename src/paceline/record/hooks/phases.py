@@ -20,7 +20,7 @@ class PhaseRecorder:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._forward_start = 0
-        self._forward_end = 0  # 0: no forward is without its backward
+        self.forward_end = 0  # ns; 0: no forward is without its backward
         self._step_start = 0
         self._step_optimizer: Optimizer | None = None  # its steps are the job's steps
         self._hooked_ids: set[int] = set()
@@ -29,35 +29,37 @@ class PhaseRecorder:
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
-    def watch_optimizer(self, optimizer: Optimizer) -> None:
+    def watch_optimizer(self, optimizer: Optimizer, replaces: Optimizer | None = None) -> None:
+        """Record an optimizer's steps; it may take the place of one that is no longer used."""
         if id(optimizer) in self._hooked_ids:
             return
         self._hooked_ids.add(id(optimizer))
-        self._step_optimizer = self._step_optimizer or optimizer
+        if self._step_optimizer is None or self._step_optimizer is replaces:
+            self._step_optimizer = optimizer
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def backward_starts(self) -> int:
         """Record the loss, and return the start of the backward (ns)."""
         start = now()
-        if self._forward_end:
-            self.recorder.event(State.LOSS, self._forward_end, start)
-            self._forward_end = 0
+        if self.forward_end:
+            self.recorder.event(State.LOSS, self.forward_end, start)
+            self.forward_end = 0
         return start
 
     def _before_forward(self, *_: Any) -> None:
         self._forward_start = now()
 
     def _after_forward(self, *_: Any) -> None:
-        self._forward_end = now()
-        self.recorder.event(State.FORWARD, self._forward_start, self._forward_end)
+        self.forward_end = now()
+        self.recorder.event(State.FORWARD, self._forward_start, self.forward_end)
 
     def _before_step(self, *_: Any) -> None:
         self._step_start = now()
         self.recorder.training_thread = get_ident()
-        if self._forward_end:
-            self.recorder.event(State.BACKWARD, self._forward_end, self._step_start)
-            self._forward_end = 0
+        if self.forward_end:
+            self.recorder.event(State.BACKWARD, self.forward_end, self._step_start)
+            self.forward_end = 0
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.recorder.event(State.OPTIMIZER, self._step_start, now())

@@ -1,0 +1,183 @@
+"""Batches of training loops, and groups of batches whose gradients are summed for one step.
+
+A group is a number of consecutive batches of one loop, which belongs to a model
+(``world.distribute(model, accumulate=4)``). It also ends with the last batch of the loop's pass.
+A loop that is left inside a group (``break``) discards the group's gradients.
+
+The loss of each batch is weighted so that the sum over a group, averaged over ranks, is the mean
+over its samples. Where the number of samples is unknown in advance, or differs between models, the
+weight assumes a number, and ``Accumulation.correction`` is the factor for the summed gradients.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..data.sampling.sample_order import BatchShare
+from ..optim.gradients import count_parameters, parameters_of
+from .data import set_gradient_sync
+
+
+@dataclass(eq=False)
+class Batch:
+    """One batch of a training loop.
+
+    Attributes:
+        share: This rank's part of the global batch.
+        weight: Factor of the batch's loss.
+        units: Weight of the batch in its group over all ranks: its samples; 1 where the loader is
+            not sharded.
+        assumed_units: Units of the whole group that ``weight`` assumes.
+        is_exact: Whether ``assumed_units`` is the true number.
+        backwards: Number of ``world.backward`` of this batch.
+    """
+
+    share: BatchShare
+    weight: float
+    units: float
+    assumed_units: float
+    is_exact: bool
+    backwards: int = 0
+
+
+@dataclass(eq=False)
+class Accumulation:
+    """The group of batches that one model accumulates.
+
+    Attributes:
+        model: The model, as ``world.distribute`` returned it.
+        every: Number of batches of a whole group.
+        batches: Batches of the current group so far.
+        units: Sum of ``Batch.units`` over them.
+        is_complete: Whether the group has its last batch, so that the optimizer may step.
+        correction: Factor for the gradients of a complete group.
+    """
+
+    model: nn.Module
+    every: int
+    batches: int = 0
+    units: float = 0.0
+    is_complete: bool = True
+    correction: float = 1.0
+
+    def begin(self, batch: Batch) -> None:
+        """Add a batch to the group, or begin a group with it."""
+        if self.is_complete:
+            self.batches, self.units = 0, 0.0
+        self.batches += 1
+        self.units += batch.units
+        self.is_complete = (batch.share.position + 1) % self.every == 0 or batch.share.last
+        self.correction = 1.0 if batch.is_exact else batch.assumed_units / self.units
+        set_gradient_sync(self.model, self.is_complete)
+
+    def discard(self) -> int:
+        """Discard the gradients of an incomplete group; return its number of batches."""
+        discarded = 0 if self.is_complete else self.batches
+        if discarded:
+            self.model.zero_grad(set_to_none=True)
+            self.is_complete = True
+            set_gradient_sync(self.model, True)
+        return discarded
+
+
+class Accumulations:
+    """The accumulations of all models, and the batches of the loops that are running.
+
+    Attributes:
+        size: Number of ranks.
+        models: One accumulation for each ``world.distribute``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.models: list[Accumulation] = []
+        self._running: list[Batch] = []  # the last one is the innermost loop's
+        self._owners: dict[tuple[int, int, int], list[Accumulation]] = {}
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch of the innermost training loop that is running."""
+        return self._running[-1] if self._running else None
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether no model's gradients wait for further batches of their group."""
+        return all(model.is_complete for model in self.models)
+
+    def begin(
+        self,
+        share: BatchShare,
+        group_total: Callable[[int], float | None],
+        nominal: float,
+        units: float,
+    ) -> Batch:
+        """Begin a batch of a training loop.
+
+        Args:
+            share: This rank's part of the global batch.
+            group_total: Returns the units of the batch's group, for a number of batches; None where
+                they are not known yet.
+            nominal: Units of a usual batch.
+            units: Units of this batch.
+        """
+        numbers = {model.every for model in self.models} or {1}
+        every = min(numbers)
+        total = group_total(every) if len(numbers) == 1 else None
+        assumed = total if total is not None else nominal * (every if len(numbers) == 1 else 1)
+        part = units / self.size
+        if share.total:  # 0 where an unsharded loader's batch has no known number of samples
+            part = 0.0 if share.filler else units * share.count / share.total
+        # DDP averages ranks equally; the weight makes that the mean over the true samples.
+        weight = self.size * part / assumed
+        batch = Batch(share, weight, units, assumed, total is not None)
+        self._running.append(batch)
+        for model in self.models:
+            model.begin(batch)
+        return batch
+
+    def end(self, batch: Batch) -> None:
+        """End a batch; without effect if it has ended already."""
+        self._running = [other for other in self._running if other is not batch]
+
+    def weigh_backward(self) -> float:
+        """Count a backward of the current batch; return the factor of its loss.
+
+        It is 1 outside of training loops, where every backward's gradients may be stepped with.
+        """
+        if self.batch is None:
+            for model in self.models:
+                model.correction = 1.0
+            return 1.0
+        self.batch.backwards += 1
+        return self.batch.weight
+
+    def discard_incomplete(self) -> str:
+        """Discard incomplete groups; return a text such as "2 of 4", or "" if there was none."""
+        texts = [f"{done} of {m.every}" for m in self.models if (done := m.discard())]
+        return " and ".join(dict.fromkeys(texts))
+
+    def of(self, optimizer: Optimizer) -> list[Accumulation]:
+        """Return the accumulations of the models that an optimizer trains.
+
+        An optimizer without a parameter of a distributed model follows all models. Raises
+        ValueError where its models accumulate different numbers of batches.
+        """
+        key = (id(optimizer), count_parameters(optimizer), len(self.models))
+        if key not in self._owners:
+            self._owners[key] = self._find_owners(optimizer)
+        return self._owners[key]
+
+    def _find_owners(self, optimizer: Optimizer) -> list[Accumulation]:
+        ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        found = [m for m in self.models if any(id(p) in ids for p in m.model.parameters())]
+        numbers = sorted({model.every for model in found})
+        if len(numbers) > 1:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"world.step: the {kind} trains models that were distributed with accumulate="
+                f"{' and '.join(map(str, numbers))}. HINT: the same accumulate for the models of "
+                "one optimizer, or an optimizer for each"
+            )
+        return found or self.models

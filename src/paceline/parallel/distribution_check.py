@@ -1,0 +1,159 @@
+"""Detection of models and loaders that are not distributed over the ranks.
+
+Ranks train a model apart that ``world.distribute`` has not seen.
+Parameters are accepted if they were trainable in a model of ``world.distribute``, or if the script
+has taken care of them: a DistributedDataParallel or FSDP of its own, distributed tensors, or hooks
+on their gradients. The first loss is checked by its graph, and each optimizer at its first step.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ..optim.gradients import count_parameters, parameters_of
+
+# Base classes of models whose parameters in the graph are not those of the modules.
+SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+
+
+class DistributionCheck:
+    """Check that trained parameters are synchronized between ranks.
+
+    mode: "raise", "warn" or "ignore". warn: prints a line on rank 0.
+    """
+
+    def __init__(self, size: int, mode: str, warn: Callable[[str], None]) -> None:
+        self.mode = mode if size > 1 else "ignore"
+        self._warn = warn
+        self._distributed: set[int] = set()  # ids of parameters
+        self._models: list[nn.Module] = []  # keeps the ids valid
+        self._has_checked_loss = False
+        self._frozen_objects = gc.get_freeze_count()
+        self._checked: dict[int, int] = {}  # by id of an optimizer: its number of parameters
+
+    def add_model(self, model: nn.Module) -> None:
+        """Accept the parameters of a model that is being distributed."""
+        self._models.append(model)
+        self._distributed.update(id(p) for p in model.parameters() if p.requires_grad)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Check the parameters that the first loss reaches; raise ValueError if none is accepted.
+
+        Others than those of the distributed models may be reached without being trained.
+        """
+        if self._has_checked_loss or self.mode == "ignore":
+            return
+        self._has_checked_loss = True
+        reached = [leaf for leaf in reached_leaves(loss) if isinstance(leaf, nn.Parameter)]
+        unknown = self._unknown(reached)
+        if unknown and len(unknown) == len(reached):
+            self._report("world.backward: the loss reaches only parameters that no", unknown)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check the parameters that an optimizer is about to step; raises ValueError."""
+        if self.mode == "ignore":
+            return
+        number = count_parameters(optimizer)
+        if self._checked.get(id(optimizer)) == number:
+            return
+        self._checked[id(optimizer)] = number
+        unknown = self._unknown(p for p in parameters_of(optimizer) if p.grad is not None)
+        if unknown:
+            kind = type(optimizer).__name__
+            self._report(f"world.step: the {kind} trains parameters that no", unknown)
+
+    def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        found = [p for p in parameters if id(p) not in self._distributed and not _has_hooks(p)]
+        # Objects that the script froze (gc.freeze) can't be searched for models.
+        if not found or gc.get_freeze_count() > self._frozen_objects:
+            return []
+        accepted: set[int] = set()
+        for module in _modules():
+            if any(kind.__name__ in SHARDING_CLASSES for kind in type(module).__mro__):
+                return []
+            if isinstance(module, DistributedDataParallel):
+                accepted.update(map(id, module.parameters()))
+        accepted -= self._frozen()
+        return [p for p in found if id(p) not in accepted]
+
+    def _frozen(self) -> set[int]:
+        """Return the ids of parameters that were not trainable when they were distributed."""
+        ids = {id(p) for model in self._models for p in model.parameters()}
+        return ids - self._distributed
+
+    def _report(self, what: str, parameters: list[torch.Tensor]) -> None:
+        more = f" (and {len(parameters) - 1} more)" if len(parameters) > 1 else ""
+        message = (
+            f"{what} world.distribute has made data parallel: {_name(parameters[0])}{more}. Each "
+            "rank would train its own. HINT: model, optimizer = world.distribute(model, optimizer) "
+            "before the loop, with all trained parameters inside of the model; "
+            "replicas='ignore' in paceline.init for ranks that are meant to differ or a script "
+            "that averages gradients itself"
+        )
+        if self.mode == "raise":
+            raise ValueError(message)
+        self.mode = "ignore"
+        self._warn(message)
+
+
+def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaf tensors that a backward of ``loss`` would give a gradient."""
+    leaves: list[torch.Tensor] = []
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting.extend(following for following, _ in node.next_functions)
+    return leaves
+
+
+def unsharded_loaders_in_use() -> list[str]:
+    """Return the DataLoaders that the process iterates over, and that give it all samples.
+
+    Loaders of ``world.shard`` are left out, and those with other samplers than PyTorch's plain
+    ones, which may divide the samples between ranks.
+    """
+    found = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), _BaseDataLoaderIter):
+            batches = thing._index_sampler
+            sampler = getattr(batches, "sampler", batches)
+            if type(sampler) in (RandomSampler, SequentialSampler):
+                found.append(f"DataLoader({type(thing._dataset).__name__})")
+    return found
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether the script or a library handles the parameter's gradient."""
+    hooks: Any = parameter
+    is_distributed = type(parameter).__module__.startswith("torch.distributed")
+    return is_distributed or bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+
+
+def _modules() -> Iterator[nn.Module]:
+    """Yield all modules of the process."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module):  # isinstance would ask proxies for their class
+            yield thing
+
+
+def _name(parameter: torch.Tensor) -> str:
+    """Return the parameter's name in the largest module that has it."""
+    found: list[tuple[int, str]] = []
+    for module in _modules():
+        named = dict(module.named_parameters())
+        of = type(module).__name__
+        found += [(len(named), f"{n} of a {of}") for n, p in named.items() if p is parameter]
+    return max(found)[1] if found else f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,0 +1,169 @@
+"""What each rank's loops have done, compared between ranks.
+
+Ranks that leave a loop alone, or validate alone, then call other collectives than the rest. The
+error of that collective names only the collective. So each rank publishes in the job's store where
+it has left a loop and which validation passes it has begun, and the error message says how ranks
+differ. Validation on some ranks may also stay without an error: ranks compare at an epoch's end.
+"""
+
+import contextlib
+import json
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..record.hooks.collective_check import format_ranks
+from ..record.hooks.error_messages import find_peer_gone, script_line
+
+READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
+_DISAGREEMENTS = ("ranks disagree about collective", "ranks do not exchange the same")
+_WAY_OUT = {
+    "validation": (
+        "all ranks call world.batches(validation): each has its own part, and world.meter() adds "
+        "them up"
+    ),
+    "unsharded": "world.shard(loader, every_sample_once=True) for a validation on all ranks",
+}
+
+
+class LoopLog:
+    """The loops of one rank, published in ``store`` (None: nothing is published).
+
+    compares: whether ranks compare at an epoch's end.
+
+    Attributes:
+        left: The last loop that this rank left before its end, and the script's line; "" if none.
+        passes: For "validation" and "unsharded" loaders: number of passes, and the last one.
+    """
+
+    def __init__(
+        self, rank: int, size: int, store: Any, compares: bool, warn: Callable[[str], None]
+    ) -> None:
+        self.rank, self.size, self.compares, self.warn = rank, size, compares, warn
+        self._store = store if size > 1 else None
+        self.left = ("", "")
+        self._leaving: tuple[str, str] | None = None
+        self._warnings: list[str] = []  # about the loop that is being left
+        self.passes: dict[str, tuple[int, str]] = {"validation": (0, ""), "unsharded": (0, "")}
+
+    def leave(self, what: str, where: str) -> None:
+        """Note that the script leaves a loop before its end.
+
+        An exception leaves loops as well, which is not visible here. So it is published only when
+        the script goes on. Of nested loops that are left together, the innermost counts.
+        """
+        self._leaving = self._leaving or (f"{what} {where}", script_line())
+
+    def warn_later(self, message: str) -> None:
+        """Warn about a loop that is being left, if the script goes on after it."""
+        self._warnings.append(message)
+
+    def go_on(self) -> None:
+        """Publish the loop that was left, now that the script goes on after it."""
+        for message in self._warnings:
+            self.warn(message)
+        self._warnings.clear()
+        if self._leaving:
+            self.left, self._leaving = self._leaving, None
+            self._publish()
+
+    def begin_pass(self, kind: str, loader: str) -> None:
+        """Note that a pass of this kind begins."""
+        self.go_on()
+        number, _ = self.passes[kind]
+        self.passes[kind] = (number + 1, f"{loader} ({script_line()})")
+        self._publish()
+
+    def _entry(self) -> str:
+        return json.dumps([self.left, self.passes])
+
+    def _publish(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the job is ending
+                self._store.set(f"loops/{self.rank}", self._entry())
+
+    def compare(self) -> None:
+        """Compare the passes of an epoch. Collective.
+
+        Raises ValueError on all ranks where not all of them have validated.
+        """
+        self.go_on()
+        if self._store is None or not self.compares:
+            return
+        own = torch.tensor([zlib.crc32(self._entry().encode())])
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own)
+        if len({int(row) for row in rows}) == 1:
+            return
+        entries = self._read()
+        said = _describe_left(entries) or _describe_passes(entries, "validation")
+        if said:
+            raise ValueError(said)
+        said = _describe_passes(entries, "unsharded")
+        if said:
+            self.warn(said)
+
+    def explain(self, error: BaseException) -> str | None:
+        """Return how the ranks' loops differ, for an error about a collective; else None."""
+        text = str(error).removeprefix("Got the following error when running the callback: ")
+        is_disagreement = any(phrase in text for phrase in _DISAGREEMENTS)
+        if not is_disagreement and not find_peer_gone(text):
+            return None
+        entries: list[Any] = []
+        # The store may be that of a rank or host that is gone: reading it must not block the exit.
+        reader = threading.Thread(target=lambda: entries.extend(self._read()), daemon=True)
+        reader.start()
+        reader.join(READ_TIMEOUT_S)
+        if len(entries) != self.size:
+            return None
+        # A rank that is gone may have failed in the loop that this rank has just left.
+        has_left = bool(entries[self.rank][0][0])
+        said = _describe_left(entries) if is_disagreement or not has_left else ""
+        if is_disagreement:
+            said = said or _describe_passes(entries, "validation")
+        return f"{said}\n{text.strip().splitlines()[0]}" if said else None
+
+    def _read(self) -> list[Any]:
+        """Return the entries of all ranks; [] where the store is gone."""
+        entries: list[Any] = []
+        if self._store is None:
+            return entries
+        try:
+            for rank in range(self.size):
+                key = f"loops/{rank}"
+                is_known = self._store.check([key])
+                entries.append(json.loads(self._store.get(key)) if is_known else [["", ""], {}])
+        except (RuntimeError, ValueError):
+            return []
+        return entries
+
+
+def _describe_left(entries: list[Any]) -> str:
+    left = [entry[0][0] for entry in entries]
+    first = next((text for text in left if text and left.count(text) < len(left)), "")
+    if not first:
+        return ""
+    ranks = [rank for rank, text in enumerate(left) if text == first]
+    others = [rank for rank in range(len(left)) if rank not in ranks]
+    line = entries[ranks[0]][0][1]
+    return (
+        f"{format_ranks(ranks)} left {first} ({line}), {format_ranks(others)} did not. HINT: if "
+        "world.any(condition): break, which is the same decision on all ranks"
+    )
+
+
+def _describe_passes(entries: list[Any], kind: str) -> str:
+    passes = [entry[1].get(kind, (0, "")) for entry in entries]
+    most, text = max((number, text) for number, text in passes)
+    ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
+    if len(ranks) == len(passes):
+        return ""
+    what = "of which each rank has its own part" if kind == "validation" else "the others wait"
+    return (
+        f"{format_ranks(ranks)} alone went through {text} with world.batches, {what}. "
+        f"HINT: {_WAY_OUT[kind]}"
+    )

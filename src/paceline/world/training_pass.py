@@ -1,0 +1,124 @@
+"""One pass of a training loop over a loader, and warnings where it does not train."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..data.sampling.sample_order import BatchShare
+from ..parallel.accumulation import Batch
+from ..record.hooks.error_messages import script_line
+from .optimizer_step import OptimizerSteps
+
+
+class TrainingPass:
+    """One pass of ``world.batches`` over a loader that is not one of validation.
+
+    Attributes:
+        name: The loader, for messages.
+        line: The script's line with the loop.
+        batch: The current batch; None where gradients are disabled.
+        warn: Prints a warning.
+    """
+
+    def __init__(self, training: OptimizerSteps, name: str, warn: Callable[[str], None]) -> None:
+        self.training, self.name, self.line = training, name, script_line()
+        self.batch: Batch | None = None
+        self.warn = warn
+        self._batches = 0
+        self._counts_at_start = self._counts()
+        self._step_at_begin = 0
+        self._forward_at_begin = 0
+        self._mode = ""  # of the model in the first batch, if it only computed a forward
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Return the numbers of backwards, of ``world.step`` and of steps until now."""
+        training = self.training
+        return training.backwards, training.step_calls, training.phases.recorder.step
+
+    def begin(
+        self,
+        share: BatchShare,
+        group_total: Callable[[int], float | None],
+        nominal: float,
+        units: float,
+    ) -> None:
+        """Begin a batch; arguments as in ``Accumulations.begin``."""
+        phases = self.training.phases
+        self._step_at_begin, self._forward_at_begin = phases.recorder.step, phases.forward_end
+        self.batch = None
+        if self._batches == 0 and self.training.unstepped_loop:
+            self.warn(
+                f"the loop over {self.training.unstepped_loop} was left between world.backward and "
+                f"world.step: its gradients are added to those of the loop over {self.name} "
+                f"({self.line}). HINT: optimizer.zero_grad(), or break after world.step"
+            )
+            self.training.unstepped_loop = ""
+        if torch.is_grad_enabled():
+            self.batch = self.training.begin(share, group_total, nominal, units)
+
+    def end(self) -> None:
+        """End a batch after the script's part of the loop."""
+        self._batches += 1
+        if self._batches == 1:
+            self._mode = self._mode_of_forward()
+        if self.batch is None:
+            return
+        stepped = self.training.phases.recorder.step > self._step_at_begin
+        if self.batch.weight != 1.0 and not self.batch.backwards and stepped:
+            self.warn(
+                "a batch is uneven or accumulated, and its gradient was not weighted. "
+                "HINT: world.backward(loss) instead of loss.backward()"
+            )
+        self.training.end(self.batch)
+
+    def _mode_of_forward(self) -> str:
+        """Return the mode of a forward without backward in this batch; "" if there was none, or
+        the models are in eval mode.
+        """
+        training = self.training
+        is_forward = training.phases.forward_end not in (0, self._forward_at_begin)
+        if not is_forward or not any(model.training for model in training.models):
+            return ""
+        return "in training mode" + (", with gradients on" if torch.is_grad_enabled() else "")
+
+    def leave(self, warn: Callable[[str], None]) -> None:
+        """Note that the script leaves the loop before its end; warnings then go to ``warn``."""
+        self.warn = warn
+        if self.batch is not None and self.batch.backwards and self._has_gradients():
+            self.training.unstepped_loop = f"{self.name} ({self.line})"
+
+    def close(self) -> None:
+        """End the pass, also where the script breaks out of the loop."""
+        if self.batch is not None:
+            self.training.end(self.batch)
+        discarded = self.training.accumulations.discard_incomplete()
+        if discarded:
+            self.training.unstepped_loop = ""
+            self.warn(
+                f"the loop over {self.name} ({self.line}) was left after {discarded} accumulated "
+                "batches; their gradients are discarded. HINT: leave the loop after a world.step "
+                "that returned True"
+            )
+            return
+        backwards, *steps = (
+            now - before for now, before in zip(self._counts(), self._counts_at_start, strict=True)
+        )
+        if any(steps) or self._has_gradients():
+            return
+        if backwards:
+            self.warn(
+                f"the loop over {self.name} ({self.line}) had {backwards} backwards and no step of "
+                "an optimizer that Paceline knows. HINT: world.step(optimizer)"
+            )
+        elif self._mode:
+            self.warn(
+                f"the loop over {self.name} ({self.line}) had no backward, and ran the model "
+                f"{self._mode}. HINT: for a validation pass, give world.batches the loader "
+                "world.shard(loader, every_sample_once=True): eval mode, no gradients, each sample "
+                "on one rank"
+            )
+
+    def _has_gradients(self) -> bool:
+        """Return whether gradients wait for a step after the loop."""
+        models = self.training.models
+        return any(p.grad is not None for model in models for p in model.parameters())
