@@ -28,8 +28,8 @@ from .checkpointing import Checkpointer
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
-from .loop_log import LoopLog
-from .loops import TrainingLoops
+from .loops.loop_log import LoopLog
+from .loops.training_loops import TrainingLoops
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
 from .process_group import attempt_store, autocast_dtype, join_process_group, select_device

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..record.hooks.collective_check import format_ranks
-from ..record.hooks.error_messages import find_peer_gone, script_line
+from ...record.hooks.collective_check import format_ranks
+from ...record.hooks.error_messages import find_peer_gone, script_line
 
 READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
 _DISAGREEMENTS = ("ranks disagree about collective", "ranks do not exchange the same")

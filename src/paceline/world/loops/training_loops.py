@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from ..data.sampling.sample_order import BatchShare
-from ..data.sampling.shard_loader import ShardedLoader, ShardedStream
-from ..parallel.data import set_buffer_sync
-from ..record.hooks.batch_size import samples_in
-from ..record.ring.recorder import Recorder, now
-from ..record.ring.states import State
-from .checkpointing import Checkpointer
+from ...data.sampling.sample_order import BatchShare
+from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
+from ...parallel.data import set_buffer_sync
+from ...record.hooks.batch_size import samples_in
+from ...record.ring.recorder import Recorder, now
+from ...record.ring.states import State
+from ..checkpointing import Checkpointer
+from ..optimizer_step import OptimizerSteps
+from ..progress import Progress
+from ..training_state import Position, TrainingState
 from .loop_log import LoopLog
-from .optimizer_step import OptimizerSteps
-from .progress import Progress
 from .training_pass import TrainingPass
-from .training_state import Position, TrainingState
 
 Sharded = ShardedLoader | ShardedStream
 _PASS_KEY_STRIDE = 1_000_003  # further passes through a loader in one epoch have different orders
@@ -261,9 +261,8 @@ class TrainingLoops:
                 checkpointer.after_epoch(epoch, last=epoch == count - 1)
 
     def _new_epoch(self, epoch: int) -> None:
-        if self._open_passes:  # abandoned, and their iterators are kept
-            self.training.end()
-            self._open_passes.clear()
+        for number in list(self._open_passes):  # abandoned, and their iterators are kept
+            self._end_previous_pass(number)
         self.position.new_epoch(epoch)
 
     def _resume_epoch(self, checkpointer: Checkpointer) -> int:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..data.sampling.sample_order import BatchShare
-from ..parallel.accumulation import Batch
-from ..record.hooks.error_messages import script_line
-from .optimizer_step import OptimizerSteps
+from ...data.sampling.sample_order import BatchShare
+from ...parallel.accumulation import Batch
+from ...record.hooks.error_messages import script_line
+from ..optimizer_step import OptimizerSteps
 
 
 class TrainingPass:

@@ -1,0 +1,1 @@
+"""Loops over epochs and batches, and what is reported about them."""
