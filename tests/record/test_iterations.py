@@ -59,7 +59,6 @@ class Script:
 
     def step(self, optimizer=None, was_skipped=False):
         start, end = self.tick()
-        self.loop.step_begins()
         if self.loop.step(optimizer or self.optimizer, start, end, was_skipped):
             self.steps.append(self.samples)
             self.samples = 0

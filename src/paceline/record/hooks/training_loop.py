@@ -229,7 +229,6 @@ class LoopRecorder:
                 self._models.discard(self._running_module)
                 self.busy, self._running_module = False, None
             self._other_thread = 0
-            self._loop.step_begins()
             self._running_optimizer = weakref.ref(optimizer)
             self._step_start = now()
         except Exception as error:
@@ -255,7 +254,7 @@ class LoopRecorder:
         try:
             self.recorder.hook_calls += 1
             self._running_optimizer = _no_optimizer
-            skipped = _was_skipped(optimizer)
+            skipped = "found_inf" in optimizer.__dict__ and _was_skipped(optimizer)
             if not self._loop.step(optimizer, self._step_start, now(), skipped):
                 return
         except Exception as error:
@@ -295,7 +294,7 @@ def _was_skipped(optimizer: Optimizer) -> bool:
     The gradient scaler tells it to such an optimizer in a tensor. On a GPU its value is not known
     without waiting for the device, so the step counts.
     """
-    found = optimizer.__dict__.get("found_inf")
+    found: Any = optimizer.__dict__["found_inf"]
     if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
         return False
     return bool(found)

@@ -38,6 +38,7 @@ class Iteration:
         iterator: Number of the loader's iterator; 0 without a loader, from a forward to the
             optimizer's step.
         iterator_start: When the iterator was made; 0 if unknown.
+        key: The iterator, also where its number is used again.
         model: Identity of the first model called, without a loader.
         has_eval_forward: Whether a model in eval mode was called.
         forwards: Forwards without gradient.
@@ -46,20 +47,16 @@ class Iteration:
 
     __slots__ = (
         *("fingerprint", "forwards", "has_eval_forward", "is_training", "iterator"),
-        *("iterator_start", "model", "samples", "start"),
+        *("iterator_start", "key", "model", "samples", "start"),
     )
 
     def __init__(self, iterator: int, start: int, samples: int = 0, iterator_start: int = 0):
         self.iterator, self.iterator_start = iterator, iterator_start
+        self.key = (iterator, iterator_start)
         self.start, self.samples = start, samples
         self.model = self.fingerprint = 0
         self.has_eval_forward = self.is_training = False
         self.forwards: list[tuple[int, int]] = []
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The iterator, also where its number is used again."""
-        return self.iterator, self.iterator_start
 
     @property
     def may_be_evaluation(self) -> bool:
@@ -289,7 +286,8 @@ class TrainingLoop:
     def _assign_to_training(self, iteration: Iteration) -> None:
         """Count an iteration as training: its forwards without gradient were part of the step."""
         iteration.is_training = True
-        self._close_earlier_evaluations(iteration)
+        if len(self._iterations) > 1:
+            self._close_earlier_evaluations(iteration)
         if iteration.iterator:
             self._training_iterator = iteration.key
         if self._undecided:
@@ -321,15 +319,13 @@ class TrainingLoop:
 
     # The optimizer
 
-    def step_begins(self) -> None:
-        if self._loaderless_evaluation[0]:
-            self._end_loaderless_evaluation()
-
     def step(self, optimizer: Any, start: int, end: int, was_skipped: bool = False) -> bool:
         """Note an optimizer's step; return whether a step of the job ends with it.
 
         was_skipped: The optimizer changed nothing, because a gradient was infinite.
         """
+        if self._loaderless_evaluation[0]:
+            self._end_loaderless_evaluation()
         self._forward_end = 0
         self._recorder.event(OPTIMIZER, start, end)
         if self._iterations and not self._iterations[-1].iterator:
