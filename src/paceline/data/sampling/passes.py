@@ -11,6 +11,7 @@ from .sample_order import preserve_random_states, seed_cpu_generators
 from .samplers import Ordered
 
 Key = tuple[int, int]  # epoch, sample
+CHUNK_SAMPLES = 4096  # of an order that are converted to Python integers at a time
 
 
 @dataclass
@@ -151,10 +152,13 @@ class Passes:
 def _batches(
     order: torch.Tensor, epoch: int, start: int, size: int, drop_last: bool
 ) -> Iterator[list[Key]]:
-    for first in range(start, len(order), size):
-        batch = order[first : first + size].tolist()
-        if len(batch) == size or not drop_last:
-            yield [(epoch, i) for i in batch]
+    several = size * max(CHUNK_SAMPLES // size, 1)
+    for begin in range(start, len(order), several):
+        samples = order[begin : begin + several].tolist()
+        for first in range(0, len(samples), size):
+            batch = samples[first : first + size]
+            if len(batch) == size or not drop_last:
+                yield [(epoch, i) for i in batch]
 
 
 def draw_order(sampler: Any, seed: int) -> torch.Tensor:
