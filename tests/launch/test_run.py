@@ -111,7 +111,7 @@ def test_large_output_is_complete_and_in_order(tmp_path):
     ("args", "message"),
     [
         (["-n", "0", "{script}"], "-n 0: at least one rank is needed. HINT"),
-        (["-n", "100000", "{script}"], "100000 ranks take about .* GiB .* free here. HINT: -n"),
+        (["-n", "100000", "{script}"], "100,000 ranks take about .* GiB .* free here. HINT: -n"),
         (["{folder}/none.py"], "none.py does not exist. HINT: Python files there: .*script.py"),
         (["{folder}"], "is a folder. HINT"),
         (["-m", "no.such"], "there is no module no. HINT"),

@@ -53,6 +53,10 @@ RIGHT = {
         "root.mkdir(parents=True, exist_ok=True)": "what leads to the folder, not the folder",
     },
     "launch/job.py": {"path.read_bytes()": "the script"},
+    "launch/ranks/fork_server.py": {
+        "open(os.memfd_create('paceline-rank'), 'wb+')": "a file without a name",
+        "open(parameters, 'rb')": "its descriptor",
+    },
     "launch/single_node.py": {
         "job.summary.write_text(report.to_json())": "the user's file, of --json"
     },

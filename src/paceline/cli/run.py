@@ -118,6 +118,7 @@ def run(
             "--json=FILE, or --json NAME.json, writes them to a file.",
             metavar="[=FILE]",
             show_default=False,
+            readable=False,
         ),
     ] = None,
     dry_run: Annotated[

@@ -8,7 +8,7 @@ scaling skips: ranks skip different ones, as each has gradients of its own.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,12 +65,13 @@ class LocalSGD:
         done: Number of optimizer steps since the last one with exchanged gradients; -1 before it.
             A step that loss scaling skips counts: the number is the same on all ranks.
         ranks_differ: Whether ranks have trained independently since their last average.
+        states_differ: The same for the state of optimizers, since its last average.
     """
 
     def __init__(self, steps: int, replica: Any, exchange: Any) -> None:
         self.steps, self.replica, self.exchange = steps, replica, exchange
         self.done = -1
-        self.ranks_differ = False
+        self.ranks_differ = self.states_differ = False
         self._parameters = {id(parameter) for parameter in replica.parameters()}
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -83,7 +84,7 @@ class LocalSGD:
         if id(first) not in self._parameters or self.exchange.iter < FIRST:
             return
         self.done += 1
-        self.ranks_differ = self.done > 0
+        self.ranks_differ = self.states_differ = self.done > 0
         if self.ranks_differ and self.done % self.steps == 0:
             self.average()
 
@@ -102,16 +103,18 @@ class LocalSGD:
 
         kind.step = stepped
 
-    def average(self, optimizers: Iterable[Optimizer] = ()) -> None:
+    def average(self, optimizers: Sequence[Optimizer] = ()) -> None:
         """Average the parameters over the ranks, and the state of ``optimizers``. Collective.
 
-        Without effect where the ranks' parameters are equal.
+        Without effect on what is equal on all ranks already.
         """
-        if not self.ranks_differ:
-            return
-        self.ranks_differ = False
         group = self.replica.process_group
-        average(self.replica.parameters(), group)
+        if self.ranks_differ:
+            self.ranks_differ = False
+            average(self.replica.parameters(), group)
+        if not (optimizers and self.states_differ):
+            return
+        self.states_differ = False
         states = [state for optimizer in optimizers for state in self._states(optimizer)]
         count = torch.tensor([len(states), -len(states)], device=self.replica.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)

@@ -194,6 +194,7 @@ Json = Annotated[
         "writes it to a file.",
         metavar="[=FILE]",
         show_default=False,
+        readable=False,  # standard output may be a pipe that only can be written to
     ),
 ]
 

@@ -1,0 +1,152 @@
+"""What all commands share: help, spellings of options, --json, completion and --version."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import ranks
+import typer
+
+from paceline.cli import app
+from paceline.cli.common.command import STDOUT
+from paceline.cli.run import RunCommand
+
+GROUP = typer.main.get_command(app)
+COMMANDS = GROUP.commands
+TEST_SHELLS = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"  # of Typer, for its own tests
+NAMED_FIRST = 8  # options of paceline run that are shown before the groups
+
+
+def paceline(*words, cwd=".", **variables):
+    environment = ranks.environment(COLUMNS="100", **variables)
+    return ranks.run_command([ranks.PACELINE, *words], Path(cwd), environment)
+
+
+def spelled(*words):
+    run = COMMANDS["run"]
+    assert isinstance(run, RunCommand)
+    return run.present_spelling(list(words))
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_commands_in_groups(option):
+    shown = paceline(option).stdout
+    for heading in ("Run and submit", "Measure and understand", "Data", "Machine"):
+        assert f"─ {heading} ─" in shown
+    assert all(re.search(rf"│ {name} ", shown) for name in COMMANDS)
+
+
+def test_short_help_of_commands_fits_a_line():
+    for name, command in COMMANDS.items():
+        text = command.short_help or command.help
+        assert 10 < len(text) <= 70, name
+        assert not text.endswith("."), name
+
+
+def test_run_help_shows_few_options_before_the_groups():
+    panels = [getattr(one, "rich_help_panel", None) for one in COMMANDS["run"].params]
+    first = [panel for panel in panels if panel is None]
+    assert len(first) - 2 <= NAMED_FIRST  # without the script and its arguments
+    assert {"Nodes", "Cores and threads", "Failures and restarts", "Data"} <= set(panels)
+
+
+def test_examples_in_help_have_known_options():
+    for name, command in COMMANDS.items():
+        for line in (command.epilog or "").split("\n\n")[1:]:
+            words = line.split("  ")[0].split()
+            words = words[words.index("paceline") + 2 :]
+            options = {one for p in COMMANDS[name].params for one in (*p.opts, *p.secondary_opts)}
+            if "run" in line and name != "run":
+                continue
+            script = next((i for i, one in enumerate(words) if one.endswith(".py")), len(words))
+            for word in words[:script]:
+                assert not word.startswith("-") or word.partition("=")[0] in options, line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--json", "t.py"], [f"--json={STDOUT}", "t.py"]),
+        (["--json", "out.json", "t.py"], ["--json=out.json", "t.py"]),
+        (["--json=out", "t.py"], ["--json=out", "t.py"]),
+        (["-n", "2", "--show", "t.py", "--show"], ["-n", "2", "--dry-run", "t.py", "--show"]),
+        (["t.py", "--json", "a.json"], ["t.py", "--json", "a.json"]),
+        (["--record", "--json", "t.py"], ["--record", "--json", "t.py"]),
+        (["--", "--show"], ["--", "--show"]),
+        (["--nproc-per-node=4", "t.py"], ["--ranks=4", "t.py"]),
+        (["--master_port", "0", "t.py"], ["--port", "0", "t.py"]),
+    ],
+)
+def test_spellings_of_own_options_are_translated(words, expected):
+    assert spelled(*words) == expected
+
+
+@pytest.mark.parametrize("option", ["--nnodes", "--rdzv-endpoint", "--standalone"])
+def test_options_of_torchrun_are_answered(option):
+    shown = paceline("run", option, "1", "train.py")
+    assert shown.returncode == 2
+    assert option in shown.stderr
+    assert "HINT" in shown.stderr
+
+
+def test_options_of_torchrun_with_an_equivalent_are_announced(tmp_path):
+    script = ranks.write(tmp_path, "pass")
+    shown = paceline("run", "--nproc-per-node", "2", "--show", script, cwd=tmp_path)
+    assert "--nproc-per-node is --ranks of paceline run" in shown.stderr
+    assert shown.returncode == 0
+    assert "2 ranks" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"), [(["repot"], "report"), (["run", "--thread", "2"], "--threads")]
+)
+def test_typing_errors_get_a_suggestion(words, suggestion):
+    shown = paceline(*words)
+    assert shown.returncode == 2
+    assert suggestion in shown.stderr
+
+
+def test_summary_is_printed_as_json(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(5):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+        """,
+    )
+    words = ["run", "-n", "1", "--record", "record", "--json", script]
+    printed = paceline(*words, cwd=tmp_path)
+    assert printed.returncode == 0, printed.stderr
+    assert json.loads(printed.stdout)["steps"] == 5  # the script prints nothing
+    for words in (["report", "record", "--json"], ["report", "--json=written.json", "record"]):
+        shown = paceline(*words, cwd=tmp_path)
+        text = shown.stdout or (tmp_path / "written.json").read_text()
+        assert json.loads(text)["steps"] == 5
+
+
+def test_verbose_version_names_what_a_bug_report_needs():
+    shown = paceline("--version", "--verbose").stdout
+    for name in ("paceline", "python", "torch", "vector instructions", "backends", "scheduler"):
+        assert re.search(rf"^{name}:? ", shown, re.M), name
+    assert paceline("--version").stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_installed(tmp_path, shell):
+    shown = paceline("--show-completion", shell, **{TEST_SHELLS: "1"})
+    assert shown.returncode == 0, shown.stderr
+    assert "_PACELINE_COMPLETE" in shown.stdout
+
+
+def test_completion_offers_commands():
+    environment = {
+        "_PACELINE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "paceline re",
+        "COMP_CWORD": "1",
+    }
+    assert set(paceline(**environment).stdout.split()) == {"record", "report"}
