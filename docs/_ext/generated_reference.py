@@ -50,7 +50,9 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
             panel = getattr(parameter, "rich_help_panel", None)
             panels.setdefault(panel or _kind(parameter), []).append(parameter)
     for panel, parameters in panels.items():
-        yield from _table(panel, ("", "default", ""), [_row(one, context) for one in parameters])
+        yield from _table(
+            panel, ("option", "default", "meaning"), [_row(one, context) for one in parameters]
+        )
     if command.epilog:
         yield "\n".join(["```text", *command.epilog.split("\n\n")[1:], "```\n"])
 
@@ -114,8 +116,9 @@ def knobs() -> str:
         )
         for name, knob in KNOBS.items()
     ]
+    index = "```{index} " + ", ".join(f"!{name}" for name in KNOBS) + "\n```\n\n"
     heads = ("knob", "effect", "values", "causes", "edit of the script", "cost")
-    return "\n".join(_table("", heads, rows))
+    return index + "\n".join(_table("", heads, rows))
 
 
 def remedies() -> str:
