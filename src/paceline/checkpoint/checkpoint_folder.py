@@ -94,7 +94,7 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> bool:
     """Write the manifest, flush the folder, and rename it to its final name.
 
-    A checkpoint of that name is replaced.
+    A checkpoint of that name is replaced, and removed once the new name is on disk.
 
     Returns:
         Whether the names were flushed as well; some file systems can't flush folders.
@@ -102,7 +102,8 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> b
     Raises:
         UnsafeFileError: The folder belongs to another user, or was replaced.
         FileExistsError: A file with the name of the checkpoint exists.
-        OSError: The checkpoint can't be written, or lacks the shards of some ranks.
+        OSError: The checkpoint can't be written, or lacks the shards of some ranks; or it was
+            written (``folder.has_final_name``), but its name can't be flushed.
     """
     entries = manifest["files"]
     if absent := [rank for rank, entry in enumerate(entries) if not _has_shard(folder.fd, entry)]:

@@ -135,6 +135,13 @@ class CheckpointSaver:
                 )
             checkpoint_folder.remove_old(self.directory, KEPT_CHECKPOINTS)
         except Exception as error:
+            if folder is not None and folder.has_final_name:
+                self.warn(
+                    f"the checkpoint of step {step} was written, but flushing its name or removing "
+                    f"older checkpoints failed ({error_reason(error)}); training goes on, and "
+                    "older checkpoints are kept"
+                )
+                return
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
             self.warn(
