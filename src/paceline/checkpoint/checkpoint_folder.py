@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from ..cluster.topology.local_resources import format_ranges
+from ..plurals import named_ranks
 from ..security.files import open_regular
 from .manifest import (
     MANIFEST,
@@ -108,8 +108,8 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> b
     entries = manifest["files"]
     if absent := [rank for rank, entry in enumerate(entries) if not _has_shard(folder.fd, entry)]:
         raise OSError(
-            f"rank 0 does not see the complete shard of rank {format_ranges(absent)} in "
-            f"{final.parent}: is that the same folder on all nodes?"
+            f"rank 0 does not see the complete shard{'s' if len(absent) > 1 else ''} of "
+            f"{named_ranks(absent)} in {final.parent}: is that the same folder on all nodes?"
         )
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
     body["check"] = checksum(body)
