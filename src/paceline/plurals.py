@@ -1,4 +1,6 @@
-"""Counts and ordinal numbers in messages: "1 rank", "4 ranks", "every 2nd step"."""
+"""Counts, ordinal numbers and lists of ranks in messages: "4 ranks", "2nd step", "ranks 0-3, 7"."""
+
+from collections.abc import Collection
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:
@@ -14,3 +16,33 @@ def ordinal(number: int) -> str:
     """Format an ordinal number: "1st", "2nd", "3rd", "4th", "11th", "21st"."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
     return f"{number:,}{ending or 'th'}"
+
+
+def format_ranges(numbers: list[int]) -> str:
+    """Format numbers as ranges: [0, 1, 2, 5] as "0-2,5"."""
+    parts: list[str] = []
+    start = previous = None
+    for number in [*sorted(numbers), None]:
+        if previous is not None and number != previous + 1:
+            parts.append(f"{start}-{previous}" if start != previous else f"{start}")
+            start = None
+        if start is None:
+            start = number
+        previous = number
+    return ",".join(parts)
+
+
+def named_ranks(ranks: Collection[int], limit: int = 8) -> str:
+    """Format ranks as ranges: "rank 3", "ranks 0-3, 7", "ranks 0-3, 7 and 12 more".
+
+    limit: Maximum number of ranges; the ranks of the others are counted.
+    """
+    parts = format_ranges(list(ranks)).split(",")
+    more = len(ranks) - sum(map(_length, parts[:limit]))
+    text = ", ".join(parts[:limit]) + (f" and {more:,} more" if more else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _length(numbers: str) -> int:
+    first, _, last = numbers.partition("-")
+    return int(last or first) - int(first) + 1

@@ -163,3 +163,48 @@ def test_file_system_without_fsync_of_folders_is_reported_once(tmp_path, monkeyp
     (line,) = warned
     assert str(tmp_path) in line
     assert "fsync" in line
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_failed_flush_of_the_directory_leaves_a_complete_checkpoint(
+    tmp_path, monkeypatch, exchange, again
+):
+    if not exchange:  # as on NFS
+        monkeypatch.setattr(unfinished_folder, "exchange_names", lambda *_: False)
+    if again:
+        save(tmp_path, 7, 3.0)
+    fsync = os.fsync
+
+    def fail_for_directory(fd):
+        if os.path.realpath(f"/proc/self/fd/{fd}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail_for_directory)
+    (line,) = save(tmp_path, 7, 1.0)
+    assert "the checkpoint of step 7 was written, but" in line
+    assert "Input/output error" in line
+    assert weight(tmp_path) == 1.0
+    # The replaced one is kept too: the names may be lost with the server's memory.
+    assert len(names(tmp_path)) == 1 + again
+    checkpoint_folder.remove_unfinished(tmp_path)
+    assert names(tmp_path) == ["step-00000007"]
+    assert weight(tmp_path) == 1.0
+
+
+def test_checkpoint_gets_its_name_back_if_it_can_not_be_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfinished_folder, "exchange_names", lambda *_: False)
+    save(tmp_path, 7, 3.0)
+    rename = os.rename
+
+    def fail_for_new_one(source, target, **options):
+        if str(source).endswith(".1.tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fail_for_new_one)
+    (line,) = save(tmp_path, 7, 1.0)
+    assert "could not be written (Input/output error)" in line
+    assert names(tmp_path) == ["step-00000007"]
+    assert weight(tmp_path) == 3.0

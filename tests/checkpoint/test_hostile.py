@@ -217,6 +217,6 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
     for saver in savers:
         saver.wait()
     assert said == [
-        "the checkpoint of step 7 could not be written (rank 0-2: No space left on device); "
+        "the checkpoint of step 7 could not be written (ranks 0-2: No space left on device); "
         "training goes on, and the previous checkpoint is kept"
     ]

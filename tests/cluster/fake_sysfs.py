@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cluster.topology.local_resources import format_ranges
+from paceline.plurals import format_ranges
 
 NVIDIA, MELLANOX, INTEL = 0x10DE, 0x15B3, 0x8086
 GPU, INFINIBAND, ETHERNET, DISPLAY = 0x030200, 0x020700, 0x020000, 0x030000

@@ -9,9 +9,10 @@ import pytest
 from fake_sysfs import HOSTS, Host, write
 
 from paceline.cluster.binding.binding_plan import RankBinding, binding_problems, plan
-from paceline.cluster.topology.local_resources import format_ranges, parse_ranges
+from paceline.cluster.topology.local_resources import parse_ranges
 from paceline.cluster.topology.pci_devices import Card, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, Topology, topology
+from paceline.plurals import format_ranges
 
 # Summit reserves the last core of each socket for the system.
 SUMMIT = "0-83,88-171"
@@ -365,7 +366,7 @@ def test_invalid_binding_options_are_rejected_with_hint(small):
         ([RankBinding((0, 1), threads=1), RankBinding((0, 1), threads=1)], []),
         (
             [RankBinding((3, 4)), RankBinding((1,)), RankBinding((2, 5))],
-            ["ranks 0,2: over sockets 0-1"],
+            ["ranks 0, 2: over sockets 0-1"],
         ),
         ([RankBinding((0, 1, 8, 9), threads=4)], ["rank 0: 4 threads on 2 cores (0-1,8-9)"]),
         ([RankBinding((7, 15))], ["rank 0: hardware threads 7,15 are not granted to this job"]),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fake_sysfs import HOSTS, Device, Host, small, write
 
-from paceline.cluster.topology.local_resources import format_ranges
 from paceline.cluster.topology.pci_devices import Card, card_distance, nearest_cards, pci_cards
 from paceline.cluster.topology.topology import Cpu, Node, topology
+from paceline.plurals import format_ranges
 
 CPUS = "sys/devices/system/cpu"
 NODES = "sys/devices/system/node"

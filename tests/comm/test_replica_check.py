@@ -56,13 +56,14 @@ def test_different_ddp_parameter_is_reported_on_each_rank(tmp_path, backend, opt
     done = ranks.run(script, backend, ranks=3, launcher=f"paceline {options}")
     expected = {
         "same: made",
-        f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float64 of 8 x 8 on rank 1{HINT}",
-        f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0,2, float32 of 6 x 6 on rank 1{HINT}",
-        f"more: {SAID}number 4 of its tensors is not there on ranks 0,2, "
+        f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, float64 of 8 x 8 on rank 1{HINT}",
+        f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, "
+        f"float32 of 6 x 6 on rank 1{HINT}",
+        f"more: {SAID}number 4 of its tensors is not there on ranks 0, 2, "
         f"2.weight (float32 of 8 x 8) on rank 1{HINT}",
-        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0,2, "
+        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0, 2, "
         f"0.bias (float32 of 8) on rank 1{HINT}",
-        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0,2, "
+        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0, 2, "
         f"not there on rank 1{HINT}",
         "late: made",
     }

@@ -1,10 +1,12 @@
 """The source files of a script, and whether it uses Horovod, without importing anything."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
 
+from paceline.launch import script_source
 from paceline.launch.job import Job
 from paceline.launch.script_source import read_source, uses_horovod
 
@@ -77,3 +79,24 @@ def test_local_modules_of_module_are_found(tree, monkeypatch, module):
 def test_use_of_horovod_is_read_from_source(tmp_path, text, used):
     ranks.write(tmp_path, "import horovod.tensorflow", "beside.py")
     assert uses_horovod(Job(str(ranks.write(tmp_path, text)))) is used
+
+
+def test_search_for_horovod_reads_no_file_after_the_first_match(tmp_path, monkeypatch):
+    ranks.write(tmp_path, "", "beside.py")
+    script = ranks.write(tmp_path, "import beside\nimport horovod.torch as hvd")
+    read, read_text = [], Path.read_text
+
+    def note(path, **options):
+        read.append(path.name)
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", note)
+    assert uses_horovod(Job(str(script)))
+    assert read == [script.name]
+
+
+def test_number_of_read_files_is_limited(tree, monkeypatch):
+    monkeypatch.setattr(script_source, "MAX_FILES", 2)
+    found = read_source("train.py", False)
+    assert len(found.texts) == 2
+    assert not found.complete

@@ -87,7 +87,7 @@ def test_mismatched_collectives_are_reported_on_every_rank_with_lines(tmp_path):
         f": rank 0 all-reduce of 1024 float32 (script.py:{sizes}), ranks 1-2 all-reduce of 512 "
         f"float32 (script.py:{sizes}). HINT: the same shape"
     ) in said["sizes"]
-    assert "ranks 0,2 broadcast of 8 float32" in said["dtypes"]
+    assert "ranks 0, 2 broadcast of 8 float32" in said["dtypes"]
     assert "rank 1 broadcast of 8 float64" in said["dtypes"]
     kinds = said["kinds"]
     assert f"ranks 0-1 all-reduce of 4 float32 (script.py:{sizes + 11})" in kinds
@@ -97,7 +97,7 @@ def test_mismatched_collectives_are_reported_on_every_rank_with_lines(tmp_path):
     assert "rank 1 all-gather of 2 float32" in said["asynchronous"]
     assert "rank 2 reduce-scatter of 4 float32" in said["functionally"]
     assert "disagree about collective 6" in said["after_five"]
-    assert "ranks 0,2 all-reduce of 20 float32 by DDP (script.py" in said["backward"]
+    assert "ranks 0, 2 all-reduce of 20 float32 by DDP (script.py" in said["backward"]
 
 
 RIGHT = """

@@ -174,7 +174,7 @@ def test_standstill_in_a_call_of_the_script_names_its_line(tmp_path):
     assert (one.line["line"], one.state) == (20, "other")
     (line,) = troubles(report)
     assert line == (
-        "host stood still for 1.9 s in step 1: nothing of its ranks ran (0, 1), as when "
+        "host stood still for 1.9 s in step 1: nothing of its ranks ran (ranks 0-1), as when "
         "train.py:20 (profiler.stop()) calls C code that keeps the interpreter's lock, or a host "
         "is paused, or all of a job"
     )

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from ..cluster.topology.local_resources import format_ranges
+from ..plurals import named_ranks
 from ..security.files import open_regular
 from .manifest import (
     MANIFEST,
@@ -94,7 +94,7 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> bool:
     """Write the manifest, flush the folder, and rename it to its final name.
 
-    A checkpoint of that name is replaced.
+    A checkpoint of that name is replaced, and removed once the new name is on disk.
 
     Returns:
         Whether the names were flushed as well; some file systems can't flush folders.
@@ -102,13 +102,14 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> b
     Raises:
         UnsafeFileError: The folder belongs to another user, or was replaced.
         FileExistsError: A file with the name of the checkpoint exists.
-        OSError: The checkpoint can't be written, or lacks the shards of some ranks.
+        OSError: The checkpoint can't be written, or lacks the shards of some ranks; or it was
+            written (``folder.has_final_name``), but its name can't be flushed.
     """
     entries = manifest["files"]
     if absent := [rank for rank, entry in enumerate(entries) if not _has_shard(folder.fd, entry)]:
         raise OSError(
-            f"rank 0 does not see the complete shard of rank {format_ranges(absent)} in "
-            f"{final.parent}: is that the same folder on all nodes?"
+            f"rank 0 does not see the complete shard{'s' if len(absent) > 1 else ''} of "
+            f"{named_ranks(absent)} in {final.parent}: is that the same folder on all nodes?"
         )
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
     body["check"] = checksum(body)

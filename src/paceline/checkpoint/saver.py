@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..cluster.topology.local_resources import format_ranges
+from ..plurals import named_ranks
 from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
@@ -135,6 +135,13 @@ class CheckpointSaver:
                 )
             checkpoint_folder.remove_old(self.directory, KEPT_CHECKPOINTS)
         except Exception as error:
+            if folder is not None and folder.has_final_name:
+                self.warn(
+                    f"the checkpoint of step {step} was written, but flushing its name or removing "
+                    f"older checkpoints failed ({error_reason(error)}); training goes on, and "
+                    "older checkpoints are kept"
+                )
+                return
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
             self.warn(
@@ -168,7 +175,7 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     for rank, entry in enumerate(entries):
         if "error" in entry:
             ranks.setdefault(entry["error"], []).append(rank)
-    return "; ".join(f"rank {format_ranges(of)}: {reason}" for reason, of in ranks.items())
+    return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
 
 def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:

@@ -10,7 +10,7 @@ import secrets
 import time
 from pathlib import Path
 
-from ..cluster.topology.local_resources import format_ranges
+from ..plurals import named_ranks
 from ..security.files import open_regular
 
 SEEN_TIMEOUT_S = 5.0  # for file systems that show new files to other nodes late
@@ -63,10 +63,7 @@ def describe_ranks(nodes: list[str], ranks: list[int]) -> str:
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(nodes[rank], []).append(rank)
-    return ", ".join(
-        f"rank{'s' if len(of) > 1 else ''} {format_ranges(of)} ({node})"
-        for node, of in by_node.items()
-    )
+    return ", ".join(f"{named_ranks(of)} ({node})" for node, of in by_node.items())
 
 
 def _token(directory: Path, number: int) -> Path:

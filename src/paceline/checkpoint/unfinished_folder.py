@@ -31,6 +31,7 @@ class UnfinishedFolder:
     Attributes:
         path: Path of the folder.
         fd: Descriptor of the folder.
+        has_final_name: Whether the folder was renamed: the checkpoint is complete.
         replaced: Path of the checkpoint that had the final name before; None if there was none.
     """
 
@@ -42,6 +43,7 @@ class UnfinishedFolder:
             OSError: The folder can't be created or opened.
         """
         self.path = path
+        self.has_final_name = False
         self.replaced: Path | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -95,8 +97,13 @@ class UnfinishedFolder:
                 replaced = final.with_name(f".{final.name}.{secrets.token_hex(8)}.old.tmp")
                 final.rename(replaced)
         if replaced != self.path:
-            self.path.rename(final)
-        self.replaced = replaced
+            try:
+                self.path.rename(final)
+            except OSError:
+                if replaced is not None:
+                    replaced.rename(final)
+                raise
+        self.has_final_name, self.replaced = True, replaced
 
     def close(self) -> None:
         """Close the descriptor of the folder."""

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from ..cluster.schedulers.hostfile import Host
-from ..cluster.topology.local_resources import format_ranges
-from ..plurals import counted
+from ..plurals import counted, format_ranges
 
 
 @dataclass(frozen=True)

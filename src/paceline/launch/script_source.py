@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from .job import Job, source_file
@@ -44,34 +45,55 @@ def read_source(name: str, module: bool) -> ScriptSource:
     Raises:
         ValueError: There is no such script or module.
     """
+    texts: dict[Path, str] = {}
+    packages: set[str] = set()
+    for file in _read_files(name, module):
+        if len(texts) == MAX_FILES:
+            return ScriptSource(texts, frozenset(packages), False)
+        texts[file.path] = file.text
+        packages |= file.packages
+    return ScriptSource(texts, frozenset(packages), True)
+
+
+def uses_horovod(job: Job) -> bool:
+    """Return whether the script or a local module imports horovod, or names its variables."""
+    files = islice(_read_files(job.name, job.module), MAX_FILES)
+    return any(_HOROVOD.search(file.text) for file in files)
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    text: str
+    packages: set[str]  # that it imports
+
+
+def _read_files(name: str, module: bool) -> Iterator[_File]:
+    """Yield the script and each local module, read only when the next one is asked for."""
     first = source_file(name, module)
     folders = [first.parent]
     if module:  # the folder that contains the top-level package comes first
         above = name.count(".") + (first.name == "__main__.py")
         folders = [first.parents[above], Path.cwd()]
-    texts: dict[Path, str] = {}
-    packages: set[str] = set()
+    seen: set[Path] = set()
     left = [first]
-    while left and len(texts) < MAX_FILES:
+    while left:
         path = left.pop().resolve()
-        if path in texts:
+        if path in seen:
             continue
+        seen.add(path)
         try:
-            texts[path] = path.read_text(errors="replace")
+            text = path.read_text(errors="replace")
         except OSError:
             continue
-        for imported, below in _imports(texts[path]):
+        packages: set[str] = set()
+        for imported, below in _imports(text):
             found = _local_files(imported, below, path, folders)
             left += found
             top = imported.partition(".")[0]
             if top and not found and top not in sys.stdlib_module_names:
                 packages.add(top)
-    return ScriptSource(texts, frozenset(packages), not left)
-
-
-def uses_horovod(job: Job) -> bool:
-    """Return whether the script or a local module imports horovod, or names its variables."""
-    return any(_HOROVOD.search(text) for text in read_source(job.name, job.module).texts.values())
+        yield _File(path, text, packages)
 
 
 def _imports(text: str) -> Iterator[tuple[str, list[str]]]:

@@ -49,10 +49,9 @@ def watch(
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
     )
-    agent = ElasticAgent(spec, hosts, seats, started)
+    agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
     agent.interrupt, agent.summary = interrupt, job.summary
     agent.remaining = remaining
-    agent.horovod = uses_horovod(job)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )

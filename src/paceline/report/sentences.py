@@ -12,6 +12,7 @@ from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
 from ..analyze.figures.window_steps import Occurrence
+from ..plurals import named_ranks
 from .numbers import counted, duration, ordinal
 
 _LATE_BECAUSE = {
@@ -171,8 +172,8 @@ def troubles(report: Report) -> list[str]:
 
 
 def _standstill_sentence(one: Standstill, several: bool) -> str:
-    ranks = ", ".join(map(str, one.ranks[:8])) + (" ..." if len(one.ranks) > 8 else "")
-    who = f"Rank{'s' if len(one.ranks) > 1 else ''} {ranks}"
+    ranks = named_ranks(one.ranks)
+    who = ranks.capitalize()
     who += f" ({one.host})" if several else ""
     evidence = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
     as_when = "a process is stopped or swapped out"

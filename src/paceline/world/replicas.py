@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.local_sgd import local_sgd_of
+from ..plurals import named_ranks
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 from .nonfinite import named_parameters
@@ -169,9 +170,7 @@ def _bit_sum(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _ranks_text(ranks: list[int], source: int, size: int) -> str:
-    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    owners = (
-        f"rank {numbers}'s parameters" if len(ranks) == 1 else f"the parameters of ranks {numbers}"
-    )
+    named = named_ranks(ranks)
+    owners = f"{named}'s parameters" if len(ranks) == 1 else f"the parameters of {named}"
     others = f"rank {source}'s" if size - len(ranks) == 1 else "the other ranks'"
     return f"{owners} differ from {others}"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.shared_state import Difference, PartPath, SharedState
-from ..cluster.topology.local_resources import format_ranges
 from ..parallel.data import unwrap
+from ..plurals import named_ranks
 from .kept_state import KeptState, Scope
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
@@ -132,7 +132,7 @@ class TrainingState:
                 )
         shared.take_from_rank_0(found)
         return [
-            f"{_label(path)} differs on rank {format_ranges(ranks)} from rank 0: checkpoints hold "
+            f"{_label(path)} differs on {named_ranks(ranks)} from rank 0: checkpoints hold "
             "rank 0's. HINT: world.keep(NAME=paceline.per_rank(...)) where it is meant to differ"
             for path, (ranks, _) in found.items()
         ]
@@ -241,11 +241,12 @@ def _label(path: PartPath) -> str:
 def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:
     if absent:
         return (
-            f"world.keep({name}=...) was called on some ranks only, or with another scope: rank "
-            f"{format_ranges(ranks)} differs from rank 0. HINT: call it alike on every rank"
+            f"world.keep({name}=...) was called on some ranks only, or with another scope: "
+            f"{named_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank 0. "
+            "HINT: call it alike on every rank"
         )
     return (
-        f"the state of world.keep({name}=...) differs on rank {format_ranges(ranks)} from rank 0. "
+        f"the state of world.keep({name}=...) differs on {named_ranks(ranks)} from rank 0. "
         f"HINT: {name}=paceline.per_rank({name}) saves each rank's state, "
         f"paceline.from_rank_0({name}) only rank 0's; an average of a model starts equal on all "
         "ranks if it is created after world.distribute"

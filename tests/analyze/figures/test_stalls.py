@@ -83,8 +83,8 @@ def test_standstill_of_all_ranks_of_a_host_is_attributed_to_host(tmp_path):
         ([2], False),
     ]
     assert lines[0] == (
-        "host1 stood still for 3 s in step 7: nothing of its ranks ran (2, 3), as when a host is "
-        "paused, or all of a job; others waited 2.99 s for it"
+        "host1 stood still for 3 s in step 7: nothing of its ranks ran (ranks 2-3), as when a host "
+        "is paused, or all of a job; others waited 2.99 s for it"
     )
     assert [one.state for one in report.step_times.outliers] == ["still", "still"]
 

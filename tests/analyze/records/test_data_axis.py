@@ -71,7 +71,7 @@ def test_report_says_where_the_batches_are_not_known(tmp_path):
         reduces(rank, 4)
     samples, (doubt,) = samples_per_step(ranks)
     assert samples == 8
-    assert "ranks 0, 1 exchange activations" in doubt
+    assert "ranks 0-1 exchange activations" in doubt
 
 
 def test_stages_of_a_pipeline_count_once_and_its_replicas_each(tmp_path):

@@ -98,7 +98,7 @@ def test_stopped_rank_is_reported_with_all_stacks(tmp_path):
 def test_hang_in_data_loader_is_reported(tmp_path):
     forever = "while rank == 1: time.sleep(0.01)"
     text = told(hanging(tmp_path, in_loader=forever, batches="batches()"))
-    assert re.search(r"all-reduce \d+: ranks 0,2 have waited", text)
+    assert re.search(r"all-reduce \d+: ranks 0, 2 have waited", text)
     assert "rank 1 is not there" in text
     assert "in batches: while rank == 1: time.sleep(0.01)" in text
 

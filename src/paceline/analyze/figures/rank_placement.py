@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...cluster.topology.local_resources import format_ranges
+from ...plurals import format_ranges
 from ..records.read_record import Record
 
 VERSIONS = ("paceline", "torch", "python")

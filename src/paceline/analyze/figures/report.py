@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...cost.machine.machine_file import Machine
-from ...plurals import counted
+from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
@@ -260,8 +260,7 @@ def _doubts(
         doubts.append("the job still runs: the figures are of what it has recorded so far")
     if run.missing:
         confidence *= len(records) / (len(records) + len(run.missing))
-        named = ", ".join(map(str, run.missing[:8])) + (" ..." if len(run.missing) > 8 else "")
-        doubts.append(f"no record of rank {named}: the figures leave it out")
+        doubts.append(f"no record of {named_ranks(run.missing)}: the figures leave it out")
     doubts += [f"{what}: left out" for what in run.refused]
     doubts += _failures(records)
     if any(record.meta.get("failed_hooks") for record in records):
@@ -312,12 +311,9 @@ def _failures(records: list[Record]) -> list[str]:
             when = "" if record.count(State.STEP) else " before its first step"
             ranks.setdefault(f"failed{when}: {failure}", []).append(record.rank)
         for hook, failure in record.meta.get("failed_hooks", {}).items():
-            text = f"is recorded in part: the recorder's hook of {hook} failed ({failure})"
+            text = f"recorded in part: the recorder's hook of {hook} failed ({failure})"
             ranks.setdefault(text, []).append(record.rank)
-    return [
-        f"rank {', '.join(map(str, found[:8]))}{' ...' if len(found) > 8 else ''} {text}"
-        for text, found in ranks.items()
-    ]
+    return [f"{named_ranks(found)} {text}" for text, found in ranks.items()]
 
 
 def _unmatched(matched: MatchedCommunication, within: Window | None) -> int:

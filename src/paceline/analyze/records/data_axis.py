@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...plurals import named_ranks
 from ...record.ring.states import POINT_TO_POINT_OPS, Op, State
 from .read_record import Record
 from .state_timeline import Window, merge_intervals, total
 
 REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
 MIN_REDUCTIONS_PER_STEP = 0.5  # inside the forward, on average: fewer are not the model's
-MAX_NAMED_RANKS = 8
 
 
 @dataclass
@@ -89,9 +89,9 @@ def find_data_axis(records: list[Record], within: Window) -> DataAxis:
     for shard in axis.shards:
         connected.join(shard)
     if unsure:
-        named = _named(records, sorted(unsure))
+        named = named_ranks([records[i].rank for i in unsure])
         axis.doubts.append(
-            f"ranks {named} exchange activations, and it is not known whether they get the same "
+            f"{named} exchange activations, and it is not known whether they get the same "
             "batch: their samples are counted once"
         )
     if len(connected.lists()) > 1:
@@ -170,8 +170,3 @@ def _join_same_batches(records: list[Record], members: list[int], shards: _Sets)
             return set()
     shards.join(members)
     return set(members) if len(members) > 1 else set()
-
-
-def _named(records: list[Record], members: list[int]) -> str:
-    named = ", ".join(str(records[i].rank) for i in members[:MAX_NAMED_RANKS])
-    return named + (" ..." if len(members) > MAX_NAMED_RANKS else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...plurals import counted
+from ...plurals import counted, named_ranks
 from ...record.ring.header_schema import without_line_breaks
 from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.error_reason import error_reason
@@ -117,8 +117,7 @@ def _check_one_run(folder: Path, records: list[Record]) -> None:
         ranks_of_run.setdefault(key, []).append(record.rank)
     if len(ranks_of_run) > 1:
         described = "; ".join(
-            f"rank {', '.join(map(str, sorted(ranks)[:4]))}{' ...' if len(ranks) > 4 else ''} of "
-            f"{run or 'an unnamed run'} with {counted(size, 'rank')}"
+            f"{named_ranks(ranks)} of {run or 'an unnamed run'} with {counted(size, 'rank')}"
             for (run, size), ranks in ranks_of_run.items()
         )
         raise ValueError(

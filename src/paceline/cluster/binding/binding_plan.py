@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...plurals import counted
-from ..topology.local_resources import format_ranges
+from ...plurals import counted, format_ranges, named_ranks
 from ..topology.pci_devices import Card, nearest_cards
 from ..topology.topology import Topology
 from .divide_cores import (
@@ -297,7 +296,7 @@ def binding_problems(
     for rank, place in enumerate(places):
         for words in _problems_of_rank(place, topology, allowed, _visible(cards, visible)):
             said.setdefault(words, []).append(rank)
-    found = [f"{_rank_names(ranks)}: {words}" for words, ranks in said.items()]
+    found = [f"{named_ranks(ranks)}: {words}" for words, ranks in said.items()]
     sharers: dict[tuple[int, ...], list[int]] = {}
     for rank, place in enumerate(places):
         sharers.setdefault(tuple(sorted(place.cpus)), []).append(rank)
@@ -307,7 +306,7 @@ def binding_problems(
         if threads > (len(topology.at(mask)) if smt else len(cores)):
             what = counted(len(cores), "core")
             found.append(
-                f"{_rank_names(ranks)}: {counted(threads, 'thread')} on {what} "
+                f"{named_ranks(ranks)}: {counted(threads, 'thread')} on {what} "
                 f"({format_ranges(list(mask))})"
             )
     return found + _overlaps(places, topology)
@@ -358,10 +357,6 @@ def _overlaps(places: Sequence[RankBinding], topology: Topology) -> list[str]:
         cpus = [cpu.number for cpu in topology.cpus if cpu.core in cores]
         what = "the same core" if len(cores) == 1 else f"the same {len(cores)} cores"
         found.append(
-            f"{_rank_names(list(together))}: on {what} (hardware threads {format_ranges(cpus)})"
+            f"{named_ranks(list(together))}: on {what} (hardware threads {format_ranges(cpus)})"
         )
     return found
-
-
-def _rank_names(ranks: list[int]) -> str:
-    return f"ranks {format_ranges(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...plurals import counted
-from ..topology.local_resources import format_ranges
+from ...plurals import counted, format_ranges
 from ..topology.pci_devices import Card
 from ..topology.topology import Topology
 from ..topology.visible_gpus import UNKNOWN

@@ -70,20 +70,6 @@ def _group(controller: str) -> str:
     return ""
 
 
-def format_ranges(numbers: list[int]) -> str:
-    """Format numbers as ranges: [0, 1, 2, 5] as "0-2,5"."""
-    parts: list[str] = []
-    start = previous = None
-    for number in [*sorted(numbers), None]:
-        if previous is not None and number != previous + 1:
-            parts.append(f"{start}-{previous}" if start != previous else f"{start}")
-            start = None
-        if start is None:
-            start = number
-        previous = number
-    return ",".join(parts)
-
-
 def parse_ranges(text: str) -> list[int]:
     """Parse ranges as the kernel writes lists of cores: "0-2,5" as [0, 1, 2, 5]."""
     found: list[int] = []

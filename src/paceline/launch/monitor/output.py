@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from ...cluster.topology.local_resources import format_ranges
+from ...plurals import format_ranges
 from ...security.files import InvalidFileError
 from ...security.terminal import for_terminal
 from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of

@@ -32,7 +32,7 @@ from ..monitor.interrupt import EARLY_STOP_TIMEOUT_S, Interrupt, TerminatedError
 from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
 from ..recovery.shrink import RemainingHosts
-from . import framework_variables
+from . import framework_variables, process_groups
 from .host import Host
 from .rendezvous import Rendezvous
 
@@ -40,7 +40,6 @@ END_GRACE_S = 3.0  # between asking a rank to end and killing it
 SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
 CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
 EXIT_TIMEOUT_S = 10.0  # for a finished rank to exit its interpreter
-KILL_TIMEOUT_S = 5.0  # for ranks to end after SIGKILL
 
 
 class ElasticAgent(SimpleElasticAgent):
@@ -52,19 +51,26 @@ class ElasticAgent(SimpleElasticAgent):
     hang_detector: HangDetector
     remaining: RemainingHosts | None = None  # if the job has several hosts
     bindings: BindingsReport | None = None  # if bindings are to be reported
-    horovod = False  # whether the script uses Horovod
     summary: Path | None = None  # where to write the report of rank 0
 
     def __init__(
-        self, spec: WorkerSpec, hosts: Sequence[Host], seats: list[Seat], started: int
+        self,
+        spec: WorkerSpec,
+        hosts: Sequence[Host],
+        seats: list[Seat],
+        started: int,
+        horovod: bool = False,
     ) -> None:
-        """Start no rank yet. ``started``: when the command began, ns of this host's monotonic
-        clock.
+        """Start no rank yet.
+
+        Args:
+            started: When the command began, ns of this host's monotonic clock.
+            horovod: Whether the script uses Horovod.
         """
         super().__init__(spec, exit_barrier_timeout=60)
         self._hosts, self._seats = hosts, seats
         self._rank_addresses: tuple[list[framework_variables.Worker], int] = [], 0
-        self._started_ns = started
+        self._started_ns, self._horovod = started, horovod
         self.ranks: list[RankStatus] = []
         self.cause: RankStatus | None = None  # rank whose failure ended the last attempt
         self.hang_report: HangReport | None = None  # if a hang ended the last attempt
@@ -107,7 +113,7 @@ class ElasticAgent(SimpleElasticAgent):
             variables = {
                 **self._variables(worker_group, worker),
                 **framework_variables.variables(
-                    workers, worker.global_rank, coordinator, environment, self.horovod
+                    workers, worker.global_rank, coordinator, environment, self._horovod
                 ),
             }
             seat = self._seats[worker.global_rank]
@@ -169,7 +175,8 @@ class ElasticAgent(SimpleElasticAgent):
 
     def end_ranks(self, grace: float = END_GRACE_S) -> None:
         """End every running rank: SIGTERM first, SIGKILL after ``grace`` seconds. A second Ctrl-C
-        kills them at once.
+        kills them at once. A rank that does not end is left: ``process_groups`` prints it when the
+        job ends.
         """
         deadline = time.monotonic() + grace
         try:
@@ -185,17 +192,13 @@ class ElasticAgent(SimpleElasticAgent):
             pass
         for rank in self.ranks:  # ranks that exited may have left processes behind
             self._signal(rank, signal.SIGKILL)
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while time.monotonic() < deadline and any(rank.running for rank in self.ranks):
+        deadline = time.monotonic() + process_groups.KILL_TIMEOUT_S
+        awaited = [rank for rank in self.ranks if not rank.exit_overdue]
+        while time.monotonic() < deadline and any(rank.running for rank in awaited):
             time.sleep(0.005)
             self._collect_exits()
-        for rank in self.ranks:
-            if rank.running and not rank.exit_overdue:
-                rank.exit_overdue = True
-                self.output.say(
-                    f"paceline: rank {rank.rank} has not ended {KILL_TIMEOUT_S:.0f} s after "
-                    "SIGKILL. HINT: it may wait in the kernel for a device or file system\n"
-                )
+        for rank in awaited:
+            rank.exit_overdue = rank.running
 
     def _variables(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         spec, seat = group.spec, self._seats[worker.global_rank]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from ...plurals import named_ranks
 from ..ring.launcher_messages import notify
 from ..ring.states import ROOTED_OPS, Op
 from .error_messages import is_internal_file
@@ -301,15 +302,8 @@ def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return ranks as text, such as "rank 3" or "ranks 0-2,5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    """Return ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
+    return named_ranks(ranks)
 
 
 def _hint(differing: list[int], rows: _ROWS) -> str:

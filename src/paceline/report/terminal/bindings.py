@@ -7,7 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ...cluster.topology.local_resources import format_ranges, parse_ranges
+from ...cluster.topology.local_resources import parse_ranges
+from ...plurals import format_ranges, named_ranks
 from ..console import PlainConsole
 from ..numbers import counted
 
@@ -44,7 +45,7 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
             console.print(Text(line, style="bold red"))
         ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
         if ended:
-            which = f"rank{'s' if len(ended) > 1 else ''} {format_ranges(sorted(ended))}"
+            which = named_ranks(ended)
             line = f"{which}: ended before this look, so not in the table. HINT: more steps"
             console.print(Text(line, style="bold red"))
         for line in _notes(hosts):

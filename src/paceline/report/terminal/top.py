@@ -13,7 +13,7 @@ from rich.text import Text
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
-from ...cluster.topology.local_resources import format_ranges
+from ...plurals import format_ranges, named_ranks
 from ..numbers import amount, counted, elapsed
 from .run_report import COLOURS
 
@@ -200,14 +200,14 @@ def standing_in_words(one: BlockedCollective, view: View) -> str:
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
     waiting = [rank for rank in one.inside if rank not in halted] or one.inside
     have = "has" if len(waiting) == 1 else "have"
-    told = f"{one.collective} {one.number}{_of(one.group)}: {_ranks(waiting)} {have} waited "
+    told = f"{one.collective} {one.number}{_of(one.group)}: {named_ranks(waiting)} {have} waited "
     told += f"for {elapsed(one.for_s)}"
     for rank in one.absent[:3]:
         told += f"; rank {rank}{_at(now[rank], view)} is not there: {_absent(now[rank])}"
     if len(one.absent) > 3:
-        told += f"; {len(one.absent) - 3} more are not there ({_ranks(one.absent[3:])})"
+        told += f"; {len(one.absent) - 3} more are not there ({named_ranks(one.absent[3:])})"
     if halted:
-        told += f"; {_ranks(halted)} in it too, but stopped by a signal (SIGSTOP)"
+        told += f"; {named_ranks(halted)} in it too, but stopped by a signal (SIGSTOP)"
     if one.unseen:
         told += f"; of {counted(one.unseen, 'more member')} nothing is seen"
     return told
@@ -240,7 +240,7 @@ def _doing(view: View) -> list[str]:
     lines = []
     for kind, ranks in same.items():
         longest = max(ranks, key=lambda now: now.for_s or 0.0)
-        lines.append(f"{_ranks([now.rank for now in ranks])}: {_told(kind, longest)}")
+        lines.append(f"{named_ranks([now.rank for now in ranks])}: {_told(kind, longest)}")
     more = len(lines) - LINES
     return [*lines[:LINES], f"... {counted(more, 'more line')} (--json)"] if more > 0 else lines
 
@@ -302,10 +302,6 @@ def _at(now: RankState, view: View) -> str:
 
 def _warning(text: str) -> Text:
     return Text(text, style="yellow")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbered(ranks)}"
 
 
 def numbered(ranks: Sequence[int]) -> str:
