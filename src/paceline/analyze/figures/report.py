@@ -18,15 +18,20 @@ from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
 from ..records.state_timeline import STATES, Ints, Window, background_ns, find_window, total
 from .loader_totals import LoaderTotals, loader_totals
-from .losses import Loss
+from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .pop import Efficiencies, busy_ns, efficiencies
-from .process_groups import Group, check_sum_of_groups, group_figures, overlapped_ns
+from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
 from .rank_placement import RankPlacement, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, find_steps, measure_steps
 from .wait_matrix import WaitPair, longest_waits
+
+TABLES_DIFFER = (
+    "the record contradicts itself: the losses or the communication groups do not add up to the "
+    "time that the ranks lost"
+)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,9 @@ def analyse_with_window(
     doubts, confidence = _doubts(run, records, matched, clocks, measured)
     axis = find_data_axis(records, within) if within is not None else None
     figures = _window_figures(measured, axis)
+    if measured is not None and not _tables_add_up(measured, figures):
+        confidence *= 0.5
+        doubts.append(TABLES_DIFFER)
     if axis is not None and figures["samples"]:
         doubts += axis.doubts
     report = Report(
@@ -206,7 +214,6 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         took = explain_outliers(m, steps, took, still, stalled)
     states = [{name: rank[name] / length for name in STATES} for rank in m.states]
     groups = group_figures(m)
-    check_sum_of_groups(groups, states)
     return {
         "window_s": length / 1e9,
         "samples": samples,
@@ -225,6 +232,12 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "waited_for": longest_waits(m),
         "background": [background_ns(record, m.within) / length for record in m.records],
     }
+
+
+def _tables_add_up(m: MeasuredWindow, figures: dict[str, Any]) -> bool:
+    """Return whether losses and groups add up to the states; a damaged record may prevent it."""
+    groups = groups_add_up(figures["groups"], figures["states"])
+    return groups and losses_add_up(m.losses, m.efficiencies)
 
 
 def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:
