@@ -25,7 +25,7 @@ from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
 from .rank_placement import RankPlacement, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
-from .steps import StepTimes, find_steps, measure_steps
+from .steps import StepTimes, measure_steps
 from .wait_matrix import WaitPair, longest_waits
 
 TABLES_DIFFER = (
@@ -207,7 +207,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     times = [busy_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
-    steps, still = find_steps(m), find_standstills(m)
+    steps, still = m.steps, find_standstills(m)
     stalled = find_stalls(m, still)
     took = measure_steps(m, steps) if steps is not None else None
     if steps is not None and took is not None:
