@@ -142,16 +142,9 @@ def analyse_with_window(
             f"HINT: two numbers between 1 and {done}"
         )
     measured = MeasuredWindow(records, matched, clocks, within) if within is not None else None
-    started = min(int(record.meta["started_ns"]) for record in records)
-    ends = [int(r.events["end"].max()) for r in records if len(r.events)]
-    wall = max(ends, default=started) - started
-    worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
-    # Without a batch and without work the whole run was start-up.
-    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
     stepped = [record.events_in(State.STEP) for record in records]
-    recorded = (wall - startup) or wall
-    cost = max(r.cost_ns for r in records) / max(recorded, 1)
-    doubts, confidence = _doubts(run, records, matched, clocks, measured)
+    unmatched = _unmatched(matched, within)
+    doubts, confidence = _doubts(run, records, matched, unmatched, clocks, measured)
     axis = find_data_axis(records, within) if within is not None else None
     figures = _window_figures(measured, axis)
     if measured is not None and not _tables_add_up(measured, figures):
@@ -167,15 +160,13 @@ def analyse_with_window(
         hosts=[record.host for record in records],
         steps=max(len(s) for s in stepped),
         first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
-        wall_s=wall / 1e9,
-        startup_s=startup / 1e9,
+        **_run_times(records),
         **figures,
-        recording_cost=cost,
         events=sum(len(record.events) + record.lost for record in records),
         missing_ranks=run.missing,
         refused=run.refused,
         lost_events=sum(record.lost for record in records),
-        unmatched=_unmatched(matched, within),
+        unmatched=unmatched,
         clocks_aligned=not clocks.unaligned,
         clock_residual_s=clocks.residual_ns / 1e9,
         clocks=[asdict(clock) for clock in clocks.clocks],
@@ -187,6 +178,19 @@ def analyse_with_window(
         loading=loader_totals(records),
     )
     return RunAnalysis(report, measured)
+
+
+def _run_times(records: list[Record]) -> dict[str, float]:
+    """Return the fields of a Report about the whole run's time."""
+    started = min(int(record.meta["started_ns"]) for record in records)
+    ends = [int(r.events["end"].max()) for r in records if len(r.events)]
+    wall = max(ends, default=started) - started
+    worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
+    # Without a batch and without work the whole run was start-up.
+    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
+    recorded = (wall - startup) or wall
+    cost = max(r.cost_ns for r in records) / max(recorded, 1)
+    return {"wall_s": wall / 1e9, "startup_s": startup / 1e9, "recording_cost": cost}
 
 
 def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
@@ -260,6 +264,7 @@ def _doubts(
     run: Run,
     records: list[Record],
     matched: MatchedCommunication,
+    unmatched: int,
     clocks: Clocks,
     m: MeasuredWindow | None,
 ) -> tuple[list[str], float]:
@@ -284,7 +289,6 @@ def _doubts(
             confidence *= len(record.events) / (len(record.events) + record.damaged)
             events, are = counted(record.damaged, "event"), "is" if record.damaged == 1 else "are"
             doubts.append(f"{events} of rank {record.rank} {are} damaged: left out")
-    unmatched = _unmatched(matched, m.within if m is not None else None)
     blocked = _blocked_ns(matched, m)
     if unmatched:
         alone = total(blocked[~matched.waits["whole"]])
