@@ -24,7 +24,7 @@ class RankStatus:
         host_failure: What happened to its host, if that can no longer be reached.
         stops_on_warning: Whether the rank writes a checkpoint and stops when a signal warns it.
         stopped_at_step: Step of its checkpoint, if it has stopped before the end.
-        exit_overdue: Whether the user was told that it does not end.
+        exit_overdue: Whether it was reported that the rank does not end.
     """
 
     rank: int
