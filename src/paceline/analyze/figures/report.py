@@ -180,7 +180,7 @@ def analyse_with_window(
     return RunAnalysis(report, measured)
 
 
-def _run_times(records: list[Record]) -> dict[str, float]:
+def _run_times(records: list[Record]) -> dict[str, Any]:
     """Return the fields of a Report about the whole run's time."""
     started = min(int(record.meta["started_ns"]) for record in records)
     ends = [int(r.events["end"].max()) for r in records if len(r.events)]
