@@ -24,6 +24,21 @@ def pytest_report_header():
     return f"PACELINE_SEED={os.environ['PACELINE_SEED']} repeats the random choices of this run"
 
 
+@pytest.fixture(autouse=True)
+def tables_add_up(monkeypatch):
+    """Fail a test whose report has tables that do not add up, which users see as a doubt."""
+    report = sys.modules.get("paceline.analyze.figures.report")
+    if report is None:
+        return
+    add_up = report._tables_add_up
+
+    def check(*args):
+        assert add_up(*args), report.TABLES_DIFFER
+        return True
+
+    monkeypatch.setattr(report, "_tables_add_up", check)
+
+
 @pytest.fixture
 def closing():
     """Close what a test opens when the test ends."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.analyze.records.read_record import parse_record
-from paceline.record.hooks import hook_failures
+from paceline.record.hooks import collectives, hook_failures
 from paceline.record.hooks.collectives import RecordedGroup
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import State
@@ -217,3 +217,53 @@ def test_failure_of_the_recorder_does_not_fail_a_collective(group, monkeypatch):
     assert len(said) == 1
     assert "hook of the collectives failed" in said[0]
     hook_failures.failed_hooks.clear()
+
+
+class Check:
+    """A check that has not ended, and then finds that the ranks call different collectives."""
+
+    done, cost_ns = False, 0
+
+    def begin(self, *_):
+        return self
+
+    def wait(self, _):
+        self.finish()
+
+    def finish(self):
+        raise ValueError("ranks disagree about collective 1")
+
+
+@pytest.mark.parametrize("failure", ["earlier", "before the call", "after the call"])
+def test_mismatch_is_reported_if_the_hook_of_collectives_fails(group, monkeypatch, failure):
+    """The result's Work does not finish the check then, so the call does."""
+    monkeypatch.setattr(hook_failures, "notify", lambda _: None)
+    monkeypatch.setattr(hook_failures, "failed_hooks", {})
+    monkeypatch.setattr(collectives, "failed_hooks", hook_failures.failed_hooks)
+    group._checks = Check()
+    if failure == "earlier":
+        hook_failures.report_failure(collectives.COLLECTIVES_HOOK, ValueError())
+    elif failure == "before the call":
+        monkeypatch.setattr(collectives, "_bytes", lambda _: {}["broken"])
+    else:
+        monkeypatch.setattr(group, "note_launch", lambda *_: {}["broken"])
+    with pytest.raises(ValueError, match="ranks disagree about collective 1") as error:
+        group.allreduce([torch.ones(2)])
+    assert error.value.__context__ is None
+
+
+def test_collective_of_another_thread_is_kept_while_finished_ones_are_dropped(group):
+    """The other thread launches while this one goes through the unfinished collectives."""
+    work, launched = group.allreduce([torch.ones(1)]), []
+
+    def done():
+        if not launched:
+            launched.append(None)
+            launched[0] = group.allreduce([torch.ones(1)])
+        return True
+
+    work.done = done
+    group.forget_finished()
+    (kept,) = group._unfinished
+    assert kept[1]() is launched[0]
+    launched[0].wait()

@@ -12,7 +12,6 @@ from records import MS, Rank, made
 from typer.testing import CliRunner
 
 from paceline.analyze.figures.report import analyse, analyse_with_window
-from paceline.analyze.figures.steps import find_steps
 from paceline.analyze.figures.window_steps import MAX_LOST_STEPS
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.clock_alignment import align_clocks
@@ -234,7 +233,7 @@ def test_large_step_numbers_allocate_no_memory(tmp_path):
     assert tracemalloc.get_traced_memory()[1] < 50 << 20
     tracemalloc.stop()
     assert examined.measured is not None
-    assert find_steps(examined.measured) is None
+    assert examined.measured.steps is None
 
 
 def test_few_lost_steps_keep_their_numbers(tmp_path):

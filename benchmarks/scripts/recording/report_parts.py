@@ -27,7 +27,10 @@ PARTS = {
     "losses": [(losses, "own_losses"), (losses, "wait_losses"), (losses, "transfer_losses")],
     "groups": [(report, "group_figures"), (report, "overlapped_ns")],
     "ranges": [(report, "_range_efficiencies")],
-    "steps": [(report, "find_steps"), (report, "measure_steps"), (report, "longest_waits")],
+    "steps": [
+        (measured_window, "steps_in_window"),
+        *((report, "measure_steps"), (report, "longest_waits")),
+    ],
 }
 seconds: dict[str, float] = defaultdict(float)
 

@@ -217,7 +217,7 @@ def pack(
             code = _check(Path(source), workers, json)
             raise typer.Exit(code)
         if dest is None:
-            raise ValueError("where to? HINT: paceline pack SOURCE DEST")
+            raise ValueError("the destination folder is missing. HINT: paceline pack SOURCE DEST")
         encoding: dict[str, Any] = {
             "decode": decode,
             "resize": resize,

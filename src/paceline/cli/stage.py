@@ -90,7 +90,10 @@ def stage(
 
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
-            raise ValueError("where to? HINT: paceline stage SET ROOT, or PACELINE_STAGE=ROOT")
+            raise ValueError(
+                "the destination folder is missing. HINT: paceline stage SET ROOT, or "
+                "PACELINE_STAGE=ROOT"
+            )
         most = None if room is None else bytes_of(room, "--room")
         wish = StageRequest(hosts, hostfile, launcher, tuple(env or []))
         where = None if beside else wish.target()

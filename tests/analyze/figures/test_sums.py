@@ -234,3 +234,23 @@ def test_matrix_of_waits_is_part_of_the_states(tmp_path):
     m = analyse_with_window(Run("test", records, missing=[])).measured
     shares = wait_matrix(m)
     assert shares.sum(axis=1) == pytest.approx([0.1, 0.0])
+
+
+@pytest.mark.parametrize("table", ["groups", "losses"])
+def test_tables_that_do_not_add_up_are_a_doubt(tmp_path, monkeypatch, table):
+    """A record that contradicts itself still gives a report, of lower confidence."""
+    from paceline.analyze.figures import losses
+    from paceline.analyze.figures import report as figures
+
+    monkeypatch.undo()  # reports whose tables differ fail a test
+    ranks = gpu_job(tmp_path, late=60)
+    whole = report_of(ranks)
+    if table == "groups":
+        made = figures.group_figures
+        monkeypatch.setattr(figures, "group_figures", lambda m: made(m)[1:])
+    else:
+        monkeypatch.setattr(losses, "wait_losses", lambda *_: [])
+    report = report_of(ranks)
+    assert (whole.confidence, report.confidence) == (1.0, 0.5)
+    assert "the record contradicts itself" in " ".join(report.doubts)
+    assert "the record contradicts itself" in report_text(report)

@@ -261,6 +261,19 @@ def test_dali_graph_is_freed_with_loader(images, decoded):
     assert graph() is None
 
 
+def test_abandoned_dali_pass_ends_with_its_iterator(images, decoded):
+    """The graph, which the loader keeps, does not keep the batches of the pass."""
+    loader = Loader(images, 4, dali=decoded)
+    whole = [label.tolist() for _, label in loader]
+    passing = iter(loader)
+    next(passing)
+    abandoned = weakref.ref(passing)
+    del passing
+    gc.collect()
+    assert abandoned() is None
+    assert [label.tolist() for _, label in loader] == whole
+
+
 def test_missing_dali_reports_install_hint(images, monkeypatch):
     for name in ("nvidia.dali", "nvidia.dali.pipeline", "nvidia.dali.fn"):
         monkeypatch.setitem(sys.modules, name, None)

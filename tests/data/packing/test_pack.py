@@ -320,7 +320,7 @@ def test_unreadable_file_raises_or_is_skipped(tmp_path):
         (["x.npy", "done"], "done: holds a packed set"),
         (["x.npy", "out", "--cast", "float7"], "cast='float7' is no dtype"),
         (["x.npy", "out", "--shard-size", "big"], "--shard-size big: no size"),
-        (["x.npy"], "where to? HINT: paceline pack SOURCE DEST"),
+        (["x.npy"], "the destination folder is missing. HINT: paceline pack SOURCE DEST"),
         (["--check", "empty"], "empty: has no paceline.json"),
     ],
 )

@@ -139,7 +139,7 @@ def test_mistakes_are_reported_before_anything_is_written(lustre, source, tmp_pa
     assert "is not on Lustre (file system: ext4). HINT: leave it out" in said
     code, said = pack(source, lustre.path / "packed", "--stripe", "many")
     assert code == 2
-    assert "--stripe many: HINT: a number of storage targets, all, or auto" in said
+    assert "--stripe many is not valid. HINT: a number of storage targets, all, or auto" in said
     lustre.set(setstripe="echo no such pool >&2; exit 2")
     code, said = pack(source, lustre.path / "packed", "--stripe", "2")
     assert code == 2

@@ -165,7 +165,10 @@ def test_invalid_arguments_are_reported(packed, tmp_path, monkeypatch):
         stage(packed, tmp_path / "file")
     monkeypatch.delenv(VARIABLE, raising=False)
     running = command(packed)
-    assert "where to? HINT: paceline stage SET ROOT" in running.communicate()[1]
+    assert (
+        "the destination folder is missing. HINT: paceline stage SET ROOT"
+        in running.communicate()[1]
+    )
 
 
 def test_full_disk_keeps_complete_shards(packed, tmp_path, monkeypatch):
@@ -269,4 +272,4 @@ def test_run_stages_dataset_during_training(packed, tmp_path):
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True,
                           env=ranks.environment())  # fmt: skip
     assert done.returncode == 2
-    assert "where to? HINT: PACELINE_STAGE" in done.stderr
+    assert "the destination folder is missing. HINT: PACELINE_STAGE" in done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 from fuzz.scratch import new_folder
 from paceline.analyze.figures.compare_runs import compare
-from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.figures.report import TABLES_DIFFER, analyse_with_window
 from paceline.analyze.live.live_view import view
 from paceline.analyze.records.load_run import Run, load_run
 from paceline.analyze.records.read_record import Record, parse_record
@@ -178,6 +178,7 @@ def told(whole: Run, draw: bool) -> None:
     """Produce all output of paceline report except the page, which is the target "report"."""
     examined = analyse_with_window(whole)
     report = examined.report
+    assert TABLES_DIFFER not in report.doubts
     json.loads(report.to_json(), parse_constant=_refused)
     for rank in report.states:
         assert abs(sum(rank.values()) - 1) < 1e-6

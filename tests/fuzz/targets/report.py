@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import BytecodeCache, Environment
 from jinja2.bccache import Bucket
 
-from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.figures.report import TABLES_DIFFER, analyse_with_window
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import parse_record
 from paceline.analyze.records.script_lines import command_words, read_lines
@@ -103,6 +103,7 @@ def run(data: bytes) -> None:
     records[0] = replace(records[0], events=events, lines=read_lines(LINES)[0])
     command = command_words(told.get("command"))
     examined = analyse_with_window(Run("fuzz", records, [], [], command))
+    assert TABLES_DIFFER not in examined.report.doubts
     text = io.StringIO()
     PlainConsole(file=text, width=100).print(panel(examined.report, 100, full=True))
     assert not CONTROL.search(text.getvalue())

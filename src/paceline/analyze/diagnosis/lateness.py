@@ -4,7 +4,7 @@ import numpy as np
 
 from ...plurals import counted
 from ..figures.measured_window import MeasuredWindow
-from ..figures.steps import find_steps, states_by_step
+from ..figures.steps import states_by_step
 from ..records.state_timeline import STATES
 
 OWN_STATES = [STATES.index(name) for name in ("useful", "other")]
@@ -15,7 +15,7 @@ MIN_EXCESS = 0.05  # of a step
 
 def lateness(m: MeasuredWindow, rank: int) -> str:
     """Describe when this rank is slow; empty where the record can't tell."""
-    steps = find_steps(m)
+    steps = m.steps
     numbers = [record.rank for record in m.records]
     if steps is None or rank not in numbers or len(numbers) < 2 or len(steps) < 5:
         return ""

@@ -11,7 +11,7 @@ from ..records.read_record import Record
 from ..records.state_timeline import Timeline, Window, build_timeline
 from . import losses as lost
 from .ideal_network import ideal_length
-from .losses import Loss, StepRanges, check_sum_of_losses
+from .losses import Loss, StepRanges
 from .pop import busy_ns, check_identities, efficiencies
 from .window_steps import steps_in_window
 
@@ -65,7 +65,6 @@ class MeasuredWindow:
         self.ranges: StepRanges = lost.split_into_ranges(records, within)
         self.steps = steps_in_window(records, within)
         self.losses = self._losses()
-        check_sum_of_losses(self.losses, self.efficiencies)
 
     def _losses(self) -> list[Loss]:
         place = lost.LossPlaces(self.records, self.matched, self.ranges, self.steps)

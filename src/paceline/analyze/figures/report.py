@@ -18,15 +18,20 @@ from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
 from ..records.state_timeline import STATES, Ints, Window, background_ns, find_window, total
 from .loader_totals import LoaderTotals, loader_totals
-from .losses import Loss
+from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .pop import Efficiencies, busy_ns, efficiencies
-from .process_groups import Group, check_sum_of_groups, group_figures, overlapped_ns
+from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
 from .rank_placement import RankPlacement, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
-from .steps import StepTimes, find_steps, measure_steps
+from .steps import StepTimes, measure_steps
 from .wait_matrix import WaitPair, longest_waits
+
+TABLES_DIFFER = (
+    "the record contradicts itself: the losses or the communication groups do not add up to the "
+    "time that the ranks lost"
+)
 
 
 @dataclass(frozen=True)
@@ -137,18 +142,14 @@ def analyse_with_window(
             f"HINT: two numbers between 1 and {done}"
         )
     measured = MeasuredWindow(records, matched, clocks, within) if within is not None else None
-    started = min(int(record.meta["started_ns"]) for record in records)
-    ends = [int(r.events["end"].max()) for r in records if len(r.events)]
-    wall = max(ends, default=started) - started
-    worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
-    # Without a batch and without work the whole run was start-up.
-    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
     stepped = [record.events_in(State.STEP) for record in records]
-    recorded = (wall - startup) or wall
-    cost = max(r.cost_ns for r in records) / max(recorded, 1)
-    doubts, confidence = _doubts(run, records, matched, clocks, measured)
+    unmatched = _unmatched(matched, within)
+    doubts, confidence = _doubts(run, records, matched, unmatched, clocks, measured)
     axis = find_data_axis(records, within) if within is not None else None
     figures = _window_figures(measured, axis)
+    if measured is not None and not _tables_add_up(measured, figures):
+        confidence *= 0.5
+        doubts.append(TABLES_DIFFER)
     if axis is not None and figures["samples"]:
         doubts += axis.doubts
     report = Report(
@@ -159,15 +160,13 @@ def analyse_with_window(
         hosts=[record.host for record in records],
         steps=max(len(s) for s in stepped),
         first_step=min((int(s["step"].min()) for s in stepped if len(s)), default=0),
-        wall_s=wall / 1e9,
-        startup_s=startup / 1e9,
+        **_run_times(records),
         **figures,
-        recording_cost=cost,
         events=sum(len(record.events) + record.lost for record in records),
         missing_ranks=run.missing,
         refused=run.refused,
         lost_events=sum(record.lost for record in records),
-        unmatched=_unmatched(matched, within),
+        unmatched=unmatched,
         clocks_aligned=not clocks.unaligned,
         clock_residual_s=clocks.residual_ns / 1e9,
         clocks=[asdict(clock) for clock in clocks.clocks],
@@ -179,6 +178,19 @@ def analyse_with_window(
         loading=loader_totals(records),
     )
     return RunAnalysis(report, measured)
+
+
+def _run_times(records: list[Record]) -> dict[str, Any]:
+    """Return the fields of a Report about the whole run's time."""
+    started = min(int(record.meta["started_ns"]) for record in records)
+    ends = [int(r.events["end"].max()) for r in records if len(r.events)]
+    wall = max(ends, default=started) - started
+    worked = [record.events_in(State.INPUT, *USEFUL_STATES) for record in records]
+    # Without a batch and without work the whole run was start-up.
+    startup = min((int(w["start"].min()) - started for w in worked if len(w)), default=wall)
+    recorded = (wall - startup) or wall
+    cost = max(r.cost_ns for r in records) / max(recorded, 1)
+    return {"wall_s": wall / 1e9, "startup_s": startup / 1e9, "recording_cost": cost}
 
 
 def _roofline(records: list[Record], machine: Machine, figures: dict[str, Any]) -> Roofline | None:
@@ -199,14 +211,13 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     times = [busy_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
-    steps, still = find_steps(m), find_standstills(m)
+    steps, still = m.steps, find_standstills(m)
     stalled = find_stalls(m, still)
     took = measure_steps(m, steps) if steps is not None else None
     if steps is not None and took is not None:
         took = explain_outliers(m, steps, took, still, stalled)
     states = [{name: rank[name] / length for name in STATES} for rank in m.states]
     groups = group_figures(m)
-    check_sum_of_groups(groups, states)
     return {
         "window_s": length / 1e9,
         "samples": samples,
@@ -225,6 +236,12 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "waited_for": longest_waits(m),
         "background": [background_ns(record, m.within) / length for record in m.records],
     }
+
+
+def _tables_add_up(m: MeasuredWindow, figures: dict[str, Any]) -> bool:
+    """Return whether losses and groups add up to the states; a damaged record may prevent it."""
+    groups = groups_add_up(figures["groups"], figures["states"])
+    return groups and losses_add_up(m.losses, m.efficiencies)
 
 
 def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:
@@ -247,6 +264,7 @@ def _doubts(
     run: Run,
     records: list[Record],
     matched: MatchedCommunication,
+    unmatched: int,
     clocks: Clocks,
     m: MeasuredWindow | None,
 ) -> tuple[list[str], float]:
@@ -270,7 +288,6 @@ def _doubts(
             confidence *= len(record.events) / (len(record.events) + record.damaged)
             events, are = counted(record.damaged, "event"), "is" if record.damaged == 1 else "are"
             doubts.append(f"{events} of rank {record.rank} {are} damaged: left out")
-    unmatched = _unmatched(matched, m.within if m is not None else None)
     blocked = _blocked_ns(matched, m)
     if unmatched:
         alone = total(blocked[~matched.waits["whole"]])

@@ -64,11 +64,6 @@ class StepTimes:
     outliers: list[Outlier] = field(default_factory=list)
 
 
-def find_steps(m: MeasuredWindow) -> Steps | None:
-    """Return the window's steps, or None where the ranks have none in common."""
-    return m.steps
-
-
 def states_by_step(m: MeasuredWindow, steps: Steps, rank: int) -> Ints:
     """Return nanoseconds of one record in each state, in each step: (steps, states)."""
     return np.diff(m.timelines[rank].cumulative_by_state(steps.bounds[rank]), axis=0)

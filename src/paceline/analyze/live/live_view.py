@@ -12,8 +12,7 @@ import numpy as np
 
 from ...record.ring.states import SAMPLER_STATES, State
 from ...record.ring.tail import Tail
-from ..figures.report import analyse_with_window
-from ..figures.steps import find_steps
+from ..figures.report import TABLES_DIFFER, analyse_with_window
 from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
 from ..records.read_record import Record, parse_record
@@ -172,8 +171,8 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
     except AssertionError:  # a half-written event that looks complete; not in the next view
         return nothing, 0.0
     m, report = examined.measured, examined.report
-    steps = find_steps(m) if m is not None else None
-    if m is None or steps is None:
+    steps = m.steps if m is not None else None
+    if m is None or steps is None or TABLES_DIFFER in report.doubts:
         return nothing, 0.0
     seconds = float(steps.seconds.sum())
     caused = np.zeros(len(run.records)) if m.clocks_unaligned else wait_matrix(m).sum(axis=0)

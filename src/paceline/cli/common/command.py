@@ -24,7 +24,7 @@ class Command(TyperCommand):
         renamed: Old spellings of options, with the present ones. They are not shown in --help.
         translated: Options of other launchers with the equivalent one and its meaning. A line
             says so.
-        answered: Options of other launchers that are not needed, with what to do instead.
+        answered: Options of torchrun that are not needed, with what to do instead.
     """
 
     renamed: ClassVar[dict[str, str]] = {}
@@ -57,7 +57,9 @@ class Command(TyperCommand):
             if word == "--" or (positional and not self._interspersed):
                 return [*result, word, *rest]
             if name in self.answered:
-                raise typer.BadParameter(f"{name}: HINT: {self.answered[name]}")
+                raise typer.BadParameter(
+                    f"{name} is an option of torchrun. HINT: {self.answered[name]}"
+                )
             if name in self.translated:
                 option, meaning = self.translated[name]
                 said = f"paceline: {name} is {option} of paceline {self.name}: {meaning}"

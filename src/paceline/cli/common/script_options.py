@@ -1,7 +1,7 @@
 """Options of Paceline that were written after the script, and so would go to the script.
 
 Two cases are told apart. The script's source does not mention the option, and nothing else can
-read it: always an error. Or nobody can tell: the script reads ``sys.argv``, keeps unknown options
+read it: always an error. Or it is not known: the script reads ``sys.argv``, keeps unknown options
 for others, or imports packages that may define the option. Then ``paceline submit`` refuses,
 because its mistakes are seen only after a wait in a queue; the other commands warn.
 """
@@ -106,11 +106,14 @@ class ScriptCommand(Command):
                 f"{name} stands after {script} and would be passed to it, and the script's source "
                 f"does not mention it. HINT: {hint}"
             )
-        text = f"{name} stands after {script} and is passed to it; paceline {self.name} has such an"
+        text = (
+            f"{name} stands after {script} and is passed to it. It may be an option of the script "
+            f"or of paceline {self.name}. HINT: {hint}"
+        )
         if self.name in STRICT:
-            raise ValueError(f"{text} option too, and whose is meant is not known. HINT: {hint}")
+            raise ValueError(text)
         if os.environ.get("RANK", "0") == "0":  # every rank is a paceline record
-            typer.echo(printable(f"paceline: warning: {text} option too. HINT: {hint}"), err=True)
+            typer.echo(printable(f"paceline: warning: {text}"), err=True)
 
 
 def _first_own(given: Sequence[str], options: dict[str, Any]) -> int | None:

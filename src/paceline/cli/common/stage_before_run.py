@@ -59,8 +59,8 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> lis
         )
     if stage and not os.environ.get(VARIABLE):
         raise ValueError(
-            f"--stage {stage[0]}: where to? HINT: {VARIABLE}=/local (a folder of each host's own: "
-            "a disk, or /dev/shm)"
+            f"--stage {stage[0]}: the destination folder is missing. HINT: {VARIABLE}=/local (a "
+            "folder of each host's own: a disk, or /dev/shm)"
         )
     for one, words in zip(stage, pack, strict=False):
         if not (one / META_FILE).exists():

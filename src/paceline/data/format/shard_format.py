@@ -286,12 +286,6 @@ def _field(found: meta_schema.FieldSchema | None) -> ArraySpec | None:
     return None if found is None else ArraySpec(found.dtype, tuple(found.shape))
 
 
-def pack_checksummed_part(row: IndexRow) -> bytes:
-    """Return the first 44 bytes of a row, which its checksum covers."""
-    place = (row.label, row.offset, row.length, row.shard)
-    return pack_row(*place, row.shape, row.dtype, row.encoding)
-
-
 def pack_row(
     label: int,
     offset: int,

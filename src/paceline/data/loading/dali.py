@@ -6,6 +6,7 @@ processes whole batches into tensors, on the GPU if there is one.
 
 import os
 import re
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -128,7 +129,8 @@ class Graph:
         self.process = os.getpid()  # the threads of DALI don't exist in a forked child
         self._pipeline, self._coming = pipeline, deque[tuple[int, list[Key], list[Any]]]()
         self._inputs: list[_Input] = []
-        self._pull: Pull = lambda: None
+        # Source of the pass; weak, as the graph outlives an abandoned pass.
+        self._pull: Callable[[], Pull | None] = lambda: None
         self._begun = self._ended = False  # whether the first and the last batch were fed
         self._error: Exception | None = None  # error that ended the pass
         self._failed: Exception | None = None  # error after which the graph is unusable
@@ -158,7 +160,8 @@ class Graph:
     def begin_pass(self, pull: Pull) -> bool:
         """Begin a pass and discard the remaining batches of the previous one.
 
-        Return False if the graph has failed and can't be used again.
+        Return False if the graph has failed and can't be used again. ``pull`` is a bound method,
+        whose object is the pass; the graph does not keep it alive.
         """
         if self._begun and self._failed is None:
             self._ended = True
@@ -169,7 +172,7 @@ class Graph:
                 self._fresh()
             except RuntimeError as error:
                 self._failed = error
-        self._pull = pull
+        self._pull = weakref.WeakMethod(pull)
         return self._failed is None
 
     def next(self, pull: Pull) -> tuple[int, Any] | None:
@@ -187,7 +190,7 @@ class Graph:
             ValueError: DALI can't process the batch.
             RuntimeError: Another pass has begun, or this process was forked during the pass.
         """
-        if pull != self._pull or self.process != os.getpid():
+        if pull != self._pull() or self.process != os.getpid():
             raise RuntimeError(
                 "Loader: dali: another pass has begun, or this process was forked in mid-pass, "
                 "and DALI runs one pass at a time. HINT: a Loader for each"
@@ -255,8 +258,9 @@ class Graph:
         self._begun = True
         if self._ended:
             raise StopIteration
+        pull = self._pull()
         try:
-            pulled = self._pull()
+            pulled = pull() if pull is not None else None
         except Exception as error:
             pulled, self._error = None, error
         if pulled is None:

@@ -115,7 +115,9 @@ def check_count(text: str) -> str:
         ValueError: It is neither a positive number nor ALL or AUTO.
     """
     if text not in (AUTO, ALL) and not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise ValueError(f"--stripe {text}: HINT: a number of storage targets, all, or auto")
+        raise ValueError(
+            f"--stripe {text} is not valid. HINT: a number of storage targets, all, or auto"
+        )
     return text
 
 

@@ -129,7 +129,7 @@ class Passes:
     def _draw(self, seed: int, resume: dict[str, int]) -> tuple[torch.Tensor, int]:
         """Return the order of a sampler of another kind, and the seed that it was drawn with."""
         if (own := _generator_of(self.sampler)) is not None:
-            seed = _draw_seed(own)
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=own).item())
         given = resume.get("order_seed")
         seed = seed if given is None else given
         order = draw_order(self.sampler, seed)
@@ -207,7 +207,3 @@ def _not_repeatable(sampler: Any, name: str) -> ValueError:
 def _generator_of(sampler: Any) -> torch.Generator | None:
     own = getattr(sampler, "generator", None)
     return own if isinstance(own, torch.Generator) else None
-
-
-def _draw_seed(generator: torch.Generator | None) -> int:
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

@@ -84,7 +84,7 @@ class HangDetector:
             self._announced_longer_limit = True
             write_message(
                 f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for "
-                f"{longest_idle_s:.1f} s here and go on, so a hang is told after {limit:.1f} s\n"
+                f"{longest_idle_s:.1f} s and go on, so a hang is reported after {limit:.1f} s\n"
             )
         if idle_s < limit:
             self._reported_limit_s = 0.0

@@ -26,6 +26,7 @@ from ...record.attach import attach, detach
 from ...record.hooks.error_messages import format_error, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group
 from ...record.hooks.import_hooks import after_import
+from ...record.ring.header_schema import MAX_FAILURE_CHARS
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
 from ..affinity.memory_policy import prefer
@@ -34,8 +35,6 @@ from ..monitor import rank_stacks
 from ..records import job_folder
 from .fork_server import RankStart
 from .framework_variables import introduce_to_jax
-
-MAX_FAILURE_CHARS = 300  # of an exception in a record's header
 
 
 def become(start: RankStart) -> None:

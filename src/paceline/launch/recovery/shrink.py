@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...report.numbers import counted
+from ...plurals import counted
 from ..monitor.failures import RankStatus
 from ..monitor.live_records import JobSnapshot
 from ..remote.remote_host import RemoteHost

@@ -13,6 +13,7 @@ Sends and receives are numbered by tag and peer: the n-th send of a tag to a ran
 receive of that tag from the sender.
 """
 
+import contextlib
 import functools
 import sys
 import time
@@ -31,7 +32,13 @@ from torch.autograd import Variable
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op
-from .collective_check import AUTOGRAD_ENGINE_CODE, CollectiveCheck, PendingCheck, is_checked
+from .collective_check import (
+    AUTOGRAD_ENGINE_CODE,
+    NONBLOCKING_WAIT_S,
+    CollectiveCheck,
+    PendingCheck,
+    is_checked,
+)
 from .collective_in_flight import BLOCKED, COLLECTIVE, CollectiveInFlight, is_in_background
 from .hook_failures import failed_hooks, report_failure
 from .recorded_work import COLLECTIVES_HOOK, KEEPS_PYTHON_WORK, RecordedWork
@@ -148,14 +155,16 @@ class RecordedGroup(dist.ProcessGroup):
 
     def forget_finished(self) -> None:
         """Drop the collectives whose end is recorded, or can be recorded now."""
-        unfinished = []
-        for in_flight, reference in self._unfinished:
+        for entry in self._unfinished.copy():
+            in_flight, reference = entry
             work = reference()
             if work is None:  # the script has dropped it without a wait
                 in_flight.finish(now())
             elif not work.done():
-                unfinished.append((in_flight, reference))
-        self._unfinished = unfinished
+                continue
+            # In place: another thread may append at the same time, or remove the same entry.
+            with contextlib.suppress(ValueError):
+                self._unfinished.remove(entry)
 
     def drop_pending(self) -> None:
         """Drop the collectives of a backward that raised an exception."""
@@ -262,22 +271,25 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         engine = in_backward() != -1 and _called_by_engine()
         if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
             recorder.on_backward_reduce(self, args[0] if engine else [])
-        if not self._group or COLLECTIVES_HOOK in failed_hooks:
-            return call(*args, **options)
+        is_recorded = bool(self._group) and COLLECTIVES_HOOK not in failed_hooks
         try:
-            called = now() if checked else launched
-            amount = 0 if vector_argument is None else _bytes(args[vector_argument])
-            if shared:
-                amount *= self.size()
-            peer = _peer(op, args) if has_peer else -1
-            seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
-            place = (amount, seq, self._group, number, peer)
-            in_background = is_in_background(recorder)
-            if checked:
-                recorder.event(BLOCKED[in_background], launched, called, *place)
-            recorder.begin(COLLECTIVE[in_background], called, seq, self._group, number)
+            if is_recorded:
+                called = now() if checked else launched
+                amount = 0 if vector_argument is None else _bytes(args[vector_argument])
+                if shared:
+                    amount *= self.size()
+                peer = _peer(op, args) if has_peer else -1
+                seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
+                place = (amount, seq, self._group, number, peer)
+                in_background = is_in_background(recorder)
+                if checked:
+                    recorder.event(BLOCKED[in_background], launched, called, *place)
+                recorder.begin(COLLECTIVE[in_background], called, seq, self._group, number)
         except Exception as error:
             report_failure(COLLECTIVES_HOOK, error)
+            is_recorded = False
+        if not is_recorded:
+            _finish_unrecorded(check)
             return call(*args, **options)
         work = call(*args, **options)
         returned = now()
@@ -289,10 +301,20 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             return self.note_launch(work, in_flight, check, engine)
         except Exception as error:
             report_failure(COLLECTIVES_HOOK, error)
-            return work
+        _finish_unrecorded(check)
+        return work
 
     method.__name__ = name
     return method
+
+
+def _finish_unrecorded(check: PendingCheck | None) -> None:
+    """Finish the check of a collective whose Work is returned unwrapped and so does not finish it.
+
+    A late rank may depend on what this rank does next, so the wait is limited.
+    """
+    if check is not None:
+        check.wait(NONBLOCKING_WAIT_S)
 
 
 def _called_by_engine() -> bool:

@@ -1,9 +1,9 @@
 """Failures of the recorder's hooks: reported once each, and never raised into a script."""
 
+from ..ring.header_schema import MAX_FAILURE_CHARS
 from ..ring.launcher_messages import notify
 from ..ring.recorder import update_all_headers
 
-MAX_FAILURE_CHARS = 200  # of an exception in a record's header
 failed_hooks: dict[str, str] = {}  # hooks that are off, and the exception of each
 
 

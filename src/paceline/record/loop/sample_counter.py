@@ -16,7 +16,6 @@ class SampleCounter:
     def __init__(self) -> None:
         self._ahead: list[int] = []
         self._claimed: list[int] = []  # since the last step
-        self._direct = 0  # samples of model inputs, without a loader
         self._held: list[int] = []  # claimed batches that a later step trains
         self._prefetched: int | None = None  # batches; None until two steps were seen
         self._iterator: object = None  # iterator of the loader that trains
@@ -34,10 +33,6 @@ class SampleCounter:
 
     def discard_ahead(self) -> None:
         self._ahead = []
-
-    def add_input(self, samples: int) -> None:
-        """Add the samples of a model's input in a loop without a loader."""
-        self._direct += samples
 
     def claim(self, iterator: object, samples: int) -> None:
         """Count a batch, and those fetched before it, as trained by the current step."""
@@ -62,14 +57,13 @@ class SampleCounter:
 
     def end_step(self) -> int:
         """Return the number of samples of the step that ends now."""
-        claimed, direct = self._claimed, self._direct
-        self._claimed, self._direct = [], 0
+        claimed, self._claimed = self._claimed, []
         if self._prefetched == 0:
-            return sum(claimed) + direct
+            return sum(claimed)
         if not claimed:
             trained = self._held[: self._batches_per_step] if self._is_exhausted else []
             self._held = self._held[len(trained) :]
-            return sum(trained) + direct
+            return sum(trained)
         if self._first_step is None:
             self._first_step = claimed
         elif self._prefetched is None:
@@ -80,4 +74,4 @@ class SampleCounter:
         # Each step trains at least one batch.
         count = max(len(batches) - (self._prefetched or 0), 1)
         self._held, self._batches_per_step = batches[count:], count
-        return sum(batches[:count]) + direct
+        return sum(batches[:count])

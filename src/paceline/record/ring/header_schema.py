@@ -15,6 +15,7 @@ from ...security.text import printable
 
 MAX_RANKS = 1 << 20
 MAX_RESTARTS = 1 << 20
+MAX_FAILURE_CHARS = 300  # of the text of an exception
 MAX_TIME_NS = 1 << 60  # no node has been up for 36 years
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=MAX_TIME_NS)]

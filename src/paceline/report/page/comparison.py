@@ -12,7 +12,6 @@ from ...analyze.figures.compare_runs import (
 )
 from ...analyze.figures.losses import Loss
 from ...analyze.figures.report import Report, RunAnalysis
-from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, signed_duration
 from ..sentences import sentence
@@ -108,7 +107,7 @@ def _data(runs: list[RunAnalysis], labels: list[str]) -> dict[str, Any]:
         for state in STATES:
             mean = sum(rank[state] for rank in report.states) / max(len(report.states), 1)
             shares[state].append(mean * step_s(report))
-        if m is not None and (steps := find_steps(m)) is not None:
+        if m is not None and (steps := m.steps) is not None:
             courses.append({"name": label, **times(steps)})
     return {
         "states": list(STATES),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import RunAnalysis
-from ...analyze.figures.steps import find_steps, states_by_step
+from ...analyze.figures.steps import states_by_step
 from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES
@@ -53,7 +53,7 @@ def series(examined: RunAnalysis) -> dict[str, Any]:
     m = examined.measured
     if m is None:
         return {}
-    steps = find_steps(m)
+    steps = m.steps
     found: dict[str, Any] = {"states": list(STATES), "ranks": examined.report.ranks}
     if steps is not None:
         found |= {"steps": times(steps), "moments": moments(m, steps, examined)}

@@ -16,7 +16,6 @@ import numpy as np
 
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis
-from ...analyze.figures.steps import find_steps
 from ...analyze.records.state_timeline import Ints, Window
 from ...plurals import counted
 from ...record.ring.states import State
@@ -77,7 +76,7 @@ def choose_part(
     m: MeasuredWindow, tracks: Tracks, report: Report, steps: tuple[int, int] | None
 ) -> Part:
     """Return the part to draw: as many whole steps around the typical step as fit."""
-    steps_found = find_steps(m)
+    steps_found = m.steps
     if steps_found is None or report.step_times is None:
         if steps is not None:
             raise ValueError(f"{report.name}: no step is whole on all ranks. HINT: no --steps")

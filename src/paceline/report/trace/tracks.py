@@ -149,10 +149,8 @@ class Tracks:
         Returns the thread id of each "launch", "wait" and "transfer" (0 outside of the window).
         """
         record, waits = self.m.records[i], self.waits[i]
-        in_flight, blocked = (
-            record.events_in(*launch_states(record)),
-            record.events_in(*blocking_states(record)),
-        )
+        in_flight = record.events_in(*launch_states(record))
+        blocked = record.events_in(*blocking_states(record))
         turn = np.clip(waits["latest"], waits["start"], waits["end"])
         if self.m.clocks_unaligned:
             turn = waits["start"]
