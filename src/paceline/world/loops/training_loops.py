@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
+from ...parallel.accumulation import LoadedBatch
 from ...parallel.data import set_buffer_sync
 from ...record.hooks.batch_size import samples_in
 from ...record.ring.recorder import Recorder, now
@@ -83,7 +84,7 @@ class TrainingLoops:
                 loader.iterate(self._order_key(number), start)
             ):
                 group_total = functools.partial(loader.group_total, share)
-                loop.begin(share, group_total, nominal, share.total)
+                loop.begin(LoadedBatch(loop, share, share.total, nominal, group_total))
                 yield batch
                 loop.end()
                 if self._open_passes.get(number) is loop:
@@ -155,7 +156,7 @@ class TrainingLoops:
         try:
             for batch, share in self._with_input_time(self._own_shares(loader)):
                 # Ranks' batches are equal in number, and in weight, whatever their sizes.
-                loop.begin(share, lambda _: None, 1.0, 1.0)
+                loop.begin(LoadedBatch(loop, share, 1.0, 1.0, lambda _: None))
                 yield batch
                 loop.end()
         except GeneratorExit:
