@@ -50,13 +50,13 @@ class LoopLog:
         self._warnings: list[str] = []  # about the loop that is being left
         self.passes: dict[str, tuple[int, str]] = {"validation": (0, ""), "unsharded": (0, "")}
 
-    def leave(self, what: str, where: str) -> None:
-        """Note that the script leaves a loop before its end.
+    def leave(self, what: str, where: str, line: str) -> None:
+        """Note that the script leaves a loop before its end, at or after this line.
 
         An exception leaves loops as well, which is not visible here. So it is published only when
         the script goes on. Of nested loops that are left together, the innermost counts.
         """
-        self._leaving = self._leaving or (f"{what} {where}", script_line())
+        self._leaving = self._leaving or (f"{what} {where}", line)
 
     def warn_later(self, message: str) -> None:
         """Warn about a loop that is being left, if the script goes on after it."""

@@ -85,10 +85,11 @@ class TrainingPass:
         if any(model not in self._models_at_start for model in self._models_with_gradients()):
             self.training.unstepped_loop = f"{self.name} ({self.line})"
 
-    def close(self) -> None:
-        """End the pass, also where the script breaks out of the loop."""
+    def end_batch(self) -> bool:
+        """End the current batch and its group; return whether gradients were discarded."""
         if self.batch is not None:
             self.training.end(self.batch)
+            self.batch = None
         discarded = self.training.accumulations.end_loop(self)
         if discarded:
             self.training.unstepped_loop = ""
@@ -97,6 +98,11 @@ class TrainingPass:
                 "batches; their gradients are discarded. HINT: leave the loop after a world.step "
                 "that returned True"
             )
+        return bool(discarded)
+
+    def close(self) -> None:
+        """End the pass, also where the script breaks out of the loop."""
+        if self.end_batch():
             return
         backwards, *steps = (
             now - before for now, before in zip(self._counts(), self._counts_at_start, strict=True)
