@@ -123,3 +123,63 @@ def test_evaluation_inside_a_training_loop_keeps_the_batch(world):
         world.backward(model(x))
         world.step(optimizer)
     assert -model.weight.item() == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("how", ["whole", "break"])
+def test_loop_inside_a_training_loop_keeps_the_outer_group(world, capfd, how):
+    generator, g_optimizer = made(world, 4)
+    critic, c_optimizer = made(world, 1)
+    critic_loader = loader_of(world, range(3))
+    stepped = []
+    for (x,) in world.batches(loader_of(world, range(8))):
+        for (y,) in world.batches(critic_loader):
+            world.backward(critic(y))
+            assert world.step(c_optimizer)
+            if how == "break":
+                break
+        world.backward(generator(x))
+        stepped.append(world.step(g_optimizer))
+    assert stepped == [False, False, False, True] * 2
+    assert -generator.weight.item() == pytest.approx(1.5 + 5.5)  # means of 0 to 3, and of 4 to 7
+    assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_loop_without_gradients_inside_a_training_loop_keeps_the_outer_group(world, capfd, sharded):
+    model, optimizer = made(world, 4)
+    inner = loader_of(world, range(6)) if sharded else [torch.ones(1)] * 6
+    stepped = []
+    for (x,) in world.batches(loader_of(world, range(4))):
+        world.backward(model(x))
+        with torch.no_grad():
+            for _ in world.batches(inner):
+                pass
+        stepped.append(world.step(optimizer))
+    assert stepped == [False, False, False, True]
+    assert -model.weight.item() == pytest.approx(1.5)
+    assert "warning" not in capfd.readouterr().err
+
+
+def test_inner_loop_left_inside_its_own_group_discards_only_that(world, capfd):
+    outer, o_optimizer = made(world, 2)
+    inner, _ = made(world, 4)
+    for (x,) in world.batches(loader_of(world, [3.0, 5.0])):
+        for (y,) in world.batches(loader_of(world, range(8))):
+            world.backward(inner(y))
+            break
+        assert inner.weight.grad is None
+        world.backward(outer(x))
+        world.step(o_optimizer)
+    assert -outer.weight.item() == pytest.approx(4.0)
+    assert "1 of 4 accumulated batches" in capfd.readouterr().err
+
+
+def test_checkpoint_is_not_due_inside_the_group_of_an_outer_loop(world):
+    model, optimizer = made(world, 2)
+    between_steps = []
+    for (x,) in world.batches(loader_of(world, range(2))):
+        inner = world.batches(loader_of(world, range(2)))
+        between_steps += [world._training.between_steps for _ in inner]
+        world.backward(model(x))
+        world.step(optimizer)
+    assert between_steps == [False, True, False, False]  # (the inner loop has groups of its own)

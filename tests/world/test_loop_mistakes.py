@@ -1,10 +1,15 @@
 """Loops of a script that do something else than they seem to: each gets a line with the way out."""
 
+import copy
+
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from paceline.world.loops.loop_log import LoopLog
 
 DATA = TensorDataset(torch.ones(8, 2))
 
@@ -243,3 +248,44 @@ def test_loader_that_is_not_sharded_is_reported_on_several_ranks(world, capfd):
         said = capfd.readouterr().err
         assert ("that is not sharded: each of 2 ranks goes through all of it" in said) == warns
         assert ("DataLoader(TensorDataset) (test_loop_mistakes.py:" in said) == warns
+
+
+class Ranks:
+    """Collectives of two ranks, of which rank 1 has already gone on."""
+
+    def __init__(self, monkeypatch, log, other):
+        self.entries = [copy.deepcopy((each.left, each.passes)) for each in (log, other)]
+        monkeypatch.setattr(dist, "all_gather_object", self.all_gather_object)
+        monkeypatch.setattr(dist, "all_gather", self.all_gather)
+
+    def all_gather_object(self, found, own):
+        assert own == self.entries[0]
+        found[:] = self.entries
+
+    def all_gather(self, rows, own):
+        for number, row in enumerate(rows):
+            row.fill_(number)
+
+
+def test_rank_that_is_ahead_is_not_taken_for_a_validation_alone(monkeypatch):
+    store, said = dist.HashStore(), []
+    log, ahead = (LoopLog(rank, 2, store, True, said.append) for rank in range(2))
+    for each in (log, ahead):
+        each.begin_pass("validation", "loader")
+    ahead.begin_pass("unsharded", "list")
+    Ranks(monkeypatch, log, ahead)
+    ahead.begin_pass("validation", "loader")  # of the next epoch
+    log.compare()
+    assert "rank 1 alone went through list" in said[0]
+
+
+def test_store_that_is_gone_does_not_end_a_comparison(monkeypatch):
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("connection reset")
+
+    log, other = (LoopLog(rank, 2, Gone(), True, print) for rank in range(2))
+    other.begin_pass("validation", "loader")
+    Ranks(monkeypatch, log, other)
+    with pytest.raises(ValueError, match="rank 1 alone went through loader"):
+        log.compare()

@@ -3,11 +3,16 @@
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
 from scripts import TRAIN
+
+from paceline.world.checkpoint_interval import CheckpointInterval
+from paceline.world.checkpointing import Checkpointer
+from paceline.world.collectives import Collectives
 
 
 def start(folder, out, *args, number=2, launcher="paceline", check=True):
@@ -146,3 +151,20 @@ def test_unwritable_checkpoint_folder_is_rejected_before_training(tmp_path):
     assert "checkpoints can't be written to" in result.stderr
     assert "HINT: another folder" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_rank_that_can_write_checkpoints_refers_to_the_message_of_another(tmp_path):
+    class OneFails(Collectives):
+        def any(self, flag):
+            return True
+
+    training = SimpleNamespace(models=[], optimizers=[])
+    saver = SimpleNamespace(directory=tmp_path, rank=1, size=2, warn=print)
+    state = SimpleNamespace(shared_state=dict, rank_state=dict, training=training)
+    collectives = OneFails(2, lambda: None)
+    interval = CheckpointInterval.parse("epoch")
+    checkpointer = Checkpointer(saver, interval, state, None, collectives, print)
+    with pytest.raises(ValueError, match="the message of another rank has the reason"):
+        checkpointer.prepare()
+    with pytest.raises(ValueError, match="the message of rank 0 has the reason"):
+        checkpointer.find_newest()

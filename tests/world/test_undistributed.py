@@ -6,8 +6,10 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from paceline.parallel.distribution_check import DistributionCheck
+from paceline.parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 
 FORGOTTEN = """
     import sys, torch
@@ -131,3 +133,11 @@ def test_models_that_can_not_be_searched_are_accepted():
         checked.check_loss(loss_of(model))
     finally:
         gc.unfreeze()
+
+
+def test_loader_iterator_that_is_being_constructed_is_passed_over():
+    constructed = _SingleProcessDataLoaderIter.__new__(_SingleProcessDataLoaderIter)
+    assert gc.is_tracked(constructed)
+    kept = iter(DataLoader([1.0, 2.0]))
+    assert "DataLoader(list)" in unsharded_loaders_in_use()
+    del kept

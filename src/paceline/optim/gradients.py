@@ -1,5 +1,7 @@
 """The parameters and gradients of an optimizer."""
 
+from collections.abc import Iterable
+
 import torch
 from torch.optim import Optimizer
 
@@ -12,9 +14,9 @@ def count_parameters(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Return whether any parameter of an optimizer has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of the parameters has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch.optim import Optimizer
 
-from .gradients import gradients_of, has_gradients
+from .gradients import gradients_of, has_gradients, parameters_of
 
 
 class LossScaling:
@@ -42,7 +42,7 @@ class LossScaling:
         has_stepped = not any(bool(flag) for flag in found)
         optimizer.zero_grad(set_to_none=True)
         self.stepped.append(optimizer)
-        if not any(map(has_gradients, self.optimizers)):
+        if not any(has_gradients(parameters_of(optimizer)) for optimizer in self.optimizers):
             self.update()
         return has_stepped
 

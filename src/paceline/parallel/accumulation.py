@@ -2,7 +2,8 @@
 
 A group is a number of consecutive batches of one loop, which belongs to a model
 (``world.distribute(model, accumulate=4)``). It also ends with the last batch of the loop's pass.
-A loop that is left inside a group (``break``) discards the group's gradients.
+A loop that is left inside a group (``break``) discards the group's gradients. A loop inside another
+one has groups of its own; those of the outer loop wait until it ends.
 
 The loss of each batch is weighted so that the sum over a group, averaged over ranks, is the mean
 over its samples. Where the number of samples is unknown in advance, or differs between models, the
@@ -10,14 +11,35 @@ weight assumes a number, and ``Accumulation.correction`` is the factor for the s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
-from ..optim.gradients import count_parameters, parameters_of
+from ..optim.gradients import count_parameters, has_gradients, parameters_of
 from .data import set_gradient_sync
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBatch:
+    """One batch as its loader describes it.
+
+    Attributes:
+        loop: The pass that the batch belongs to, compared by identity.
+        share: This rank's part of the global batch.
+        units: Weight of the batch in its group over all ranks: its samples; 1 where the loader is
+            not sharded.
+        nominal: Units of a usual batch.
+        group_total: Returns the units of the batch's group, for a number of batches; None where
+            they are not known yet.
+    """
+
+    loop: object
+    share: BatchShare
+    units: float
+    nominal: float
+    group_total: Callable[[int], float | None]
 
 
 @dataclass(eq=False)
@@ -25,61 +47,109 @@ class Batch:
     """One batch of a training loop.
 
     Attributes:
-        share: This rank's part of the global batch.
+        loaded: The batch's pass, share and units.
         weight: Factor of the batch's loss.
-        units: Weight of the batch in its group over all ranks: its samples; 1 where the loader is
-            not sharded.
         assumed_units: Units of the whole group that ``weight`` assumes.
         is_exact: Whether ``assumed_units`` is the true number.
         backwards: Number of ``world.backward`` of this batch.
     """
 
-    share: BatchShare
+    loaded: LoadedBatch
     weight: float
-    units: float
     assumed_units: float
     is_exact: bool
     backwards: int = 0
 
 
 @dataclass(eq=False)
+class Group:
+    """The current group of one loop, for one model.
+
+    Attributes:
+        loop: The pass that the group belongs to, compared by identity.
+        batches: Batches of the group so far.
+        units: Sum of ``LoadedBatch.units`` over them.
+        is_complete: Whether the group has its last batch, so that the optimizer may step.
+        correction: Factor for the gradients of a complete group.
+        has_outer_gradients: Whether the model had gradients of an outer loop when the group began.
+    """
+
+    loop: object
+    batches: int = 0
+    units: float = 0.0
+    is_complete: bool = True
+    correction: float = 1.0
+    has_outer_gradients: bool = False
+
+
+@dataclass(eq=False)
 class Accumulation:
-    """The group of batches that one model accumulates.
+    """The groups of batches that one model accumulates.
 
     Attributes:
         model: The model, as ``world.distribute`` returned it.
         every: Number of batches of a whole group.
-        batches: Batches of the current group so far.
-        units: Sum of ``Batch.units`` over them.
-        is_complete: Whether the group has its last batch, so that the optimizer may step.
+        groups: Those of the running loops; the last one is the innermost loop's.
         correction: Factor for the gradients of a complete group.
     """
 
     model: nn.Module
     every: int
-    batches: int = 0
-    units: float = 0.0
-    is_complete: bool = True
+    groups: list[Group] = field(default_factory=list)
     correction: float = 1.0
 
-    def begin(self, batch: Batch) -> None:
-        """Add a batch to the group, or begin a group with it."""
-        if self.is_complete:
-            self.batches, self.units = 0, 0.0
-        self.batches += 1
-        self.units += batch.units
-        self.is_complete = (batch.share.position + 1) % self.every == 0 or batch.share.last
-        self.correction = 1.0 if batch.is_exact else batch.assumed_units / self.units
-        set_gradient_sync(self.model, self.is_complete)
+    @property
+    def is_complete(self) -> bool:
+        """Whether the innermost loop's group has its last batch, so that the optimizer may step."""
+        return not self.groups or self.groups[-1].is_complete
 
-    def discard(self) -> int:
-        """Discard the gradients of an incomplete group; return its number of batches."""
-        discarded = 0 if self.is_complete else self.batches
-        if discarded:
-            self.model.zero_grad(set_to_none=True)
-            self.is_complete = True
-            set_gradient_sync(self.model, True)
-        return discarded
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether no gradients of completed batches wait, also not in an outer loop."""
+        return self.is_complete and all(group.batches <= 1 for group in self.groups[:-1])
+
+    def begin(self, batch: Batch) -> None:
+        """Add a batch to the group of its loop, or begin a group with it."""
+        loaded = batch.loaded
+        group = self._take(loaded.loop) or Group(loaded.loop)
+        if group.is_complete:
+            group.batches, group.units = 0, 0.0
+            is_inner = bool(self.groups)
+            group.has_outer_gradients = is_inner and has_gradients(self.model.parameters())
+        self.groups.append(group)
+        group.batches += 1
+        group.units += loaded.units
+        group.is_complete = (loaded.share.position + 1) % self.every == 0 or loaded.share.last
+        group.correction = 1.0 if batch.is_exact else batch.assumed_units / group.units
+        self._go_on()
+
+    def end_loop(self, loop: object) -> int:
+        """End the group of a loop, and go on with that of the loop around it.
+
+        Discard the gradients of an incomplete group; return its number of batches, or 0.
+        """
+        group = self._take(loop)
+        if group is None:
+            return 0
+        self._go_on()
+        is_kept = group.is_complete or group.has_outer_gradients
+        if is_kept or not has_gradients(self.model.parameters()):
+            return 0
+        self.model.zero_grad(set_to_none=True)
+        return group.batches
+
+    def _take(self, loop: object) -> Group | None:
+        """Remove the group of a loop, and return it."""
+        found = next((group for group in self.groups if group.loop is loop), None)
+        if found is not None:
+            self.groups.remove(found)
+        return found
+
+    def _go_on(self) -> None:
+        """Apply the innermost loop's group; after the last loop its correction stays."""
+        if self.groups:
+            self.correction = self.groups[-1].correction
+        set_gradient_sync(self.model, self.is_complete)
 
 
 class Accumulations:
@@ -104,34 +174,22 @@ class Accumulations:
     @property
     def are_complete(self) -> bool:
         """Whether no model's gradients wait for further batches of their group."""
-        return all(model.is_complete for model in self.models)
+        return all(model.is_between_groups for model in self.models)
 
-    def begin(
-        self,
-        share: BatchShare,
-        group_total: Callable[[int], float | None],
-        nominal: float,
-        units: float,
-    ) -> Batch:
-        """Begin a batch of a training loop.
-
-        Args:
-            share: This rank's part of the global batch.
-            group_total: Returns the units of the batch's group, for a number of batches; None where
-                they are not known yet.
-            nominal: Units of a usual batch.
-            units: Units of this batch.
-        """
+    def begin(self, loaded: LoadedBatch) -> Batch:
+        """Begin a batch of a training loop."""
+        share, units = loaded.share, loaded.units
         numbers = {model.every for model in self.models} or {1}
         every = min(numbers)
-        total = group_total(every) if len(numbers) == 1 else None
-        assumed = total if total is not None else nominal * (every if len(numbers) == 1 else 1)
+        total = loaded.group_total(every) if len(numbers) == 1 else None
+        usual = loaded.nominal * (every if len(numbers) == 1 else 1)
+        assumed = total if total is not None else usual
         part = units / self.size
         if share.total:  # 0 where an unsharded loader's batch has no known number of samples
             part = 0.0 if share.filler else units * share.count / share.total
         # DDP averages ranks equally; the weight makes that the mean over the true samples.
         weight = self.size * part / assumed
-        batch = Batch(share, weight, units, assumed, total is not None)
+        batch = Batch(loaded, weight, assumed, total is not None)
         self._running.append(batch)
         for model in self.models:
             model.begin(batch)
@@ -153,9 +211,12 @@ class Accumulations:
         self.batch.backwards += 1
         return self.batch.weight
 
-    def discard_incomplete(self) -> str:
-        """Discard incomplete groups; return a text such as "2 of 4", or "" if there was none."""
-        texts = [f"{done} of {m.every}" for m in self.models if (done := m.discard())]
+    def end_loop(self, loop: object) -> str:
+        """End a loop, and discard the gradients of its incomplete groups.
+
+        Return a text such as "2 of 4", or "" if there were none.
+        """
+        texts = [f"{done} of {m.every}" for m in self.models if (done := m.end_loop(loop))]
         return " and ".join(dict.fromkeys(texts))
 
     def of(self, optimizer: Optimizer) -> list[Accumulation]:

@@ -128,7 +128,7 @@ def unsharded_loaders_in_use() -> list[str]:
     found = []
     for thing in gc.get_objects():
         if issubclass(type(thing), _BaseDataLoaderIter):
-            batches = thing._index_sampler
+            batches = getattr(thing, "_index_sampler", None)  # None: still in its constructor
             sampler = getattr(batches, "sampler", batches)
             if type(sampler) in (RandomSampler, SequentialSampler):
                 found.append(f"DataLoader({type(thing._dataset).__name__})")

@@ -25,6 +25,7 @@ from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
 from .checkpoint_interval import CheckpointInterval
 from .checkpointing import Checkpointer
+from .collectives import Collectives
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
@@ -123,6 +124,7 @@ class World:
         self._log = LoopLog(
             self.rank, self.size, self._store, replicas != "ignore", self._warn_once
         )
+        self._collectives = Collectives(self.size, self._log.go_on)
         error_messages.explanations += [self._log.explain, explain_ddp_error]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
@@ -209,8 +211,8 @@ class World:
             global_batch=global_batch,
             every_sample_once=every_sample_once,
             split=split,
-            agree=self._agree,
-            count_all=self._count_all,
+            agree=self._collectives.check_equal,
+            count_all=self._collectives.count,
         )
         self._loops.loaders.append(sharded)
         if self._full_size > self.size and global_batch is None and not every_sample_once:
@@ -287,8 +289,7 @@ class World:
             CheckpointInterval.parse(every),
             self._state,
             self._recorder,
-            self._from_rank_0,
-            self.any,
+            self._collectives,
             self._progress.say,
         )
         self._finish.saver = saver
@@ -332,21 +333,19 @@ class World:
 
     def meter(self) -> Meter:
         """Return a new meter: exact sums over all ranks, part of the checkpoint."""
-        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
+        meter = Meter(self._collectives.sum, lambda: not self._training.is_filler)
         self._state.new_meter(meter)
         return meter
 
     def mean(self, total: Any, count: Any) -> float:
         """Return ``sum of total / sum of count`` over all ranks. Collective."""
-        meter = Meter(self._all_reduce, lambda: not self._training.is_filler)
+        meter = Meter(self._collectives.sum, lambda: not self._training.is_filler)
         meter.add(total=total, count=count)
         return meter.ratio("total", "count")
 
     def any(self, flag: Any) -> bool:
         """Return whether ``flag`` is true on any rank, the same on all ranks. Collective."""
-        if self.size == 1:
-            return bool(flag)
-        return bool(self._all_reduce(torch.tensor([float(bool(flag))])).item())
+        return self._collectives.any(flag)
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step."""
@@ -370,28 +369,6 @@ class World:
             self._finish.run()
 
     # inside
-
-    def _all_reduce(self, numbers: torch.Tensor) -> torch.Tensor:
-        self._log.go_on()
-        if self.size > 1:
-            dist.all_reduce(numbers)
-        return numbers
-
-    def _count_all(self, count: int) -> int:
-        return int(self._all_reduce(torch.tensor([count])).item())
-
-    def _from_rank_0(self, numbers: list[int]) -> list[int]:
-        if self.size == 1:
-            return numbers
-        self._log.go_on()
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.broadcast(tensor, 0)
-        return [int(number) for number in tensor.tolist()]
-
-    def _agree(self, value: int, otherwise: str) -> None:
-        (first,) = self._from_rank_0([value])
-        if self.any(first != value):
-            raise ValueError(f"world.batches: {otherwise}")
 
     def _warn(self, message: str) -> None:
         if self.rank == 0:

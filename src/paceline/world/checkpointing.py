@@ -10,9 +10,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
 from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
@@ -22,6 +19,7 @@ from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
 from ..security.error_reason import error_reason
 from .checkpoint_interval import CheckpointInterval
+from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
 
@@ -32,8 +30,7 @@ MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the in
 class Checkpointer:
     """The checkpoints of one ``world.epochs``.
 
-    ``from_rank_0(numbers)`` broadcasts rank 0's numbers; ``any_rank(flag)`` is true on all ranks if
-    it is on one. ``say`` prints a line on rank 0.
+    ``say`` prints a line on rank 0.
     """
 
     def __init__(
@@ -42,16 +39,14 @@ class Checkpointer:
         interval: CheckpointInterval,
         state: TrainingState,
         recorder: Recorder,
-        from_rank_0: Callable[[list[int]], list[int]],
-        any_rank: Callable[[bool], bool],
+        collectives: Collectives,
         say: Callable[[str], None],
     ) -> None:
         self.saver = saver
         self.interval = interval
         self.state = state
         self.recorder = recorder
-        self.from_rank_0 = from_rank_0
-        self.any_rank = any_rank
+        self.collectives = collectives
         self.say = say
         self.early_exit = EarlyExitMonitor()
         self._warnings: set[str] = set()  # printed once
@@ -77,9 +72,10 @@ class Checkpointer:
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:
             problem = error
-        if self.any_rank(problem is not None):
+        if self.collectives.any(problem is not None):
             raise problem or ValueError(
-                f"checkpoints can't be written to {self.saver.directory}: another rank says why"
+                f"checkpoints can't be written to {self.saver.directory}: the message of another "
+                "rank has the reason"
             )
         if self.saver.size > 1:
             self._check_shared_folder()
@@ -87,20 +83,20 @@ class Checkpointer:
     def _check_shared_folder(self) -> None:
         """Raise ValueError on all ranks where one does not see the folder of rank 0."""
         directory = self.saver.directory
-        number, reason = -1, "rank 0 says why"
+        number, reason = -1, "the message of rank 0 has the reason"
         if self.saver.rank == 0:
             try:
                 number = shared_folder.write_token(directory)
             except OSError as error:
                 reason = error_reason(error)
-        (number,) = self.from_rank_0([number])
+        (number,) = self.collectives.from_rank_0([number])
         if number < 0:
             raise ValueError(
                 f"checkpoints can't be written to {directory}: {reason}. "
                 "HINT: another folder in world.epochs(..., checkpoint=...)"
             )
         seen = shared_folder.sees_token(directory, number)
-        answers = self._gather((seen, socket.gethostname()))
+        answers = self.collectives.gather((seen, socket.gethostname()))
         if self.saver.rank == 0:
             shared_folder.remove_token(directory, number)
         nodes = [node for _, node in answers]
@@ -125,12 +121,13 @@ class Checkpointer:
                 chosen = find_newest_valid(self.saver.directory, self.saver.warn)
             except ValueError as error:
                 problem = error
-        if self.any_rank(problem is not None):
+        if self.collectives.any(problem is not None):
             raise problem or ValueError(
-                f"no whole checkpoint is left in {self.saver.directory}: rank 0 says why"
+                f"no whole checkpoint is left in {self.saver.directory}: the message of rank 0 "
+                "has the reason"
             )
         step = int(chosen.name.removeprefix("step-")) if chosen else -1
-        (step,) = self.from_rank_0([step])
+        (step,) = self.collectives.from_rank_0([step])
         if step < 0:
             self._compared_state()  # before training, which a difference would make worthless
         return self.saver.directory / f"step-{step:08}" if step >= 0 else None
@@ -180,7 +177,7 @@ class Checkpointer:
             self._measure_save()
             self._exit_reason = self.early_exit.exit_reason(self._save_duration_s)
         decision = [int(due), int(self._exit_reason != ""), interval_batches]
-        save, exit_early, self._agreement_interval_batches = self.from_rank_0(decision)
+        save, exit_early, self._agreement_interval_batches = self.collectives.from_rank_0(decision)
         self._agreed_at, self._batches_since_agreement = now, 0
         return bool(save), bool(exit_early)
 
@@ -199,7 +196,7 @@ class Checkpointer:
         is_complete = (
             self.saver.directory / f"step-{step:08}" / checkpoint_folder.MANIFEST
         ).exists()
-        (is_complete,) = map(bool, self.from_rank_0([int(is_complete)]))
+        (is_complete,) = map(bool, self.collectives.from_rank_0([int(is_complete)]))
         if not is_complete:
             raise ValueError(
                 f"the checkpoint of step {step} could not be written before leaving; the one "
@@ -242,18 +239,12 @@ class Checkpointer:
         """
         shared = self.state.shared_state()
         if self.saver.size > 1:
-            found = differences(self._gather(shared.digests()))
+            found = differences(self.collectives.gather(shared.digests()))
             for line in self.state.settle(shared, found):
                 if line not in self._warnings:
                     self._warnings.add(line)
                     self.saver.warn(line)
         return shared
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks. Collective."""
-        values: list[Any] = [None] * self.saver.size
-        dist.all_gather_object(values, value)
-        return values
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete."""

@@ -12,7 +12,7 @@ from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.loss_scaling import LossScaling
-from ..parallel.accumulation import Accumulation, Accumulations, Batch
+from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.data import unwrap
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 from ..record.hooks.error_messages import script_line
@@ -103,17 +103,12 @@ class OptimizerSteps:
 
     # one batch
 
-    def begin(
-        self,
-        share: BatchShare,
-        group_total: Callable[[int], float | None],
-        nominal: float,
-        units: float,
-    ) -> Batch:
-        """Begin a batch of a training loop; arguments as in ``Accumulations.begin``."""
+    def begin(self, loaded: LoadedBatch) -> Batch:
+        """Begin a batch of a training loop."""
+        share = loaded.share
         self.last_total = share.total
         self.phases.recorder.samples += 0 if share.filler else share.count
-        return self.accumulations.begin(share, group_total, nominal, units)
+        return self.accumulations.begin(loaded)
 
     def end(self, batch: Batch) -> None:
         """End a batch of a training loop; without effect if it has ended already."""
@@ -132,7 +127,7 @@ class OptimizerSteps:
         if self.evaluation_share is not None:
             return self.evaluation_share.filler
         batch = self.accumulations.batch
-        return batch is not None and batch.share.filler
+        return batch is not None and batch.loaded.share.filler
 
     # the user's two calls
 
@@ -193,7 +188,7 @@ class OptimizerSteps:
         accumulations = self.accumulations.of(optimizer)
         if not all(model.is_complete for model in accumulations):
             return False
-        if not has_gradients(optimizer):
+        if not has_gradients(parameters_of(optimizer)):
             self._report_no_gradient(optimizer)
             return False
         self.unstepped_loop = ""

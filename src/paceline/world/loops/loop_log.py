@@ -3,17 +3,16 @@
 Ranks that leave a loop alone, or validate alone, then call other collectives than the rest. The
 error of that collective names only the collective. So each rank publishes in the job's store where
 it has left a loop and which validation passes it has begun, and the error message says how ranks
-differ. Validation on some ranks may also stay without an error: ranks compare at an epoch's end.
+differ. Validation on some ranks may also stay without an error: ranks compare at an epoch's end, by
+a collective.
 """
 
 import contextlib
 import json
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ...record.hooks.collective_check import format_ranks
@@ -50,13 +49,13 @@ class LoopLog:
         self._warnings: list[str] = []  # about the loop that is being left
         self.passes: dict[str, tuple[int, str]] = {"validation": (0, ""), "unsharded": (0, "")}
 
-    def leave(self, what: str, where: str) -> None:
-        """Note that the script leaves a loop before its end.
+    def leave(self, what: str, where: str, line: str) -> None:
+        """Note that the script leaves a loop before its end, at or after this line.
 
         An exception leaves loops as well, which is not visible here. So it is published only when
         the script goes on. Of nested loops that are left together, the innermost counts.
         """
-        self._leaving = self._leaving or (f"{what} {where}", script_line())
+        self._leaving = self._leaving or (f"{what} {where}", line)
 
     def warn_later(self, message: str) -> None:
         """Warn about a loop that is being left, if the script goes on after it."""
@@ -78,13 +77,11 @@ class LoopLog:
         self.passes[kind] = (number + 1, f"{loader} ({script_line()})")
         self._publish()
 
-    def _entry(self) -> str:
-        return json.dumps([self.left, self.passes])
-
     def _publish(self) -> None:
         if self._store is not None:
+            entry = json.dumps([self.left, self.passes])
             with contextlib.suppress(RuntimeError):  # the job is ending
-                self._store.set(f"loops/{self.rank}", self._entry())
+                self._store.set(f"loops/{self.rank}", entry)
 
     def compare(self) -> None:
         """Compare the passes of an epoch. Collective.
@@ -92,14 +89,11 @@ class LoopLog:
         Raises ValueError on all ranks where not all of them have validated.
         """
         self.go_on()
-        if self._store is None or not self.compares:
+        if self.size == 1 or not self.compares:
             return
-        own = torch.tensor([zlib.crc32(self._entry().encode())])
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
-        if len({int(row) for row in rows}) == 1:
-            return
-        entries = self._read()
+        # From the ranks themselves: in the store, those ahead may have begun the next epoch's pass.
+        entries: list[Any] = [None] * self.size
+        dist.all_gather_object(entries, (self.left, self.passes))
         said = _describe_left(entries) or _describe_passes(entries, "validation")
         if said:
             raise ValueError(said)

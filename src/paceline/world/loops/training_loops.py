@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from torch.utils.data import DistributedSampler
 
 from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
+from ...parallel.accumulation import LoadedBatch
 from ...parallel.data import set_buffer_sync
 from ...record.hooks.batch_size import samples_in
+from ...record.hooks.error_messages import script_line
 from ...record.ring.recorder import Recorder, now
 from ...record.ring.states import State
 from ..checkpointing import Checkpointer
@@ -51,6 +53,7 @@ class TrainingLoops:
         self._resume: tuple[Position, Callable[[], Position]] | None = None
         # The pass of each loader, by number, that has begun last and has not ended.
         self._open_passes: dict[int, object] = {}
+        self._evaluations: list[EvaluationPass] = []  # in force; the last one is the innermost
 
     @property
     def position(self) -> Position:
@@ -73,6 +76,7 @@ class TrainingLoops:
         start = self._first_batch(loader, number)
         if start is None:
             return
+        self._end_evaluations()
         position, training = self.position, self.training
         nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
         position.batch[number] = nominal
@@ -83,7 +87,7 @@ class TrainingLoops:
                 loader.iterate(self._order_key(number), start)
             ):
                 group_total = functools.partial(loader.group_total, share)
-                loop.begin(share, group_total, nominal, share.total)
+                loop.begin(LoadedBatch(loop, share, share.total, nominal, group_total))
                 yield batch
                 loop.end()
                 if self._open_passes.get(number) is loop:
@@ -93,20 +97,27 @@ class TrainingLoops:
                     self.checkpointer.after_batch()
         except GeneratorExit:  # the script breaks out of the loop
             if self._open_passes.get(number) is loop:
-                done = position.open.get(number, start) + 1
-                where = f"after batch {done} of epoch {position.epoch + 1}"
-                self.log.leave(f"the loop over {loader.name}", where)
-                loop.leave(self.log.warn_later)
+                self._leave(number, loop, script_line())
             raise
         finally:
             if self._end_pass(number, loop):
                 loop.close()
+            else:  # another loop has ended the pass, and the script may have gone on with it
+                loop.end_batch()
+
+    def _leave(self, number: int, loop: TrainingPass, line: str) -> None:
+        """Note that the script leaves a loop before its end, at this line."""
+        done = self.position.open.get(number, 0) + 1
+        where = f"after batch {done} of epoch {self.position.epoch + 1}"
+        self.log.leave(f"the loop over {loop.name}", where, line)
+        loop.leave(self.log.warn_later)
 
     def _end_previous_pass(self, number: int) -> None:
         """End the pass over a loader that the script has left, if its iterator still exists."""
         previous = self._open_passes.get(number)
+        if isinstance(previous, TrainingPass):
+            self._leave(number, previous, previous.line)
         if self._end_pass(number, previous) and isinstance(previous, TrainingPass):
-            previous.leave(self.log.warn_later)
             previous.close()
 
     def _end_pass(self, number: int, ended: object) -> bool:
@@ -127,20 +138,40 @@ class TrainingLoops:
         start = self._first_batch(loader, number)
         if start is None:
             return
-        start_ns = now()
         training = self.training
-        this = self._open_passes[number] = object()
+        this = EvaluationPass()
+        self._open_passes[number] = this
         training.average_replicas()
         self.log.begin_pass("validation", loader.name)
+        self._evaluations.append(this)
+        this.callback(self._record_validation, now())
         try:
-            with evaluation(training.models):
-                for batch, share in self._with_input_time(loader.iterate(0, start)):
-                    training.evaluation_share = share
-                    yield batch
+            this.enter_context(evaluation(training.models))
+            for batch, share in self._with_input_time(loader.iterate(0, start)):
+                this.share = training.evaluation_share = share
+                yield batch
+                if this not in self._evaluations:
+                    raise ValueError(
+                        f"world.batches: the validation pass over {loader.name} has been ended by "
+                        "a training loop that began before its end. HINT: leave the validation "
+                        "loop first; for a loop inside it that does not train, "
+                        "world.shard(loader, every_sample_once=True)"
+                    )
         finally:
-            training.evaluation_share = None
-            self.recorder.event(State.VALIDATION, start_ns, now())
+            self._end_evaluations(this)
             self._end_pass(number, this)
+
+    def _end_evaluations(self, outermost: "EvaluationPass | None" = None) -> None:
+        """End a validation pass and those inside it; default all, which the script has left."""
+        passes = self._evaluations
+        if outermost is None or outermost in passes:
+            first = passes.index(outermost) if outermost is not None else 0
+            while len(passes) > first:
+                passes.pop().close()
+            self.training.evaluation_share = passes[-1].share if passes else None
+
+    def _record_validation(self, start_ns: int) -> None:
+        self.recorder.event(State.VALIDATION, start_ns, now())
 
     def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
         loop = TrainingPass(self.training, describe_loader(loader), self.warn)
@@ -155,7 +186,7 @@ class TrainingLoops:
         try:
             for batch, share in self._with_input_time(self._own_shares(loader)):
                 # Ranks' batches are equal in number, and in weight, whatever their sizes.
-                loop.begin(share, lambda _: None, 1.0, 1.0)
+                loop.begin(LoadedBatch(loop, share, 1.0, 1.0, lambda _: None))
                 yield batch
                 loop.end()
         except GeneratorExit:
@@ -243,8 +274,9 @@ class TrainingLoops:
             try:
                 yield epoch
             except GeneratorExit:  # the script breaks out of the loop
-                self.log.leave("world.epochs", f"in epoch {epoch + 1}")
+                self.log.leave("world.epochs", f"in epoch {epoch + 1}", script_line())
                 raise
+            self._end_open_passes()
             self.log.compare()
             self.training.average_replicas()
             if self._resume is not None:
@@ -260,9 +292,14 @@ class TrainingLoops:
             if checkpointer is not None:
                 checkpointer.after_epoch(epoch, last=epoch == count - 1)
 
-    def _new_epoch(self, epoch: int) -> None:
-        for number in list(self._open_passes):  # abandoned, and their iterators are kept
+    def _end_open_passes(self) -> None:
+        """End passes that the script has left, and whose iterators are kept."""
+        self._end_evaluations()
+        for number in list(self._open_passes):
             self._end_previous_pass(number)
+
+    def _new_epoch(self, epoch: int) -> None:
+        self._end_open_passes()
         self.position.new_epoch(epoch)
 
     def _resume_epoch(self, checkpointer: Checkpointer) -> int:
@@ -278,6 +315,16 @@ class TrainingLoops:
         if saved.inside:
             self._resume = (saved, restore)
         return saved.epoch
+
+
+class EvaluationPass(ExitStack):
+    """The context of one validation pass, from its first batch until it ends.
+
+    Attributes:
+        share: This rank's part of the current batch.
+    """
+
+    share: BatchShare | None = None
 
 
 @contextmanager

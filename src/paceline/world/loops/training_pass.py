@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
-from ...data.sampling.sample_order import BatchShare
-from ...parallel.accumulation import Batch
+from ...optim.gradients import has_gradients
+from ...parallel.accumulation import Batch, LoadedBatch
 from ...record.hooks.error_messages import script_line
 from ..optimizer_step import OptimizerSteps
 
@@ -26,6 +27,7 @@ class TrainingPass:
         self.warn = warn
         self._batches = 0
         self._counts_at_start = self._counts()
+        self._models_at_start = self._models_with_gradients()  # those of a loop around this one
         self._step_at_begin = 0
         self._forward_at_begin = 0
         self._mode = ""  # of the model in the first batch, if it only computed a forward
@@ -35,14 +37,8 @@ class TrainingPass:
         training = self.training
         return training.backwards, training.step_calls, training.phases.recorder.step
 
-    def begin(
-        self,
-        share: BatchShare,
-        group_total: Callable[[int], float | None],
-        nominal: float,
-        units: float,
-    ) -> None:
-        """Begin a batch; arguments as in ``Accumulations.begin``."""
+    def begin(self, loaded: LoadedBatch) -> None:
+        """Begin a batch."""
         phases = self.training.phases
         self._step_at_begin, self._forward_at_begin = phases.recorder.step, phases.forward_end
         self.batch = None
@@ -54,7 +50,7 @@ class TrainingPass:
             )
             self.training.unstepped_loop = ""
         if torch.is_grad_enabled():
-            self.batch = self.training.begin(share, group_total, nominal, units)
+            self.batch = self.training.begin(loaded)
 
     def end(self) -> None:
         """End a batch after the script's part of the loop."""
@@ -84,14 +80,17 @@ class TrainingPass:
     def leave(self, warn: Callable[[str], None]) -> None:
         """Note that the script leaves the loop before its end; warnings then go to ``warn``."""
         self.warn = warn
-        if self.batch is not None and self.batch.backwards and self._has_gradients():
+        if self.batch is None or not self.batch.backwards:
+            return
+        if any(model not in self._models_at_start for model in self._models_with_gradients()):
             self.training.unstepped_loop = f"{self.name} ({self.line})"
 
-    def close(self) -> None:
-        """End the pass, also where the script breaks out of the loop."""
+    def end_batch(self) -> bool:
+        """End the current batch and its group; return whether gradients were discarded."""
         if self.batch is not None:
             self.training.end(self.batch)
-        discarded = self.training.accumulations.discard_incomplete()
+            self.batch = None
+        discarded = self.training.accumulations.end_loop(self)
         if discarded:
             self.training.unstepped_loop = ""
             self.warn(
@@ -99,11 +98,16 @@ class TrainingPass:
                 "batches; their gradients are discarded. HINT: leave the loop after a world.step "
                 "that returned True"
             )
+        return bool(discarded)
+
+    def close(self) -> None:
+        """End the pass, also where the script breaks out of the loop."""
+        if self.end_batch():
             return
         backwards, *steps = (
             now - before for now, before in zip(self._counts(), self._counts_at_start, strict=True)
         )
-        if any(steps) or self._has_gradients():
+        if any(steps) or self._models_with_gradients():
             return
         if backwards:
             self.warn(
@@ -118,7 +122,6 @@ class TrainingPass:
                 "on one rank"
             )
 
-    def _has_gradients(self) -> bool:
-        """Return whether gradients wait for a step after the loop."""
-        models = self.training.models
-        return any(p.grad is not None for model in models for p in model.parameters())
+    def _models_with_gradients(self) -> list[nn.Module]:
+        """Return the models whose gradients wait for a step."""
+        return [model for model in self.training.models if has_gradients(model.parameters())]

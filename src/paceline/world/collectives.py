@@ -1,0 +1,59 @@
+"""Collectives on a few numbers, for decisions that are the same on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Collectives:
+    """The collectives of one world. Every rank must call each of them.
+
+    size: number of ranks. before: called before each collective.
+    """
+
+    def __init__(self, size: int, before: Callable[[], None]) -> None:
+        self.size = size
+        self._before = before
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Add the numbers of all ranks in place, and return them."""
+        self._before()
+        if self.size > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def count(self, count: int) -> int:
+        """Return the sum over all ranks."""
+        return int(self.sum(torch.tensor([count])).item())
+
+    def any(self, flag: Any) -> bool:
+        """Return whether ``flag`` is true on any rank."""
+        if self.size == 1:
+            return bool(flag)
+        return bool(self.sum(torch.tensor([float(bool(flag))])).item())
+
+    def from_rank_0(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of rank 0."""
+        if self.size == 1:
+            return numbers
+        self._before()
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(tensor, 0)
+        return [int(number) for number in tensor.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        self._before()
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def check_equal(self, value: int, otherwise: str) -> None:
+        """Raise ValueError on all ranks, with this text, where a rank's value is not rank 0's."""
+        (first,) = self.from_rank_0([value])
+        if self.any(first != value):
+            raise ValueError(f"world.batches: {otherwise}")
