@@ -263,11 +263,15 @@ def test_delayed_report_of_killed_rank_is_still_root_cause(hosts, shared_folder)
 @pytest.mark.long
 def test_rank_start_failure_is_reported_and_ends_job(hosts, shared_folder):
     ranks.write(shared_folder, "import time; time.sleep(300)")
-    big = [word for name in "AB" for word in ("--env", f"{name}={'x' * 100_000}")]
+    keys = hosts.ssh / "authorized_keys"  # a quarter of the stack is the limit of an environment
+    limited = r'command="ulimit -s 1024; exec sh -c \"$SSH_ORIGINAL_COMMAND\"" '
+    keys.write_text(f"{limited}{keys.read_text()}")
+    big = [word for name in "ABC" for word in ("--env", f"{name}={'x' * 100_000}")]
     words = ["-H", "host1:1,host2:1", *big, "script.py"]
     result = run(hosts, shared_folder, *words, check=False)
     assert result.returncode == 1
-    assert re.search(r"on host\d was not started: the environment takes \d+ bytes", result.stderr)
+    assert re.search(r"the environment .*A \([\d,]+ bytes\), B", result.stderr)
+    assert "The other rank was ended" in result.stderr
     assert hosts.left_over() == []
 
 
