@@ -385,7 +385,7 @@ def test_slurm_runs_jobs_submitted_with_sbatch_and_qsub(slurm):
             slurm.run(ranks.PACELINE, "submit", *options, script, "a b").stdout.strip()
             for options in (array, alone)
         ]
-        for job in jobs:
+        for job in (f"{jobs[0]}_0", f"{jobs[0]}_1", jobs[1]):
             slurm.wait(job, 60)
         for name, trial in (("0", "0"), ("1", "1"), ("qsub", "None")):
             said = (Path(shared) / f"{name}.out").read_text()
