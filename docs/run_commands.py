@@ -10,6 +10,7 @@ expects, ends this with its output and exit code 1.
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ sys.path.insert(0, str(DOCS / "_ext"))
 from command_output import commands_of, output_file
 
 TIMEOUT_S = 600  # of one command
+PROGRESS = re.compile(r"^paceline: run \d+: .*\n", re.MULTILINE)  # lines that are left out
 WIDTH = "96"  # columns of the outputs on the pages
 
 
@@ -46,7 +48,7 @@ def run_page(page: Path, check: bool) -> None:
                 text=True,
                 timeout=TIMEOUT_S,
             )
-            output = done.stdout.replace(scratch, "~")
+            output = PROGRESS.sub("", done.stdout.replace(scratch, "~"))
             if done.returncode != command.status or command.expect not in output:
                 sys.exit(
                     f"{output}\nexit code {done.returncode}, expected {command.status}"

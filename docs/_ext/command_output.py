@@ -23,7 +23,9 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-_BLOCK = re.compile(r"^```\{command\} (\S+)\n((?::\w+:.*\n)*)(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```\{command\} (\S+)\n((?::\w+:[^\n]*\n)*)(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 OUTPUTS = Path(__file__).parent.parent / "outputs"
 
 

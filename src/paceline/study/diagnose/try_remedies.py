@@ -234,7 +234,7 @@ class _Trials:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
             if better is not None:
-                first, source = foreseen, f"{source} and {TRIED}"
+                first, source = foreseen, f"{source} and {TRIED}" if source else TRIED
                 foreseen = combine_predictions(foreseen, better)
         trial = self._measured(remedy, foreseen, found.kept)
         found.trials.append(replace(trial, source=source, first=first))
