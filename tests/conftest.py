@@ -1,6 +1,7 @@
 import ctypes.util
 import os
 import shutil
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -15,6 +16,11 @@ import flood
 from needs import need
 
 import bed
+
+# A shell without job control starts commands in the background with Ctrl-C ignored, and what they
+# start inherits that: tests that interrupt a process would wait for its end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Soak tests draw from this seed, which differs between runs. xdist workers inherit it.
 os.environ.setdefault("PACELINE_SEED", str(int(time.time()) % 1_000_000))

@@ -1,5 +1,6 @@
 """The benchmarks run and write complete results; speed is not tested."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 
 pytestmark = pytest.mark.bench
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -249,8 +251,15 @@ def test_interrupted_benchmark_ends_its_child_processes(tmp_path):
     path = tmp_path / "step.json"
     process = started("step_time", "--json", str(path), "--steps", "1000000")
     child = launched_by(process.pid)
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    started_here = ranks.family(process.pid)
+    try:
+        os.kill(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    except BaseException:
+        for pid in started_here:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
     assert process.returncode == 130
     assert "interrupted" in output
     assert "Traceback" not in output

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from stores import KeyStore
 
 from paceline.checkpoint import checkpoint_folder, unfinished_folder
 from paceline.checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
@@ -27,19 +28,6 @@ def save(folder, step, value=1.0):
 
 def weight(folder):
     return load_checkpoint(find_newest_valid(folder, pytest.fail))[0]["weight"][0].item()
-
-
-class Keys(dict):
-    """A key-value store for several ranks in one process."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
-
-    def check(self, keys):
-        return all(key in self for key in keys)
 
 
 def names(folder):
@@ -117,7 +105,7 @@ def test_only_a_complete_checkpoint_gets_its_name_back(tmp_path):
 @pytest.mark.parametrize("change", ["missing", "short"])
 def test_checkpoint_without_all_shards_is_not_committed(tmp_path, change):
     """As if rank 1 had written to a folder of its node."""
-    warned, store = [], Keys()
+    warned, store = [], KeyStore()
     save(tmp_path, 1)
     savers = [CheckpointSaver(tmp_path, rank, 2, store, warned.append, 5.0) for rank in range(2)]
     savers[1].save(4, SharedState({"weight": torch.ones(3)}), {}, {})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stores import KeyStore
 
 from paceline.checkpoint import checkpoint_folder, state_tree
 from paceline.checkpoint.manifest import DamagedCheckpointError, checksum
@@ -189,17 +190,6 @@ def test_write_probe_on_full_disk_is_removed(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-class Store(dict):
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-
 def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
     class Full(checkpoint_folder._ChecksummingFile):
         def write(self, data):
@@ -210,7 +200,7 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
                 raise
 
     monkeypatch.setattr(checkpoint_folder, "_ChecksummingFile", Full)
-    said, store = [], Store()
+    said, store = [], KeyStore()
     savers = [CheckpointSaver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
     for saver in savers:
         saver.save(7, SharedState({"weight": torch.ones(10000)}), {}, {})

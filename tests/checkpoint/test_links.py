@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stores import KeyStore
 
 from paceline.checkpoint import checkpoint_folder
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
@@ -31,7 +32,7 @@ def directory(tmp_path):
 
 def save(directory, step=7, ranks=1):
     """Save one checkpoint from ``ranks`` ranks; return the warnings."""
-    warnings, store = [], Store()
+    warnings, store = [], KeyStore()
     savers = [
         CheckpointSaver(directory, rank, ranks, store if ranks > 1 else None, warnings.append, 5.0)
         for rank in range(ranks)
@@ -41,17 +42,6 @@ def save(directory, step=7, ranks=1):
     for saver in reversed(savers):
         saver.wait()
     return warnings
-
-
-class Store(dict):
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
-
-    def check(self, keys):
-        return all(key in self for key in keys)
 
 
 @pytest.mark.parametrize("name", ["rank-00000.pt", "manifest.json"])

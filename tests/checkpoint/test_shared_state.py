@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+from stores import KeyStore
 
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.shared_state import Difference, SharedState, differences
@@ -94,22 +95,9 @@ def test_differences_name_ranks_and_absent_parts():
     }
 
 
-class Keys(dict):
-    """A key-value store for several ranks in one process."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
-
-    def check(self, keys):
-        return all(key in self for key in keys)
-
-
 def test_parts_of_rank_0_are_written_whole_by_rank_0(tmp_path):
     """Other tensors, or another number of them, on other ranks change nothing."""
-    store = Keys()
+    store = KeyStore()
     savers = [CheckpointSaver(tmp_path, rank, 3, store, pytest.fail, 5.0) for rank in range(3)]
     for rank, one in enumerate(savers):
         buffer = torch.full((50,), float(rank))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..record.hooks.collective_check import format_ranks
+from ..plurals import named_ranks
 from ..record.hooks.collectives import RecordedGroup
 from ..record.hooks.import_hooks import after_import
 from .shared_memory_group import SharedMemoryGroup
@@ -77,7 +77,7 @@ def differing(each: list[Rows], ranks: list[int]) -> str:
     names = {name for name, _ in sides}
     first = f"{next(iter(names))} is" if len(names) == 1 else f"number {at} of its tensors is"
     said = ", ".join(
-        f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {format_ranks(members)}"
+        f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {named_ranks(members)}"
         for (name, what), members in sides.items()
     )
     return (

@@ -1,6 +1,10 @@
 """Ranks that do not exit: each is reported once, with what is known about it."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
+import ranks
 
 from paceline.launch.layout import Seat
 from paceline.launch.monitor.failures import RankStatus
@@ -14,6 +18,9 @@ class Output:
 
     def say(self, text):
         self.said.append(text)
+
+    def drain(self):
+        pass
 
 
 class UnresponsiveHost:
@@ -50,6 +57,22 @@ def test_finished_rank_that_does_not_exit_is_reported_and_killed_once(agent):
     assert "its exit handlers have run" in said
     assert "destructors (__del__) may not have run" in said
     assert "work is done" not in said
+    assert agent._hosts[0].signals == [(1, 9)]
+
+
+def test_job_ends_although_a_finished_rank_can_not_be_killed(agent, monkeypatch):
+    """Such a rank waits for a device or file system that does not answer (state D)."""
+    for step in ("_collect_exits", "_poll_hosts", "_readmit_hosts", "_forward"):
+        monkeypatch.setattr(agent, step, lambda: None)
+    agent.bindings = agent.hang_report = None
+    agent.interrupt, agent._returned_hosts = SimpleNamespace(check=lambda: None), []
+    rank = agent.ranks[1]
+    rank.finished_code, rank.finished_at = 0, time.monotonic()
+    states = [agent._monitor_workers(None).state]
+    ranks.wait_until(
+        lambda: states.append(agent._monitor_workers(None).state) or states[-1] != states[0]
+    )
+    assert (states[0].name, states[-1].name) == ("HEALTHY", "SUCCEEDED")
     assert agent._hosts[0].signals == [(1, 9)]
 
 

@@ -1,8 +1,8 @@
 """``world.shard``: a rank's part of a ``DataLoader``, resumable at any position."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import (
@@ -58,6 +58,23 @@ class _SeededSamples(Dataset[Any]):
     def _sample(self, epoch: int, index: int) -> Any:
         seed_cpu_generators(derive_seed(self.seed, epoch, index))
         return self.dataset[index]
+
+
+@runtime_checkable
+class SkippingLoader(Protocol):
+    """A loader that may leave out samples, as ``paceline.data.Loader`` does.
+
+    A batch whose samples are all left out is None.
+
+    Attributes:
+        may_skip: Whether it leaves out samples that cannot be read.
+        skipped: Errors of the samples that were left out.
+    """
+
+    @property
+    def may_skip(self) -> bool: ...
+    @property
+    def skipped(self) -> Sequence[Exception]: ...
 
 
 class ShardedLoader:
@@ -119,10 +136,14 @@ class ShardedLoader:
         if not self._batches.fill:
             shares = (share for share in shares if not share.filler)
         pairs = zip(self.loader, shares, strict=True)
-        yield from self._fill_empty(pairs) if getattr(self.loader, "may_skip", False) else pairs
+        loader: object = self.loader
+        if isinstance(loader, SkippingLoader) and loader.may_skip:
+            yield from self._fill_empty(pairs, loader.skipped)
+        else:
+            yield from pairs
 
     def _fill_empty(
-        self, pairs: Iterator[tuple[Any, BatchShare]]
+        self, pairs: Iterator[tuple[Any, BatchShare]], skipped: Sequence[Exception]
     ) -> Iterator[tuple[Any, BatchShare]]:
         """Replace each None, a batch whose samples are all left out, by a filler.
 
@@ -132,7 +153,7 @@ class ShardedLoader:
         Raises:
             DataError: No batch of the rank has a readable sample.
         """
-        before = len(self.loader.skipped)  # type: ignore[attr-defined]
+        before = len(skipped)
         last, waiting = None, list[BatchShare]()
         for batch, share in pairs:
             if batch is not None:
@@ -144,7 +165,7 @@ class ShardedLoader:
             elif self._batches.fill:
                 yield last, replace(share, filler=True)
         if waiting:
-            raise self.loader.skipped[before]  # type: ignore[attr-defined]
+            raise skipped[before]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter(loader)``."""

@@ -49,6 +49,10 @@ class RankStatus:
     def running(self) -> bool:
         return self.exit_code is None
 
+    def is_left(self, before: float) -> bool:
+        """Return whether it was killed after it had finished, before this monotonic time (s)."""
+        return self.exit_overdue and self.finished_at is not None and self.finished_at < before
+
     @property
     def failed(self) -> bool:
         if self.stopped_at_step is not None:

@@ -148,7 +148,9 @@ class ElasticAgent(SimpleElasticAgent):
                     host.give_up()
             self.cause = RankStatus(self.hang_report.awaited_rank or 0, exit_code=HANG_EXIT_CODE)
             return RunResult(state=WorkerState.FAILED)
-        if any(rank.running for rank in self.ranks):
+        # A finished rank that not even SIGKILL ends (state D) is left: process_groups prints it.
+        left_before = time.monotonic() - EXIT_TIMEOUT_S - process_groups.KILL_TIMEOUT_S
+        if any(r.running and not r.is_left(left_before) for r in self.ranks):
             return RunResult(state=WorkerState.HEALTHY)
         if self._returned_hosts and self.stopped_at_step is not None:
             handler = worker_group.spec.rdzv_handler

@@ -280,7 +280,7 @@ def describe_mismatch(rows: _ROWS, differing: list[int], number: int, group: Any
     sides: dict[str, list[int]] = {}
     for rank, row in zip(members, rows, strict=True):
         sides.setdefault(_describe_call(row, members, differing), []).append(rank)
-    parts = ", ".join(f"{format_ranks(ranks)} {what}" for what, ranks in sides.items())
+    parts = ", ".join(f"{named_ranks(ranks)} {what}" for what, ranks in sides.items())
     of = f" of group {name}" if name else ""
     return f"ranks disagree about collective {number}{of}: {parts}. HINT: {_hint(differing, rows)}"
 
@@ -299,11 +299,6 @@ def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
     if _REDUCTION in differing and reduction != NOT_COMPARED:
         what += f" with {dist.ReduceOp.RedOpType(reduction).name}"
     return f"{what}{' by ' + owner if owner else ''} ({line})"
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Return ranks as text, such as "rank 3" or "ranks 0-2, 5"."""
-    return named_ranks(ranks)
 
 
 def _hint(differing: list[int], rows: _ROWS) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...record.hooks.collective_check import format_ranks
+from ...plurals import named_ranks
 from ...record.hooks.error_messages import find_peer_gone, script_line
 
 READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
@@ -145,7 +145,7 @@ def _describe_left(entries: list[Any]) -> str:
     others = [rank for rank in range(len(left)) if rank not in ranks]
     line = entries[ranks[0]][0][1]
     return (
-        f"{format_ranks(ranks)} left {first} ({line}), {format_ranks(others)} did not. HINT: if "
+        f"{named_ranks(ranks)} left {first} ({line}), {named_ranks(others)} did not. HINT: if "
         "world.any(condition): break, which is the same decision on all ranks"
     )
 
@@ -158,6 +158,6 @@ def _describe_passes(entries: list[Any], kind: str) -> str:
         return ""
     what = "of which each rank has its own part" if kind == "validation" else "the others wait"
     return (
-        f"{format_ranks(ranks)} alone went through {text} with world.batches, {what}. "
+        f"{named_ranks(ranks)} alone went through {text} with world.batches, {what}. "
         f"HINT: {_WAY_OUT[kind]}"
     )
