@@ -1,5 +1,7 @@
 """Architecture rules: which folder may import which, and what starts without torch."""
 
+import ast
+import importlib
 import subprocess
 import sys
 from collections import Counter
@@ -108,3 +110,31 @@ def test_import_of_higher_layer_is_detected(tmp_path, monkeypatch):
 def test_launcher_and_reports_do_not_import_torch(module):
     code = f"import sys, paceline.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_names_that_scripts_import_from_paceline_exist():
+    """Of benchmarks, examples, docs and tests, some of which run only in the slow tiers."""
+    root = Path(__file__).resolve().parents[1]
+    scripts = [
+        p
+        for part in ("benchmarks", "examples", "docs", "tests")
+        for p in (root / part).rglob("*.py")
+    ]
+    missing = {
+        f"{script.relative_to(root)}: {node.module}.{alias.name}"
+        for script in scripts
+        for node in ast.walk(ast.parse(script.read_bytes()))
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module
+        if node.module.partition(".")[0] == "paceline"
+        for alias in node.names
+        if not exists(node.module, alias.name)
+    }
+    assert not missing
+
+
+def exists(module: str, name: str) -> bool:
+    try:
+        found = importlib.import_module(module)
+        return hasattr(found, name) or bool(importlib.import_module(f"{module}.{name}"))
+    except ImportError:
+        return False

@@ -19,9 +19,9 @@ from common import BIN, SCRIPTS, console, finish, machine, options, ratio, run, 
 from common import target as judged
 from rich.table import Table
 
-from paceline.cluster.topology.local_resources import format_ranges
 from paceline.cluster.topology.sockets import SOCKET_VARIABLE
 from paceline.cluster.topology.topology import topology
+from paceline.plurals import format_ranges
 
 SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
 JUDGED = 16 << 20

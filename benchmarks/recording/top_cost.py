@@ -130,9 +130,12 @@ def looking(record: Path, words: list[str] | None) -> Iterator[int | None]:
         start_new_session=True,
     )
     os.close(inner)
-    reader = threading.Thread(target=drain, args=(outer,))
+    drawn = threading.Event()
+    reader = threading.Thread(target=drain, args=(outer, drawn))
     reader.start()
     try:
+        if not drawn.wait(60):
+            raise SystemExit("paceline top has drawn nothing in 60 s")
         yield process.pid
     finally:
         process.terminate()
@@ -143,10 +146,11 @@ def looking(record: Path, words: list[str] | None) -> Iterator[int | None]:
         raise SystemExit(f"paceline top ended with {code}")
 
 
-def drain(outer: int) -> None:
+def drain(outer: int, drawn: threading.Event) -> None:
+    """Read what is drawn until the other side closes; ``drawn`` is set at the first of it."""
     with contextlib.suppress(OSError):  # the other side was closed
         while os.read(outer, 1 << 16):
-            pass
+            drawn.set()
 
 
 def used(pid: int | None) -> float:
