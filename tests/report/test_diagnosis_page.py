@@ -67,7 +67,8 @@ RUNGS = {
 CAUSES = [
     Cause(
         *("input-waiting", 0.43, (0.41, 0.47)),
-        "the loader waits for its files, 14.2 ms a batch (no workers: the rank loads by itself)",
+        "the loader takes 14.2 ms per batch and mostly waits (no workers: the training process "
+        "loads the batches)",
         {
             "ranks": list(range(60)),
             "cores_busy_a_rank": 0.0531,
@@ -79,12 +80,12 @@ CAUSES = [
     ),
     Cause(
         *("exchange-bandwidth", 0.12, (0.08, 0.13)),
-        "all-reduce of 2.65 MB each at 0.3 GB/s: the exchange itself",
+        "all-reduce of 2.65 MB is limited by bandwidth, 0.3 GB/s",
         {"busbw_GB_s": 0.2952, "bytes": 2646036.0, "groups": [{"name": "0", "calls": 40}]},
     ),
     Cause(
         *("script", 0.051, (0.051, 0.051)),
-        "the script does work of its own between its steps",
+        "the script does other work between its steps",
         {"lines": [LINE], "of": {"rank": 3, "steps": (9, 24)}},
     ),
 ]
@@ -113,8 +114,8 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert agree(page, data) > 130
     assert page.inner_text(".lead") == (
         "4 ranks reach 33.3 % of the ideal: 1,600 of 4,800 samples/s. What holds them back most, "
-        "43.0 % of a step's time: the loader waits for its files, 14.2 ms a batch (no workers: "
-        "the rank loads by itself)."
+        "43.0 % of a step's time: the loader takes 14.2 ms per batch and mostly waits (no workers: "
+        "the training process loads the batches)."
     )
     # The causes are in order, the evidence one click away.
     assert page.locator(".losses .share").all_inner_texts() == ["43.0 %", "12.0 %", "5.1 %"]
@@ -308,7 +309,7 @@ def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
         Trial(WORKERS, WORKERS.gain, Interval(0.69, 0.6, 0.78), True, rounds=3),
         Trial(
             *(SHORTER, Interval(0.1, 0.05, 0.15), Interval(0.01, -0.02, 0.04), False),
-            *("no more than the noise", 6, Losses(0.5, 0.502, 0.001)),
+            *("the gain is within the noise", 6, Losses(0.5, 0.502, 0.001)),
         ),
     ]
     told = dataclasses.replace(
@@ -327,7 +328,7 @@ def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
         *("loader-workers = 4", "+81.0 % (+72.0 % to +90.0 %)"),
         *("+69.0 % (+60.0 % to +78.0 %)", "kept"),
     ]
-    assert rows[1][3] == "no more than the noise"
+    assert rows[1][3] == "the gain is within the noise"
     assert rows[2][0] == "script-beside"
     text = page.inner_text("#remedies")
     assert "compress-bf16 changes the numbers: over the same steps the loss was 0.502" in text

@@ -94,7 +94,9 @@ def test_slow_loader_is_reported_without_changing_files(script, monkeypatch, tmp
 def test_script_that_overwrites_a_file_is_stopped(script, tmp_path):
     done = run(script, "--steps", "40", script, "0", "overwrites")
     assert done.returncode == 2
-    assert f"stopped, as {tmp_path}/data.txt would have been written. HINT: files" in done.stderr
+    assert (
+        f"stopped the script: {tmp_path}/data.txt would have been written. HINT: let" in done.stderr
+    )
     assert (tmp_path / "data.txt").read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["data.txt", "script.py"]
 
@@ -103,9 +105,9 @@ def test_failing_script_is_reported(tmp_path):
     script = ranks.write(tmp_path, "raise RuntimeError('no data here')")
     done = run(script, script)
     assert done.returncode == 2
-    assert "with all ranks the script ended with exit code 1:" in done.stderr
+    assert "the script with all ranks ended with exit code 1:" in done.stderr
     assert "RuntimeError: no data here" in done.stderr
-    assert "Traceback (most recent" not in done.stderr.partition("paceline: with all")[0]
+    assert "Traceback (most recent" not in done.stderr.partition("paceline: the script with all")[0]
 
 
 def run(script, *words):
@@ -157,7 +159,9 @@ def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
     found = run_diagnosis(asked, lambda said: None)
     # Fewer than ladder.LEAST_STEPS, so the script ends too early on any machine.
     assert found.ladder.steps == 56 // 4 - 5
-    assert found.notes[0].startswith("the script ends after 56 steps: 9 are measured at a time")
+    assert found.notes[0].startswith(
+        "the script ends after 56 steps: each experiment measures only 9"
+    )
     rungs = found.ladder.rungs
     assert {name: len(runs) for name, runs in rungs.items()} == dict.fromkeys(ladder.RUNGS, 2)
     assert found.ladder.facts[0]["convolutions"] == 1

@@ -85,8 +85,10 @@ def test_effective_remedy_is_kept_and_breaking_remedy_rejected(asked):
     assert found.faster == 1 + each["loader-workers"].gain.mean
     broken = each["unused-search-off"]
     assert (broken.kept, broken.gain) == (False, None)
-    assert "breaks the script: RuntimeError: Expected to have finished reduction" in broken.why
-    assert each["bucket-mb"].why.startswith("no cause here asks for it: --try bucket-mb=VALUE")
+    assert (
+        "the script fails with it: RuntimeError: Expected to have finished reduction" in broken.why
+    )
+    assert each["bucket-mb"].why.endswith("no cause suggests a value. HINT: --try bucket-mb=VALUE")
     # 16 steps, rounded up to whole bursts of three workers and of two
     assert any("with loader-workers, 18 steps" in line for line in said)
 
@@ -120,7 +122,7 @@ def test_slow_script_is_improved_and_settings_are_saved(asked, tmp_path):
         for source, said in ((one.remedy.source, one.first), (one.source, one.predicted))
         if one.gain is not None and said is not None
     ]
-    assert "fast.toml is written: paceline run --settings" in save_kept_settings(
+    assert "fast.toml; apply them with paceline run --settings" in save_kept_settings(
         result, tmp_path / "fast.toml"
     )
     knobs, notes = settings_for_script(tmp_path / "fast.toml", "script.py")
@@ -141,10 +143,22 @@ def diagnose(folder, *words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--try", "warp"], "--try warp: no such knob. HINT: all, or one of loader-workers,"),
-        (["--try", "float32"], "--try float32: the script has to be edited: no float64"),
-        (["--try", "bucket-mb=lots"], "--try bucket-mb=lots: it takes a number from 0.1 to 4096"),
-        (["--try", "bucket-mb=inf"], "--try bucket-mb=inf: it takes a number from 0.1 to 4096"),
+        (
+            ["--try", "warp"],
+            "--try NAME must be all or a knob; this is 'warp'. HINT: all, or one of",
+        ),
+        (
+            ["--try", "float32"],
+            "--try float32: this remedy needs an edit of the script. HINT: use float32",
+        ),
+        (
+            ["--try", "bucket-mb=lots"],
+            "--try bucket-mb=VALUE must be a number from 0.1 to 4096; this is 'lots'. HINT: --try",
+        ),
+        (
+            ["--try", "bucket-mb=inf"],
+            "--try bucket-mb=VALUE must be a number from 0.1 to 4096; this is 'inf'. HINT: --try",
+        ),
         (["--save-settings", "x.toml"], "--save-settings: nothing is tried. HINT: with --try all"),
         (
             ["--try", "compress-bf16", "--try", "compress-fp16"],
@@ -178,7 +192,10 @@ def test_results_before_interruption_are_preserved(asked, monkeypatch, stop):
     result = try_all(asked, found, ["loader-workers=3"], lambda _: None)
     assert result.tried.kept == {"loader-workers": 3}
     assert result.after is None
-    said = {True: "interrupted: not all was tried", False: "it could not be diagnosed again: no lo"}
+    said = {
+        True: "interrupted, and not all remedies were tried",
+        False: "the script could not be diagnosed again: no loader",
+    }
     assert result.notes[0] == "a note"
     assert said[stop is KeyboardInterrupt] in result.notes[1]
 

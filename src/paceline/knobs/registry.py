@@ -58,7 +58,7 @@ KNOBS: dict[str, Knob] = {
         "random augmentations",
     ),
     "persistent-workers": Knob(
-        "loader workers continue from epoch to epoch",
+        "loader workers continue in the next epoch",
         ("loader-start", *_LOADING),
         "DataLoader(persistent_workers=True)",
         "knobs.loader:persistent",
@@ -82,19 +82,20 @@ KNOBS: dict[str, Knob] = {
         "knobs.loader:pinned",
         ON,
         r"\bDataLoader\(",
-        "memory of the host that cannot be swapped",
+        "node memory that cannot be swapped",
     ),
     "bucket-mb": Knob(
         "size of DDP's gradient buckets, in MiB",
         ("bucket-size",),
-        "DistributedDataParallel(bucket_cap_mb={value}); which is best for a script, paceline run "
-        "--tune-exchange finds",
+        "DistributedDataParallel(bucket_cap_mb={value}); paceline run --tune-exchange finds the "
+        "best value for a script",
         "knobs.ddp:bucket",
         Range(0.1, 4096, whole=False),
         r"\b(DistributedDataParallel|DDP)\(",
     ),
     "exchange": Knob(
-        "ranks of a node exchange through shared memory, and each node once for its ranks",
+        'backend of collectives on CPUs: "paceline" uses shared memory within a node, and one '
+        "exchange per node between nodes",
         ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
         'init_process_group("{value}") after import paceline, or paceline run --exchange {value}',
         "comm.replace_gloo:exchange",
@@ -103,7 +104,8 @@ KNOBS: dict[str, Knob] = {
         "16 MiB of memory on each node",
     ),
     "algorithm": Knob(
-        "all-reduce algorithm between nodes for all sizes, or sockets within each node",
+        'all-reduce algorithm between nodes for all message sizes; "sockets" first reduces within '
+        "each CPU socket",
         ("exchange-bandwidth", "exchange-latency"),
         "PACELINE_ALGORITHM={value} in the environment",
         "comm.replace_gloo:algorithm",
@@ -132,7 +134,7 @@ KNOBS: dict[str, Knob] = {
         "NCCL_MIN_NCHANNELS={value} in the environment",
         "knobs.nccl:channels",
         Range(1, 64),
-        costs="multiprocessors that then do not compute",
+        costs="multiprocessors of the GPU, which then do not compute",
     ),
     "gradient-views": Knob(
         "gradients are views of DDP's buckets, without copies",
@@ -154,13 +156,13 @@ KNOBS: dict[str, Knob] = {
     "accumulate-locally": Knob(
         "only the last backward of an optimizer step synchronizes gradients",
         ("accumulation-exchange",),
-        "with model.no_sync(): around all of an optimizer step's backwards but the last",
+        "with model.no_sync(): around all backwards of an optimizer step except the last",
         "knobs.accumulate:locally",
         ON,
         r"\.backward\(",
     ),
     "compress-bf16": Knob(
-        "gradients are sent as bfloat16: half of the bytes",
+        "DDP sends gradients as bfloat16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
         "knobs.ddp:as_bf16",
@@ -171,13 +173,13 @@ KNOBS: dict[str, Knob] = {
         excludes=LESS,
     ),
     "compress-fp16": Knob(
-        "gradients are sent as float16: half of the bytes",
+        "DDP sends gradients as float16, half of the bytes",
         ("exchange-bandwidth",),
         "model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
         "knobs.ddp:as_fp16",
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
-        "precision: gradients are rounded to 11 significant bits, and those above 65,504 are lost",
+        "precision: gradients are rounded to 11 significant bits, and those above 65,504 overflow",
         numbers=True,
         excludes=LESS,
     ),
@@ -212,12 +214,12 @@ KNOBS: dict[str, Knob] = {
         "comm.local_sgd:every",
         Range(1, 10_000),
         r"\b(DistributedDataParallel|DDP)\(",
-        "models that differ between averages, also if a rank evaluates or saves its own",
+        "models that differ between averages, also if a rank evaluates or saves its model",
         numbers=True,
         excludes=LESS,
     ),
     "threads": Knob(
-        "number of compute threads for each rank, overrides the script",
+        "number of compute threads for each rank; overrides the script",
         ("too-many-threads",),
         "torch.set_num_threads({value}), or paceline run --threads {value}",
         "knobs.process:threads",
@@ -225,15 +227,15 @@ KNOBS: dict[str, Knob] = {
         r"set_num_threads\(|OMP_NUM_THREADS",
     ),
     "own-binding-off": Knob(
-        "the script's own core binding is ignored, that of the launcher stays",
+        "Paceline ignores the core binding that the script sets; the launcher's binding applies",
         ("binding",),
-        "no os.sched_setaffinity: paceline run --bind core",
+        "remove os.sched_setaffinity, and use paceline run --bind core",
         "knobs.process:unbound",
         ON,
         r"sched_setaffinity|cpu_affinity",
     ),
     "keep-memory": Knob(
-        "freed memory is kept for the next allocations (glibc's mallopt)",
+        "glibc keeps freed memory for later allocations (mallopt)",
         ("allocator",),
         "MALLOC_TOP_PAD_, MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, or jemalloc",
         "knobs.process:kept",
@@ -242,26 +244,26 @@ KNOBS: dict[str, Knob] = {
         excludes=("jemalloc",),
     ),
     "jemalloc": Knob(
-        "jemalloc allocates memory, and keeps what is freed",
+        "jemalloc replaces the memory allocator, and keeps freed memory",
         ("allocator",),
         "LD_PRELOAD=libjemalloc.so.2 MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1",
         "knobs.process:jemalloc",
         ON,
-        costs="memory of a rank stays at its peak; each rank starts an interpreter of its own",
+        costs="memory of a rank stays at its peak; each rank starts a separate interpreter",
         excludes=("keep-memory",),
     ),
     "huge-pages": Knob(
-        "large tensors are in huge pages: 512 times fewer first touches",
+        "large tensors use huge pages: 512 times fewer page faults",
         ("allocator",),
         "THP_MEM_ALLOC_ENABLE=1 in the environment",
         "knobs.process:huge_pages",
         ON,
-        costs="memory, if tensors fill their last pages partly",
+        costs="memory of pages that tensors fill only in part",
     ),
     "channels-last": Knob(
-        "convolutions have weights and images in the channels-last memory format",
+        "convolutions get weights and images in the channels-last memory format",
         ("layout",),
-        "model.to(memory_format=torch.channels_last), and the images too",
+        "model.to(memory_format=torch.channels_last), and the same for the images",
         "knobs.channels_last:channels_last",
         ON,
     ),
@@ -298,14 +300,14 @@ KNOBS: dict[str, Knob] = {
     "float32": Knob(
         "float32 instead of float64",
         ("precision",),
-        "no float64 where float32 does",
+        "use float32 where its precision is sufficient",
         looks_for=r"float64|\.double\(|torch\.double",
         numbers=True,
     ),
     "one-exchange": Knob(
         "one collective instead of many small ones",
         ("exchange-latency",),
-        "one collective over a stacked tensor, or one in many steps (world.log does that)",
+        "one collective over a stacked tensor, or one collective every N steps (as world.log does)",
         looks_for=r"\b(all_reduce|all_gather|reduce|broadcast)\w*\(",
     ),
     "ddp": Knob(
@@ -317,22 +319,22 @@ KNOBS: dict[str, Knob] = {
     "no-synchronisation": Knob(
         "ranks and devices do not wait in the middle of a step",
         ("synchronisation",),
-        "no barrier, .item() or print in each step: every 100th, or on the device",
+        "call barrier, .item() and print only every 100th step, or leave the value on the device",
         looks_for=r"barrier\(|\.item\(|\bprint\(|\.cpu\(",
     ),
     "script-beside": Knob(
-        "the script's own work is done less often, or in a thread",
+        "the script does its other work less often, or in a thread",
         ("script",),
-        "less often, or in a thread that does not hold the interpreter",
+        "do this work less often, or in a thread that releases the GIL",
     ),
     "threads-beside": Knob(
-        "work of another Python thread is done in a process",
+        "another process does the work of the other Python thread",
         ("interpreter",),
-        "multiprocessing in place of threading, or a library that lets go of the lock",
+        "multiprocessing instead of threading, or a library that releases the GIL",
         looks_for=r"Thread\(",
     ),
     "validate-on-all": Knob(
-        "all ranks validate, each a part",
+        "each rank validates a part of the data",
         ("validation-on-one-rank",),
         "for x, y in world.batches(world.shard(loader)), and world.log over all ranks",
         looks_for=r"\.eval\(\)|no_grad|inference_mode",
@@ -347,22 +349,22 @@ KNOBS: dict[str, Knob] = {
     "rarer-checkpoint": Knob(
         "checkpoints are written half as often",
         ("checkpoint", "checkpoint-on-one-rank"),
-        "half as often: what a failure costs is at most twice as much (paceline run tells when "
-        "the allocation ends)",
+        "save half as often: a failure then costs at most twice as many steps (world.epochs also "
+        "saves before a time limit)",
         looks_for=r"\bsave\w*\(",
         costs="more steps to repeat after a failure",
     ),
     "larger-batch": Knob(
-        "batches of twice the size: half as many gradient synchronizations per sample",
+        "batches of twice the size, with half as many gradient synchronizations per sample",
         ("exchange-bandwidth", "exchange-latency", "no-overlap"),
-        "twice batch_size, and the learning rate times 2 (SGD) or 1.4 (Adam), after a warm-up",
+        "double batch_size, and multiply the learning rate by 2 (SGD) or 1.4 (Adam), with warm-up",
         looks_for=r"\bDataLoader\(|batch_size",
-        costs="more samples until the same loss, once batches are larger than the gradient's noise "
-        "asks for; memory for activations",
+        costs="more samples until the same loss if batches exceed the gradient noise scale; memory "
+        "for activations",
         numbers=True,
     ),
     "pack": Knob(
-        "samples are in a few large files, and threads make batches of them",
+        "samples are in a few large files, and threads make the batches",
         ("input-small-files",),
         'paceline pack FOLDER PACKED, and paceline.data.Loader("PACKED", ...) for DataLoader',
         looks_for=r"\bDataLoader\(",
@@ -371,36 +373,36 @@ KNOBS: dict[str, Knob] = {
     "stage": Knob(
         "samples are on node-local storage",
         ("input-bandwidth",),
-        "paceline pack, and paceline stage PACKED on each host to a disk or memory of its own "
-        "(PACELINE_STAGE); paceline check --data PACKED predicts what that gains",
+        "paceline pack, and paceline stage PACKED on each node, which copies to node-local storage "
+        "(PACELINE_STAGE); paceline check --data PACKED predicts the gain",
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space on each node",
     ),
     "offline": Knob(
         "preprocessing that is the same in each epoch is done once",
         ("input-preprocessing",),
-        "paceline pack --apply MODULE:FUNCTION for what draws nothing at random; paceline check "
-        "--data SET --transform MODULE:FUNCTION says what it takes of a sample",
+        "paceline pack --apply MODULE:FUNCTION for transforms without random numbers; paceline "
+        "check --data DATASET --transform MODULE:FUNCTION measures their time per sample",
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space for a second copy of the samples",
     ),
     "leave-rank-out": Knob(
         "the device of the slow rank is not used",
         ("slow-rank",),
-        "paceline run with a rank less; the global batch is smaller then",
+        "paceline run with one rank fewer; the global batch becomes smaller",
         numbers=True,
     ),
     "equal-batches": Knob(
         "batches of the ranks have the same number of elements",
         ("uneven-data",),
-        "a sampler that puts samples of like length into the same step (bucketing)",
+        "a sampler that puts samples of similar length into the same step (bucketing)",
         looks_for=r"Sampler\(|\bDataLoader\(",
         numbers=True,
     ),
     "leave-host-out": Knob(
         "the slow node is not used",
         ("slow-host",),
-        "paceline run -H with the other hosts; the global batch is smaller then",
+        "paceline run -H with the other hosts; the global batch becomes smaller",
         numbers=True,
     ),
 }

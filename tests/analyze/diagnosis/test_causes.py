@@ -157,7 +157,7 @@ def test_loader_restart_each_epoch_is_reported():
     real = rung(starts=4, starting=0.45)
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, everything=real, **INPUT)
     assert (cause.id, cause.evidence["starts"]) == ("loader-start", 24)
-    assert "each epoch begins with 112 ms of starting the loader" in cause.sentence
+    assert "the loader takes 112 ms to start in each epoch" in cause.sentence
 
 
 UNEVEN = [Loss("wait", 0.25, 1, "b", "useful")]
@@ -210,13 +210,13 @@ def test_causes_of_slow_shared_machine_are_distinguished():
     assert cause.id == "shared-machine"
     (cause,) = judged(**slowed, alone=rung(ranks=1, batch=20))
     assert cause.id == "fixed-cost"
-    assert "has 10 samples, and 20 on one rank alone" in cause.sentence
+    assert "has 20 samples on one rank alone, and 10 on each of several ranks" in cause.sentence
     (cause,) = judged(facts=[{"threads": 4}] * 2, **slowed | {"one thread": rung(0.1)})
     assert cause.id == "too-many-threads"
     assert cause.sentence.startswith("2 ranks with 4 threads each share 2 cores")
     (cause,) = judged(facts=[{"mask": "1"}] * 2, **slowed)
     assert cause.id == "binding"
-    assert cause.sentence == "2 ranks may use 1 of the host's 2 cores together"
+    assert cause.sentence == "2 ranks together may use only 1 of the node's 2 cores"
     (cause,) = judged(**{name: rung(0.2, delayed=0.4, host=2.0) for name in slowed})
     assert cause.id == "noisy-machine"
 
@@ -248,7 +248,7 @@ def test_idle_time_inside_a_step_is_script_time():
     still = {"silent": rung(process=0.6)}
     (cause,) = judged(**still)
     assert (cause.id, cause.share) == ("script", pytest.approx(0.4, abs=0.05))
-    assert "on no core: it sleeps, or waits for a file" in cause.sentence
+    assert "uses no core in a part of its steps: it sleeps, or waits for a file" in cause.sentence
     assert judged(**still, facts=[{"gpu": True}] * 2) == []
     assert judged(**still, facts=[{"threads": 4}] * 2) == []
     assert judged(silent=rung(process=0.6, delayed=0.35)) == []

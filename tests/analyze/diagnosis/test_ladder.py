@@ -89,7 +89,7 @@ def test_rate_is_that_of_slowest_rank(tmp_path):
     found = measure_rung(run, 2, 10)
     assert found.together == pytest.approx(8 / 0.025, rel=1e-6)
     assert found.step_s == pytest.approx(0.025)
-    with pytest.raises(ValueError, match=r"ended after 13 steps, and 40 are needed\. HINT"):
+    with pytest.raises(ValueError, match=r"after 13 steps, and the experiments need 40\. HINT"):
         measure_rung(run, 10, 30)
 
 
@@ -103,24 +103,24 @@ def test_busy_loader_and_waiting_loader_are_distinguished(tmp_path):
     loader = {"batches": 20, "seconds": 1.0, "busy_s": 0.95, "workers": 0, "ranks": 2}
     seen, (cause,) = judged(tmp_path / "a", fall, loader, load=(20, 20), exchange=0.2)
     assert (cause.id, seen["input"].differ) == ("input-preprocessing", False)
-    assert cause.sentence.endswith("(no workers: the rank loads by itself)")
+    assert cause.sentence.endswith("(no workers: the training process loads the batches)")
     files = {"opened": 15_000, "read": 15_000 * 7_000, "open_s": 1e-5, "system_s": 0.1}
     _, (cause,) = judged(tmp_path / "d", fall, loader | files, load=(20, 20), exchange=0.2)
     assert cause.id == "input-preprocessing"
-    assert cause.sentence.endswith(", and 750 small files are opened for each")
+    assert cause.sentence.endswith("; it opens 750 small files per batch")
     assert cause.share == pytest.approx(0.5, abs=0.01)
-    assert "50 ms a batch to make (no workers" in cause.sentence
+    assert "50 ms per batch and is limited by computation (no workers" in cause.sentence
     loader |= {"busy_s": 0.1, "workers": 4}
     (cause,) = judged(tmp_path / "b", fall, loader, load=(20, 20), exchange=0.2)[1]
     assert cause.id == "input-waiting"
-    assert "2 workers a rank" in cause.sentence
+    assert "2 workers per rank" in cause.sentence
 
 
 def test_exchange_bandwidth_and_latency_are_distinguished(tmp_path):
     fall = made(ALONE, SAME, (500, 505, 495), (500, 505, 495))
     (cause,) = judged(tmp_path / "a", fall, exchange=20, size=4 << 20)[1]
     assert cause.id == "exchange-bandwidth"
-    assert "all-reduce of 4.19 MB each" in cause.sentence
+    assert "all-reduce of 4.19 MB is limited by bandwidth" in cause.sentence
     (cause,) = judged(tmp_path / "b", fall, exchange=20, size=400)[1]
     assert cause.id == "exchange-latency"
     assert "400 bytes each" in cause.sentence

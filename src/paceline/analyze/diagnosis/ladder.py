@@ -61,8 +61,8 @@ class EndedError(ValueError):
 
     def __init__(self, done: int, needed: int) -> None:
         super().__init__(
-            f"the script ended after {counted(done, 'step')}, and {needed} are needed. HINT: "
-            "--steps and --warm-up with fewer, or a script that trains longer"
+            f"the script ended after {counted(done, 'step')}, and the experiments need {needed}. "
+            "HINT: reduce --steps and --warm-up, or let the script train longer"
         )
         self.done = done
 

@@ -25,7 +25,7 @@ from .try_remedies import ALL, Trial, TrialResults, select_remedies, try_remedie
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
-LATE = 1  # additional pass for promising remedies that were not tried for lack of time
+LATE = 1  # additional pass for promising remedies that the time budget did not allow before
 DRIFT = 0.25  # share of a step's time; a larger difference between rounds indicates a noisy machine
 
 
@@ -115,9 +115,9 @@ def try_all(
         # extend() keeps the diagnoses that were yielded before an exception.
         diagnoses.extend(_passes(asked, found, names, result, say))
     except KeyboardInterrupt:
-        notes.append("interrupted: not all was tried")
+        notes.append("the trials were interrupted, and not all remedies were tried")
     except ValueError as mistake:
-        notes.append(f"with what was kept it could not be diagnosed again: {mistake}")
+        notes.append(f"with the kept settings the script could not be diagnosed again: {mistake}")
     wrong = history.append(pair for one in result.trials for pair in _pairs(asked.script, one))
     notes += [wrong] if wrong else []
     measured = {one.remedy.knob for one in result.trials if one.gain is not None}
@@ -213,11 +213,12 @@ def _refused(ladder: Ladder) -> list[str]:
     found: dict[str, list[str]] = {}
     for rung, why in ladder.refused.items():
         found.setdefault(why, []).append(rung)
-    notes = [f"left out ({', '.join(rungs)}): {why}" for why, rungs in found.items()]
+    notes = [f"experiments left out ({', '.join(rungs)}): {why}" for why, rungs in found.items()]
     if "alone" in ladder.refused:
         notes.append(
-            "one rank alone could not be run (it may need more memory than one of several): the "
-            "ideal is all ranks at the pace of the fastest, without exchange and input"
+            "one rank alone could not be run (it may need more memory than one of several ranks): "
+            "the ideal is the rate of all ranks at the pace of the fastest, without communication "
+            "and input"
         )
     return notes
 
@@ -231,9 +232,9 @@ def _drifting(rungs: dict[str, list[RungResult]]) -> list[str]:
     if drift < DRIFT:
         return []
     return [
-        f"steps took from {1e3 * min(times):.3g} to {1e3 * max(times):.3g} ms in different rounds: "
-        "all figures are as rough. HINT: a quieter machine, bound ranks (--bind core), or more "
-        "--minutes"
+        f"step times of different rounds are {1e3 * min(times):.3g} to {1e3 * max(times):.3g} ms, "
+        "and all figures are uncertain by as much. HINT: end other programs on the nodes, bind the "
+        "ranks (--bind core), or increase --minutes"
     ]
 
 
@@ -242,11 +243,11 @@ def _unseen(rungs: dict[str, list[RungResult]]) -> list[str]:
     found = []
     if any(not one.cached for one in rungs["cached"]):
         found.append(
-            "no torch DataLoader was seen: its batches could not be kept in memory, and the "
-            "input's share is the record's alone"
+            "the script uses no torch DataLoader whose batches could be cached in memory: only the "
+            "record shows the share of the input"
         )
     if any(not one.silent for one in rungs["silent"]):
-        found.append("no process group was seen: there was no exchange to switch off")
+        found.append("the script uses no process group: there is no communication to switch off")
     return found
 
 

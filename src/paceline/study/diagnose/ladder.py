@@ -44,14 +44,14 @@ RUNGS = {
     "everything": (False, EVERYTHING),
 }
 WORDS = {
-    "alone": "one rank, its batch in memory",
+    "alone": "one rank, batches in memory",
     "alone, loading": "one rank, everything",
-    "alone, channels-last": "one rank, its batch in memory, images as channels-last",
-    "silent": "all ranks, batches in memory, no exchange",
-    "one thread": "the same with one thread a rank",
+    "alone, channels-last": "one rank, batches in memory, images as channels-last",
+    "silent": "all ranks, batches in memory, no communication",
+    "one thread": "all ranks, batches in memory, no communication, one thread per rank",
     "cached": "all ranks, batches in memory",
     "everything": "all ranks, everything",
-    "loader": "the loaders alone",
+    "loader": "all ranks, loaders only",
 }
 
 
@@ -161,8 +161,8 @@ class _Climb:
     def _few_steps_note(self, found: Ladder) -> str:
         more = (LEAST_STEPS + self.asked.warming) / (found.steps + found.warm)
         return (
-            f"steps are long for --minutes {self.asked.minutes:g}: {found.steps} were measured at "
-            f"a time, and the figures are as rough. HINT: --minutes "
+            f"steps are too long for --minutes {self.asked.minutes:g}: each run measured only "
+            f"{found.steps}, and the figures are less precise. HINT: --minutes "
             f"{math.ceil(more * found.seconds / MINUTE_S)}"
         )
 
@@ -174,8 +174,8 @@ class _Climb:
             raise ended
         found.steps = steps
         found.notes = [
-            f"the script ends after {counted(ended.done, 'step')}: {steps} are measured at a "
-            "time, and what comes later is not seen"
+            f"the script ends after {counted(ended.done, 'step')}: each experiment measures only "
+            f"{steps}. HINT: let the script train longer for more precise figures"
         ]
         for rungs in found.rungs.values():
             rungs.clear()

@@ -141,7 +141,7 @@ class Runner:
             words += ["--settings", str(self._written(settings))]
         words += ["--record", str(record), "--", self.asked.script, *self.asked.args]
         who = "one rank" if alone else "all ranks"
-        what = named or f"{counted(rung.steps, 'step')} each of: {', '.join(rung.phases)}"
+        what = named or f"{counted(rung.steps, 'step')} of each: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")
         log = self.folder / f"{self.runs}.log"
         with log.open("w") as file:
@@ -151,12 +151,12 @@ class Runner:
         run = load_run(record) if any(record.glob("*.ring")) else None
         stopped = _stopped(run)
         if stopped:
-            raise ValueError(f"stopped, as {stopped}. HINT: {_KEPT}")
+            raise ValueError(f"Paceline stopped the script: {stopped}. HINT: {_KEPT_FILES}")
         if code or run is None:
             steps = min((one.count(State.STEP) for one in run.records), default=0) if run else 0
             last = _last(log)
             words_of = "".join(f"\n    {line}" for line in last)
-            said = f"with {who} the script ended with exit code {code}:{words_of}"
+            said = f"the script with {who} ended with exit code {code}:{words_of}"
             raise FailedError(said, steps, _error(last) or f"exit code {code}")
         return run
 
@@ -166,7 +166,9 @@ class Runner:
         return path
 
 
-_KEPT = "files stay as they are while it is diagnosed; give the script another folder for these"
+_KEPT_FILES = (
+    "let the script write to another folder; paceline diagnose does not change existing files"
+)
 
 
 def _one(where: list[str]) -> list[str]:
@@ -206,7 +208,7 @@ def _last(log: Path) -> list[str]:
         text = file.read(MAX_LOG_BYTES).decode(errors="replace")
     said = [printable(line) for line in text.splitlines()]
     lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
-    return lines[-LAST_LINES:] or [f"(no word; {os.fspath(log)})"]
+    return lines[-LAST_LINES:] or ["(the script printed nothing)"]
 
 
 def _error(last: list[str]) -> str:

@@ -21,7 +21,7 @@ def save_kept_settings(found: Diagnosis, path: Path) -> str:
     assert found.tried is not None
     kept = found.tried.kept
     if not kept:
-        return f"nothing helped, so {path} is not written"
+        return f"no remedy was kept, so {path} is not written"
     settings = {
         name: Setting(value, _why(found, found.tried, name)) for name, value in kept.items()
     }
@@ -37,18 +37,20 @@ def save_kept_settings(found: Diagnosis, path: Path) -> str:
             "torch": version("torch"),
         },
     )
-    return f"{path} is written: paceline run --settings {path} ..."
+    return f"the kept settings are in {path}; apply them with paceline run --settings {path} ..."
 
 
 def _why(found: Diagnosis, tried: TrialResults, name: str) -> tuple[str, ...]:
     trial = next((one for one in tried.trials if one.remedy.knob == name), None)
     if trial is None:
-        return ("it was set before",)
+        return ("set before the trials",)
     cause = next((one for one in found.causes if one.id == trial.remedy.cause), None)
     if cause is not None:
         why = [f"{cause.id}: {percent(cause.share)} of a step's time"]
     else:  # the cause was found in a later pass, or the remedy was requested without a cause
-        why = [f"{trial.remedy.cause}, named with what was kept before"] * bool(trial.remedy.cause)
+        why = [f"{trial.remedy.cause}, found with the settings that were kept before"] * bool(
+            trial.remedy.cause
+        )
     foreseen = f"predicted {format_gain(trial.predicted)} from {trial.source}, "
     measured = f"measured {format_gain(trial.gain)} of the throughput"
     return (*why, (foreseen if trial.predicted is not None else "") + measured)

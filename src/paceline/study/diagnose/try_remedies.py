@@ -136,9 +136,11 @@ def check_arguments(names: list[str]) -> None:
         name, _, value = text.partition("=")
         if name not in KNOBS and name != ALL:
             hint = f"all, or one of {', '.join(settable())}"
-            raise ValueError(f"--try {name}: no such knob. HINT: {hint}")
+            raise ValueError(f"--try NAME must be all or a knob; this is {name!r}. HINT: {hint}")
         if name != ALL and not KNOBS[name].hook:
-            raise ValueError(f"--try {name}: the script has to be edited: {KNOBS[name].edit}")
+            raise ValueError(
+                f"--try {name}: this remedy needs an edit of the script. HINT: {KNOBS[name].edit}"
+            )
         if value:
             _value(name, value)
     exclude({text.partition("=")[0]: True for text in names if text != ALL})
@@ -163,7 +165,10 @@ def _value(name: str, text: str) -> Any:
     kind = KNOBS[name].value
     assert kind is not None
     if not kind.fits(value):
-        raise ValueError(f"--try {name}={text}: it takes {kind}")
+        raise ValueError(
+            f"--try {name}=VALUE must be {kind}; this is {text!r}. HINT: --try {name} uses the "
+            "predicted value"
+        )
     return value
 
 
@@ -254,13 +259,16 @@ class _Trials:
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
         """Measure interleaved rounds until the gain is known precisely enough."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
-            return Trial(remedy, predicted, None, False, "not tried: it would make steps slower")
+            return Trial(remedy, predicted, None, False, "not tried: it would make steps longer")
         promising = predicted is not None and predicted.mean > 0
         if time.monotonic() > self.deadline and (self.measured or not promising):
-            why = "not tried: the time is over. HINT: more --minutes, or this one by its name"
+            why = (
+                "not tried: the time budget was used up. HINT: increase --minutes, or --try "
+                f"{remedy.knob}"
+            )
             return Trial(remedy, predicted, None, False, why, late=True)
         if remedy.value is None:
-            why = f"no cause here asks for it: --try {remedy.knob}=VALUE sets it none the less"
+            why = f"not tried: no cause suggests a value. HINT: --try {remedy.knob}=VALUE"
             return Trial(remedy, None, None, False, why)
         gains: list[float] = []
         losses: list[tuple[float, float]] = []
@@ -277,10 +285,10 @@ class _Trials:
         except (ValueError, _NoEffectError) as error:
             return _not_measured(remedy, predicted, error)
         lost = _losses(losses)
-        why = "" if known.sure else "no more than the noise"
-        why = "it made steps slower" if known.high < 0 else why
+        why = "" if known.sure else "the gain is within the noise"
+        why = "steps became longer" if known.high < 0 else why
         if not why and lost is not None and lost.worse:
-            why = "faster, but the loss is worse"
+            why = "steps became shorter, but the loss is worse"
         return Trial(remedy, predicted, known, not why, why, len(gains), lost)
 
     def _pair(
@@ -315,7 +323,7 @@ class _Trials:
         each = [one.get("knobs", {}).get(remedy.knob, {}) for one in told]
         if not any(one.get("set") for one in each):
             why = next((one["why_not"] for one in each if one.get("why_not")), "")
-            raise _NoEffectError(why or "the script never comes to what it changes")
+            raise _NoEffectError(why or "the script never calls what the knob changes")
 
 
 def _mean_gain(remedy: Remedy) -> float:
@@ -330,11 +338,11 @@ def _not_measured(
     remedy: Remedy, predicted: Interval | None, error: "ValueError | _NoEffectError"
 ) -> Trial:
     if isinstance(error, FailedError):
-        why = f"struck off, as it breaks the script: {error.short}"
+        why = f"dropped, because the script fails with it: {error.short}"
     elif isinstance(error, _NoEffectError):
         why = f"no effect: {error}"
     else:
-        why = f"left out: {error}"
+        why = f"not measured: {error}"
     return Trial(remedy, predicted, None, False, why)
 
 

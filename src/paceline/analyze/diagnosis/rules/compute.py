@@ -22,15 +22,16 @@ def precision(e: Evidence) -> NamedCause:
     took = e.first_facts["product_s"]
     factor = took["float64"] / took["float32"]
     sentence = (
-        f"parameters are float64, in which a product of matrices takes {factor:.2g} times as "
-        "long here as in float32"
+        f"parameters are float64, and a matrix product takes {factor:.2g} times as long in float64 "
+        "as in float32 on this machine"
     )
     return "precision", sentence, {"product_s": took, "bytes": e.first_facts["parameters"]}
 
 
 def layout(e: Evidence) -> NamedCause:
     sentence = (
-        "convolutions have their images channel by channel: as channels-last they are faster here"
+        "convolutions get their images in the contiguous memory format (NCHW), and are faster with "
+        "channels-last on this machine"
     )
     return "layout", sentence, {"convolutions": e.first_facts.get("convolutions")}
 
@@ -48,9 +49,9 @@ def page_fault_share(e: Evidence) -> float:
 def allocator(e: Evidence) -> NamedCause:
     faults = e.mean_usage("silent", "faults")
     sentence = (
-        f"memory is given back and asked for again: {faults:,.0f} pages a second and rank are "
-        f"touched for the first time, at {1e6 * e.first_facts['fault_s']:.2g} µs each (another "
-        "allocator keeps it)"
+        "the allocator returns memory to the system and requests it again: each rank has "
+        f"{faults:,.0f} page faults per second of {1e6 * e.first_facts['fault_s']:.2g} µs each "
+        "(another allocator keeps the memory)"
     )
     return (
         "allocator",
@@ -61,7 +62,7 @@ def allocator(e: Evidence) -> NamedCause:
 
 def memory(e: Evidence) -> NamedCause:
     share = e.mean_usage("everything", "squeezed")
-    sentence = "processes wait for memory: the host, or the control group, is at its limit"
+    sentence = "processes wait for memory: the node or its control group is at its memory limit"
     return "memory-limit", sentence, {"waiting": share}
 
 
@@ -93,7 +94,7 @@ def interpreter(e: Evidence) -> NamedCause:
     )
     sentence = (
         f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits "
-        "for the interpreter's lock"
+        "for the interpreter lock (GIL)"
     )
     return "interpreter", sentence, busiest | {"cores": _other_threads_cores(e)}
 
@@ -128,8 +129,8 @@ def _search_is_useless(e: Evidence) -> bool:
 
 def search(e: Evidence) -> NamedCause:
     sentence = (
-        "DDP searches for unused parameters after each forward, exchanges a map of them, and finds "
-        "none (find_unused_parameters=False)"
+        "DDP searches for unused parameters after each forward, exchanges the result, and finds "
+        "none (find_unused_parameters=False avoids it)"
     )
     evidence = {
         "searching": e.mean_usage("everything", "searching"),

@@ -8,7 +8,7 @@ from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..gradient_sync import GradientSync
 from .ranks import alternating, noisy
 
-MAX_OVERLAP = 0.1  # share of the exchange, below which nothing counts as overlapped
+MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
 MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one synchronizes
 MIN_DELAYED = 0.5  # of the communication time, spent waiting for a core: then that is the cause
 SCHEDULER_DELAY_S = 1e-3  # a small collective that takes longer waits for the OS scheduler
@@ -63,7 +63,8 @@ def _line_text(e: Evidence) -> str:
 
 
 def _barriers(e: Evidence, calls: Collective) -> NamedCause:
-    sentence = f"{counted(calls.count / e.steps, 'barrier')} a step hold all ranks{_line_text(e)}"
+    barriers = counted(calls.count / e.steps, "barrier")
+    sentence = f"all ranks wait in {barriers} per step{_line_text(e)}"
     return "synchronisation", sentence, _figures(e, calls)
 
 
@@ -73,8 +74,8 @@ def _accumulation(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause
     if g.exchanging < MIN_SYNCED_BACKWARDS or g.bytes < MIN_SYNCED_BACKWARDS * (size or g.bytes):
         return None
     sentence = (
-        f"gradients are exchanged in {counted(g.exchanging, 'backward')} of each optimizer step, "
-        "and one exchange would do (DDP's no_sync)"
+        f"gradients are synchronized in {counted(g.exchanging, 'backward')} of each optimizer "
+        "step, and once is enough (DDP's no_sync)"
     )
     return "accumulation-exchange", sentence, _figures(e, calls) | {"backwards": g.backwards}
 
@@ -92,8 +93,8 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
         and ddp["bytes"] >= MIN_SMALL_BUCKETS * g.bytes_per_call / 2
     ):
         sentence = (
-            f"{counted(each, 'bucket')} a backward of {g.bytes_per_call / 1e3:.3g} kB each: fewer "
-            "and larger ones (DDP's bucket_cap_mb) cost less"
+            f"DDP has {counted(each, 'bucket')} of {g.bytes_per_call / 1e3:.3g} kB in each "
+            "backward: fewer and larger buckets (bucket_cap_mb) take less time"
         )
         return "bucket-size", sentence, figures
     if (
@@ -102,8 +103,8 @@ def _buckets(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause | No
         and ddp["bucket_bytes"] > DDP_BUCKET_CAP_BYTES
     ):
         sentence = (
-            f"one bucket of {ddp['bytes'] / 1e6:.3g} MB holds all gradients, so none of its "
-            "exchange overlaps with the backward (DDP's bucket_cap_mb)"
+            f"one bucket of {ddp['bytes'] / 1e6:.3g} MB contains all gradients, so their "
+            "synchronization does not overlap with the backward (DDP's bucket_cap_mb)"
         )
         return "bucket-size", sentence, figures
     return None
@@ -122,13 +123,13 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
     lacking = e.other_threads_cpu_wait_share >= MIN_DELAYED * e.loss_share("transfer")
     if lacking and each >= SCHEDULER_DELAY_S and figures["calls_a_step"] < MAX_FEW_CALLS:
         sentence = (
-            f"{calls.name}s of {figures['bytes']:,.0f} bytes take {1e3 * each:.2g} ms, as their "
-            "threads wait for a core while others compute: leave a core of the host free"
+            f"{calls.name} of {figures['bytes']:,.0f} bytes takes {1e3 * each:.2g} ms, because its "
+            "threads wait for a core while other threads compute: leave a core of the node free"
         )
         return "jitter", sentence, figures | {"crowded": e.other_threads_cpu_wait_share}
     sentence = (
-        f"{figures['calls_a_step']:.3g} {calls.name} a step of {figures['bytes']:,.0f} bytes "
-        f"each: the exchange is its latency{_line_text(e)}"
+        f"each step calls {calls.name} {counted(figures['calls_a_step'], 'time')} with "
+        f"{figures['bytes']:,.0f} bytes each, and latency dominates{_line_text(e)}"
     )
     return "exchange-latency", sentence, figures
 
@@ -139,20 +140,20 @@ def _no_overlap(e: Evidence, g: GradientSync, calls: Collective) -> NamedCause |
     if not size or g.bytes_outside < max(MIN_GRADIENT_SHARE * size, g.bytes):
         return None
     sentence = (
-        f"gradients of {g.bytes_outside / 1e6:.3g} MB are exchanged after the backward, so "
-        f"nothing overlaps{_line_text(e)}"
+        f"gradients of {g.bytes_outside / 1e6:.3g} MB are synchronized after the backward, without "
+        f"overlap{_line_text(e)}"
     )
     return "no-overlap", sentence, _figures(e, calls)
 
 
 def _bandwidth(e: Evidence, calls: Collective) -> NamedCause:
     figures = _figures(e, calls)
-    rate = f" at {calls.busbw:.2g} GB/s" if calls.busbw is not None else ""
+    rate = f", {calls.busbw:.2g} GB/s" if calls.busbw is not None else ""
     hosts = len(set(e.report.hosts))
-    rate += f" between {hosts} hosts" * (hosts > 1)
-    covered = calls.hidden <= MAX_OVERLAP * (calls.wait + calls.transfer)
-    nothing = ", and nothing of it is covered by computing" if covered else ""
+    rate += f" between {hosts} nodes" * (hosts > 1)
+    exposed = calls.hidden <= MAX_OVERLAP * (calls.wait + calls.transfer)
+    overlap = ", and hardly overlaps with computation" if exposed else ""
     sentence = (
-        f"{calls.name} of {figures['bytes'] / 1e6:.3g} MB each{rate}: the exchange itself{nothing}"
+        f"{calls.name} of {figures['bytes'] / 1e6:.3g} MB is limited by bandwidth{rate}{overlap}"
     )
     return "exchange-bandwidth", sentence, figures

@@ -22,26 +22,28 @@ def inputs(e: Evidence) -> NamedCause:
     if whole and starting >= MIN_STARTING_SHARE * whole:
         return _loader_start(e, evidence | {"starting": starting})
     if e.loader is None or not e.loader["seconds"]:
-        return "input", "the next batch was not there in time", evidence
+        sentence = "ranks wait for their next batch, and the loader could not be measured alone"
+        return "input", sentence, evidence
     seconds, batches = e.loader["seconds"], e.loader["batches"]
     busy, workers = e.loader["busy_s"] / seconds, e.loader["workers"] / e.loader["ranks"]
     evidence |= {"cores_busy_a_rank": busy, "workers_a_rank": workers, **e.loader}
-    each = f"{1e3 * seconds / batches:.3g} ms a batch"
+    each = f"{1e3 * seconds / batches:.3g} ms per batch"
     who = (
-        f"{counted(workers, 'worker')} a rank"
+        f"{counted(workers, 'worker')} per rank"
         if workers
-        else "no workers: the rank loads by itself"
+        else "no workers: the training process loads the batches"
     )
     if _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader)):
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
-        sentence = f"batches take the processor {each} to make ({who})"
+        sentence = f"the loader takes {each} and is limited by computation ({who})"
         # Both the kernel time and the time in Python's open() are less than MIN_KERNEL_SHARE of
         # the CPU time.
         if _opens_small_files(e.loader):
-            sentence += f", and {e.loader['opened'] / batches:.3g} small files are opened for each"
+            files = counted(round(e.loader["opened"] / batches), "small file")
+            sentence += f"; it opens {files} per batch"
         return "input-preprocessing", sentence, evidence
-    return "input-waiting", f"the loader waits, {each} ({who})", evidence
+    return "input-waiting", f"the loader takes {each} and mostly waits ({who})", evidence
 
 
 def _reads_files(loader: dict[str, float]) -> bool:
@@ -73,8 +75,8 @@ def _loader_start(e: Evidence, evidence: dict[str, Any]) -> NamedCause:
     seconds = [one.get("starting", 0.0) for c in e.rungs.get("everything", []) for one in c.used]
     each = sum(seconds) / max(sum(found), 1)
     sentence = (
-        f"each epoch begins with {1e3 * each:.3g} ms of starting the loader (persistent_workers "
-        "keeps its workers)"
+        f"the loader takes {1e3 * each:.3g} ms to start in each epoch (persistent_workers=True "
+        "lets its workers continue)"
     )
     return "loader-start", sentence, evidence | {"seconds_a_start": each, "starts": sum(found)}
 
@@ -86,10 +88,10 @@ def _file_access(
     rate = read / loader["seconds"]
     if _opens_small_files(loader):
         sentence = (
-            f"the loader opens {counted(opened / loader['batches'], 'file')} a batch, of "
-            f"{read / opened / 1e3:.3g} kB each: {opened / loader['seconds']:.3g} a second, "
-            f"{each} ({who})"
+            f"the loader opens {counted(round(opened / loader['batches']), 'file')} per batch, of "
+            f"{read / opened / 1e3:.3g} kB each and {opened / loader['seconds']:,.0f} per second, "
+            f"and takes {each} ({who})"
         )
         return "input-small-files", sentence, evidence
-    sentence = f"the loader reads {rate / 1e6:.3g} MB/s, {each} ({who})"
+    sentence = f"the loader reads {rate / 1e6:.3g} MB/s and takes {each} ({who})"
     return "input-bandwidth", sentence, evidence

@@ -26,13 +26,14 @@ def sharing(e: Evidence) -> NamedCause | None:
     alone, each = e.samples_per_step("alone"), e.samples_per_step("silent")
     if alone > MIN_BATCH_RATIO * each:
         sentence = (
-            f"a rank's step has {each:.3g} samples, and {alone:.3g} on one rank alone: what a step "
-            "takes whatever its batch is shared by fewer, and ranks share the machine"
+            f"a step has {alone:.3g} samples on one rank alone, and {each:.3g} on each of several "
+            "ranks: the cost of a step that does not depend on the batch size is divided among "
+            "fewer samples"
         )
         return "fixed-cost", sentence, evidence | {"batch": each, "batch_alone": alone}
     sentence = (
-        "the ranks of a host slow each other: they share its memory's bandwidth, its caches and "
-        "its cores"
+        "the ranks of a node slow each other down: they share its memory bandwidth, caches and "
+        "cores"
     )
     return "shared-machine", sentence, evidence
 
@@ -44,7 +45,7 @@ def threads(e: Evidence) -> NamedCause | None:
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     return (
         "too-many-threads",
-        _thread_count_text(e) + ": with one thread each a step is shorter",
+        _thread_count_text(e) + "; steps are shorter with one thread per rank",
         evidence,
     )
 
@@ -64,8 +65,8 @@ def _restricted_binding(e: Evidence) -> NamedCause | None:
     wanted = e.per_host * max(e.threads or 1, 1)
     if wanted <= e.cores:
         return None
-    of = f"{e.cores} of the host's {counted(has, 'core')}"
-    sentence = f"{counted(e.per_host, 'rank')} may use {of} together"
+    of = f"{e.cores} of the node's {counted(has, 'core')}"
+    sentence = f"{counted(e.per_host, 'rank')} together may use only {of}"
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 
@@ -74,8 +75,8 @@ def noisy(e: Evidence) -> NamedCause | None:
     if e.foreign_busy_cores < MIN_FOREIGN_CORES or e.cpu_wait_share < MIN_SHARE / 2:
         return None
     sentence = (
-        f"others keep {e.foreign_busy_cores:.1f} of the job's cores busy, and its ranks wait for a "
-        f"core {e.cpu_wait_share:.0%} of the time"
+        f"other programs use {e.foreign_busy_cores:.1f} of the job's cores, and its ranks wait for "
+        f"a core {100 * e.cpu_wait_share:.0f} % of the time"
     )
     return (
         "noisy-machine",
@@ -107,7 +108,7 @@ def uneven(e: Evidence) -> NamedCause | None:
     when = e.describe_lateness(rank)
     sentence = (
         f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
-        "others wait for it"
+        "other ranks wait for it"
     )
     return "slow-rank", sentence, {"rank": rank, "host": host, "steps": loss.steps, "when": when}
 
@@ -134,8 +135,8 @@ def _slow_host(e: Evidence, host: str) -> NamedCause | None:
     if each[host] < MIN_HOST_SLOWDOWN * others:
         return None
     sentence = (
-        f"the cores of host {host} take {each[host] / others:.2g} times as long as the others' "
-        "for the same product of matrices, and all other hosts wait for it"
+        f"the cores of node {host} take {each[host] / others:.2g} times as long as those of the "
+        "other nodes for the same matrix product, and all other nodes wait for it"
     )
     evidence = {
         "host": host,
@@ -162,14 +163,14 @@ def data(e: Evidence) -> NamedCause | None:
     if apart >= MIN_SHARE and apart >= 0.5 * _step_time_spread(e):
         rank = means.index(max(means))
         sentence = (
-            f"batches of rank {rank} have {1 + apart:.2f} times the elements of the smallest "
-            "rank's, and its steps take longer"
+            f"the batches of rank {rank} have {1 + apart:.2f} times as many elements as those of "
+            "the rank with the fewest, and its steps take longer"
         )
         return "uneven-data", sentence, {"elements": means, "rank": rank}
     if spread >= MIN_SHARE and correlation >= math.sqrt(MIN_R_SQUARED):
         sentence = (
-            f"batches differ by {spread:.0%} in their elements, and the time of steps goes with "
-            "them: ranks wait for the one with most"
+            f"batches differ by {100 * spread:.0f} % in their number of elements, and step times "
+            "differ accordingly: ranks wait for the rank with the largest batch"
         )
         return "uneven-data", sentence, {"spread": spread, "correlation": correlation}
     return None
@@ -185,7 +186,10 @@ def alternating(e: Evidence) -> NamedCause:
     """Return the cause if different ranks are late in different steps."""
     if said := data(e) or noisy(e):
         return said
-    sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
+    sentence = (
+        "different ranks are late in different steps: their work varies, or other programs disturb "
+        "them"
+    )
     return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.cpu_wait_share}
 
 
@@ -197,14 +201,15 @@ def rule_for_phase(kind: str) -> Any:
 
     def rule(e: Evidence) -> NamedCause | None:
         waits, own = e.losses_of_kind(doing=(kind,)), e.losses_of_kind(kind)
-        what = {"validation": "evaluates", "checkpoint": "saves"}[kind]
         if waits:
             rank = max(waits, key=lambda loss: loss.share).rank
-            sentence = f"rank {rank} {what} alone while all others wait"
+            work = {"validation": "evaluates", "checkpoint": "writes checkpoints"}[kind]
+            sentence = f"only rank {rank} {work}, and all other ranks wait for it"
             return f"{kind}-on-one-rank", sentence, {"rank": rank}
         if not own:
             return None
         most = max(own, key=lambda loss: loss.share)
-        return kind, f"training stands still while it {what}", {"rank": most.rank}
+        work = {"validation": "evaluate", "checkpoint": "write checkpoints"}[kind]
+        return kind, f"the training pauses while the ranks {work}", {"rank": most.rank}
 
     return rule

@@ -18,9 +18,9 @@ def script(e: Evidence) -> NamedCause:
     lines = [line for loss in losses for line in loss.lines]
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     if lines and SYNCHRONISING_CALLS.search(str(lines[0]["code"])):
-        sentence = f"the script stands still for a value or an output between its steps{where}"
+        sentence = f"the script waits for a value or an output between its steps{where}"
         return "synchronisation", sentence, {"lines": lines}
-    return "script", f"the script does work of its own between its steps{where}", {"lines": lines}
+    return "script", f"the script does other work between its steps{where}", {"lines": lines}
 
 
 def off_core_share(e: Evidence) -> float:
@@ -43,7 +43,7 @@ def off_core(e: Evidence) -> NamedCause:
     lines = e.lines.get("useful", [])
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     sentence = (
-        "training stands still inside of its steps, on no core: it sleeps, or waits for a file or "
+        "the training uses no core in a part of its steps: it sleeps, or waits for a file or "
         f"another program{where}"
     )
     return "script", sentence, {"lines": lines}
