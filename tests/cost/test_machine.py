@@ -139,30 +139,34 @@ import_torch = { median = 2.0, low = 1.0, high = 3.0, n = 5, unit = "s" }
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("version = 1", "version 1", r"is no TOML: .*line 2"),
+        ("version = 1", "version 1", r"is not TOML: .*line 2"),
         ("version = 1\n", "", r"version is missing"),
         ("version = 1", "version = 2", r"of version 2; this Paceline reads version 1"),
         ("version = 1", 'version = "1"', r"of version '1'"),
         ("made =", "mode =", r"made is missing"),
-        ('"2026-01-31T12:00:00Z"', '"today"', r"made = 'today' is no time as"),
+        ('"2026-01-31T12:00:00Z"', '"today"', r"made = 'today' is not a time such as"),
         ('name = "a"\n', "", r"hosts\[0\]\.name is missing"),
-        ('name = "a"', "name = 7", r"hosts\[0\]\.name = 7 is no text in quotes"),
-        ("median = 2.0", 'median = "2"', r"hosts\[0\]\.import_torch\.median = '2' is no number"),
-        ("median = 2.0", "median = true", r"median = True is no number"),
+        ('name = "a"', "name = 7", r"hosts\[0\]\.name = 7 is not a text in quotes"),
+        ("median = 2.0", 'median = "2"', r"hosts\[0\]\.import_torch\.median = '2' is not a number"),
+        ("median = 2.0", "median = true", r"median = True is not a number"),
         ("low = 1.0", "low = -1.0", r"import_torch\.low = -1\.0 is negative"),
-        ("high = 3.0", "high = nan", r"import_torch\.high = nan is no finite number"),
+        ("high = 3.0", "high = nan", r"import_torch\.high = nan is not a finite number"),
         ("low = 1.0", "low = 2.5", r"import_torch: low = 2\.5, median = 2\.0.*not in order"),
-        ("n = 5", "n = 5.5", r"import_torch\.n = 5\.5 is no whole number"),
-        ("n = 5", "n = 0", r"import_torch: n = 0, where"),
-        ('unit = "s"', 'unit = "ms"', r"import_torch\.unit = 'ms', where 's' is meant"),
-        ("[[hosts]]", "[hosts]", r"hosts = .* is no list"),
-        ('name = "a"', 'name = "a"\nmask = "0-x"', r"hosts\[0\]: mask = '0-x' is no list of cores"),
-        ('name = "a"', 'name = "a"\nversions = 3', r"hosts\[0\]\.versions = 3 is no table"),
-        ('name = "a"', 'name = "a"\n[[hosts]]\nname = "a"', r"'a' is there 2 times"),
+        ("n = 5", "n = 5.5", r"import_torch\.n = 5\.5 is not a whole number"),
+        ("n = 5", "n = 0", r"import_torch: n = 0, and a figure"),
+        ('unit = "s"', 'unit = "ms"', r"import_torch\.unit = 'ms', and must be 's'"),
+        ("[[hosts]]", "[hosts]", r"hosts = .* is not a list"),
+        (
+            'name = "a"',
+            'name = "a"\nmask = "0-x"',
+            r"hosts\[0\]: mask = '0-x' is not a list of cores",
+        ),
+        ('name = "a"', 'name = "a"\nversions = 3', r"hosts\[0\]\.versions = 3 is not a table"),
+        ('name = "a"', 'name = "a"\n[[hosts]]\nname = "a"', r"'a' occurs 2 times"),
         (
             "[[hosts]]",
             '[[pairs]]\nfirst = "a"\nsecond = "b"\n[[hosts]]',
-            r"pairs: 'b' is none of the hosts",
+            r"pairs: 'b' is not one of the hosts",
         ),
     ],
 )
@@ -189,7 +193,9 @@ def test_unreadable_files_are_rejected(tmp_path):
 def test_unknown_keys_are_ignored_with_one_warning(tmp_path):
     path = tmp_path / "machine.toml"
     path.write_text(GOOD.replace('name = "a"', 'name = "a"\ncolour = "red"') + "[more]\nx = 1\n")
-    with pytest.warns(UserWarning, match=r"nobody knows hosts\[0\]\.colour, more") as caught:
+    with pytest.warns(
+        UserWarning, match=r"ignored unknown keys: hosts\[0\]\.colour, more"
+    ) as caught:
         machine = load(path)
     assert len(caught) == 1
     assert machine.hosts[0].import_torch.median == 2.0

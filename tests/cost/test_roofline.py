@@ -35,11 +35,11 @@ def test_work_is_placed_on_roofline():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"flops": 0}, r"flops=0 is no positive number. HINT"),
+        ({"flops": 0}, r"flops=0 is not a positive number. HINT"),
         ({"bytes_moved": -1}, r"bytes_moved=-1 is negative. HINT"),
-        ({"seconds": 0}, r"seconds=0 is no positive"),
-        ({"peak": float("nan")}, r"peak=nan is no positive"),
-        ({"bandwidth": float("inf")}, r"bandwidth=inf is no positive"),
+        ({"seconds": 0}, r"seconds=0 is not a positive"),
+        ({"peak": float("nan")}, r"peak=nan is not a positive"),
+        ({"bandwidth": float("inf")}, r"bandwidth=inf is not a positive"),
     ],
 )
 def test_invalid_work_is_rejected(change, message):

@@ -63,8 +63,8 @@ def test_compiled_model_trains_with_same_result(tmp_path):
     ("change", "knob", "why"),
     [
         ("double", "autocast-bf16", "its parameters are float64"),
-        ("autocast", "autocast-bf16", "the script has an autocast of its own"),
-        ("compile", "compile", "the script compiles its model by itself"),
+        ("autocast", "autocast-bf16", "the script uses autocast"),
+        ("compile", "compile", "the script compiles its model"),
     ],
 )
 def test_knob_has_no_effect_if_script_sets_it(tmp_path, change, knob, why):

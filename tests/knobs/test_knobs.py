@@ -91,7 +91,7 @@ def test_all_compatible_knobs_are_set_with_same_result(tmp_path):
     for name, tensor in expected.items():
         torch.testing.assert_close(same[name], tensor)
     for word in ("threads is set", "own-binding-off is set"):
-        assert said.count(f"paceline: {word}, so the script's own") == 1
+        assert said.count(f"paceline: {word}, so the script's call") == 1
 
 
 ACCUMULATES = """
@@ -146,7 +146,7 @@ def test_script_with_own_no_sync_is_unchanged(tmp_path):
     )  # fmt: skip
     last, _, said = results(tmp_path, own, "local", LOCALLY, "3,3")
     assert last == [False, False, True] * 2
-    assert said.count("accumulate-locally has no effect: the script has a no_sync of its own") == 1
+    assert said.count("accumulate-locally has no effect: the script calls no_sync") == 1
 
 
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
@@ -177,7 +177,7 @@ def test_iterable_dataset_gets_no_loader_workers(tmp_path):
     script = ranks.write(tmp_path, STREAM)
     done = ranks.run(script, ranks=1, launcher=f"paceline --settings {settings}")
     assert done.stdout.split() == ["8", "0"]
-    assert "loader-workers has no effect: its dataset is a stream" in done.stderr
+    assert "loader-workers has no effect: its dataset is an IterableDataset" in done.stderr
 
 
 @pytest.mark.long
@@ -233,5 +233,5 @@ def test_nccl_variables_are_set_and_reported_as_unused_with_gloo(tmp_path):
     done = ranks.run(script, launcher=f"paceline --settings {settings}")
     assert done.stdout.splitlines() == ["Tree LL 8"]  # output that all ranks print appears once
     for knob in knobs:
-        told = f"paceline: {knob} has no effect: the script's exchange is not NCCL's"
+        told = f"paceline: {knob} has no effect: the script does not use NCCL"
         assert done.stderr.count(told) == 1

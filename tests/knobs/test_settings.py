@@ -37,18 +37,21 @@ def test_invalid_settings_are_ignored_and_reported(tmp_path):
     assert knobs == {"loader-workers": 2}
     assert len(notes) == 6
     said = "\n".join(notes)
-    assert "warp = 9 is ignored: no such knob here. HINT: loader-workers, " in said
-    assert "threads = 'many' is ignored: it takes a whole number from 1 to 1024" in said
-    assert "gradient-views = False is ignored: it takes true" in said
-    assert "float32 = True is ignored: the script has to be edited for it" in said
-    assert "prefetch = 1000 is ignored: it takes a whole number from 1 to 64" in said
+    assert (
+        "warp = 9 is ignored: there is no knob of this name. HINT: use one of loader-workers, "
+        in said
+    )
+    assert "threads = 'many' is ignored: the value must be a whole number from 1 to 1024" in said
+    assert "gradient-views = False is ignored: the value must be true" in said
+    assert "float32 = True is ignored: this remedy needs an edit of the script" in said
+    assert "prefetch = 1000 is ignored: the value must be a whole number from 1 to 64" in said
 
 
 def test_settings_of_different_script_or_torch_are_reported(tmp_path):
     path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\nscript = "other.py"\n')
     knobs, (note,) = settings_for_script(path, "train.py")
     assert knobs == {}
-    assert "was made for other.py, not for train.py: nothing of it is set. HINT:" in note
+    assert "was made for other.py, not for train.py, and is ignored. HINT:" in note
     path = file(tmp_path, HEAD + '[knobs]\nthreads = 2\n[made]\ntorch = "1.0"\n')
     knobs, (note,) = settings_for_script(path, "train.py")
     assert knobs == {"threads": 2}
@@ -58,12 +61,12 @@ def test_settings_of_different_script_or_torch_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("threads = 2\n", "is no settings file: format ="),
+        ("threads = 2\n", "is not a settings file: format ="),
         (
             'format = "paceline-settings"\nversion = 99\n',
             "has version 99, and this Paceline reads 1",
         ),
-        ("x = = 3", "is no TOML: Invalid value"),
+        ("x = = 3", "is not TOML: Invalid value"),
         (
             HEAD + "[knobs]\ncompress-bf16 = true\ncompress-fp16 = true\n",
             "exclude each other. HINT",

@@ -168,4 +168,4 @@ def test_damaged_record_is_skipped_and_named(tmp_path):
 
 def test_folder_of_attempts_reports_their_names(tmp_path):
     made(tmp_path / "run" / "attempt-0")
-    assert "attempt-0 has one" in refusal(tmp_path / "run")
+    assert "attempt-0, which has one" in refusal(tmp_path / "run")

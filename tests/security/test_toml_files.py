@@ -60,13 +60,13 @@ def test_toml_strings_are_printable_and_fifos_rejected(tmp_path):
     ("text", "said"),
     [
         ('[[hosts]]\nname = "a"\nmask = "0-99999999999"\n', "mask = "),
-        ('[[hosts]]\nname = "a"\nsockets = 1e400\n', "no whole number"),
+        ('[[hosts]]\nname = "a"\nsockets = 1e400\n', "not a whole number"),
         ('[[hosts]]\nname = "a"\nclock_offset_s = 1e300\n', "is not from 1e-30 to 1e"),
-        ('[[hosts]]\nname = "a"\nclock_offset_s = nan\n', "no finite number"),
+        ('[[hosts]]\nname = "a"\nclock_offset_s = nan\n', "not a finite number"),
         ('[[hosts]]\nname = "a"\nsockets = 0x7fffffffffffffffff\n', "does not fit 64 bits"),
         ('[[collectives]]\ngroup = "all"\noperation = "x"\nranks = 0\nhosts = []\n', "less"),
-        ('hosts = 1\n', "no list"),
-        ('hosts = ["\\u001b[2J"]\n', "no table"),
+        ('hosts = 1\n', "not a list"),
+        ('hosts = ["\\u001b[2J"]\n', "not a table"),
     ],
 )  # fmt: skip
 def test_machine_file_with_wrong_values_reports_the_key(tmp_path, text, said):

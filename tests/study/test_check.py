@@ -65,7 +65,7 @@ def steady(figure, factor):
 def test_invalid_arguments_are_reported_before_measuring(tmp_path):
     done = check(tmp_path, "--data", tmp_path / "none")
     assert done.returncode == 2
-    assert "no such folder. HINT: one that all hosts see" in done.stderr
+    assert "is not a folder. HINT: give one that all hosts see" in done.stderr
 
 
 CPU = Path("/sys/fs/cgroup/cpu")

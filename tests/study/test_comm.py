@@ -47,7 +47,7 @@ def test_backends_are_measured_by_size_and_saved_in_machine_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--operation", "gossip"], "gossip: no such operation. HINT: all-reduce,"),
+        (["--operation", "gossip"], "--operation gossip is not a collective. HINT: all-reduce,"),
         (["--to", "much"], "--to much: no size. HINT: 64K, 16M or 1G"),
         (["--to", "12"], "--to 12: less than the smallest vector. HINT: 1K or more"),
     ],

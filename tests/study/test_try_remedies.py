@@ -162,7 +162,7 @@ def diagnose(folder, *words):
         (["--save-settings", "x.toml"], "--save-settings: nothing is tried. HINT: with --try all"),
         (
             ["--try", "compress-bf16", "--try", "compress-fp16"],
-            "compress-bf16 and compress-fp16 exclude each other. HINT: take one out",
+            "compress-bf16 and compress-fp16 exclude each other. HINT: remove one",
         ),
     ],
 )

@@ -74,20 +74,24 @@ class Packed:
     def sentence(self) -> str:
         """Description of the speedup or slowdown, and whether the file is worth it."""
         if self.load is None or self.place is None or self.faster is None:
-            return "The file was written; what it changes can't be measured here."
+            return "The file was written, but its effect can't be measured on this machine."
         does = self.how.partition(" ")[0].replace("mounted", "mounting").replace(
             "unpacked", "unpacking"
         )  # fmt: skip
         now = format_value(self.load.first.median + self.place.median, "s")
         was = format_value(self.as_it_is.first.median, "s")
-        start = f"The first import from the file takes {now}, {does} included, and {was} as it is: "
+        start = (
+            f"The first import takes {now} from the file, including {does}, and {was} from the "
+            "installed files: "
+        )
         where = f"from {self.filesystem or 'this file system'}"
         where += " on a local disk" * (self.filesystem in LOCAL)
         if self.worth_it:
             return f"{start}{self.faster:.2g} times faster."
+        verdict = f"On this machine, {where}, the file is not worth it."
         if self.faster < 1 / MIN_SPEEDUP:
-            return f"{start}{1 / self.faster:.2g} times slower. Here, {where}, it is not worth it."
-        return f"{start}no real difference. Here, {where}, it is not worth it."
+            return f"{start}{1 / self.faster:.2g} times slower. {verdict}"
+        return f"{start}no relevant difference. {verdict}"
 
 
 def as_json(found: Packed) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def attainable(intensity: float, peak: float, bandwidth: float) -> float:
     _positive("peak", peak)
     _positive("bandwidth", bandwidth)
     if not intensity >= 0:
-        raise ValueError(f"intensity={intensity} is negative. HINT: FLOP per byte moved")
+        raise ValueError(f"intensity={intensity} is negative. HINT: give FLOP per byte moved")
     return min(peak, intensity * bandwidth)
 
 
@@ -64,7 +64,9 @@ def place(
     _positive("flops", flops)
     _positive("seconds", seconds)
     if not bytes_moved >= 0:
-        raise ValueError(f"bytes_moved={bytes_moved} is negative. HINT: bytes of memory traffic")
+        raise ValueError(
+            f"bytes_moved={bytes_moved} is negative. HINT: give bytes of memory traffic"
+        )
     intensity = flops / bytes_moved if bytes_moved else float("inf")
     bound = "compute" if intensity >= ridge(peak, bandwidth) else "memory"
     limit = attainable(intensity, peak, bandwidth)
@@ -90,4 +92,6 @@ def roofs(host: HostFacts, device: str = "cpu") -> dict[str, Roof]:
 
 def _positive(name: str, value: float) -> None:
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name}={value} is no positive number. HINT: FLOP, bytes and seconds")
+        raise ValueError(
+            f"{name}={value} is not a positive number. HINT: give FLOP, bytes and seconds"
+        )

@@ -37,7 +37,7 @@ class _Locally:
         """Disable gradient synchronization of the next backward unless it is the step's last."""
         if not replica.require_backward_grad_sync and id(replica) not in self.mine:
             self.off = True
-            self.turned.not_done("the script has a no_sync of its own")
+            self.turned.not_done("the script calls no_sync")
         count = self.replicas.get(id(replica), (replica, 0))[1] + 1
         self.replicas[id(replica)] = (replica, count)
         if self.off:
@@ -74,7 +74,7 @@ class _Locally:
             self.off = True
             notify(
                 "warning: accumulate-locally: a step has fewer backwards than the one before; "
-                "from now on each one exchanges its gradients\n"
+                "from now on DDP synchronizes gradients in each backward\n"
             )
         if len(counts) == 1 and not self.off:
             self.usual = counts.pop()

@@ -36,7 +36,7 @@ class KnobResult:
         """Report once that the script's ``call`` is ignored."""
         if not self.overrode:
             self.overrode = True
-            self._say(f"{self.name} is set, so the script's own {call} is passed over")
+            self._say(f"{self.name} is set, so the script's call of {call} is ignored")
 
     def passes_over(self, module: Any, name: str) -> None:
         """Ignore all later calls of a module's function by the script."""

@@ -49,7 +49,7 @@ def _not_cast(replica: Any, device: str) -> str:
     import torch
 
     if torch.is_autocast_enabled(device):
-        return "the script has an autocast of its own"
+        return "the script uses autocast"
     kinds = {str(one.dtype).removeprefix("torch.") for one in replica.parameters()}
     return "" if "float32" in kinds else f"its parameters are {', '.join(sorted(kinds))}"
 
@@ -59,7 +59,7 @@ def products(precision: str, turned: KnobResult) -> None:
 
     def install(torch: Any) -> None:
         if not torch.cuda.is_available() and not _short_products(precision):
-            turned.not_done(f"processors here have no products of {precision!r} precision")
+            turned.not_done(f"this CPU has no matrix products of {precision!r} precision")
             return
         torch.set_float32_matmul_precision(precision)
         turned.done()
@@ -91,7 +91,7 @@ def compiled(_: bool, turned: KnobResult) -> None:
     def compile_inside(replica: Any) -> None:
         own = replica.module._compiled_call_impl is not None
         if own or hasattr(replica.module, "_orig_mod"):
-            turned.not_done("the script compiles its model by itself")
+            turned.not_done("the script compiles its model")
         elif why := _no_compiler(replica.device_type):
             turned.not_done(why)
         else:
@@ -103,7 +103,9 @@ def compiled(_: bool, turned: KnobResult) -> None:
 
 def _no_compiler(device: str) -> str:
     if device != "cpu":
-        return "" if find_spec("triton") else "torch.compile needs triton here. HINT: pip install"
+        if find_spec("triton"):
+            return ""
+        return "torch.compile needs triton for this device. HINT: pip install triton"
     if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         return ""
-    return "torch.compile needs a C++ compiler here. HINT: a module, or apt install g++"
+    return "torch.compile needs a C++ compiler. HINT: load a module, or apt install g++"

@@ -56,7 +56,7 @@ def hooked(turned: KnobResult, make: Callable[[Any], tuple[Any, Callable[..., An
 
     def first_forward(replica: Any) -> None:
         if replica._comm_hooks:
-            turned.not_done("the script has a communication hook of its own")
+            turned.not_done("the script registers a communication hook")
             return
         replica.register_comm_hook(*make(replica))
         turned.done()

@@ -53,7 +53,9 @@ def _streams(loader: Any) -> str:
     from torch.utils.data import IterableDataset
 
     stream = isinstance(loader.dataset, IterableDataset)
-    return "its dataset is a stream, which workers would read whole each" if stream else ""
+    return (
+        "its dataset is an IterableDataset, and each worker would read all of it" if stream else ""
+    )
 
 
 def _has_none(loader: Any) -> str:

@@ -41,7 +41,7 @@ def _set(variable: str, value: str, turned: KnobResult) -> None:
             if _is_nccl(str(args[0] if args else options.get("backend", "")).lower()):
                 turned.done()
             elif not turned.set:
-                turned.not_done("the script's exchange is not NCCL's")
+                turned.not_done("the script does not use NCCL")
             return made
 
         c10d._new_process_group_helper = helper

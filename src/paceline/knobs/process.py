@@ -80,7 +80,9 @@ def jemalloc(_: bool, turned: KnobResult) -> None:
     if hasattr(ctypes.CDLL(None), "mallctl"):
         turned.done()
     else:
-        turned.not_done("there is no libjemalloc.so.2. HINT: apt or conda install it, or a module")
+        turned.not_done(
+            "there is no libjemalloc.so.2. HINT: install jemalloc with apt or conda or as a module"
+        )
 
 
 def huge_pages(_: bool, turned: KnobResult) -> None:
@@ -93,8 +95,8 @@ def huge_pages(_: bool, turned: KnobResult) -> None:
     except OSError:
         mode = "[never]"
     if "[never]" in mode:
-        turned.not_done(f"the kernel gives none ({HUGE_PAGES})")
+        turned.not_done(f"the kernel has them disabled ({HUGE_PAGES})")
     elif "[always]" in mode:
-        turned.not_done("the kernel gives them to all already")
+        turned.not_done("the kernel already uses them for all memory")
     else:
         turned.done()

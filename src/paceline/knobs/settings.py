@@ -49,7 +49,7 @@ class Setting:
 def write_settings(path: Path, knobs: dict[str, Setting], made: dict[str, Any]) -> None:
     head = dumps({"format": FORMAT, "version": VERSION})
     lines = [
-        "# Taken by: paceline run --settings. What is not wanted can be taken out.",
+        "# For paceline run --settings. Delete the lines of knobs that you do not want.",
         head + "\n[knobs]",
     ]
     for name, setting in knobs.items():
@@ -69,8 +69,8 @@ def settings_for_script(path: Path, script: str) -> tuple[dict[str, Any], list[s
     made = tree.get("made", {})
     if made.get("script") not in (None, Path(script).name):
         return {}, [
-            f"{path} was made for {made['script']}, not for {Path(script).name}: nothing of it is "
-            "set. HINT: paceline diagnose --try on this script, or take `script` out of the file"
+            f"{path} was made for {made['script']}, not for {Path(script).name}, and is ignored. "
+            "HINT: run paceline diagnose --try on this script, or delete `script` in the file"
         ]
     knobs, notes = fitting_settings(path, tree)
     return knobs, notes + _other_torch(path, made)
@@ -101,7 +101,7 @@ def exclude(knobs: dict[str, Any]) -> None:
     for name in knobs:
         for other in KNOBS[name].excludes:
             if other in knobs and other != name:
-                raise ValueError(f"{name} and {other} exclude each other. HINT: take one out")
+                raise ValueError(f"{name} and {other} exclude each other. HINT: remove one")
 
 
 def read(path: Path) -> SettingsFile:
@@ -117,14 +117,14 @@ def read(path: Path) -> SettingsFile:
     if tree.get("format") != FORMAT or not isinstance(tree.get("version"), int):
         raise InvalidFileError(
             path,
-            f'is no settings file: format = "{FORMAT}" is missing. HINT: paceline diagnose '
-            "--try --save-settings FILE writes one",
+            f'is not a settings file: format = "{FORMAT}" is missing. HINT: paceline diagnose '
+            "--try all --save-settings FILE writes one",
         )
     if tree["version"] > VERSION:
         raise InvalidFileError(
             path,
-            f"has version {tree['version']}, and this Paceline reads {VERSION}. HINT: a "
-            "newer Paceline",
+            f"has version {tree['version']}, and this Paceline reads {VERSION}. HINT: "
+            "update Paceline",
         )
     return check(tree, SettingsFile, path)
 
@@ -132,11 +132,11 @@ def read(path: Path) -> SettingsFile:
 def _unfit(name: str, value: object) -> str:
     """Return why a knob cannot be set, or ""."""
     if name not in KNOBS:
-        return f"no such knob here. HINT: {', '.join(settable())}"
+        return f"there is no knob of this name. HINT: use one of {', '.join(settable())}"
     knob = KNOBS[name]
     if knob.value is None:
-        return f"the script has to be edited for it: {knob.edit}"
-    return "" if knob.value.fits(value) else f"it takes {knob.value}"
+        return f"this remedy needs an edit of the script. HINT: {knob.edit}"
+    return "" if knob.value.fits(value) else f"the value must be {knob.value}"
 
 
 def settable() -> list[str]:
@@ -149,4 +149,6 @@ def _other_torch(path: Path, made: dict[str, Any]) -> list[str]:
     here = version("torch")
     if made.get("torch") in (None, here):
         return []
-    return [f"{path} was made with torch {made['torch']}, and this is {here}: gains may differ"]
+    return [
+        f"{path} was made with torch {made['torch']}, and this is torch {here}: gains may differ"
+    ]

@@ -44,7 +44,7 @@ def made(path: Path, tree: SettingsFile) -> dict[str, Any]:
     found = tree.get("made", {})
     if found.get("by") != BY:
         raise ValueError(
-            f"{path} is there, and {BY} has not written it. HINT: another name; its "
-            "knobs are taken by --settings"
+            f"{path} exists, and {BY} did not write it. HINT: give another file name, or use its "
+            "knobs with --settings"
         )
     return dict(found)

@@ -65,17 +65,25 @@ def bench(wish: BenchRequest, say: Callable[[str], None]) -> BenchResults:
         ValueError: An option is invalid, or the job failed.
     """
     if wish.operation not in OPERATIONS:
-        raise ValueError(f"{wish.operation}: no such operation. HINT: {', '.join(OPERATIONS)}")
+        raise ValueError(
+            f"--operation {wish.operation} is not a collective. HINT: {', '.join(OPERATIONS)}"
+        )
     words = ["--operation", wish.operation, "--sizes", *map(str, wish.sizes)]
     enough = wish.hosts is not None or wish.ranks <= len(os.sched_getaffinity(0))
     bind = wish.bind or ("core" if enough else "none")
-    say(f"{wish.operation} on {counted(wish.ranks, 'rank')}: {counted(len(wish.sizes), 'size')}")
+    say(
+        f"measuring {wish.operation} on {counted(wish.ranks, 'rank')} at "
+        f"{counted(len(wish.sizes), 'size')}"
+    )
     code, found = run_and_read_summary(
         Job(PROBE, words, True, bind=bind, hang_timeout=0.0),
         lambda job: start(job, wish.ranks, wish.hosts, wish.hostfile, wish.launcher, []),
     )
     if found is None:
-        raise ValueError(f"nothing was measured: the ranks ended with exit code {code}")
+        raise ValueError(
+            f"nothing was measured, because the ranks ended with exit code {code}. HINT: their "
+            "error is above"
+        )
     notes: list[str] = []
     more: dict[str, Any] = {}
     if wish.hosts is None and wish.hostfile is None:
@@ -92,8 +100,11 @@ def _mpi(
     """Return the results of a job started by mpirun, or the reason why there are none."""
     launcher = shutil.which("mpirun") or shutil.which("mpiexec")
     if find_spec("mpi4py") is None or launcher is None:
-        return {}, "it needs mpi4py and mpirun. HINT: pip install mpi4py, and a module"
-    say("the same through MPI")
+        return {}, (
+            "mpi4py or mpirun is missing. HINT: pip install mpi4py, and load the MPI module of the "
+            "cluster"
+        )
+    say(f"measuring {wish.operation} through MPI")
     # Allow Open MPI to start more ranks than there are cores, as Paceline also does.
     environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     command = [launcher, "-n", str(wish.ranks), sys.executable, "-m", PROBE, "--mpi", *words]
@@ -107,7 +118,7 @@ def _mpi(
     if done.returncode or not lines:
         said = (done.stderr or done.stdout).splitlines()
         first = next((line for line in said if re.search(r"\w", line)), "")
-        return {}, f"{launcher} ended with {done.returncode}: {first}"
+        return {}, f"{launcher} ended with exit code {done.returncode}: {first}"
     return dict(json.loads(lines[0])), ""
 
 

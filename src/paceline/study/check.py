@@ -56,7 +56,7 @@ def check(wish: CheckRequest) -> CheckResults:
         ValueError: An option is invalid, or nothing could be measured.
     """
     if wish.folder is not None and not wish.folder.is_dir():
-        raise ValueError(f"--data {wish.folder}: no such folder. HINT: one that all hosts see")
+        raise ValueError(f"--data {wish.folder} is not a folder. HINT: give one that all hosts see")
     arguments = ["--quick"] * wish.quick
     if wish.folder is not None:
         arguments += ["--data", str(wish.folder.absolute())]
@@ -78,8 +78,9 @@ def check(wish: CheckRequest) -> CheckResults:
     code, found = run_and_read_summary(job, begin)
     if found is None:
         raise ValueError(
-            f"nothing was measured: the probes ended with exit code {code}. HINT: what they "
-            "said is above; paceline run -m paceline.study.probe --quick runs them alone"
+            f"nothing was measured, because the ranks of the check ended with exit code {code}. "
+            "HINT: their error is above; paceline run -m paceline.study.probe --quick repeats the "
+            "measurements without a machine file"
         )
     return CheckResults(*_read(found, without, wish), code)
 

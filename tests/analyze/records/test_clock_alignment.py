@@ -69,7 +69,7 @@ def test_clock_offset_and_drift_are_estimated(tmp_path, clocks):
         assert found == pytest.approx(true, abs=steps * report.clock_residual_s * 1e3 * 2)
     assert report.losses[0].kind == "wait"
     assert report.losses[0].rank == 1
-    assert "aligned to" in " ".join(report.doubts)
+    assert "aligned within" in " ".join(report.doubts)
 
 
 def test_aligned_events_satisfy_all_bounds(tmp_path):

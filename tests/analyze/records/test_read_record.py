@@ -57,5 +57,5 @@ def test_damaged_events_are_counted_and_lower_confidence(tmp_path):
     data[HEADER_BYTES + 5 * 40 + 34] = 200  # an invalid state
     path.write_bytes(data)
     report = analyse(load_run(tmp_path))
-    assert "1 event of rank 1 is damaged: left out" in report.doubts
+    assert "1 event of rank 1 is damaged and ignored" in report.doubts
     assert report.confidence < 1

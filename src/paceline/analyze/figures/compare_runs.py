@@ -220,15 +220,15 @@ def scaling(reports: list[Report]) -> list[ScalingRow]:
     for report in reports:
         if report.efficiencies is None:
             raise ValueError(
-                f"{report.name}: too few steps were recorded to measure. HINT: leave it out"
+                f"{report.name} has too few recorded steps to measure. HINT: leave this run out"
             )
     sizes = [report.size for report in reports]
     twice = [size for size in sizes if sizes.count(size) > 1]
     if twice:
         names = [report.name for report in reports if report.size == twice[0]]
         raise ValueError(
-            f"{' and '.join(names)} both have {counted(twice[0], 'rank')}. HINT: a scaling table "
-            "takes one run a number of ranks; paceline report A B compares two of the same size"
+            f"{' and '.join(names)} both have {counted(twice[0], 'rank')}. HINT: give one run "
+            "for each number of ranks; paceline report A B compares two runs of the same size"
         )
     return [_scaling_row(report, reports[0]) for report in reports]
 

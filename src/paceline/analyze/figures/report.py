@@ -275,11 +275,14 @@ def _doubts(
     """
     doubts, confidence = [], 1.0
     if run.running:
-        doubts.append("the job still runs: the figures are of what it has recorded so far")
+        doubts.append(
+            "the job still runs, and the figures contain only the steps recorded until now"
+        )
     if run.missing:
         confidence *= len(records) / (len(records) + len(run.missing))
-        doubts.append(f"no record of {named_ranks(run.missing)}: the figures leave it out")
-    doubts += [f"{what}: left out" for what in run.refused]
+        them = "it" if len(run.missing) == 1 else "them"
+        doubts.append(f"no record of {named_ranks(run.missing)}: the figures do not include {them}")
+    doubts += [f"a file was ignored: {what}" for what in run.refused]
     doubts += _failures(records)
     if any(record.meta.get("failed_hooks") for record in records):
         confidence *= 0.5
@@ -287,35 +290,38 @@ def _doubts(
         if record.damaged:
             confidence *= len(record.events) / (len(record.events) + record.damaged)
             events, are = counted(record.damaged, "event"), "is" if record.damaged == 1 else "are"
-            doubts.append(f"{events} of rank {record.rank} {are} damaged: left out")
+            doubts.append(f"{events} of rank {record.rank} {are} damaged and ignored")
     blocked = _blocked_ns(matched, m)
     if unmatched:
         alone = total(blocked[~matched.waits["whole"]])
         confidence *= 1 - alone / total(blocked) if blocked.any() else 1.0
         doubts.append(
             f"{counted(unmatched, 'collective or message', 'collectives or messages')} "
-            f"{'lacks' if unmatched == 1 else 'lack'} a member's record: the waits are booked by "
-            "the records that are there"
+            f"{'lacks' if unmatched == 1 else 'lack'} a member's record: waits are attributed from "
+            "the other records"
         )
     if any(record.lost for record in records):
-        doubts.append("the run was longer than the record holds: the figures are of its end")
+        doubts.append(
+            "the run had more events than a record holds: the figures cover only the end of the run"
+        )
     if clocks.unaligned:
         confidence *= 0.5
         doubts.append(
-            "the clocks of some hosts could not be aligned (they never communicate): waits and "
-            "transfers are not told apart"
+            "the clocks of some nodes could not be aligned, because these nodes never communicate: "
+            "waits and transfers are not distinguished"
         )
     if m is not None and m.replay_contradicts:
         doubts.append(
-            "the replay on an ideal network takes longer than the run: some ends lie before the "
-            "starts that they need, and serialisation and transfer are not told apart"
+            "the replay on an ideal network takes longer than the run, because some events end "
+            "before the events that they depend on begin: serialisation and transfer are not "
+            "distinguished"
         )
     if m is not None and clocks.residual_ns and blocked.any():
         unsure = _wait_below_residual(m) / total(blocked)
         confidence *= 1 - unsure
         doubts.append(
-            f"clocks of hosts are aligned to {clocks.residual_ns / 1e3:.0f} µs: "
-            f"{100 * unsure:.0f} % of the blocked time is in waits too short to be booked to a rank"
+            f"the clocks of the nodes are aligned within {clocks.residual_ns / 1e3:.0f} µs: "
+            f"{100 * unsure:.0f} % of the blocked time is in waits too short to attribute to a rank"
         )
     return doubts, confidence
 
@@ -328,7 +334,7 @@ def _failures(records: list[Record]) -> list[str]:
             when = "" if record.count(State.STEP) else " before its first step"
             ranks.setdefault(f"failed{when}: {failure}", []).append(record.rank)
         for hook, failure in record.meta.get("failed_hooks", {}).items():
-            text = f"recorded in part: the recorder's hook of {hook} failed ({failure})"
+            text = f"recorded only in part, because the hook for {hook} failed ({failure})"
             ranks.setdefault(text, []).append(record.rank)
     return [f"{named_ranks(found)} {text}" for text, found in ranks.items()]
 

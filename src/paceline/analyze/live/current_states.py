@@ -154,7 +154,7 @@ def _describe_last_event(event: Any, step: int) -> str:
     if event["op"]:
         number = "" if event["op"] in POINT_TO_POINT_OPS else f" {int(event['seq'])}"
         return f"{collective_name(int(event['op']))}{number}"
-    return _ENDED.get(state, "its own work")
+    return _ENDED.get(state, "other work")
 
 
 def age(clock: int, at: int) -> float:

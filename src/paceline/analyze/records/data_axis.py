@@ -91,8 +91,8 @@ def find_data_axis(records: list[Record], within: Window) -> DataAxis:
     if unsure:
         named = named_ranks([records[i].rank for i in unsure])
         axis.doubts.append(
-            f"{named} exchange activations, and it is not known whether they get the same "
-            "batch: their samples are counted once"
+            f"{named} exchange activations, and the record does not show whether they get the "
+            "same batch: their samples are counted once"
         )
     if len(connected.lists()) > 1:
         axis.doubts.append(

@@ -42,20 +42,20 @@ def load_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         problem = "is no folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{folder} {problem}. HINT: the folder given to paceline run --record")
+        raise ValueError(f"{folder} {problem}. HINT: give the folder of paceline run --record")
     paths = sorted(folder.glob("*.ring"), key=lambda path: (len(path.name), path.name))
     if not paths:
         folders_with_records = sorted({path.parent for path in folder.rglob("*.ring")})
         hint = (
-            f"{folders_with_records[0]} has one"
+            f"give {folders_with_records[0]}, which has one"
             if folders_with_records
-            else "paceline run --record makes one"
+            else "paceline run --record FOLDER SCRIPT writes one"
         )
         raise ValueError(f"{folder} has no record (rank-N.ring). HINT: {hint}")
     if len(paths) > MAX_RECORDS:
         raise ValueError(
-            f"{folder} has {len(paths):,} records; at most {MAX_RECORDS:,} are read at once. "
-            "HINT: a folder with the records of one run"
+            f"{folder} has {len(paths):,} records, and Paceline reads at most {MAX_RECORDS:,}. "
+            "HINT: give a folder with the records of one run"
         )
     records, refused = [], []
     for path in paths:
@@ -69,7 +69,9 @@ def load_run(folder: Path) -> Run:
         records.append(record)
         refused += notes
     if not records:
-        raise ValueError(f"{folder}: no file can be read: {'; '.join(refused[:MAX_LISTED_FILES])}")
+        raise ValueError(
+            f"{folder} has no readable record: {'; '.join(refused[:MAX_LISTED_FILES])}"
+        )
     _check_one_run(folder, records)
     records.sort(key=lambda record: record.rank)
     size = max(int(record.meta["size"]) for record in records)
@@ -122,12 +124,15 @@ def _check_one_run(folder: Path, records: list[Record]) -> None:
         )
         raise ValueError(
             f"{folder} has records of {len(ranks_of_run)} different runs ({described}). "
-            "HINT: one folder a run"
+            "HINT: record each run in a separate folder"
         )
     ranks = [record.rank for record in records]
     if len(set(ranks)) < len(ranks):
         duplicate = next(rank for rank in ranks if ranks.count(rank) > 1)
-        raise ValueError(f"{folder} has two records of rank {duplicate}. HINT: one folder a run")
+        raise ValueError(
+            f"{folder} has two records of rank {duplicate}. "
+            "HINT: record each run in a separate folder"
+        )
 
 
 def _read_command(folder: Path) -> list[str]:

@@ -133,13 +133,15 @@ def parse_record(data: Any, name: str = "the record") -> Record:
         InvalidFileError: The data is no record, is cut off, or has a damaged header.
     """
     if len(data) < HEADER_BYTES or data[: len(MAGIC)] != MAGIC:
-        hint = "HINT: a rank-N.ring file"
+        hint = "HINT: give a rank-N.ring file"
         raise InvalidFileError(name, f"is not a record of Paceline. {hint}")
     _, version, header_bytes, event_bytes, capacity, written, cost_ns, meta_bytes = (
         HEADER.unpack_from(data)
     )
     if version > VERSION:
-        reason = f"has version {version}, this Paceline reads up to {VERSION}. HINT: update it"
+        reason = (
+            f"has version {version}, and this Paceline reads up to {VERSION}. HINT: update Paceline"
+        )
         raise NewerVersionError(name, reason)
     used = min(written, capacity)
     if (
@@ -147,7 +149,7 @@ def parse_record(data: Any, name: str = "the record") -> Record:
         or event_bytes != EVENT.size
         or HEADER.size + meta_bytes > header_bytes
     ):
-        raise InvalidFileError(name, "is damaged: the sizes in its header can't be right")
+        raise InvalidFileError(name, "is damaged: the sizes in its header are wrong")
     if capacity < 1 or len(data) < header_bytes + used * event_bytes:
         raise InvalidFileError(name, f"is cut off or damaged ({len(data)} bytes)")
     meta = cast(

@@ -45,7 +45,7 @@ def from_tree(kind: Any, data: Any, where: str, unknown: list[str]) -> Any:
     its value.
     """
     if not isinstance(data, dict):
-        raise ValueError(f"{where or 'the file'} = {shorten(data)} is no table")
+        raise ValueError(f"{where or 'the file'} = {shorten(data)} is not a table")
     hints, given = _hints(kind), {}
     for field in fields(kind):
         name = f"{where}.{field.name}" if where else field.name
@@ -67,25 +67,25 @@ def _read(kind: Any, value: Any, where: str, field: Field[Any], unknown: list[st
     origin = typing.get_origin(kind)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} = {shorten(value)} is no list")
+            raise ValueError(f"{where} = {shorten(value)} is not a list")
         one = typing.get_args(kind)[0]
         return tuple(
             _read(one, inner, f"{where}[{i}]", field, unknown) for i, inner in enumerate(value)
         )
     if origin is dict:
         if not isinstance(value, dict):
-            raise ValueError(f"{where} = {shorten(value)} is no table")
+            raise ValueError(f"{where} = {shorten(value)} is not a table")
         return {key: _read(str, inner, f"{where}.{key}", field, unknown)
                 for key, inner in value.items()}  # fmt: skip
     if is_dataclass(kind):
         built = from_tree(kind, value, where, unknown)
         unit = field.metadata.get("unit")
         if unit is not None and built.unit != unit:
-            raise ValueError(f"{where}.unit = {shorten(built.unit)}, where {unit!r} is meant")
+            raise ValueError(f"{where}.unit = {shorten(built.unit)}, and must be {unit!r}")
         return built
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError(f"{where} = {shorten(value)} is no text in quotes")
+            raise ValueError(f"{where} = {shorten(value)} is not a text in quotes")
         return value
     return _number(kind, value, where, field)
 
@@ -95,11 +95,11 @@ def _number(kind: Any, value: Any, where: str, field: Field[Any]) -> float:
         return UNLIMITED
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ValueError(f"{where} = {shorten(value)} is no {'whole ' * (kind is int)}number")
+        raise ValueError(f"{where} = {shorten(value)} is not a {'whole ' * (kind is int)}number")
     if isinstance(value, int) and abs(value) > UNLIMITED:
         raise ValueError(f"{where} = {shorten(value)} does not fit 64 bits")
     if not math.isfinite(value):
-        raise ValueError(f"{where} = {value} is no finite number")
+        raise ValueError(f"{where} = {value} is not a finite number")
     if isinstance(value, float) and value and not LEAST <= abs(value) <= MOST:
         raise ValueError(f"{where} = {value} is not from {LEAST:g} to {MOST:g}")
     if value < field.metadata.get("least", 0) and value >= 0:

@@ -66,7 +66,7 @@ class Figure:
                 f"low = {self.low}, median = {self.median}, high = {self.high} are not in order"
             )
         if self.n < 1:
-            raise ValueError(f"n = {self.n}, where a figure needs one repetition at least")
+            raise ValueError(f"n = {self.n}, and a figure needs at least one repetition")
 
     @classmethod
     def of(cls, values: Iterable[float], unit: str) -> "Figure":
@@ -153,7 +153,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.cache not in ("out", "in", "unknown"):
-            raise ValueError(f"cache = {self.cache!r}, where 'out', 'in' or 'unknown' is meant")
+            raise ValueError(f"cache = {self.cache!r}, and must be 'out', 'in' or 'unknown'")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class HostFacts:
 
     def __post_init__(self) -> None:
         if not _MASK.fullmatch(self.mask) or len(self.mask) > MAX_MASK_CHARS:
-            raise ValueError(f"mask = {shorten(self.mask)} is no list of cores as '0-3,8'")
+            raise ValueError(f"mask = {shorten(self.mask)} is not a list of cores such as '0-3,8'")
 
     @property
     def cpus(self) -> list[int]:
@@ -284,15 +284,17 @@ class Machine:
         try:
             datetime.fromisoformat(self.made)
         except ValueError:
-            raise ValueError(f"made = {self.made!r} is no time as 2026-01-31T12:00:00Z") from None
+            raise ValueError(
+                f"made = {self.made!r} is not a time such as 2026-01-31T12:00:00Z"
+            ) from None
         names = Counter(host.name for host in self.hosts)
         for name, count in names.items():
             if count > 1:
-                raise ValueError(f"hosts: {name!r} is there {count} times")
+                raise ValueError(f"hosts: {name!r} occurs {count} times")
         for pair in self.pairs:
             for name in (pair.first, pair.second):
                 if name not in names:
-                    raise ValueError(f"pairs: {name!r} is none of the hosts")
+                    raise ValueError(f"pairs: {name!r} is not one of the hosts")
 
     def host(self, name: str) -> HostFacts | None:
         """Return the host of that name; None if there is none."""
@@ -314,7 +316,7 @@ def load(path: str | Path) -> Machine:
     except InvalidFileError as error:
         raise InvalidFileError(path, f"{error.reason}. {again}") from None
     if "version" not in data:
-        raise InvalidFileError(path, f"is no machine file: version is missing. {again}")
+        raise InvalidFileError(path, f"is not a machine file: version is missing. {again}")
     if data["version"] != VERSION or isinstance(data["version"], bool):
         raise InvalidFileError(
             path,
@@ -325,12 +327,12 @@ def load(path: str | Path) -> Machine:
     try:
         machine: Machine = from_tree(Machine, data, "", unknown)
     except ValueError as error:
-        hint = "HINT: paceline check writes one; its keys: docs/reference/formats/machine-file.md"
+        hint = "HINT: paceline check writes one; keys: docs/reference/formats/machine-file.md"
         raise InvalidFileError(path, f"{error}. {hint}") from None
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         names = ", ".join(unknown[:5]) + more
-        warnings.warn(f"{path}: nobody knows {names}: left out", stacklevel=2)
+        warnings.warn(f"{path}: ignored unknown keys: {names}", stacklevel=2)
     return machine
 
 

@@ -23,7 +23,7 @@ def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
-        raise InvalidFileError(path, "is no TOML: it is not UTF-8 text") from None
+        raise InvalidFileError(path, "is not TOML: it is not UTF-8 text") from None
     if _LONG_KEY.search(text):
         raise InvalidFileError(path, f"has a key of over {MAX_KEY_PARTS} parts")
     try:
@@ -32,11 +32,11 @@ def read_toml(path: Name, max_bytes: int) -> dict[str, Any]:
     except InvalidFileError:
         raise
     except RecursionError:
-        raise InvalidFileError(path, "is no TOML: its tables are nested too deeply") from None
+        raise InvalidFileError(path, "is not TOML: its tables are nested too deeply") from None
     except ValueError as error:  # tomllib.TOMLDecodeError, or a number of over 4,300 digits
-        raise InvalidFileError(path, f"is no TOML: {error}") from None
+        raise InvalidFileError(path, f"is not TOML: {error}") from None
     if not isinstance(tree, dict):
-        raise InvalidFileError(path, "is no TOML")
+        raise InvalidFileError(path, "is not TOML")
     return tree
 
 

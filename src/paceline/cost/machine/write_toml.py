@@ -58,7 +58,7 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{_key(key)} = {_value(each)}" for key, each in value.items())
         return f"{{ {inner} }}" if inner else "{}"
-    raise TypeError(f"{value!r} of type {type(value).__name__} has no place in TOML")
+    raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as TOML")
 
 
 def _key(key: str) -> str:

@@ -39,7 +39,7 @@ def host_differences(machine: Machine) -> list[Outlier]:
     found += _parts(machine)
     for (value, all_of_it), names in _group_by_item(hosts, _mask):
         may = f"processes on {join_words(names)} may run on"
-        sentence = f"{may} {value} of {all_of_it} hardware threads only"
+        sentence = f"{may} only {value} of {all_of_it} hardware threads"
         found.append(Outlier("mask", tuple(names), "mask", value, all_of_it, sentence))
     for (what, value, enough, why), names in _group_by_item(
         hosts, lambda host: _limits(host, machine)
@@ -136,23 +136,23 @@ def _limits(host: HostFacts, machine: Machine) -> list[tuple[str, str, str, str]
     if limits.nofile is not None and limits.nofile < (FILES if crowded else FILES // 4):
         why = (
             "many ranks and loader workers need more open files. "
-            f"HINT: ulimit -n {FILES}, or the system's limits.conf"
+            f"HINT: ulimit -n {FILES}, or set it in limits.conf"
         )
         found.append(("limit on open files", str(limits.nofile), str(FILES), why))
     shm, free = limits.shm_bytes, limits.shm_free_bytes
-    batches = "loader workers hand their batches over through it. HINT: "
+    batches = "loader workers pass their batches through it. HINT: "
     if shm is not None and shm < SHM:
-        why = f"{batches}in a container --shm-size or --ipc=host; outside, mount it larger"
+        why = f"{batches}in a container use --shm-size or --ipc=host; else mount it with more space"
         found.append(("/dev/shm", size(shm), size(SHM), why))
     elif free is not None and free < SHM_FREE:
-        why = f"{batches}remove what old runs left there"
+        why = f"{batches}remove the files of ended jobs from it"
         found.append(("free /dev/shm", size(free), size(SHM_FREE), why))
     lock = limits.memlock_bytes
     card = next((one for one in host.networks if one.layer.lower() == "infiniband"), None)
     if card is not None and lock is not None and lock < (host.memory_bytes or UNLIMITED):
         why = (
-            f"{card.name} (InfiniBand) can use locked memory only. HINT: ulimit -l unlimited, set "
-            "where the scheduler's daemon starts"
+            f"{card.name} (InfiniBand) needs locked memory. HINT: set ulimit -l unlimited where "
+            "the scheduler's daemon starts"
         )
         found.append(("limit on locked memory", size(lock), "unlimited", why))
     return found
@@ -167,7 +167,7 @@ def _vector_units(host: HostFacts) -> list[tuple[str, str, str]]:
     why = (
         f"ATEN_CPU_CAPABILITY={limit} is set. HINT: unset it"
         if limit
-        else f"this build has no kernels for {there}. HINT: PyTorch's own wheels, by pip"
+        else f"this build has no kernels for {there}. HINT: install PyTorch's wheels with pip"
     )
     names = {"DEFAULT": "no AVX" if there.startswith("AVX") else "NEON", "NO AVX": "no AVX"}
     return [(names.get(used, used), there, why)]
@@ -183,9 +183,9 @@ def _imports(machine: Machine) -> list[Outlier]:
     seconds, busy, which = slow[most]
     where = f"on {join_words(list(slow))}" + f" (most on {most})" * (len(slow) > 1)
     sentence = (
-        f"{which} waited for files {format_value(seconds - busy, 's')} of "
-        f"{format_value(seconds, 's')} {where}: "
-        f"one file instead of many may load up to {seconds / busy:.2g} times faster. "
+        f"{which} waited {format_value(seconds - busy, 's')} of "
+        f"{format_value(seconds, 's')} for files {where}: "
+        f"from one packed file it may be up to {seconds / busy:.2g} times faster. "
         "HINT: paceline check --pack-env"
     )
     wanted = f"{format_value(busy, 's')} of a core"
@@ -226,9 +226,9 @@ def _clock(host: HostFacts) -> list[tuple[str, str]]:
     if offset is None:
         return [("", "not compared with the launcher's")]
     if unsure > CLOCK_S:
-        return [("", f"known to {format_value(unsure, 's')} only")]
+        return [("", f"known only to {format_value(unsure, 's')}")]
     if abs(offset) - unsure <= CLOCK_S:
         return []
     value = format_value(abs(offset), "s")
-    hint = "HINT: let chrony or ntpd run there: times of files and logs are wrong"
-    return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}. {hint}")]
+    why = "and times of files and logs are wrong. HINT: run chrony or ntpd"
+    return [(value, f"{value} {'ahead' if offset > 0 else 'behind'}, {why}")]

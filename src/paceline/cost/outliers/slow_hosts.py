@@ -72,15 +72,15 @@ def _pair_outlier(worse: SlowerFigure, members: list[NamedFigure]) -> Outlier:
         other = next(named for named in members if named.hosts != slow.hosts)
     names = (slow.hosts[0], other.hosts[0]) if len(both) > 1 else (slow.member, other.member)
     sentence = (
-        f"{names[0]} and {names[1]} differ: {slow.what} is {value} and {peers}; with two nobody "
-        "can say which of them is odd"
+        f"{names[0]} and {names[1]} differ: {slow.what} is {value} and {peers}; with only "
+        "two it is unknown which one is the outlier"
     )
     return Outlier("slow", both, slow.what, value, peers, sentence, worse.by)
 
 
 def _describe_peers(others: set[str], members: list[NamedFigure]) -> str:
     if not others:
-        return "its others"
+        return "its other devices"
     if any(":" in named.device for named in members):
         return "the others"
     return join_words(sorted(others)) if len(others) < 4 else f"the {len(others)} others"

@@ -62,7 +62,7 @@ def _of_host(host: str, worse: SlowerFigure) -> Outlier:
     value, peers = (format_value(x, named.figure.unit) for x in (named.figure.median, worse.peers))
     sentence = (
         f"all links of {host} are slow: {named.what} is {value} at best, {peers} between other "
-        "hosts. HINT: look at its network card and its cable"
+        "hosts. HINT: check its network card and cable"
     )
     return Outlier("link", (host,), f"{named.what} of all links", value, peers, sentence, worse.by)
 
@@ -95,7 +95,7 @@ def _parts(bad: list[SlowerFigure], count: int) -> Outlier:
     sentence = (
         f"{len(bad)} of {counted(count, 'link')} {'is' if len(bad) == 1 else 'are'} slower than "
         f"the others: {named.what} is {value} instead "
-        f"of {fast}, as between hosts at different switches; the worst is between "
+        f"of {fast}, as between hosts on different switches; the slowest is between "
         f"{join_words(named.hosts)}"
     )
     return Outlier(

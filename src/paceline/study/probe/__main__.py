@@ -1,8 +1,8 @@
 """One rank of a check: ``paceline run -m paceline.study.probe [--data DIR] [--quick]``.
 
-Rank 0 sends what all found to the launcher, for the file of its ``--json``; without a launcher it
-prints it. Exit code 3: all is sent, but there are hosts that did not answer, and their ranks may
-not end by themselves."""
+Rank 0 sends the results of all ranks to the launcher, for the file of its ``--json``; without a
+launcher it prints them. Exit code 3: the results are complete except for hosts that did not answer,
+whose ranks may not end without a signal."""
 
 import argparse
 import json
@@ -19,9 +19,11 @@ QUICK = 6.0  # seconds
 def main() -> int:
     """Measure, send the results and return the exit code."""
     parser = argparse.ArgumentParser(prog="paceline.study.probe", description=__doc__)
-    parser.add_argument("--data", type=Path, help="a folder whose storage is measured")
-    parser.add_argument("--seconds", type=float, help=f"for the measures, about; {USUAL:g}")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    parser.add_argument("--data", type=Path, help="folder whose storage is measured")
+    parser.add_argument(
+        "--seconds", type=float, help=f"approximate time for the measurements (default: {USUAL:g})"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure fewer sizes and repetitions")
     given = parser.parse_args()
     seconds = given.seconds or (QUICK if given.quick else USUAL)
     try:

@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="paceline.study.probe.bench_comm", description=__doc__)
     parser.add_argument("--operation", default="all-reduce")
     parser.add_argument("--sizes", type=int, nargs="+", required=True, help="bytes")
-    parser.add_argument("--mpi", action="store_true", help="MPI alone, through mpi4py")
+    parser.add_argument("--mpi", action="store_true", help="only MPI, through mpi4py")
     given = parser.parse_args()
     if given.mpi:
         print(json.dumps(_with_mpi(given.operation, given.sizes)), flush=True)

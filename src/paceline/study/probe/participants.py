@@ -155,7 +155,9 @@ class Participants:
                     POLL_INTERVAL_S
                 )  # polled, because store.wait prints warnings when it times out
             if not self.store.check(keys):
-                self.unresponsive[host.name] = f"no answer within {seconds:.0f} s: {name}"
+                self.unresponsive[host.name] = (
+                    f"no answer within {seconds:.0f} s (measurement: {name})"
+                )
                 continue
             said = [json.loads(self.store.get(key)) for key in keys]
             mistakes = [one["failed"] for one in said if "failed" in one]

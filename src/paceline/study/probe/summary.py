@@ -33,13 +33,15 @@ class Summary:
             machines.setdefault(host.machine, []).append(host.name)
         for names in machines.values():
             if len(names) > 1:
-                text = "are one machine: what each does alone was measured one after another"
+                text = "are on one machine, so each was measured alone, one after the other"
                 self._note(names, "machine", text)
         if folder is not None and len(machines) > 1:
             text = f"{folder} was measured from {len(machines)} machines at the same time"
             self._note(list(self._hosts), "storage", text)
         if len(hosts) > EVERY_PAIR:
-            text = f"of {len(hosts)} hosts not all pairs were measured: neighbours and some others"
+            text = (
+                f"not all pairs of the {len(hosts)} hosts were measured: neighbours and some others"
+            )
             self._note(list(self._hosts), "pairs", text)
 
     def facts(self, results: MeasurementResults) -> None:

@@ -138,8 +138,12 @@ def _run(words: list[str]) -> str:
             words, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
         )
     except subprocess.TimeoutExpired:
-        raise ValueError("import torch took more than 120 s. HINT: is its folder slow?") from None
+        raise ValueError(
+            "import torch took more than 120 s. HINT: check the file system of its folder"
+        ) from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["without a word"])[-1]
-        raise ValueError(f"{' '.join(words[:2])} ... ended with {done.returncode}: {last}")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ValueError(
+            f"{' '.join(words[:2])} ... ended with exit code {done.returncode}: {last}"
+        )
     return done.stdout

@@ -56,7 +56,9 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
 
         times = repeat(call, seconds)
         if not bool((a == 7.0).all()):
-            raise ValueError(f"{device}: the triad 1 + 3 x 2 is not 7 everywhere. HINT: its memory")
+            raise ValueError(
+                f"{device}: the triad 1 + 3 x 2 is not 7 everywhere. HINT: test the memory"
+            )
     finally:
         torch.set_num_threads(before)
     return Memory(device, rate(3 * DOUBLE * count, times, BANDWIDTH))

@@ -48,32 +48,32 @@ def storage(folder: Path, seconds: float) -> Storage:
     """
     free = free_space(folder)
     if not folder.is_dir():
-        raise ValueError(f"--data {folder}: {_missing(folder)}. HINT: a folder that all hosts have")
+        raise ValueError(f"--data {folder}: {_missing(folder)}. HINT: give one that all hosts have")
     if free is not None and free < LEAST_FREE:
         raise ValueError(
-            f"--data {folder} has {free / 2**20:.1f} MiB free, too little to measure with. "
-            f"HINT: make room for {LEAST_FREE >> 20} MiB, or another folder"
+            f"--data {folder} has {free / 2**20:.1f} MiB free, and the measurement needs "
+            f"{LEAST_FREE >> 20} MiB. HINT: free space, or give another folder"
         )
     try:
         own = Path(tempfile.mkdtemp(prefix=".paceline-check-", dir=folder))
     except OSError as error:
         raise ValueError(
-            f"--data {folder} can't be written to: {error.strerror}. HINT: a folder that you may "
-            "write to; or leave --data out"
+            f"--data {folder} can't be written to: {error.strerror}. HINT: give a folder that you "
+            "may write to, or leave --data out"
         ) from None
     try:
         return _measured(folder, own, UNKNOWN_FREE if free is None else free, seconds)
     except OSError as error:
         raise ValueError(
-            f"--data {folder}: {error.strerror} while measuring. HINT: is its quota used up, or "
-            "its server in trouble?"
+            f"--data {folder}: {error.strerror} while measuring. HINT: check the quota of the "
+            "folder and the state of its server"
         ) from None
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
 
 def _missing(folder: Path) -> str:
-    return "is no folder" if folder.exists() else "no such folder on this host"
+    return "is not a folder" if folder.exists() else "does not exist on this host"
 
 
 def _measured(folder: Path, own: Path, free: int, seconds: float) -> Storage:
