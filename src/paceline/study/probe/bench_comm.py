@@ -1,4 +1,4 @@
-"""One rank of ``paceline bench comm``: a collective through each backend in turns, by size.
+"""One rank of ``paceline bench comm``: a collective through each backend, interleaved, by size.
 
 ``python -m paceline.study.probe.bench_comm`` under ``paceline run`` measures gloo, shared memory
 and NCCL; under mpirun, with ``--mpi``, MPI. Rank 0 sends JSON to the launcher, or prints it: a list
