@@ -179,7 +179,7 @@ def test_read_only_and_full_folder_are_reported(tmp_path):
         storage(tmp_path, 0.1)
     with (
         mounted("size=1m"),
-        pytest.raises(ValueError, match=r"has 1\.0 MiB free, .* HINT: make room"),
+        pytest.raises(ValueError, match=r"has 1\.0 MiB free, .* HINT: free space"),
     ):
         storage(tmp_path, 0.1)
     with mounted("size=128m,nr_inodes=60"):  # no call reports this limit in advance
