@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -369,6 +370,42 @@ def test_pack_command_exports_to_another_format(tmp_path):
     kept = command(tmp_path / "tars", images, "--to", "webdataset", "--fresh")
     assert "exists, and is no webdataset. HINT: another name" in kept.stderr
     assert len(list(images.rglob("*.*"))) == 12
+
+
+def test_unfinished_export_is_in_a_folder_that_only_its_user_can_write_to(tmp_path):
+    """The folder of the output is writable for other users, and one of them has made a link."""
+    x, _ = sets.arrays(8)
+    pack(x, tmp_path / "packed")
+    (tmp_path / "kept").write_text("private")
+    (tmp_path / ".x.h5.part").symlink_to(tmp_path / "kept")
+    seen = []
+    export.export(
+        tmp_path / "packed",
+        tmp_path / "x.h5",
+        "hdf5",
+        prepare=lambda part: seen.append((part, part.parent.stat().st_mode & 0o777)),
+    )
+    assert seen == [(tmp_path / ".x.h5.part" / "x.h5", 0o700)]
+    assert not os.path.lexists(tmp_path / ".x.h5.part")
+    assert (tmp_path / "kept").read_text() == "private"
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["x"].shape == x.shape
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("name", [".x.h5.part", ".x.h5.packed"])
+def test_export_refuses_an_unfinished_output_of_another_user(tmp_path, name):
+    x, _ = sets.arrays(8)
+    np.save(tmp_path / "x.npy", x)
+    with pytest.raises(ZeroDivisionError):
+        convert(tmp_path / "x.npy", tmp_path / "x.h5", "hdf5", prepare=lambda part: 1 / 0)
+    (tmp_path / ".x.h5.part").mkdir(exist_ok=True)
+    os.chown(tmp_path / name, 4321, -1)
+    with pytest.raises(ValueError, match=rf"can't be written: .*{name}: belongs to user 4321") as e:
+        convert(tmp_path / "x.npy", tmp_path / "x.h5", "hdf5")
+    assert "Nothing was written. HINT: choose a DEST other than" in str(e.value)
+    assert not (tmp_path / "x.h5").exists()
+    assert (tmp_path / name).exists()
 
 
 def test_interrupted_export_resumes_only_with_same_source(tmp_path):

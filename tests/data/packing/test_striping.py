@@ -120,7 +120,7 @@ def test_unfinished_output_of_other_formats_gets_the_layout(lustre, source, to, 
     lustre.set(setstripe=create)
     code, said = pack(source, lustre.path / name, "--to", to, "--stripe", "auto")
     assert code == 0, said
-    assert lustre.called() == [f"setstripe -c 3 -S 4M {lustre.path / f'.{name}.part'}"]
+    assert lustre.called() == [f"setstripe -c 3 -S 4M {lustre.path / f'.{name}.part' / name}"]
     assert (lustre.path / name).stat().st_size > 0
     assert not list(lustre.path.glob(".*"))
 
