@@ -134,7 +134,9 @@ class Shards:
             return len(self.meta.classes)
         count = int(self.labels().max(initial=-1)) + 1
         if count > MAX_CLASSES:
-            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            reason = (
+                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
+            )
             raise DataError(self.folder / INDEX_FILE, -1, 0, reason)
         return count
 
@@ -161,7 +163,7 @@ class Shards:
                 while piece := file.read(PIECE_BYTES):
                     crc = shard_format.checksum(b"", piece, start=crc)
                 if (file.tell(), crc) != (told.bytes, told.crc):
-                    reason = "has changed (its checksum is another): rows may have changed places"
+                    reason = "has changed (its checksum differs): rows may have changed places"
                     found.append(DataError(path, -1, 0, reason))
         return found
 
@@ -181,8 +183,8 @@ class Shards:
         row = self.row(i)
         if row.encoding == FILE:
             raise ValueError(
-                f"{self.folder}: sample {i} is a file of a kind that is not known. "
-                "HINT: Loader(..., transform=...) that makes an array of its bytes"
+                f"{self.folder}: sample {i} is a file of unknown kind. "
+                "HINT: Loader(..., transform=FUNCTION), which makes an array of the file's bytes"
             )
         return ArraySpec(row.dtype, row.shape), self.label
 
@@ -264,7 +266,7 @@ class Shards:
         except OSError as error:
             raise self._bad_sample(i, row, f"can't be read: {error.strerror}") from None
         if shard_format.checksum(row.covered, *parts) != row.crc:
-            raise self._bad_sample(i, row, "a byte has changed (its checksum is another)")
+            raise self._bad_sample(i, row, "a byte has changed (its checksum differs)")
 
     def _tail(self, data: memoryview) -> Any:
         label = self.meta.label

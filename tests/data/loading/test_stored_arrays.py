@@ -82,5 +82,5 @@ def test_variable_length_samples_are_rejected(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         flat = file.create_dataset("x", 3, h5py.vlen_dtype(np.float32))
         flat[0] = [1, 2]
-    with pytest.raises(ValueError, match=r"samples of any length\. HINT: paceline pack"):
+    with pytest.raises(ValueError, match=r"differ in length\. HINT: paceline pack"):
         Loader(tmp_path / "a.h5", 2)

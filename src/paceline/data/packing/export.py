@@ -172,14 +172,18 @@ def _prepare_intermediate(packed: Path, plan: str, fresh: bool) -> None:
 def check_destination(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
     """Raise ValueError if the format can't be written or ``dest`` can't be replaced."""
     if to not in WRITABLE_FORMATS:
-        raise ValueError(f"--to {to}: is not written. HINT: {', '.join(WRITABLE_FORMATS)}")
+        raise ValueError(
+            f"--to must be {', '.join(WRITABLE_FORMATS)}; this is {to!r}. HINT: --to hdf5"
+        )
     path = Path(dest)
     if path.exists() and not fresh:
-        raise ValueError(f"{dest}: exists. HINT: another name, or fresh=True (--fresh)")
+        raise ValueError(
+            f"{dest} exists. HINT: choose another name, or replace it: fresh=True (--fresh)"
+        )
     if path.exists() and not (
         path.is_file() if to == "hdf5" else formats.detect_format(path) == to
     ):
-        raise ValueError(f"{dest}: exists, and is no {to}. HINT: another name")
+        raise ValueError(f"{dest} exists and is not in the format {to}. HINT: choose another name")
 
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:
@@ -208,7 +212,8 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
 
 
 def _remove_own(path: Path) -> None:
-    """Remove what this user has left at ``path``. Raises UnsafeFileError if it is another user's."""
+    """Remove what this user has left at ``path``. Raises UnsafeFileError if it is another "
+    "user's."""
     with suppress(FileNotFoundError):
         _check_own(path)
     _remove(path)

@@ -321,5 +321,5 @@ def _copied(origin: Origin, one: Shard, to: BinaryIO) -> bool:
             while done < size:
                 done += to.write(buffer[done:size])
     if one.crc not in (crc, UNCHECKED):
-        raise DataError(path, -1, 0, "a byte has changed (its checksum is another)")
+        raise DataError(path, -1, 0, "a byte has changed (its checksum differs)")
     return True
