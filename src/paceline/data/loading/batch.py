@@ -161,7 +161,7 @@ class SamplePipeline:
         """Warn of the first skipped sample now, and print their number when the loader is freed."""
         self.skipped.append(error.with_traceback(None))
         if len(self.skipped) == 1:
-            warnings.warn(f"{error}; it is left out (on_error='skip')", stacklevel=2)
+            warnings.warn(f"the Loader left out a sample (on_error='skip'): {error}", stacklevel=2)
             weakref.finalize(owner, _print_skipped_count, self.skipped, repr(self.source))
 
 

@@ -170,7 +170,7 @@ class Loader(DataLoader[Any]):
 
     @property
     def skipped(self) -> list[DataError]:
-        """Errors of the samples left out so far (on_error="skip")."""
+        """Errors of the samples that were left out (on_error="skip")."""
         return self._pipeline.skipped
 
     @property

@@ -1,4 +1,4 @@
-"""Striping of packed datasets on Lustre: over how many of its storage targets (OSTs) a file lies.
+"""Striping of packed datasets on Lustre: the number of storage targets (OSTs) of a file.
 
 A file without striping lies on one OST, and is read at the speed of one.
 """
@@ -72,7 +72,7 @@ def propose(path: Path, to: str | None) -> str:
     manual = f", or before packing: {where}" if to is None else ""
     return (
         f"{path} is on Lustre, where each new file is on {layout.stripes}{of} storage targets, "
-        f"whose bandwidth limits it. HINT: --stripe {count}{manual}"
+        f"which limits its bandwidth. HINT: --stripe {count}{manual}"
     )
 
 

@@ -113,7 +113,7 @@ def _prepare(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
 
 
 def has_progress(work: Path) -> bool:
-    """Return whether there is something that a later call can continue from."""
+    """Return whether a later call can continue from the work folder."""
     whole = any(work.glob("shard-*.json")) or any(work.glob(f"{PIECE_PREFIX}*"))
     return whole or (work / SPOOL_FOLDER / shard_format.META_FILE).exists()
 

@@ -16,7 +16,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class Ordered(Sampler[int]):
-    """Sampler that yields all samples in the order of ``order(seed, epoch)``: here, by number.
+    """Sampler that yields all samples in the order of ``order(seed, epoch)``; default: by number.
 
     Attributes:
         epoch: Epoch of the next pass. It advances when a pass begins.

@@ -127,7 +127,7 @@ class TFRecordSource(Source):
         example = _example()()
         try:
             example.ParseFromString(content)
-        except Exception as error:  # protobuf's, by which of its implementations is there
+        except Exception as error:  # its type depends on protobuf's implementation
             raise ValueError(f"is not a tf.train.Example: {error}") from None
         return example.features.feature
 
