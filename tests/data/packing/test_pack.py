@@ -308,6 +308,20 @@ def test_unreadable_file_raises_or_is_skipped(tmp_path):
     assert len(Shards(tmp_path / "out")) == 28
 
 
+def test_invalid_streams_and_options_are_reported(tmp_path):
+    def fails(told, stream, **options):
+        with pytest.raises(ValueError, match=told):
+            pack(stream, tmp_path / "out", **options)
+
+    x, image = np.zeros(3), np.zeros((8, 8, 3), np.uint8)
+    fails(r"^list yields no samples", [])
+    fails(r"^list yields arrays and images\. HINT: yield samples of one kind", [x, image])
+    fails(r"^list: sample 1: .*JPEG", [x, b"\xff\xd8\xff"])
+    fails(r"^list: sample 1: .* not numeric", [x, np.zeros(3, "datetime64[s]")])
+    fails(r"resize \(--resize\) must be at least 1 pixel; this is 0\. HINT", [x], resize=0)
+    fails(r"quality \(--quality\) must be from 1 to 100; this is 0\. HINT", [x], quality=0)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -322,6 +336,7 @@ def test_unreadable_file_raises_or_is_skipped(tmp_path):
             ["x.npy", "out", "--cast", "float7"],
             "complex128; this is 'float7'. HINT: --cast float16",
         ),
+        (["x.npy", "out", "--cast", "datetime64[s]"], "; this is 'datetime64[s]'. HINT: --cast"),
         (["x.npy", "out", "--shard-size", "big"], "--shard-size big: no size"),
         (["x.npy"], "the destination folder is missing. HINT: paceline pack SOURCE DEST"),
         (["--check", "empty"], "empty: has no paceline.json"),

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ...security.text import printable
 from ..format import shard_format
 from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, DatasetMeta
 from ..sources.open_source import open_source
@@ -347,7 +348,11 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
         count, kinds = 0, set()
         try:
             for loaded in stream.each():
-                packed = encode_sample(loaded, EncodingOptions(), stream.label)
+                try:
+                    packed = encode_sample(loaded, EncodingOptions(), stream.label)
+                except ValueError as error:
+                    where = printable(f"{stream.description}: sample {count}")
+                    raise ValueError(f"{where}: {error}") from error
                 images = packed.encoding == RAW and are_images(packed.dtype, packed.shape)
                 kinds.add("images" if images else KIND_OF_ENCODING[packed.encoding])
                 writer.add(packed, count)
