@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -187,7 +188,7 @@ def test_tar_and_lmdb_files_of_other_tools(tmp_path):
             tar.add(tmp_path / "cls", f"train/{k}.txt")
     report = pack(tmp_path / "some.tar", tmp_path / "one")
     assert report.meta.classes == list(sets.CLASSES)
-    assert report.notes == ["members that are left out: txt"]
+    assert report.notes == ["members with these extensions are left out: txt"]
     assert Shards(tmp_path / "one").name(0).startswith("train/")
     pages = lmdb.open(str(tmp_path / "bare.lmdb"), subdir=False)
     with pages.begin(write=True) as view:
@@ -219,8 +220,8 @@ BROKEN = [
     ("tfrecord", "000000.tfrecord", _cut, r"is truncated: [\d,]+ bytes of at least|no TFRecord at"),
     ("tfrecord", "000000.tfrecord", _flip, r"a byte has changed|no TFRecord at byte"),
     ("lmdb", "data.mdb", _cut, r"is truncated: .* HINT: copy it again"),
-    ("hdf5", "", _cut, r"is no HDF5 file that can be read"),
-    ("hdf5", "", _flip, r"sample \d+.*[Cc]an't|is no HDF5"),
+    ("hdf5", "", _cut, r"can't be read as HDF5"),
+    ("hdf5", "", _flip, r"sample \d+.*[Cc]an't"),
 ]
 
 
@@ -253,7 +254,7 @@ def test_truncated_tar_is_reported(tmp_path):
     damaged = bytearray(whole)
     damaged[3 * each] ^= 1
     (tmp_path / "t.tar").write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"t\.tar: no tar member at byte 7,680\. HINT: copy"):
+    with pytest.raises(ValueError, match=r"t\.tar has no tar member at byte 7,680\. HINT: copy"):
         pack(tmp_path / "t.tar", tmp_path / "one")
     (tmp_path / "t.tar").write_bytes(whole[: 4 * each])
     with pytest.raises(ValueError, match=r"is truncated: it has no end mark"):
@@ -261,7 +262,7 @@ def test_truncated_tar_is_reported(tmp_path):
     (tmp_path / "t.tar").write_bytes(whole[: 4 * each] + bytes(20480))
     report = pack(tmp_path / "t.tar", tmp_path / "one")
     assert report.meta.samples == 4
-    assert report.notes == [f"{tmp_path}/t.tar: 20,480 zeros at its end: members may be missing"]
+    assert report.notes == [f"{tmp_path}/t.tar ends with 20,480 zeros: members may be missing"]
 
 
 @pytest.mark.parametrize("kind", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
@@ -283,11 +284,11 @@ def test_truncated_netcdf3_is_reported(tmp_path, kind, variables):
     # Padding of the last record, which may be missing in a file.
     padding = 2 if variables > 1 else 0
     path.write_bytes(whole[: -1 - padding])
-    with pytest.raises(ValueError, match=r"t\.nc: is truncated: [\d,]+ bytes of at least"):
+    with pytest.raises(ValueError, match=r"t\.nc is truncated: it has [\d,]+ bytes of at least"):
         pack(f"{path}:v0", tmp_path / "two")
     path.write_bytes(whole + whole[-100:])
     report = pack(f"{path}:v0", tmp_path / "two")
-    assert report.notes == [f"{path}: is longer than its 10 records: are there more?"]
+    assert report.notes == [f"{path} is longer than its 10 records: records may be missing"]
 
 
 def test_missing_chunks_are_reported(tmp_path):
@@ -297,7 +298,7 @@ def test_missing_chunks_are_reported(tmp_path):
     (tmp_path / "z.zarr/x/c/2/0").unlink()
     report = pack(tmp_path / "z.zarr", tmp_path / "one")
     assert report.notes == [
-        f"{tmp_path}/z.zarr:x: 1 of 5 chunks are not there, and read as fill values"
+        f"{tmp_path}/z.zarr:x: 1 of 5 chunks are missing, and are read as fill values"
     ]
     group.create_array("y", data=np.arange(40), chunks=(8,))
     (tmp_path / "z.zarr/x/zarr.json").unlink()
@@ -308,9 +309,9 @@ def test_missing_chunks_are_reported(tmp_path):
         file.create_dataset("x", (40, 3), "f4", chunks=(8, 3))[:16] = 1
     report = pack(tmp_path / "h.h5", tmp_path / "two")
     assert report.notes == [
-        f"{tmp_path}/h.h5:x: 3 of 5 chunks are not there, and read as fill values"
+        f"{tmp_path}/h.h5:x: 3 of 5 chunks are missing, and are read as fill values"
     ]
-    with pytest.warns(UserWarning, match=r"Loader: .*h\.h5:x: 3 of 5 chunks are not there"):
+    with pytest.warns(UserWarning, match=r"Loader: .*h\.h5:x: 3 of 5 chunks are missing"):
         Loader(tmp_path / "h.h5")
 
 
@@ -318,7 +319,7 @@ def test_empty_samples(tmp_path):
     with h5py.File(tmp_path / "h.h5", "w") as file:
         x = file.create_dataset("x", 3, h5py.vlen_dtype(np.uint8))
         x[0], x[2] = np.arange(5), np.arange(7)
-    with pytest.raises(ValueError, match=r"sample 1: is empty: no byte of it is there"):
+    with pytest.raises(ValueError, match=r"sample 1: is empty \(0 bytes\)"):
         pack(tmp_path / "h.h5", tmp_path / "one")
     pack(np.zeros((3, 0), np.float32), tmp_path / "two")
     assert [len(one) for one in Shards(tmp_path / "two")] == [0, 0, 0]
@@ -337,12 +338,12 @@ def test_ambiguous_source_is_rejected_with_hint(tmp_path):
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         for end in ("jpg", "png", "cls"):
             tar.add(tmp_path / "two.h5", f"0.{end}")
-    with pytest.raises(ValueError, match=r"0 has \.cls, \.jpg, \.png\. HINT: one member"):
+    with pytest.raises(ValueError, match=r"0 has \.cls, \.jpg, \.png\. HINT: keep one member"):
         pack(tmp_path / "t.tar", tmp_path / "one")
     pack(np.zeros((3, 2)), tmp_path / "set")
-    with pytest.raises(ValueError, match=r"--to parquet: is not written\. HINT: hdf5, lmdb"):
+    with pytest.raises(ValueError, match=r"--to must be hdf5, lmdb, .*; this is 'parquet'\. HINT"):
         convert(tmp_path / "set", tmp_path / "out", "parquet")
-    with pytest.raises(ValueError, match=r"exists\. HINT: another name"):
+    with pytest.raises(ValueError, match=r"exists\. HINT: choose another name"):
         convert(tmp_path / "set", tmp_path / "t.tar", "webdataset")
     assert not (tmp_path / "one").exists() or not any((tmp_path / "one").iterdir())
 
@@ -363,12 +364,48 @@ def test_pack_command_exports_to_another_format(tmp_path):
     assert done.returncode == 0, done.stderr
     again = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5")
     assert again.returncode != 0
-    assert "exists. HINT: another name, or fresh=True (--fresh)" in again.stderr
+    assert "exists. HINT: choose another name, or replace it: fresh=True (--fresh)" in again.stderr
     fresh = command(tmp_path / "tars", tmp_path / "x.h5", "--to", "hdf5", "--fresh")
     assert fresh.returncode == 0, fresh.stderr
     kept = command(tmp_path / "tars", images, "--to", "webdataset", "--fresh")
-    assert "exists, and is no webdataset. HINT: another name" in kept.stderr
+    assert "exists and is not in the format webdataset. HINT: choose another name" in kept.stderr
     assert len(list(images.rglob("*.*"))) == 12
+
+
+def test_unfinished_export_is_in_a_folder_that_only_its_user_can_write_to(tmp_path):
+    """The folder of the output is writable for other users, and one of them has made a link."""
+    x, _ = sets.arrays(8)
+    pack(x, tmp_path / "packed")
+    (tmp_path / "kept").write_text("private")
+    (tmp_path / ".x.h5.part").symlink_to(tmp_path / "kept")
+    seen = []
+    export.export(
+        tmp_path / "packed",
+        tmp_path / "x.h5",
+        "hdf5",
+        prepare=lambda part: seen.append((part, part.parent.stat().st_mode & 0o777)),
+    )
+    assert seen == [(tmp_path / ".x.h5.part" / "x.h5", 0o700)]
+    assert not os.path.lexists(tmp_path / ".x.h5.part")
+    assert (tmp_path / "kept").read_text() == "private"
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["x"].shape == x.shape
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("name", [".x.h5.part", ".x.h5.packed"])
+def test_export_refuses_an_unfinished_output_of_another_user(tmp_path, name):
+    x, _ = sets.arrays(8)
+    np.save(tmp_path / "x.npy", x)
+    with pytest.raises(ZeroDivisionError):
+        convert(tmp_path / "x.npy", tmp_path / "x.h5", "hdf5", prepare=lambda part: 1 / 0)
+    (tmp_path / ".x.h5.part").mkdir(exist_ok=True)
+    os.chown(tmp_path / name, 4321, -1)
+    with pytest.raises(ValueError, match=rf"can't be written: .*{name}: belongs to user 4321") as e:
+        convert(tmp_path / "x.npy", tmp_path / "x.h5", "hdf5")
+    assert "Nothing was written. HINT: choose a DEST other than" in str(e.value)
+    assert not (tmp_path / "x.h5").exists()
+    assert (tmp_path / name).exists()
 
 
 def test_interrupted_export_resumes_only_with_same_source(tmp_path):

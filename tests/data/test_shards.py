@@ -68,7 +68,7 @@ def test_corrupted_byte_reports_file_sample_and_offset(tmp_path, images):
     with pytest.raises(DataError) as error:
         Shards(tmp_path / "copy")[11]
     assert (error.value.file, error.value.sample, error.value.offset) == (path, 11, row.offset)
-    told = f"{path}: sample 11 at byte {row.offset:,}: a byte has changed (its checksum is another)"
+    told = f"{path}: sample 11 at byte {row.offset:,}: a byte has changed (its checksum differs)"
     assert str(error.value) == f"{told} ({whole.name(11)})"
     assert Shards(tmp_path / "copy")[10][1] == whole[10][1]
 
@@ -97,9 +97,12 @@ def test_shard_truncated_while_open_raises(tmp_path, arrays):
 def test_unsupported_format_or_version_is_reported(tmp_path, arrays):
     copy = shutil.copytree(arrays, tmp_path / "copy")
     for told, message in (
-        ({"format": "paceline-shards", "version": 2}, "is of format 2, and this Paceline reads 1"),
-        ({"format": "mds"}, "is no set of paceline's"),
-        ([1, 2], "is no set of paceline's"),
+        (
+            {"format": "paceline-shards", "version": 2},
+            "has format version 2, but this Paceline reads version 1",
+        ),
+        ({"format": "mds"}, "is not the metadata of a packed dataset"),
+        ([1, 2], "is not the metadata of a packed dataset"),
     ):
         (copy / "paceline.json").write_text(json.dumps(told))
         with pytest.raises(DataError, match=re.escape(message)):

@@ -48,7 +48,9 @@ def test_crop_pads_with_zeros():
     part = Crop((20, 24), pad=4)(IMAGE + 1, rng(3))
     assert part.shape == IMAGE.shape
     assert (part == 0).any()
-    with pytest.raises(ValueError, match=r"Crop: 30 along axis 0 .* HINT: Resize before it"):
+    with pytest.raises(
+        ValueError, match=r"Crop: the size 30 along axis 0 .* HINT: use Resize before"
+    ):
         Crop((30, 4))(IMAGE, rng())
 
 

@@ -64,5 +64,5 @@ def test_files_that_are_not_arrays_need_a_transform(tmp_path):
     sizes = Loader(Files(tmp_path), 4, transform=lambda text: np.float32(len(text)))
     assert next(iter(sizes)).tolist() == [1, 2, 3, 4]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no files"):
+    with pytest.raises(ValueError, match="contains no files"):
         Files(tmp_path / "empty")

@@ -64,7 +64,7 @@ def test_stage_copies_to_all_hosts_and_reads_each_byte_once(hosts, packed):
     done = hosts.run("host0", *words[:-1], cwd=packed.parent, check=False)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1
-    assert "host2: /tmp/near: Not a directory. HINT: a folder of this" in said
+    assert "host2: /tmp/near: Not a directory. HINT: choose a folder of this" in said
     assert "host3: /tmp/near/paceline-stage-0/set-" in said
     assert said.count("20 of 20 shards are there") == 2
 

@@ -63,7 +63,7 @@ def example(**values) -> bytes:
         (example(x=bytes(8), x_dtype=b"f8,f8", x_shape=[1]), "is f8,f8 of"),
         (example(x=bytes(8), x_dtype=b"float64", x_shape=[-1]), "is float64 of"),
         (example(x=bytes(8), x_shape=[1], x_dtype=b""), "is  of"),
-        (b"\xff" * 40, "is no tf.train.Example"),
+        (b"\xff" * 40, "is not a tf.train.Example"),
     ],
     ids=["large", "object", "record", "negative", "no dtype", "no message"],
 )
@@ -78,7 +78,7 @@ def test_excessive_tfrecord_length_is_rejected(tmp_path):
     path = tmp_path / "x.tfrecord"
     path.write_bytes(record(b"", 1 << 40)[: HEADER.size])
     os.truncate(path, (1 << 40) + 100)
-    with pytest.raises(ValueError, match="a record of 1,099,511,627,776 bytes"):
+    with pytest.raises(ValueError, match=r"the record at byte .* has 1,099,511,627,776 bytes"):
         pack(path, tmp_path / "out")
 
 
@@ -103,7 +103,10 @@ def tar_head(name: str, size: bytes, kind: bytes = b"0") -> bytes:
             tar_head("a", b"\xff" + (-512 & (1 << 88) - 1).to_bytes(11, "big"), b"L"),
             "a header of -",
         ),
-        (2000 * (tar_head("a", b"00000000000\0", b"x")), "can't be read as a tar|holds no samples"),
+        (
+            2000 * (tar_head("a", b"00000000000\0", b"x")),
+            "can't be read as a tar|contains no samples",
+        ),
     ],
 )
 def test_invalid_tar_headers_are_rejected(tmp_path, head, said):
@@ -138,9 +141,9 @@ def test_oversized_hdf5_rows_and_chunks_are_rejected(tmp_path):
         file.create_dataset("many", (1 << 40,), "u1", chunks=(1 << 10,))
         file["pairs"] = np.zeros(2, "f4,f4")
     for name in ("row", "chunk"):
-        with pytest.raises(ValueError, match="bytes at once"):
+        with pytest.raises(ValueError, match="bytes are read at once"):
             pack(f"{tmp_path / 'x.h5'}:{name}", tmp_path / "out")
-    with pytest.raises(ValueError, match="is no array of numbers"):
+    with pytest.raises(ValueError, match="is not a numeric array"):
         pack(f"{tmp_path / 'x.h5'}:pairs", tmp_path / "out")
 
 
@@ -152,7 +155,7 @@ def test_hdf5_with_values_in_external_fifo_is_rejected(tmp_path):
         layout[:] = h5py.VirtualSource("raw", "x", (4, 2))
         file.create_virtual_dataset("v", layout)
     for name in ("x", "v"):
-        with pytest.raises(ValueError, match="its values are in raw, which can't be read"):
+        with pytest.raises(ValueError, match="has its values in raw, which can't be read"):
             pack(f"{tmp_path / 'x.h5'}:{name}", tmp_path / "out")
 
 
@@ -166,7 +169,7 @@ def test_zarr_with_fifo_chunk_or_pickle_codec_is_rejected(tmp_path):
         pack(tmp_path / "x.zarr", tmp_path / "out")
     pickle = types.SimpleNamespace(codec_id="pickle")
     for hostile in ({"filters": [pickle]}, {"compressor": pickle}):
-        with pytest.raises(ValueError, match="its codec pickle runs code from the file"):
+        with pytest.raises(ValueError, match="has the codec pickle, which runs code from the file"):
             zarrs.check_codecs(types.SimpleNamespace(**hostile), "x.zarr")
 
 

@@ -50,7 +50,7 @@ def test_damaged_task_file_is_reported(tmp_path, change):
     if isinstance(change, dict):
         change = json.dumps(json.loads((tmp_path / "task.json").read_bytes()) | change).encode()
     (tmp_path / "task.json").write_bytes(change)
-    with pytest.raises(InvalidFileError, match=r"task\.json: is no task"):
+    with pytest.raises(InvalidFileError, match=r"task\.json: is not a valid task"):
         Task.load(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_damaged_partition_state_is_discarded(stopped, cut):
 def test_damaged_plan_is_rejected_in_one_line(stopped, plan):
     source, folder = stopped
     (folder / WORK_FOLDER / "plan.json").write_bytes(plan)
-    with pytest.raises(ValueError, match=r"plan\.json: .* HINT: fresh=True") as error:
+    with pytest.raises(ValueError, match=r"plan\.json: .* HINT: discard it: fresh=True") as error:
         pack(source, folder, shard_bytes=128)
     assert "\n" not in str(error.value)
     pack(source, folder, shard_bytes=128, fresh=True)

@@ -131,12 +131,16 @@ def loading(folder):
 
 
 MISTAKES = [
-    ("few", None, "too few to measure. HINT"),
+    ("few", None, "too few samples to measure. HINT"),
     ("set", "nowhere:f", "HINT: MODULE:FUNCTION"),
-    ("set", "math:pi", "--transform math:pi: is a float"),
+    (
+        "set",
+        "math:pi",
+        "--transform math:pi must be a function; this is a float. HINT: --transform MODULE",
+    ),
     ("set", "math:sqrt", "; in the transform of sample 0"),
     ("words.tfrecord", None, "HINT: paceline pack"),
-    ("nowhere", None, "is no folder. HINT"),
+    ("nowhere", None, "is not a folder. HINT"),
 ]
 
 

@@ -127,7 +127,7 @@ def test_environment_is_packed_mounted_and_compared(environment, tmp_path, squas
     before = file.read_bytes()
     again = pack(environment, tmp_path)
     assert again.returncode == 2
-    assert "is there already, and never written over. HINT" in again.stderr
+    assert "the file exists, and is never overwritten. HINT" in again.stderr
     assert file.read_bytes() == before
 
 
@@ -154,7 +154,7 @@ def test_squashfs_is_unpacked_or_only_written_if_mount_is_impossible(
     done = pack(environment, tmp_path / "here", "--packed", "a.sqsh", PATH=tools)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "a.sqsh can't be mounted here: squashfuse is not installed; mount" in said
+    assert "a.sqsh can't be mounted on this host: squashfuse is not installed; mount" in said
     assert "It was unpacked instead" in said
     assert "unpacked by unsquashfs" in said
 
@@ -162,7 +162,7 @@ def test_squashfs_is_unpacked_or_only_written_if_mount_is_impossible(
     done = pack(environment, tmp_path / "here", "--packed", "b.sqsh", PATH=tools)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
-    assert "b.sqsh can't be unpacked here: unsquashfs is not installed. Nothing was" in said
+    assert "b.sqsh can't be unpacked on this host: unsquashfs is not installed. It was not" in said
     assert "its effect can't be measured on this machine" in said
     assert {one.name for one in (tmp_path / "here").iterdir()} == {"a.sqsh", "b.sqsh"}
 
@@ -192,8 +192,11 @@ echo some bytes > "$2"
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        ("echo 'FATAL ERROR: bad disk' >&2; exit 1", "ended with 1: FATAL ERROR: bad disk. HINT"),
-        ("kill -9 $$", "was killed by signal 9: not a word. HINT"),
+        (
+            "echo 'FATAL ERROR: bad disk' >&2; exit 1",
+            "ended with exit code 1: FATAL ERROR: bad disk. HINT",
+        ),
+        ("kill -9 $$", "was killed by signal 9: no output. HINT"),
     ],
 )
 def test_failing_mksquashfs_leaves_no_file(environment, tmp_path, monkeypatch, then, said):
@@ -203,7 +206,7 @@ def test_failing_mksquashfs_leaves_no_file(environment, tmp_path, monkeypatch, t
     (tools / "mksquashfs").write_text(MAKES + then)
     (tools / "mksquashfs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    with pytest.raises(ValueError, match=rf"env\.sqsh: can't be written: mksquashfs {said}"):
+    with pytest.raises(ValueError, match=rf"env\.sqsh can't be written: mksquashfs {said}"):
         packed(Environment(environment, 400, 1 << 20, ()), here / "env.sqsh", lambda part: None)
     assert list(here.iterdir()) == []
 
@@ -249,7 +252,7 @@ def test_unsupported_environments_are_rejected_with_hint(environment, tmp_path):
     folders = f"{Path(paceline.__file__).parent.parent}:{libraries}"
     done = pack(Path(sys.base_prefix), tmp_path, PYTHONPATH=folders)
     assert done.returncode == 2
-    assert "is no virtual environment" in done.stderr
+    assert "is not in a virtual environment" in done.stderr
     assert "HINT: python -m venv" in done.stderr
 
     (tmp_path / "torch").mkdir()
@@ -261,11 +264,11 @@ def test_unsupported_environments_are_rejected_with_hint(environment, tmp_path):
 
     inside = environment / "env.tar"
     done = pack(environment, tmp_path, "--packed", inside)
-    assert "lies in the environment that it is to hold. HINT" in done.stderr
+    assert "is inside the environment to pack. HINT" in done.stderr
     done = pack(environment, tmp_path, "--packed", "none/env.tar")
-    assert "no such folder. HINT: mkdir -p" in done.stderr
+    assert "the folder does not exist. HINT: mkdir -p" in done.stderr
     done = pack(environment, tmp_path, "--packed", "env.zip")
-    assert "what it becomes is said by its end. HINT: env.squashfs" in done.stderr
+    assert "must end in .squashfs, .sqsh or .tar; this is 'env.zip'. HINT" in done.stderr
 
 
 def test_default_format_without_mksquashfs_is_tar(tmp_path, monkeypatch):
@@ -290,7 +293,7 @@ def test_read_only_and_full_folder_are_reported(environment, tmp_path):
     with tmpfs("ro"):
         done = pack(environment, tmp_path, "--packed", "env.tar")
         assert done.returncode == 2
-        assert "can't be written: Read-only file system. HINT: another folder" in done.stderr
+        assert "can't be written: Read-only file system. HINT: choose a folder" in done.stderr
     with tmpfs("size=200k"):
         done = pack(environment, tmp_path, "--packed", "env.tar")
         assert done.returncode == 2

@@ -94,7 +94,7 @@ def test_packing_resumes_after_host_failure(hosts, folder, host):
     _, err = job.communicate(timeout=60)
     assert job.returncode == 2
     assert f"on {host} was lost with its host" in " ".join(err.split())
-    assert "What is packed so far is kept. HINT: say the same again" in err
+    assert "Complete pieces are kept. HINT: repeat the same command" in err
     kept = pieces(folder)
     assert kept >= 4
     (folder / "go").touch()
@@ -130,8 +130,10 @@ def test_files_not_shared_between_hosts_are_reported(hosts, folder):
     words = ["-H", "host1:1,host2:1", "x.npy", "/tmp/out"]
     done = hosts.run("host0", ranks.PACELINE, "pack", *words, cwd=folder, check=False)
     assert done.returncode == 2
-    assert "/tmp/out: what host" in done.stderr
-    assert "HINT: one on a file system that all hosts share" in " ".join(done.stderr.split())
+    assert "/tmp/out is another folder on host" in " ".join(done.stderr.split())
+    assert "HINT: use a folder on a file system that all hosts share" in " ".join(
+        done.stderr.split()
+    )
     hosts.run("host0", "rm", "-rf", "/tmp/out", cwd=folder)
     hosts.run("host0", "cp", "x.npy", "/tmp", cwd=folder)
     words = ["-H", "host0:1,host2:1", "/tmp/x.npy", "out"]

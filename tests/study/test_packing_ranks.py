@@ -193,7 +193,7 @@ def test_killed_packing_resumes_with_complete_pieces(folder, who, then):
         _, err = job.communicate(timeout=30)
         assert job.returncode == 2
         assert re.search(r"rank \d was killed by SIGKILL", err)
-        assert "What is packed so far is kept. HINT: say the same again" in err
+        assert "Complete pieces are kept. HINT: repeat the same command" in err
         assert not list((folder / "out" / ".packing").glob("run-*"))
     ranks.wait_until(lambda: not _running_in(folder))
     pieces = whole_pieces(folder)
@@ -257,7 +257,7 @@ def test_unpackable_sample_is_reported_as_by_one_process(folder):
     code, out, err = command(folder, "-n", 2, *words, "out", check=False)
     assert (code, out, err) == (2, "", alone)
     assert "b/0151.npy (sample 225)" in err  # 150 samples of class a, then index 75 of class b
-    assert "HINT: mend it and say the same again" in err
+    assert "HINT: repair the sample and repeat the same command" in err
     np.save(bad, x[151])
     command(folder, "-n", 2, *words, "out")
     command(folder, *words, "one")
@@ -294,9 +294,12 @@ def test_packing_without_valid_samples_leaves_no_files(folder):
         (["-n", "0", "x.npy", "out"], "-n 0: at least one rank is needed. HINT: -n 1"),
         (["--launcher", "ssh", "x.npy", "out"], "--launcher ssh: on which hosts? HINT"),
         (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),
-        (["-n", "2", "nowhere", "out"], "nowhere: no such file or folder"),
-        (["-n", "2", "x.npy", "done"], "done: holds a packed set. HINT"),
-        (["-n", "2", "x.npy", "out", "--apply", "no:such"], "no:such: No module named 'no'"),
+        (["-n", "2", "nowhere", "out"], "nowhere: the file or folder does not exist"),
+        (["-n", "2", "x.npy", "done"], "done contains a packed dataset. HINT"),
+        (
+            ["-n", "2", "x.npy", "out", "--apply", "no:such"],
+            "no:such can't be imported: No module named 'no'",
+        ),
     ],
 )
 def test_invalid_arguments_are_reported_before_any_rank_starts(folder, words, said):

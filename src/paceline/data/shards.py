@@ -45,7 +45,7 @@ class Shards:
     (pickle) open the files again.
 
     Raises DataError (a ValueError) that names file, sample and offset: for a changed byte, a shard
-    that is missing or has another size, an image that does not decode.
+    that is missing or has another size, or an image that can't be decoded.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -91,18 +91,20 @@ class Shards:
         return self.meta.packed.get("kind") == "images"
 
     def row(self, i: int) -> IndexRow:
-        """Return a sample's row of the index; not yet compared with its checksum. The sample lies
-        in its shard, and its array is one that the set may have.
+        """Return a sample's row of the index, before its checksum is compared.
+
+        The row has been checked: its sample is inside its shard, and its array is valid in the
+        dataset.
 
         Raises:
-            DataError: The row is damaged or hostile: no memory has been taken for its sample.
+            DataError: The row is damaged or hostile. No memory is allocated for its sample.
         """
         try:
             packed = os.pread(self._index, shard_format.ROW_STRUCT.size, i * ROW_BYTES)
             if len(packed) < shard_format.ROW_STRUCT.size:
                 raise ValueError("the index is truncated")
             row = shard_format.unpack_row(packed, self._whole)
-            self._check_row(row)  # before any memory is taken for it
+            self._check_row(row)  # before memory is allocated for the sample
             return row
         except OSError as error:
             reason = f"can't be read: {error.strerror}"
@@ -134,20 +136,24 @@ class Shards:
             return len(self.meta.classes)
         count = int(self.labels().max(initial=-1)) + 1
         if count > MAX_CLASSES:
-            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            reason = (
+                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
+            )
             raise DataError(self.folder / INDEX_FILE, -1, 0, reason)
         return count
 
     def name(self, i: int) -> str:
-        """Return where a sample came from, or "". Raises DataError where names.txt is damaged."""
+        """Return the source of a sample, or "". Raises DataError if names.txt is damaged."""
         try:
             return "" if self._names is None else self._names[i]
         except InvalidFileError as error:
             raise DataError(error.file, -1, 0, error.reason) from None
 
     def check_files(self) -> list[DataError]:
-        """Return what is wrong with index.bin and names.txt as whole files, for which rows have
-        no checksum: rows that have changed places, and changed names."""
+        """Return the errors of index.bin and names.txt as whole files.
+
+        They detect what the checksums of rows can't: exchanged rows, and changed names.
+        """
         found = []
         try:
             if self._names is not None:
@@ -161,7 +167,7 @@ class Shards:
                 while piece := file.read(PIECE_BYTES):
                     crc = shard_format.checksum(b"", piece, start=crc)
                 if (file.tell(), crc) != (told.bytes, told.crc):
-                    reason = "has changed (its checksum is another): rows may have changed places"
+                    reason = "has changed (its checksum differs): rows may have changed places"
                     found.append(DataError(path, -1, 0, reason))
         return found
 
@@ -181,8 +187,8 @@ class Shards:
         row = self.row(i)
         if row.encoding == FILE:
             raise ValueError(
-                f"{self.folder}: sample {i} is a file of a kind that is not known. "
-                "HINT: Loader(..., transform=...) that makes an array of its bytes"
+                f"{self.folder}: sample {i} is a file of unknown kind. "
+                "HINT: Loader(..., transform=FUNCTION), which makes an array of the file's bytes"
             )
         return ArraySpec(row.dtype, row.shape), self.label
 
@@ -211,8 +217,10 @@ class Shards:
         return row, data[: len(data) - self.meta.tail], label
 
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: "ScratchBuffer") -> None:
-        """A sample to ``arrays[k]``, and its label to ``labels[k]`` (both C order, of what
-        ``outline`` says). Raises RaggedError where the sample is something else."""
+        """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``, both in C order.
+
+        Raises RaggedError if the dtype or shape of the sample differs from that of the batch.
+        """
         row = self.row(i)
         if row.shape != arrays.shape[1:] or row.dtype != arrays.dtype:
             raise RaggedError(i, ArraySpec(row.dtype, row.shape))
@@ -264,7 +272,7 @@ class Shards:
         except OSError as error:
             raise self._bad_sample(i, row, f"can't be read: {error.strerror}") from None
         if shard_format.checksum(row.covered, *parts) != row.crc:
-            raise self._bad_sample(i, row, "a byte has changed (its checksum is another)")
+            raise self._bad_sample(i, row, "a byte has changed (its checksum differs)")
 
     def _tail(self, data: memoryview) -> Any:
         label = self.meta.label
@@ -301,8 +309,8 @@ class Shards:
         return self._files[shard]
 
     def _open_index(self) -> int:
-        """Open the staged index, or else the origin's. A group's folder is never trusted for it:
-        who can change a sample there could change the checksum it is compared with."""
+        """Open the staged index, or else the origin's. The index in a group's folder is not used:
+        a member who changes a sample there could also change its checksum."""
         staged = self._staged
         if staged is not None and staged.group is None and staged.status(shard_format.META_FILE):
             try:

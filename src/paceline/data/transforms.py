@@ -60,8 +60,8 @@ class Crop:
             room = length + 2 * self.pad - size
             if room < 0:
                 raise ValueError(
-                    f"Crop: {size} along axis {axis} of an array of {x.shape}. HINT: Resize before "
-                    "it, pad=..., or a smaller size"
+                    f"Crop: the size {size} along axis {axis} is too large for an array of "
+                    f"{x.shape}. HINT: use Resize before Crop, pad=..., or a smaller size"
                 )
             start = room // 2 if self.middle else int(rng.integers(0, room + 1))
             start -= self.pad

@@ -75,8 +75,8 @@ def stage_on_hosts(
     )
     if found is None:
         raise ValueError(
-            f"staging ended with exit code {code}: what is whole on a host is kept. HINT: what "
-            "they said is above; the same command goes on"
+            f"staging ended with exit code {code}. Complete shards are kept. HINT: see the "
+            "messages of the hosts above, then repeat the same command, which continues"
         )
     told: list[dict[str, Any]] = found["hosts"]
     return max(code, int(any(one["error"] for one in told))), told

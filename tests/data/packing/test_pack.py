@@ -109,7 +109,7 @@ def test_labels_from_csv_table(tmp_path):
     numbers = tmp_path / "numbers.csv"
     numbers.write_text("".join(f"{f},{i},{i / 2}\n" for i, f in enumerate(files[:9])))
     report = pack(folder, tmp_path / "numbers", numbers)
-    assert report.notes == [f"3 files of {folder} have no line, and are left out"]
+    assert report.notes == [f"3 files of {folder} have no line in the CSV and are left out"]
     shards = Shards(tmp_path / "numbers")
     for i in range(9):
         assert shards[i][1].tolist() == [
@@ -124,7 +124,7 @@ def test_missing_label_is_reported(tmp_path):
     table.write_text("ant/0000.jpg,1\nbee/0001.jpg,\n")
     done = command(folder, tmp_path / "out", "--labels", table, check=False)
     assert done.returncode == 2
-    assert f"{table}: no label for bee/0001.jpg (line 2)" in done.stderr
+    assert f"{table} has no label for bee/0001.jpg (line 2)" in done.stderr
     assert "HINT" in done.stderr
 
 
@@ -196,7 +196,7 @@ def test_apply_runs_function_once_at_packing(tmp_path):
     assert done.returncode == 2
     assert "apply mine:broken: IndexError" in done.stderr
     done = command(folder, "both", "--apply", "mine:planes", "--decode", cwd=tmp_path, check=False)
-    assert "HINT: without decode and resize" in done.stderr
+    assert "HINT: leave out --decode and --resize" in done.stderr
 
 
 def test_overflowing_cast_is_rejected(tmp_path):
@@ -263,7 +263,7 @@ def test_killed_packing_resumes_with_identical_bytes(tmp_path):
     for at in (90, 170, 171):
         killed = subprocess.run([sys.executable, "-c", killer, folder, tmp_path / "out", str(at)])
         assert killed.returncode == -signal.SIGKILL
-        with pytest.raises(DataError, match="is not packed whole"):
+        with pytest.raises(DataError, match="is not packed completely"):
             Shards(tmp_path / "out")
     report = pack(folder, tmp_path / "out", shard_bytes=6000)
     assert report.went_on_at > 100
@@ -300,25 +300,43 @@ def test_unreadable_file_raises_or_is_skipped(tmp_path):
     (folder / "cat" / "0005.jpg").symlink_to("nowhere")
     done = command(folder, tmp_path / "out", check=False)
     assert done.returncode == 2
-    assert "HINT: mend it and say the same again" in done.stderr
+    assert "HINT: repair the sample and repeat the same command" in done.stderr
     done = command(folder, tmp_path / "out", "--on-error", "skip")
     assert "2 samples were left out" in done.stdout
     assert "cat/0005.jpg (sample" in done.stdout
-    assert "has vanished" in done.stdout
+    assert "no longer exists" in done.stdout
     assert len(Shards(tmp_path / "out")) == 28
+
+
+def test_invalid_streams_and_options_are_reported(tmp_path):
+    def fails(told, stream, **options):
+        with pytest.raises(ValueError, match=told):
+            pack(stream, tmp_path / "out", **options)
+
+    x, image = np.zeros(3), np.zeros((8, 8, 3), np.uint8)
+    fails(r"^list yields no samples", [])
+    fails(r"^list yields arrays and images\. HINT: yield samples of one kind", [x, image])
+    fails(r"^list: sample 1: .*JPEG", [x, b"\xff\xd8\xff"])
+    fails(r"^list: sample 1: .* not numeric", [x, np.zeros(3, "datetime64[s]")])
+    fails(r"resize \(--resize\) must be at least 1 pixel; this is 0\. HINT", [x], resize=0)
+    fails(r"quality \(--quality\) must be from 1 to 100; this is 0\. HINT", [x], quality=0)
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere", "out"], "nowhere: no such file or folder"),
-        (["empty", "out"], "empty: has no files to pack"),
+        (["nowhere", "out"], "nowhere: the file or folder does not exist"),
+        (["empty", "out"], "empty contains no files to pack"),
         (["mixed", "out"], "files of several kinds: a.npy (arrays), b.jpg (images)"),
-        (["no:such", "out"], "no:such: No module named 'no'"),
-        (["bad.npy", "out"], "bad.npy: is no .npy file that can be read"),
-        (["x.npy", "out", "--labels", "y.npy"], "x.npy has 5 samples, and y.npy 4 labels"),
-        (["x.npy", "done"], "done: holds a packed set"),
-        (["x.npy", "out", "--cast", "float7"], "cast='float7' is no dtype"),
+        (["no:such", "out"], "no:such can't be imported: No module named 'no'"),
+        (["bad.npy", "out"], "bad.npy: can't be read as a .npy file"),
+        (["x.npy", "out", "--labels", "y.npy"], "x.npy has 5 samples, but y.npy has 4 labels"),
+        (["x.npy", "done"], "done contains a packed dataset"),
+        (
+            ["x.npy", "out", "--cast", "float7"],
+            "complex128; this is 'float7'. HINT: --cast float16",
+        ),
+        (["x.npy", "out", "--cast", "datetime64[s]"], "; this is 'datetime64[s]'. HINT: --cast"),
         (["x.npy", "out", "--shard-size", "big"], "--shard-size big: no size"),
         (["x.npy"], "the destination folder is missing. HINT: paceline pack SOURCE DEST"),
         (["--check", "empty"], "empty: has no paceline.json"),
@@ -347,7 +365,7 @@ def test_resuming_with_another_source_is_rejected(tmp_path):
     x, _ = sets.arrays(100)
     with pytest.raises(KeyboardInterrupt):
         pack(x, tmp_path / "out", seed=3, shard_bytes=500, step=stop)
-    with pytest.raises(ValueError, match="with other seed, source"):
+    with pytest.raises(ValueError, match="with other values of seed, source"):
         pack(x[:4], tmp_path / "out", seed=4, shard_bytes=500)
     assert pack(x, tmp_path / "out", seed=3, shard_bytes=500).went_on_at > 30
     assert pack(x[:4], tmp_path / "out", fresh=True).meta.samples == 4
@@ -381,7 +399,7 @@ def test_packing_resumes_after_full_disk(tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     try:
         x = np.random.default_rng(0).normal(size=(400, 512))
-        with pytest.raises(ValueError, match=r"No space left on device\. What is packed so far is"):
+        with pytest.raises(ValueError, match=r"No space left on device\. Complete shards are kept"):
             pack(x, disk / "out", shard_bytes=200_000)
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
         report = pack(x, disk / "out", shard_bytes=200_000)

@@ -75,7 +75,7 @@ def test_striping_of_packed_set_is_proposed_with_its_command(lustre, source):
     dest = lustre.path / "packed"
     code, said = pack(source, dest)
     assert code == 0, said
-    assert "is on Lustre, where each new file lies on 1 of 3 storage targets" in said
+    assert "is on Lustre, where each new file is on 1 of 3 storage targets" in said
     command = (
         f"mkdir -p {shlex.quote(str(dest))} && lfs setstripe -c 3 -S 4M {shlex.quote(str(dest))}"
     )
@@ -120,7 +120,7 @@ def test_unfinished_output_of_other_formats_gets_the_layout(lustre, source, to, 
     lustre.set(setstripe=create)
     code, said = pack(source, lustre.path / name, "--to", to, "--stripe", "auto")
     assert code == 0, said
-    assert lustre.called() == [f"setstripe -c 3 -S 4M {lustre.path / f'.{name}.part'}"]
+    assert lustre.called() == [f"setstripe -c 3 -S 4M {lustre.path / f'.{name}.part' / name}"]
     assert (lustre.path / name).stat().st_size > 0
     assert not list(lustre.path.glob(".*"))
 
@@ -136,12 +136,12 @@ def test_number_of_stripes_follows_format_and_storage_targets():
 def test_mistakes_are_reported_before_anything_is_written(lustre, source, tmp_path):
     code, said = pack(source, tmp_path / "packed", "--stripe", "2")
     assert code == 2
-    assert "is not on Lustre (file system: ext4). HINT: leave it out" in said
+    assert "is not on Lustre (file system: ext4). HINT: leave out --stripe" in said
     code, said = pack(source, lustre.path / "packed", "--stripe", "many")
     assert code == 2
-    assert "--stripe many is not valid. HINT: a number of storage targets, all, or auto" in said
+    assert "--stripe must be a number of storage targets, all or auto; this is 'many'. HINT" in said
     lustre.set(setstripe="echo no such pool >&2; exit 2")
     code, said = pack(source, lustre.path / "packed", "--stripe", "2")
     assert code == 2
-    assert "failed: no such pool. HINT: run it by hand" in said
+    assert "failed: no such pool. HINT: run the command yourself" in said
     assert not list(lustre.path.glob("**/*.json"))

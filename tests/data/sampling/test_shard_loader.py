@@ -146,7 +146,7 @@ def test_unsplittable_stream_is_rejected_unless_stride_is_requested():
         (
             DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 2, 0)),
             {},
-            r"split already.*HINT",
+            r"splits the samples already.*HINT",
         ),
         (DataLoader(numbers(9), batch_sampler=[[0, 1], [2]]), {}, r"batch_sampler \(list\).*HINT"),
         (DataLoader(numbers(5), batch_size=2, drop_last=True), {}, r"drop_last=True.*HINT"),

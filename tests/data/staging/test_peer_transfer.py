@@ -185,7 +185,7 @@ def test_staging_failure_on_one_node_is_reported_on_all_nodes(packed, tmp_path, 
     job(2, absent=1)
     (tmp_path / "file").touch()
     found = staged(packed, [tmp_path / "file", tmp_path / "host1"])
-    assert "HINT: a folder of this host's own" in found[0].error
+    assert "HINT: choose a folder of this host" in found[0].error
     assert (found[1].here, found[1].error) == (40, "")
     assert {told["error"] for told in found[1].hosts} == {"", found[0].error}
 

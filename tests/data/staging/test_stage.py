@@ -158,10 +158,10 @@ def test_killed_staging_leaves_only_complete_shards(tmp_path):
 
 
 def test_invalid_arguments_are_reported(packed, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="the folder does not exist"):
         stage(tmp_path / "nothing", tmp_path / "disk")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="HINT: a folder of this host's own"):
+    with pytest.raises(ValueError, match="HINT: choose a folder of this host"):
         stage(packed, tmp_path / "file")
     monkeypatch.delenv(VARIABLE, raising=False)
     running = command(packed)
@@ -179,7 +179,7 @@ def test_full_disk_keeps_complete_shards(packed, tmp_path, monkeypatch):
     try:
         # Another job fills the disk after this check.
         monkeypatch.setattr(staging, "free", lambda _: 1 << 30)
-        with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or give"):
+        with pytest.raises(ValueError, match=r"No space left on device.*HINT: make room, or limit"):
             stage(packed, disk)
         monkeypatch.setenv(VARIABLE, str(disk))
         assert list(staged_sets.staged_path(packed, disk).glob("shard-*"))
@@ -205,7 +205,7 @@ def test_changed_permission_is_reported_and_training_continues(packed, tmp_path)
     words = [*PLAIN_ROOT, sys.executable, "-m", "paceline", "stage", packed, tmp_path / "disk"]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
     assert done.returncode == 2
-    assert "Permission denied. HINT: a folder of this host's own that can be written to" in (
+    assert "Permission denied. HINT: choose a folder of this host that you can write to" in (
         " ".join(done.stderr.split())
     )
     shards_there[0].chmod(0)

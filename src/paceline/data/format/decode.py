@@ -54,7 +54,7 @@ def decode(row: IndexRow, data: Bytes, into: np.ndarray[Any, Any] | None = None)
     array = _DECODERS[row.encoding](row, data, into)
     if array.shape != row.shape or array.dtype != row.dtype:
         raise ValueError(
-            f"is {array.dtype} of {array.shape}, and its row says {row.dtype} of {row.shape}"
+            f"is {array.dtype} of {array.shape}, but its row says {row.dtype} of {row.shape}"
         )
     if into is None or np.may_share_memory(array, into):
         return array
@@ -65,7 +65,9 @@ def decode(row: IndexRow, data: Bytes, into: np.ndarray[Any, Any] | None = None)
 def _raw(row: IndexRow, data: Bytes, into: Any) -> Any:
     count = math.prod(row.shape)
     if count * np.dtype(row.dtype).itemsize != len(data):
-        raise ValueError(f"has {len(data)} bytes, not those of {row.dtype} of {row.shape}")
+        raise ValueError(
+            f"has {len(data):,} bytes, which is not the size of {row.dtype} of {row.shape}"
+        )
     return np.frombuffer(data, row.dtype, count).reshape(row.shape)
 
 
@@ -75,12 +77,12 @@ def _zstd(row: IndexRow, data: Bytes, into: Any) -> Any:
     try:
         told = zstandard.frame_content_size(data)
         if told not in (size, -1):  # -1: unknown; at most ``size`` bytes are decompressed
-            raise ValueError(f"unpacks to {told:,} bytes, and its row says {size:,}")
+            raise ValueError(f"decompresses to {told:,} bytes, but its row says {size:,}")
         if size > MAX_SAMPLE_BYTES:
-            raise ValueError(f"unpacks to {size:,} bytes, and at most {MAX_SAMPLE_BYTES:,} are")
+            raise ValueError(f"decompresses to {size:,} bytes; the maximum is {MAX_SAMPLE_BYTES:,}")
         whole = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise ValueError(f"does not decompress: {error}") from None
+        raise ValueError(f"can't be decompressed: {error}") from None
     return _raw(row, whole, into)
 
 
@@ -106,13 +108,13 @@ def _image(row: IndexRow, data: Bytes, into: Any) -> Any:
 def _same_sides(row: IndexRow, height: int, width: int) -> None:
     """Compare the header of an image with its row before memory is allocated for the pixels."""
     if (height, width) != row.shape[:2]:
-        raise ValueError(f"is an image of {(height, width)}, and its row says {row.shape}")
+        raise ValueError(f"is an image of {(height, width)}, but its row says {row.shape}")
 
 
 def _check_scans(data: Bytes) -> None:
     scans = bytes(data).count(JPEG_SCAN_MARKER)
     if scans > MAX_SCANS:
-        raise ValueError(f"is a JPEG of {scans:,} scans, and at most {MAX_SCANS} are decoded")
+        raise ValueError(f"is a JPEG of {scans:,} scans; the maximum is {MAX_SCANS}")
 
 
 def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
@@ -125,7 +127,7 @@ def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
     except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
-        raise ValueError(f"does not decode: {_words(error)}") from None
+        raise ValueError(f"can't be decoded: {_words(error)}") from None
     return array if array.ndim == 3 else array[:, :, None]
 
 
@@ -139,7 +141,7 @@ def open_image(data: Bytes) -> Any:
     try:
         picture = package.open(io.BytesIO(data), formats=formats)
     except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
-        raise ValueError(f"is no image that can be opened: {_words(error)}") from None
+        raise ValueError(f"can't be opened as an image: {_words(error)}") from None
     pixels = picture.width * picture.height
     if pixels > MAX_IMAGE_PIXELS:
         raise ValueError(f"claims {picture.width} x {picture.height} pixels")

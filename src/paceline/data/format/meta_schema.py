@@ -124,21 +124,21 @@ def nbytes(dtype: str, shape: tuple[int, ...] | list[int]) -> int:
 def _contradiction(found: MetaSchema) -> str:
     names = [shard.file for shard in found.shards]
     if len(set(names)) < len(names):
-        return "two shards have one file name"
+        return "two shards have the same file name"
     samples = sum(shard.samples for shard in found.shards)
     if samples != found.samples:
-        return f"its shards have {samples:,} samples, and the set {found.samples:,}"
+        return f"its shards have {samples:,} samples, but the dataset has {found.samples:,}"
     for name, one in (("array", found.array), ("label", found.label)):
         if isinstance(one, FieldSchema) and nbytes(one.dtype, one.shape) > MAX_SAMPLE_BYTES:
             return f"{name}: {one.dtype} of {tuple(one.shape)} is larger than 4 GiB"
     statistics = found.statistics
     if "mean" in statistics:
         if not {"of", "deviation"} <= statistics.keys():
-            return "statistics: a mean without its deviation and number of samples"
+            return "statistics: the deviation or the number of samples of the mean is missing"
         if _length(statistics["mean"]) != _length(statistics["deviation"]):
             return "statistics: the mean and the deviation differ in length"
     if "names.txt" in found.files and not found.names:
-        return "a checksum of names.txt, and no names"
+        return "names.txt has a checksum, but the dataset has no names"
     return ""
 
 

@@ -48,11 +48,11 @@ def read_header(file: BinaryIO) -> Header:
         else:
             raise ValueError(f"format version {version}")
     except Exception as error:  # numpy parses Python literals, which may raise anything
-        raise ValueError(f"is no .npy file that can be read: {error}") from None
+        raise ValueError(f"can't be read as a .npy file: {error}") from None
     if dtype.hasobject or dtype.kind not in "biufc":
-        raise ValueError(f"is no .npy file that can be read: an array of {dtype}, not of numbers")
+        raise ValueError(f"can't be read as a .npy file: its dtype {dtype} is not numeric")
     if len(shape) > MAX_DIMS or not all(0 <= int(side) < MAX_SIDE for side in shape):
-        raise ValueError(f"is no .npy file that can be read: its shape is {shape}"[:200])
+        raise ValueError(f"can't be read as a .npy file: its shape is {shape}"[:200])
     return Header(tuple(int(side) for side in shape), bool(fortran), dtype, file.tell())
 
 
@@ -66,7 +66,7 @@ def array_from_npy(data: Any) -> np.ndarray[Any, Any]:
     left = len(data) - header.start
     if header.nbytes > left:
         raise ValueError(
-            f"is no .npy file that can be read: it has {left:,} bytes of {header.nbytes:,}"
+            f"can't be read as a .npy file: it has {left:,} bytes of {header.nbytes:,}"
         )
     count = math.prod(header.shape)
     flat = np.frombuffer(data, header.dtype, count, header.start)

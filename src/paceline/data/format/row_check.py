@@ -28,7 +28,7 @@ def make_row_check(meta: DatasetMeta) -> Callable[[IndexRow], None]:
             return
         if alike is not None and (own_shape != shape or own_dtype != dtype):
             told = f"its row says {own_dtype} of {own_shape}"
-            raise ValueError(f"{told}, and {META_FILE} {dtype} of {shape}")
+            raise ValueError(f"{told}, but {META_FILE} says {dtype} of {shape}")
         _check_sizes(row, tail)
 
     return check

@@ -83,7 +83,7 @@ class SampleNames:
             if len(ends) > self.samples or at - (ends[-1] if ends else 0) > MAX_NAME_BYTES:
                 break
         if self.told is not None and at == size and crc != self.told.crc:
-            raise self._invalid("a byte has changed (its checksum is another)")
+            raise self._invalid("a byte has changed (its checksum differs)")
         if len(ends) != self.samples or (ends and ends[-1] != at):
             raise self._invalid(f"does not have one line for each of {self.samples:,} samples")
         widths = np.diff(np.frombuffer(ends, np.int64), prepend=0)

@@ -171,9 +171,9 @@ class DatasetMeta:
         text = json.dumps({**head, **asdict(self)}, indent=1).encode() + b"\n"
         if len(text) > MAX_META_BYTES:
             raise ValueError(
-                f"{folder}: {META_FILE} would have {len(text):,} bytes, and at most "
-                f"{MAX_META_BYTES:,} are read. "
-                "HINT: larger shards (--shard-size), fewer or shorter class names"
+                f"{folder}: {META_FILE} would have {len(text):,} bytes; the maximum is "
+                f"{MAX_META_BYTES:,}. "
+                "HINT: use larger shards (--shard-size), or fewer or shorter class names"
             )
         sealed = text.replace(CHECKSUM_PLACEHOLDER.encode(), f"{crc32c(text):08x}".encode(), 1)
         write_atomically(folder / META_FILE, sealed)
@@ -249,7 +249,7 @@ def _read_verified(folder: Path) -> dict[str, Any]:
     tree, text = _read(folder)
     told = tree["checksum"]
     if f"{crc32c(text.replace(told.encode(), CHECKSUM_PLACEHOLDER.encode(), 1)):08x}" != told:
-        raise DataError(folder / META_FILE, -1, 0, "a byte has changed (its checksum is another)")
+        raise DataError(folder / META_FILE, -1, 0, "a byte has changed (its checksum differs)")
     return tree
 
 
@@ -270,15 +270,17 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
         reason = getattr(error, "strerror", None) or error
         raise DataError(path, -1, 0, f"can't be read: {reason}") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise DataError(path, -1, 0, "is no set of paceline's. HINT: paceline pack SOURCE DEST")
+        raise DataError(
+            path, -1, 0, "is not the metadata of a packed dataset. HINT: paceline pack SOURCE DEST"
+        )
     if tree.get("version") != VERSION:
         version = f"{tree.get('version')!r}"[:20]
-        reason = f"is of format {version}, and this Paceline reads {VERSION}. "
-        hint = "HINT: the Paceline that packed it, or pack again"
+        reason = f"has format version {version}, but this Paceline reads version {VERSION}. "
+        hint = "HINT: use the Paceline that packed it, or pack again"
         raise DataError(path, -1, 0, reason + hint)
     told = tree.get("checksum")
     if not isinstance(told, str) or not _CHECKSUM.fullmatch(told):
-        raise DataError(path, -1, 0, "a byte has changed (its checksum is no checksum)")
+        raise DataError(path, -1, 0, "a byte has changed (its checksum is not valid)")
     return tree, text
 
 
@@ -368,7 +370,7 @@ def _check_file_size(path: Path, wanted: int) -> None:
         raise DataError(path, -1, 0, f"is {kind} and no regular file")
     size = status.st_size
     if size != wanted:
-        less = "is truncated" if size < wanted else "is longer than it was"
+        less = "is truncated" if size < wanted else "is too long"
         raise DataError(
             path, -1, 0, f"{less}: {size:,} bytes of {wanted:,}. HINT: copy it, or pack again"
         )
@@ -376,9 +378,9 @@ def _check_file_size(path: Path, wanted: int) -> None:
 
 def _missing_dataset_error(folder: Path) -> DataError:
     if (folder / ".packing").exists():
-        why = "is not packed whole. HINT: the same paceline pack once more goes on with it"
+        why = "is not packed completely. HINT: repeat the same paceline pack, which continues"
     elif folder.is_dir():
         why = f"has no {META_FILE}. HINT: paceline pack SOURCE {folder}"
     else:
-        why = "no such folder"
+        why = "the folder does not exist"
     return DataError(folder, -1, 0, why)

@@ -26,8 +26,8 @@ class ArrayDataset:
         self.y = None if y is None else _array(y)
         if self.y is not None and len(self.x) != len(self.y):
             raise ValueError(
-                f"Loader: {counted(len(self.x), 'sample')} and {counted(len(self.y), 'label')}. "
-                "HINT: as many of each"
+                f"Loader: x has {counted(len(self.x), 'sample')}, but y has "
+                f"{counted(len(self.y), 'label')}. HINT: pass one label per sample"
             )
 
     def __len__(self) -> int:
@@ -81,12 +81,15 @@ class ArrayDataset:
 def _array(given: Any) -> np.ndarray[Any, Any]:
     if isinstance(given, torch.Tensor):
         if given.device.type != "cpu":
-            raise ValueError(f"Loader: a tensor on {given.device}. HINT: tensor.cpu()")
+            raise ValueError(
+                f"Loader: tensors must be on the CPU; this one is on {given.device}. HINT: "
+                "tensor.cpu()"
+            )
         return given.detach().numpy()
     array = np.asarray(given)
     if array.ndim < 1 or array.dtype.hasobject:
         raise ValueError(
-            f"Loader: {type(given).__name__} of {array.dtype} is no array of samples. "
-            "HINT: a folder of paceline pack, or numpy arrays or tensors of numbers"
+            f"Loader: {type(given).__name__} of {array.dtype} is not an array of samples. "
+            "HINT: pass the folder of a packed dataset, or numeric NumPy arrays or tensors"
         )
     return array

@@ -146,7 +146,7 @@ class SamplePipeline:
                 array = self.transform(array, *more)
             except StopIteration as error:  # would end the pass silently
                 raise RuntimeError(
-                    f"Loader: StopIteration in the transform of sample {i} of {self.source!r}"
+                    f"Loader: the transform raised StopIteration at sample {i} of {self.source!r}"
                 ) from error
             except Exception as error:
                 error.add_note(f"in the transform of sample {i} of {self.source!r}")
@@ -161,7 +161,7 @@ class SamplePipeline:
         """Warn of the first skipped sample now, and print their number when the loader is freed."""
         self.skipped.append(error.with_traceback(None))
         if len(self.skipped) == 1:
-            warnings.warn(f"{error}; it is left out (on_error='skip')", stacklevel=2)
+            warnings.warn(f"the Loader left out a sample (on_error='skip'): {error}", stacklevel=2)
             weakref.finalize(owner, _print_skipped_count, self.skipped, repr(self.source))
 
 
@@ -207,9 +207,9 @@ class PendingBatch:
         except (MemoryError, OSError, OverflowError) as error:
             size = len(self.keys) * what.nbytes / 2**30
             raise ValueError(
-                f"no memory for a batch of {counted(len(self.keys), 'sample')}, {what.dtype} of "
-                f"{what.shape}: "
-                f"{size:,.1f} GiB ({error}). HINT: a smaller batch_size"
+                f"Loader: a batch of {counted(len(self.keys), 'sample')}, {what.dtype} of "
+                f"{what.shape}, needs {size:,.1f} GiB, which can't be allocated ({error}). "
+                "HINT: use a smaller batch_size"
             ) from None
 
     def wait(self, owner: Any) -> Any:
@@ -339,9 +339,9 @@ def _ragged(
     usual = usual or pipeline.array
     assert usual is not None
     return ValueError(
-        f"Loader: {pipeline.source!r}: sample {i} is {what.dtype} of {what.shape}, and the "
-        f"samples before it are {usual.dtype} of {usual.shape}. HINT: a transform that crops or "
-        "resizes, or collate_fn=... for samples of different shapes"
+        f"Loader: {pipeline.source!r}: sample {i} is {what.dtype} of {what.shape}, but the "
+        f"samples before it are {usual.dtype} of {usual.shape}. HINT: use a transform that crops "
+        "or resizes, or collate_fn=... for samples of different shapes"
     )
 
 

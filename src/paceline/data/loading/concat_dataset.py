@@ -27,9 +27,9 @@ class ConcatDataset:
         for other in sets[1:]:
             if (other.images, other.label) != (first.images, first.label):
                 raise ValueError(
-                    f"Loader: {first!r} and {other!r} don't go together: one has "
-                    f"{_describe(first)}, the other {_describe(other)}. HINT: sets of one kind, "
-                    "with labels of one kind"
+                    f"Loader: {first!r} and {other!r} can't be concatenated: one has "
+                    f"{_describe(first)}, the other {_describe(other)}. HINT: use datasets with "
+                    "the same kind of samples and of labels"
                 )
         self.images: bool = first.images
         self.label: ArraySpec | None = first.label
@@ -38,7 +38,7 @@ class ConcatDataset:
         return self._ends[-1]
 
     def __repr__(self) -> str:
-        return f"{counted(len(self.sets), 'set')}: {counted(len(self), 'sample')}"
+        return f"{counted(len(self.sets), 'dataset')}: {counted(len(self), 'sample')}"
 
     def __getitem__(self, i: int) -> Any:
         own, j = self.location(i)

@@ -153,7 +153,7 @@ class Graph:
         try:
             self._pipe.build()
         except RuntimeError as error:
-            raise ValueError(f"Loader: dali: {_said(error)}") from error
+            raise ValueError(f"Loader: DALI can't build the graph: {_said(error)}") from error
 
     # Batches
 
@@ -192,8 +192,8 @@ class Graph:
         """
         if pull != self._pull() or self.process != os.getpid():
             raise RuntimeError(
-                "Loader: dali: another pass has begun, or this process was forked in mid-pass, "
-                "and DALI runs one pass at a time. HINT: a Loader for each"
+                "Loader: another pass has begun, or this process was forked during the pass. DALI "
+                "runs one pass at a time. HINT: create a Loader for each pass or process"
             )
         if self._failed is not None:
             raise self._failed
@@ -217,16 +217,16 @@ class Graph:
     def _tensor(self, made: Any, count: int) -> torch.Tensor:
         if len(made) != count:
             raise ValueError(
-                f"Loader: the dali function gives {len(made)} samples of {count}. HINT: a sample "
-                "for each one"
+                f"Loader: the dali function returned {len(made)} samples for {count}. HINT: return "
+                "one sample for each input sample"
             )
         try:
             whole = made.as_tensor()
         except (RuntimeError, ValueError):
             some = ", ".join(str(tuple(one)) for one in dict.fromkeys(map(tuple, made.shape())))
             raise ValueError(
-                f"Loader: the dali function gives samples of several shapes: {some:.200}. HINT: "
-                "crop=... or fn.resize in it"
+                f"Loader: the dali function returned samples of different shapes: {some:.200}. "
+                "HINT: use crop=... or fn.resize in the function"
             ) from None
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(whole)
         return tensor
@@ -309,7 +309,7 @@ class Graph:
                     self._pipeline.source.read(i, ScratchBuffer())
                 except DataError as found:
                     return found
-        return ValueError(f"Loader: dali, of {self._pipeline.source!r}: {_said(error)}")
+        return ValueError(f"Loader: DALI failed on {self._pipeline.source!r}: {_said(error)}")
 
 
 class _Input:
@@ -337,13 +337,13 @@ def _check(function: Any, outputs: list[Any], samples: Any) -> None:
     for one in outputs or [None]:
         if not isinstance(one, node):
             raise ValueError(
-                f"Loader: dali={name}: returns {type(one).__name__}. HINT: a DataNode, as "
-                "fn.decoders.image(samples) is, or a tuple of them"
+                f"Loader: dali={name} must return a DataNode; this is {type(one).__name__}. HINT: "
+                "return fn.decoders.image(samples), for example, or a tuple of DataNodes"
             )
     if samples.source not in _operators(outputs):
         raise ValueError(
-            f"Loader: dali={name}: what it returns does not depend on the samples. HINT: return "
-            "what is made of its first argument"
+            f"Loader: the output of dali={name} does not depend on the samples. HINT: compute the "
+            "output from the first argument"
         )
 
 
@@ -364,7 +364,7 @@ def _schema(operator: Any) -> Any:
     schema = operator._op.schema
     if not hasattr(schema, "HasRandomStateArg"):
         version = _package("").__version__
-        raise ValueError(f"Loader: dali: DALI {version} is too old. HINT: {HINT} (2.4 or later)")
+        raise ValueError(f"Loader: DALI {version} is too old. HINT: {HINT} (2.4 or later)")
     return schema
 
 
@@ -372,7 +372,7 @@ def _package(module: str) -> Any:
     try:
         return import_optional(f"nvidia.dali.{module}".rstrip("."))
     except ValueError:
-        raise ValueError(f"Loader: dali: NVIDIA DALI is not installed. HINT: {HINT}") from None
+        raise ValueError(f"Loader: NVIDIA DALI is not installed. HINT: {HINT}") from None
 
 
 def _said(error: Exception) -> str:

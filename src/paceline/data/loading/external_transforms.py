@@ -16,7 +16,7 @@ def adapt_transform(transform: Callable[..., Any] | None) -> Callable[..., Any] 
         return transform
     if not hasattr(transform, "set_random_seed"):
         raise ValueError(
-            "Loader: this albumentations can't be seeded for each sample. "
+            "Loader: this version of albumentations can't be seeded for each sample. "
             "HINT: pip install 'albumentations>=2'"
         )
     return AlbumentationsTransform(transform)

@@ -42,7 +42,9 @@ class Files(UnpackedDataset):
         self._arguments = (os.fspath(folder), None if labels is None else os.fspath(labels))
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"Files: {folder} is no folder. HINT: one that holds files of samples")
+            raise ValueError(
+                f"Files: {folder} is not a folder. HINT: pass a folder of sample files"
+            )
         # The file list in the temporary folder stays open after the folder is removed.
         with tempfile.TemporaryDirectory(prefix="paceline-") as work:
             table = None if labels is None else Path(labels)
@@ -77,8 +79,8 @@ class Files(UnpackedDataset):
         array, _ = self.read(i, None)
         if isinstance(array, bytes):
             raise ValueError(
-                f"{self.folder}: sample {i} is a file of a kind that is not known. "
-                "HINT: Loader(..., transform=...) that makes an array of its bytes"
+                f"{self.folder}: sample {i} is a file of unknown kind. "
+                "HINT: Loader(..., transform=FUNCTION), which makes an array of the file's bytes"
             )
         return ArraySpec(array.dtype.name, array.shape), self.label
 

@@ -113,16 +113,19 @@ class Loader(DataLoader[Any]):
         dali: Callable[..., Any] | None = None,
     ) -> None:
         if on_error not in ("stop", "skip"):
-            raise ValueError(f"Loader: on_error={on_error!r}. HINT: 'stop' or 'skip'")
+            raise ValueError(
+                f"Loader: on_error must be 'stop' or 'skip'; this is {on_error!r}. HINT: "
+                "on_error='skip'"
+            )
         dataset = open_dataset(source)
         if not len(dataset):
             raise ValueError(f"Loader: {dataset!r} has no samples")
         if sampler is not None and shuffle:
-            raise ValueError("Loader: sampler and shuffle are two orders. HINT: one of them")
+            raise ValueError("Loader: sampler and shuffle both define the order. HINT: pass one")
         if processes and pin_memory:
             raise ValueError(
-                "Loader: processes have no pinned memory. HINT: processes=False, or "
-                "pin_memory=False"
+                "Loader: pin_memory=True is not supported with processes=True. HINT: "
+                "processes=False, or pin_memory=False"
             )
         if dali is not None:
             others = {"transform": transform, "mix_up": mix_up, "collate_fn": collate_fn}
@@ -167,7 +170,7 @@ class Loader(DataLoader[Any]):
 
     @property
     def skipped(self) -> list[DataError]:
-        """Errors of the samples left out so far (on_error="skip")."""
+        """Errors of the samples that were left out (on_error="skip")."""
         return self._pipeline.skipped
 
     @property
@@ -193,8 +196,8 @@ class Loader(DataLoader[Any]):
         position = self.state_dict()
         if self._passes.is_resuming:
             raise ValueError(
-                "world.shard: the Loader has the position of load_state_dict, epoch "
-                f"{position['epoch']}, sample {position['sample']}, and its ranks another order. "
+                "world.shard: the Loader is to continue at the position of load_state_dict (epoch "
+                f"{position['epoch']}, sample {position['sample']}), but ranks have another order. "
                 "HINT: world.epochs(..., checkpoint=...) saves and restores the position of "
                 "sharded loaders"
             )
@@ -391,6 +394,6 @@ def _check_dali_arguments(others: dict[str, Any]) -> None:
     named = [name for name, value in others.items() if value is not None]
     if named:
         raise ValueError(
-            f"Loader: dali and {', '.join(named)}. HINT: without {', '.join(named)}; what it does "
-            "belongs into the function that dali is"
+            f"Loader: dali can't be combined with {', '.join(named)}. HINT: leave out "
+            f"{', '.join(named)}, and do the same in the dali function"
         )

@@ -35,7 +35,9 @@ class MixUp:
 
     def __init__(self, source: Any, alpha: float) -> None:
         if not alpha > 0:
-            raise ValueError(f"Loader: mix_up={alpha}. HINT: above 0, as 0.2; None for none")
+            raise ValueError(
+                f"Loader: mix_up must be above 0; this is {alpha}. HINT: mix_up=0.2, or None"
+            )
         self.alpha, self.samples = alpha, len(source)
         self.classes, kind = 0, source.label
         if kind is not None and not kind.shape and np.dtype(kind.dtype).kind in "iu":
@@ -66,7 +68,9 @@ class MixUp:
         """
         first, second = one[0], other[0]
         if first.dtype.kind not in "fciu":
-            raise ValueError(f"Loader: mix_up of {first.dtype}. HINT: a transform to float32")
+            raise ValueError(
+                f"Loader: mix_up can't mix {first.dtype}. HINT: use a transform to float32"
+            )
         kind = first.dtype.type if first.dtype.kind in "fc" else np.float32
         array = first * kind(share) + second * kind(1 - share)
         if first.dtype.kind in "iu":
@@ -78,7 +82,7 @@ class MixUp:
         for (_, told), weight in ((one, share), (other, 1 - share)):
             if self.classes:
                 if not 0 <= told < self.classes:
-                    raise ValueError(f"Loader: mix_up of class {told}, of {self.classes}")
+                    raise ValueError(f"Loader: mix_up: class {told} is not below {self.classes}")
                 label[int(told)] += weight
             else:
                 label += np.float32(weight) * np.asarray(told, np.float32)

@@ -38,8 +38,9 @@ def open_dataset(source: Any) -> Any:
     if isinstance(source, (np.ndarray, torch.Tensor)):
         return ArrayDataset(source)
     raise ValueError(
-        f"Loader: {type(source).__name__} is no source. HINT: a folder that paceline pack has "
-        "written, HDF5, netCDF or zarr, arrays x or (x, y); for other datasets torch's DataLoader"
+        f"Loader: {type(source).__name__} is not a source. HINT: pass a packed dataset's "
+        "folder, an HDF5, netCDF or zarr file, or arrays x or (x, y). For other datasets use "
+        "torch's DataLoader"
     )
 
 
@@ -50,7 +51,10 @@ def make_sampler(dataset: Any, shuffle: bool | str, seed: int) -> Ordered:
         ValueError: ``shuffle`` is not True, False or "blocks".
     """
     if shuffle not in (True, False, "blocks"):
-        raise ValueError(f"Loader: shuffle={shuffle!r}. HINT: True, False or 'blocks'")
+        raise ValueError(
+            f"Loader: shuffle must be True, False or 'blocks'; this is {shuffle!r}. HINT: "
+            "shuffle=True"
+        )
     if shuffle == "blocks" and isinstance(dataset, Shards):
         each = max(dataset.meta.bytes / len(dataset), 1)
         return BlockShuffled(len(dataset), int(BLOCK_BYTES / each), seed)

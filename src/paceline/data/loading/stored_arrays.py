@@ -58,7 +58,7 @@ class StoredArrays(UnpackedDataset):
         found = self._source.x
         if found.dtype == "bytes" or getattr(found, "flat", False):
             raise ValueError(
-                f"Loader: {found.description} holds samples of any length. HINT: "
+                f"Loader: the samples of {found.description} differ in length. HINT: "
                 f"paceline pack {x} DEST"
             )
         self.array_spec = ArraySpec(found.dtype, tuple(found.shape))
@@ -91,7 +91,9 @@ class StoredArrays(UnpackedDataset):
             return len(self._source.classes)
         count = 1 + int(max(map(self._label, range(len(self)))))
         if count > MAX_CLASSES:
-            reason = f"has the label {count - 1:,}, and a set has at most {MAX_CLASSES:,} classes"
+            reason = (
+                f"has the label {count - 1:,}, but a dataset has at most {MAX_CLASSES:,} classes"
+            )
             raise DataError(self._arguments[0], -1, 0, reason)
         return count
 
@@ -133,7 +135,8 @@ class StoredArrays(UnpackedDataset):
         if self.chunk_samples > 1 and not self.kept:
             warnings.warn(
                 f"Loader: {self._arguments[0]} has chunks of {self.chunk_samples} samples "
-                f"({size:,} bytes): in random order each is read and unpacked for one of them. "
+                f"({size:,} bytes). In random order, each chunk is decompressed for a single "
+                "sample. "
                 "HINT: shuffle='blocks', or paceline pack",
                 stacklevel=4,
             )

@@ -159,11 +159,11 @@ class _Worker:
             answer: BatchPiece | Exception = self.connection.recv()
         except (EOFError, OSError):
             if self._hung_up:
-                raise RuntimeError("Loader: its worker processes were ended") from None
+                raise RuntimeError("Loader: its worker processes have been ended") from None
             self._process.join(5)
             raise RuntimeError(
-                f"Loader: one of its processes has {_death(self._process.exitcode)}. HINT: fewer "
-                "of them (num_workers), a smaller batch, or threads (processes=False)"
+                f"Loader: a worker process {_death(self._process.exitcode)}. HINT: use fewer "
+                "workers (num_workers), a smaller batch, or threads (processes=False)"
             ) from None
         if isinstance(answer, Exception):
             raise answer
@@ -172,10 +172,10 @@ class _Worker:
 
 def _death(code: int | None) -> str:
     if code is None:
-        return "closed its end of the line"
+        return "closed its pipe"
     if code < 0:
-        memory = " (the kernel's, when memory is short)" if code == -signal.SIGKILL else ""
-        return f"died of {signal.Signals(-code).name}{memory}"
+        memory = " (the kernel sends it when memory is short)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{memory}"
     return f"ended with exit code {code}"
 
 
@@ -207,7 +207,7 @@ def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
         except (DataError, RaggedError) as error:
             answer = error
         except Exception as error:
-            error.add_note(f"in a process of the loader:\n{traceback.format_exc()}")
+            error.add_note(f"in a worker process of the Loader:\n{traceback.format_exc()}")
             answer = _picklable(error)
         del arrays
         try:
@@ -215,7 +215,7 @@ def _serve(pipeline: SamplePipeline, line: Connection, parent: int) -> None:
         except (EOFError, OSError):
             os._exit(0)
         except Exception as error:  # samples for collate_fn that can't be pickled
-            line.send(RuntimeError(f"Loader: a sample can't be sent to its process: {error}"))
+            line.send(RuntimeError(f"Loader: a worker process can't send its sample: {error}"))
 
 
 def _picklable(error: Exception) -> Exception:

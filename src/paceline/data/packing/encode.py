@@ -14,7 +14,7 @@ from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum
 from ..sources.source import ARRAYS, IMAGES, JPEGS, LoadedSample
 from .statistics import Statistics
 
-CAST_HINT = ". HINT: --cast to a wider dtype, or --apply a function that clips or scales"
+CAST_HINT = ". HINT: --cast to a wider dtype, or --apply a function that clips or scales values"
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,29 @@ class EncodingOptions:
     def __post_init__(self) -> None:
         if self.cast is not None:
             try:
-                np.dtype(self.cast)
-            except TypeError:
+                known = np.dtype(self.cast).newbyteorder("=").name in DTYPES
+            except (TypeError, ValueError, SyntaxError):
+                known = False
+            if not known:
                 raise ValueError(
-                    f"cast={self.cast!r} is no dtype. HINT: float16, uint8 ..."
-                ) from None
+                    f"cast (--cast) must be one of {', '.join(DTYPES)}; this is {self.cast!r}. "
+                    "HINT: --cast float16"
+                )
         if self.apply is not None and (self.decode or self.resize is not None):
             raise ValueError(
-                "apply gets the decoded sample as it is. HINT: without decode and resize"
+                "apply (--apply) can't be combined with decode or resize: the function gets the "
+                "decoded sample. HINT: leave out --decode and --resize"
             )
         if self.resize is not None and self.resize < 1:
-            raise ValueError(f"resize={self.resize}: HINT: the shorter side in pixels, as 256")
+            raise ValueError(
+                f"resize (--resize) must be at least 1 pixel; this is {self.resize}. "
+                "HINT: --resize 256 for a shorter side of 256 pixels"
+            )
         if not 1 <= self.quality <= 100:
-            raise ValueError(f"quality={self.quality}: HINT: 1 to 100, as JPEG has it")
+            raise ValueError(
+                f"quality (--quality) must be from 1 to 100; this is {self.quality}. "
+                "HINT: --quality 90"
+            )
 
 
 @dataclass(slots=True)
@@ -102,7 +112,9 @@ def encode_sample(
     if isinstance(label, ArraySpec):
         array = np.asarray(loaded.label, label.dtype, order="C")
         if array.shape != label.shape:
-            raise ValueError(f"its label is {array.shape}, and others are {label.shape}")
+            raise ValueError(
+                f"its label has the shape {array.shape}, but others have {label.shape}"
+            )
         parts.append(array.tobytes())
         length += len(parts[1])
     elif label is not None:
@@ -129,7 +141,7 @@ def _encode_data(
         return _encode_array(parse_npy(data), options)
     if loaded.extension not in IMAGES:
         if not data:
-            raise ValueError("is empty: no byte of it is there")
+            raise ValueError("is empty (0 bytes)")
         return FILE, (), "uint8", data
     encoding, shape, dtype = read_image_header(data, loaded.extension in JPEGS)
     if options.resize is not None and min(shape[:2]) > options.resize:
@@ -188,12 +200,14 @@ def _encode_array(
     array: np.ndarray[Any, Any], options: EncodingOptions
 ) -> tuple[int, tuple[int, ...], str, Any]:
     if array.dtype.hasobject or array.dtype.kind not in "biufc":
-        raise ValueError(f"is an array of {array.dtype}, not of numbers")
+        raise ValueError(f"is an array of {array.dtype}, which is not numeric")
     kind = np.dtype(options.cast or array.dtype).newbyteorder("=")
     if kind.name not in DTYPES:
-        raise ValueError(f"is an array of {kind}, and packed are {', '.join(DTYPES)}. HINT: --cast")
+        raise ValueError(
+            f"is an array of {kind}; the dtype must be {', '.join(DTYPES)}. HINT: --cast float32"
+        )
     if array.ndim > MAX_DIMS or max(array.shape, default=0) >= 1 << 32:
-        raise ValueError(f"is an array of {array.shape}: too many dims, or too long a side")
+        raise ValueError(f"has the shape {array.shape}: too many dimensions, or one is too long")
     if array.size * kind.itemsize >= MAX_SAMPLE_BYTES:
         raise ValueError("has 4 GiB or more. HINT: cut it into patches")
     array = np.asarray(array if kind == array.dtype else _cast(array, kind), order="C")
@@ -257,7 +271,7 @@ def _resize_jpeg(data: Any, side: int, quality: int) -> bytes:
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=quality)
     except Exception as error:  # Pillow's plugins raise exceptions of any type for damaged files
-        raise ValueError(f"does not decode: {error}") from None
+        raise ValueError(f"can't be decoded: {error}") from None
     return buffer.getvalue()
 
 

@@ -122,8 +122,8 @@ class Encoder:
             reason = printable(f"{self.source.description}: {_reason(error, self.source, i)}")
             if not self.skip_unreadable:
                 raise ValueError(
-                    f"{reason}. HINT: mend it and say the same again, which goes on here; or "
-                    "on_error skip (--on-error skip) leaves out what can't be read"
+                    f"{reason}. HINT: repair the sample and repeat the same command, which "
+                    "continues; or leave out unreadable samples: on_error='skip' (--on-error skip)"
                 ) from error
             return reason
         if array is not None:
@@ -177,8 +177,8 @@ def shuffled_order(samples: int, seed: int) -> Any:
     """
     if samples > MAX_SAMPLES:
         raise ValueError(
-            f"the source says that it has {samples:,} samples, and at most {MAX_SAMPLES:,} are "
-            "packed. HINT: several sets, which Loader([a, b], ...) takes as one"
+            f"the source has {samples:,} samples; the maximum is {MAX_SAMPLES:,}. HINT: pack "
+            "several datasets, which Loader([a, b], ...) concatenates"
         )
     return np.random.default_rng(seed).permutation(samples)
 
@@ -190,6 +190,6 @@ def _reason(error: Exception, source: Source, i: int) -> str:
         name = source.name(i)
     where = f"{name} (sample {i})" if name else f"sample {i}"
     if isinstance(error, FileNotFoundError):
-        return f"{where} has vanished"
+        return f"{where} no longer exists"
     message = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return f"{where}: {message}"

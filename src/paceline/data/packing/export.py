@@ -1,16 +1,19 @@
 """Write a packed dataset in another format, sample by sample, and verify each checksum."""
 
+import errno
 import inspect
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...security.files import InvalidFileError, read_regular
+from ...security.files import InvalidFileError, UnsafeFileError, read_regular
+from ...security.folders import Folder
 from ..format.shard_format import META_FILE, RAW, ZSTD
 from ..shards import ScratchBuffer, Shards
 from ..sources import formats
@@ -54,23 +57,51 @@ def export(
     """
     check_destination(dest, to, fresh)
     began, folder, shards = time.monotonic(), Path(dest), Shards(packed)
-    part = folder.with_name(f".{folder.name}.part")
-    _remove(part)
     alike = shards.meta.array if shards.row(0).encoding in (RAW, ZSTD) else None
     info = ExportInfo(shards.meta, alike, shard_bytes)
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        if prepare is not None:
-            prepare(part)
-        formats.write_dataset(to, part, info, _samples(shards, step or (lambda done, size: None)))
-        if fresh:
-            _remove(folder)
-        part.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _private_folder(folder.with_name(f".{folder.name}.part")) as private:
+            part = private / folder.name
+            if prepare is not None:
+                prepare(part)
+            samples = _samples(shards, step or (lambda done, size: None))
+            formats.write_dataset(to, part, info, samples)
+            if fresh:
+                _remove(folder)
+            part.rename(folder)
     except OSError as error:
-        raise ValueError(f"{dest}: {error.strerror or error}. Nothing was written") from error
-    finally:
-        _remove(part)
+        raise _not_written(dest, error) from error
     return time.monotonic() - began
+
+
+@contextmanager
+def _private_folder(path: Path) -> Iterator[Path]:
+    """Create a folder for the unfinished output, and remove it at the end.
+
+    Only this user can write to the folder. In ``dest``'s folder, which other users may write to,
+    the output could be a link that one of them has made. The folder of a killed call is replaced.
+
+    Raises:
+        OSError: The path belongs to another user, or the folder can't be created.
+    """
+    _remove_own(path)
+    with Folder.make(path):
+        try:
+            yield path
+        finally:
+            _remove(path)
+
+
+def _not_written(dest: str | os.PathLike[str], error: OSError) -> ValueError:
+    """Return the error for output that can't be written."""
+    name = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "make room" if full else f"choose a DEST other than {dest}, in a folder of yours"
+    return ValueError(
+        f"{dest} can't be written: {name}{error.strerror or error}. Nothing was written. "
+        f"HINT: {hint}"
+    )
 
 
 def convert(
@@ -124,7 +155,12 @@ def convert(
 def _prepare_intermediate(packed: Path, plan: str, fresh: bool) -> None:
     """Keep an unfinished intermediate dataset of the same source and options; remove any other."""
     try:
+        _check_own(packed)
         same = not fresh and read_regular(packed / PLAN_FILE, MAX_PLAN_BYTES) == os.fsencode(plan)
+    except FileNotFoundError:
+        same = False
+    except UnsafeFileError as error:
+        raise _not_written(packed, error) from error
     except (OSError, InvalidFileError):
         same = False
     if not same:
@@ -136,14 +172,18 @@ def _prepare_intermediate(packed: Path, plan: str, fresh: bool) -> None:
 def check_destination(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
     """Raise ValueError if the format can't be written or ``dest`` can't be replaced."""
     if to not in WRITABLE_FORMATS:
-        raise ValueError(f"--to {to}: is not written. HINT: {', '.join(WRITABLE_FORMATS)}")
+        raise ValueError(
+            f"--to must be {', '.join(WRITABLE_FORMATS)}; this is {to!r}. HINT: --to hdf5"
+        )
     path = Path(dest)
     if path.exists() and not fresh:
-        raise ValueError(f"{dest}: exists. HINT: another name, or fresh=True (--fresh)")
+        raise ValueError(
+            f"{dest} exists. HINT: choose another name, or replace it: fresh=True (--fresh)"
+        )
     if path.exists() and not (
         path.is_file() if to == "hdf5" else formats.detect_format(path) == to
     ):
-        raise ValueError(f"{dest}: exists, and is no {to}. HINT: another name")
+        raise ValueError(f"{dest} exists and is not in the format {to}. HINT: choose another name")
 
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:
@@ -169,6 +209,21 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
         yield sample
         size += row.length
         step(i + 1, size)
+
+
+def _remove_own(path: Path) -> None:
+    """Remove what this user has left at ``path``. Raises UnsafeFileError if it is another "
+    "user's."""
+    with suppress(FileNotFoundError):
+        _check_own(path)
+    _remove(path)
+
+
+def _check_own(path: Path) -> None:
+    """Raise UnsafeFileError if ``path`` belongs to another user; FileNotFoundError if missing."""
+    user = path.lstat().st_uid
+    if user != os.geteuid():
+        raise UnsafeFileError(errno.EPERM, f"belongs to user {user}", str(path))
 
 
 def _remove(path: Path) -> None:

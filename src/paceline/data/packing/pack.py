@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ...security.text import printable
 from ..format import shard_format
 from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, DatasetMeta
 from ..sources.open_source import open_source
@@ -124,9 +125,15 @@ class PackOptions:
 
     def __post_init__(self) -> None:
         if self.on_error not in ("stop", "skip"):
-            raise ValueError(f"pack: on_error={self.on_error!r}. HINT: 'stop' or 'skip'")
+            raise ValueError(
+                f"pack: on_error must be 'stop' or 'skip'; this is {self.on_error!r}. "
+                "HINT: on_error='skip' (--on-error skip)"
+            )
         if self.shard_bytes < 1:
-            raise ValueError(f"pack: shard_bytes={self.shard_bytes}. HINT: 64 MiB to 1 GiB")
+            raise ValueError(
+                f"pack: shard_bytes must be at least 1; this is {self.shard_bytes}. "
+                "HINT: shard_bytes=256 << 20 (--shard-size 256M)"
+            )
 
 
 @contextmanager
@@ -341,16 +348,22 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
         count, kinds = 0, set()
         try:
             for loaded in stream.each():
-                packed = encode_sample(loaded, EncodingOptions(), stream.label)
+                try:
+                    packed = encode_sample(loaded, EncodingOptions(), stream.label)
+                except ValueError as error:
+                    where = printable(f"{stream.description}: sample {count}")
+                    raise ValueError(f"{where}: {error}") from error
                 images = packed.encoding == RAW and are_images(packed.dtype, packed.shape)
                 kinds.add("images" if images else KIND_OF_ENCODING[packed.encoding])
                 writer.add(packed, count)
                 count += 1
                 step(count, writer.bytes)
-            if len(kinds) != 1:
-                kind_names = " and ".join(sorted(kinds)) or "no samples"
+            if not kinds:
+                raise ValueError(f"{stream.description} yields no samples")
+            if len(kinds) > 1:
                 raise ValueError(
-                    f"{stream.description}: gives {kind_names}. HINT: samples of one kind"
+                    f"{stream.description} yields {' and '.join(sorted(kinds))}. HINT: yield "
+                    "samples of one kind"
                 )
             writer.close(count)
         finally:

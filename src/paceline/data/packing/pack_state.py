@@ -97,7 +97,9 @@ def rows_of(folder: Path, number: int, samples: int) -> bytes:
     path = folder / f"rows-{number:05}"
     rows = read_regular(path, samples * ROW_STRUCT.size)
     if len(rows) != samples * ROW_STRUCT.size:
-        raise InvalidFileError(path, f"has {len(rows):,} bytes, and {samples:,} samples have more")
+        raise InvalidFileError(
+            path, f"has {len(rows):,} bytes, fewer than {samples:,} samples have"
+        )
     return rows
 
 
@@ -120,8 +122,8 @@ def _check_shards(path: Path, shards: list[ShardSchema], first: int) -> None:
 def _check_moments(path: Path, found: MomentsSchema) -> None:
     known = {"samples", "count", "mean", "squares"} & found.keys()
     if "classes" not in found or len(known) not in (0, 4):
-        raise InvalidFileError(path, "has a part of its statistics only")
+        raise InvalidFileError(path, "has only a part of its statistics")
     if known:
         moments = (found["mean"], found["squares"])
         if len({len(moment) if isinstance(moment, list) else -1 for moment in moments}) > 1:
-            raise InvalidFileError(path, "has more means than sums of squares, or fewer")
+            raise InvalidFileError(path, "has different numbers of means and of sums of squares")

@@ -1,4 +1,4 @@
-"""Striping of packed datasets on Lustre: over how many of its storage targets (OSTs) a file lies.
+"""Striping of packed datasets on Lustre: the number of storage targets (OSTs) of a file.
 
 A file without striping lies on one OST, and is read at the speed of one.
 """
@@ -71,8 +71,8 @@ def propose(path: Path, to: str | None) -> str:
     where = f"{before}{command_line(path, str(count))}"
     manual = f", or before packing: {where}" if to is None else ""
     return (
-        f"{path} is on Lustre, where each new file lies on {layout.stripes}{of} storage targets "
-        f"and is read at their speed. HINT: --stripe {count}{manual}"
+        f"{path} is on Lustre, where each new file is on {layout.stripes}{of} storage targets, "
+        f"which limits its bandwidth. HINT: --stripe {count}{manual}"
     )
 
 
@@ -94,7 +94,8 @@ def stripe(path: Path, count: str, to: str | None) -> None:
     if layout is None:
         kind = kind_of(path) or "unknown"
         raise ValueError(
-            f"--stripe {count}: {path} is not on Lustre (file system: {kind}). HINT: leave it out"
+            f"--stripe {count}: {path} is not on Lustre (file system: {kind}). HINT: leave out "
+            "--stripe"
         )
     if count == AUTO:
         count = str(stripe_count(to, layout))
@@ -104,7 +105,7 @@ def stripe(path: Path, count: str, to: str | None) -> None:
     if failed:
         raise ValueError(
             f"--stripe {count}: `{command_line(path, count)}` failed: {failed or said}. "
-            "HINT: run it by hand, or leave --stripe out"
+            "HINT: run the command yourself, or leave out --stripe"
         )
 
 
@@ -116,7 +117,8 @@ def check_count(text: str) -> str:
     """
     if text not in (AUTO, ALL) and not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise ValueError(
-            f"--stripe {text} is not valid. HINT: a number of storage targets, all, or auto"
+            f"--stripe must be a number of storage targets, all or auto; this is {text!r}. "
+            "HINT: --stripe auto"
         )
     return text
 

@@ -36,15 +36,15 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
     work, owner, plan = folder / WORK_FOLDER, os.getpid(), printable_tree(plan)
     if (folder / shard_format.META_FILE).exists() and not fresh:
         raise ValueError(
-            f"{folder}: holds a packed set. HINT: another folder, or fresh=True (--fresh), which "
-            "packs it anew"
+            f"{folder} contains a packed dataset. HINT: choose another folder, or replace the "
+            "dataset: fresh=True (--fresh)"
         )
     with _lock(folder, work) as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(
-                f"{folder}: is being packed by another process. HINT: wait for it, or take "
+                f"{folder} is being packed by another process. HINT: wait for it, or choose "
                 "another folder"
             ) from None
         earlier_plan = _prepare(folder, work, fresh)
@@ -53,8 +53,9 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
         )
         if different:
             raise ValueError(
-                f"{folder}: holds what an earlier call has packed so far, with other "
-                f"{', '.join(different)}. HINT: the same as then, or fresh=True (--fresh)"
+                f"{folder} contains the unfinished dataset of an earlier call with other values "
+                f"of {', '.join(different)}. HINT: use the values of that call, or discard its "
+                "dataset: fresh=True (--fresh)"
             )
         try:
             with report_disk_errors(folder):
@@ -80,7 +81,9 @@ def _lock(folder: Path, work: Path) -> Iterator[BinaryIO]:
         lock = open_regular(work / "lock", flags, follow_links=False, mode=0o666)
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error
-        raise ValueError(f"{folder}: {reason}. HINT: a folder to write to") from None
+        raise ValueError(
+            f"{folder}: {reason}. HINT: choose a folder that you can write to"
+        ) from None
     with open(lock, "r+b", buffering=0) as file:
         yield file
 
@@ -99,8 +102,8 @@ def _prepare(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
         return _plan(work)
     except InvalidFileError as error:
         raise ValueError(
-            f"{error}: what an earlier call has packed can't be gone on with. HINT: fresh=True "
-            "(--fresh)"
+            f"{error}. The unfinished dataset of an earlier call can't be continued. HINT: discard "
+            "it: fresh=True (--fresh)"
         ) from None
     except OSError as error:
         raise ValueError(
@@ -110,7 +113,7 @@ def _prepare(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
 
 
 def has_progress(work: Path) -> bool:
-    """Return whether there is something that a later call can continue from."""
+    """Return whether a later call can continue from the work folder."""
     whole = any(work.glob("shard-*.json")) or any(work.glob(f"{PIECE_PREFIX}*"))
     return whole or (work / SPOOL_FOLDER / shard_format.META_FILE).exists()
 
@@ -163,6 +166,6 @@ def report_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         action = "make room, and " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ValueError(
-            f"{error.filename or folder}: {error.strerror or error}. What is packed so far is "
-            f"kept. HINT: {action}say the same again, which goes on where it was"
+            f"{error.filename or folder}: {error.strerror or error}. Complete shards are "
+            f"kept. HINT: {action}repeat the same command, which continues"
         ) from error

@@ -16,7 +16,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class Ordered(Sampler[int]):
-    """Sampler that yields all samples in the order of ``order(seed, epoch)``: here, by number.
+    """Sampler that yields all samples in the order of ``order(seed, epoch)``; default: by number.
 
     Attributes:
         epoch: Epoch of the next pass. It advances when a pass begins.
@@ -94,7 +94,9 @@ class Weighted(Ordered):
     def __init__(self, weights: Any, samples: int | None = None, seed: int = 0) -> None:
         each = torch.as_tensor(weights, dtype=torch.float64)
         if each.ndim != 1 or not len(each) or each.min() < 0 or each.sum() <= 0:
-            raise ValueError("Weighted: weights are one a sample, not negative, not all zero")
+            raise ValueError(
+                "Weighted: weights must be one number per sample, not negative and not all zero"
+            )
         super().__init__(samples or len(each), seed)
         self._sums = each.cumsum(0) / each.sum()
 
@@ -130,7 +132,10 @@ class Weighted(Ordered):
             ValueError: ``sizes`` and ``shares`` differ in length.
         """
         if len(sizes) != len(shares):
-            raise ValueError(f"Weighted: {len(sizes)} sets and {len(shares)} shares")
+            raise ValueError(
+                f"Weighted: there are {len(sizes)} sizes, but {len(shares)} shares. "
+                "HINT: pass one share per dataset"
+            )
         parts = [
             torch.full((size,), share / size, dtype=torch.float64)
             for size, share in zip(sizes, shares, strict=True)

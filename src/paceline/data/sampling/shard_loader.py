@@ -281,8 +281,8 @@ class ShardedStream:
                 batch = fresh
             elif batch is None:
                 raise ValueError(
-                    f"world.batches: this rank's part of {self.name} has no sample at all. "
-                    "HINT: fewer ranks, or a dataset whose shard() gives each rank some"
+                    f"world.batches: this rank's part of {self.name} has no samples. "
+                    "HINT: start fewer ranks, or use a dataset whose shard() gives each rank some"
                 )
             if position >= start:
                 yield batch, BatchShare(position, count, total, count == 0, not ahead[2])
@@ -329,13 +329,13 @@ def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str)
     if split == "stride":
         return _EveryNth(dataset, rank, ranks)
     if split is not None:
-        raise ValueError(f"world.shard: split={split!r} is not known. HINT: split='stride'")
+        raise ValueError(f"world.shard: split={split!r} must be 'stride'. HINT: split='stride'")
     if not hasattr(dataset, "shard"):
         raise ValueError(
             f"world.shard: {name} is an IterableDataset without a shard(num_shards, index) "
-            f"method, so each of {counted(ranks, 'rank')} would read all of it. HINT: give it that "
-            "method (return rank `index`'s part), or say split='stride': each rank then reads the "
-            f"whole stream and keeps every {ordinal(ranks)} sample"
+            f"method, so each of {counted(ranks, 'rank')} would read all of it. HINT: add this "
+            "method (return rank `index`'s part), or pass split='stride': each rank then reads the "
+            f"whole stream and uses every {ordinal(ranks)} sample"
         )
     return dataset.shard(num_shards=ranks, index=rank)
 
@@ -354,8 +354,8 @@ def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | N
     if global_batch is None:
         if loader.batch_size is None:
             raise ValueError(
-                "world.shard: the DataLoader has no batch_size. HINT: give it batch_size "
-                "(per rank), or shard(loader, global_batch=...)"
+                "world.shard: the DataLoader has no batch_size. HINT: set batch_size (per "
+                "rank), or call shard(loader, global_batch=...)"
             )
         return loader.batch_size * ranks
     if global_batch < ranks or global_batch % ranks:
@@ -379,13 +379,13 @@ def _checked_sampler(loader: DataLoader[Any]) -> Any:
     if type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler).__name__
         raise ValueError(
-            f"world.shard: the DataLoader's batch_sampler ({kind}) decides on batches by itself, "
-            "so they can't be cut into equal parts. HINT: use batch_size and sampler"
+            f"world.shard: the DataLoader's batch_sampler ({kind}) chooses the batches, so "
+            "Paceline can't split them into equal parts. HINT: use batch_size and sampler"
         )
     if isinstance(loader.sampler, DistributedSampler):
         raise ValueError(
-            "world.shard: the DataLoader has a DistributedSampler, so it is split already. "
-            "HINT: give world.shard the loader as it is on one device (shuffle=True)"
+            "world.shard: the DataLoader has a DistributedSampler, which splits the samples "
+            "already. HINT: pass the DataLoader of a training on one device (shuffle=True)"
         )
     return loader.sampler
 

@@ -69,7 +69,7 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
         ValueError: ``length`` is negative or more than MAX_SAMPLE_BYTES, or ``offset`` negative.
     """
     if length < 0 or offset < 0:
-        raise ValueError(f"{length} bytes at byte {offset}: no place in a file")
+        raise ValueError(f"{length} bytes at byte {offset} are not a range of a file")
     check_size(length)
     left = os.fstat(fd).st_size - offset
     length = max(min(length, left), 0)

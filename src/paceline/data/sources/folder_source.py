@@ -56,7 +56,9 @@ class FolderSource(Source):
         small = os.fstat(self._file.fd).st_size <= MAX_LISTING_BYTES_IN_MEMORY
         self._lines = read_regular(self._listing, MAX_LISTING_BYTES_IN_MEMORY) if small else None
         if not len(self._ends):
-            raise ValueError(f"{folder}: has no files to pack. HINT: is it the right folder?")
+            raise ValueError(
+                f"{folder} contains no files to pack. HINT: choose a folder of samples"
+            )
         self.kind = self._kind()
 
     def __len__(self) -> int:
@@ -101,8 +103,8 @@ class FolderSource(Source):
         if len(kinds) > 1:
             some = ", ".join(f"{printable(name)} ({kind})" for kind, name in sorted(kinds.items()))
             raise ValueError(
-                f"{self.folder}: files of several kinds: {some}. HINT: one folder, and one set, a "
-                "kind; or a CSV with --labels that names the files that are meant"
+                f"{self.folder} contains files of several kinds: {some}. HINT: pack each kind from "
+                "a folder of its own, or name the files to pack in a CSV (--labels)"
             )
         return next(iter(kinds))
 
@@ -128,7 +130,7 @@ class _ClassFolders:
                 continue
             yield (str(numbers[first]) if rest else ""), name
         if alone:
-            self.notes.append(f"{alone:,} files are in no class folder, and are left out")
+            self.notes.append(f"{alone:,} files outside of class folders are left out")
 
 
 class _LabelTable:
@@ -146,11 +148,13 @@ class _LabelTable:
         if missing:
             more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
             raise ValueError(
-                f"{table}: no label for {', '.join(missing[:SHOWN])}{more}. HINT: a label in each "
-                "line, or leave the lines out"
+                f"{table} has no label for {', '.join(missing[:SHOWN])}{more}. HINT: add a label "
+                "to each line, or remove these lines"
             )
         if not self._lines:
-            raise ValueError(f"{table}: names no files. HINT: a file and its label in each line")
+            raise ValueError(
+                f"{table} names no files. HINT: write a file and its label in each line"
+            )
         self.classes: list[str] = []
         self.label: ArraySpec | str = ArraySpec(
             "float32", (self._columns,) if self._columns > 1 else ()
@@ -161,8 +165,8 @@ class _LabelTable:
                 self.classes = sorted({label_text[0] for _, (_, label_text) in self._read()})
         elif "text" in kinds:
             raise ValueError(
-                f"{table}: words and numbers in {self._columns} columns of labels. HINT: one "
-                "column of classes, or columns of numbers"
+                f"{table} has words and numbers in {self._columns} columns of labels. HINT: use "
+                "one column of classes, or columns of numbers"
             )
 
     def _read(self) -> Iterator[tuple[int, tuple[str, list[str]]]]:
@@ -176,7 +180,7 @@ class _LabelTable:
                     yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{self.table}: no table that can be read: {reason}") from None
+            raise ValueError(f"{self.table} can't be read as a CSV: {reason}") from None
 
     def each(self) -> Iterator[tuple[str, str]]:
         numbers = {name: str(number) for number, name in enumerate(self.classes)}
@@ -193,7 +197,9 @@ class _LabelTable:
         if self.table.resolve().is_relative_to(self.folder.resolve()):
             others -= 1
         if others > 0:
-            self.notes.append(f"{others:,} files of {self.folder} have no line, and are left out")
+            self.notes.append(
+                f"{others:,} files of {self.folder} have no line in the CSV and are left out"
+            )
 
 
 def _kind(label_text: str) -> str:
@@ -282,7 +288,9 @@ def _write_listing(entries: "_ClassFolders | _LabelTable", work: Path) -> None:
         with create_new_file(part) as file:
             for label_text, name in entries.each():
                 if "\n" in name or "\n" in label_text:
-                    raise ValueError(f"{name!r}: a file's name with a line break can't be packed")
+                    raise ValueError(
+                        f"{name!r} can't be packed: its name contains a line break. HINT: rename it"
+                    )
                 line = os.fsencode(f"{label_text}\t{name}\n")
                 file.write(line)
                 at += len(line)

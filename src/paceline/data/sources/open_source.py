@@ -24,9 +24,15 @@ def import_function(name: str, function_of: str = "") -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}. HINT: MODULE:FUNCTION, importable from here") from None
+        raise ValueError(
+            f"{name} can't be imported: {error}. HINT: MODULE:FUNCTION, where the module is in "
+            "the working directory or installed"
+        ) from None
     if function_of and not callable(found):
-        raise ValueError(f"{function_of} {name}: is a {type(found).__name__}, and no function")
+        raise ValueError(
+            f"{function_of} {name} must be a function; this is a {type(found).__name__}. "
+            f"HINT: {function_of} MODULE:FUNCTION"
+        )
     return found
 
 
@@ -45,7 +51,10 @@ def open_source(source: Any, labels: Any, work: Path) -> Source:
             return ArraySource(source, labels)
         if isinstance(source, Iterable):
             return StreamSource(source, type(source).__name__)
-        raise ValueError(f"pack: {type(source).__name__} is no source. HINT: a folder, arrays ...")
+        raise ValueError(
+            f"pack: {type(source).__name__} is not a source. HINT: pass a folder, an array or an "
+            "iterable of samples"
+        )
     path, name = formats.split_path(os.fspath(source))
     if formats.detect_format(path):
         return formats.open_source(path, name, None if labels is None else os.fspath(labels))
@@ -59,8 +68,8 @@ def open_source(source: Any, labels: Any, work: Path) -> Source:
     if ":" in str(source) and not path.exists():
         return open_stream(str(source))
     if not path.exists():
-        raise DataError(path, -1, 0, "no such file or folder")
+        raise DataError(path, -1, 0, "the file or folder does not exist")
     raise ValueError(
-        f"{path}: can't be packed. HINT: a folder of files, a .npy file, a packed set, "
-        f"{', '.join(formats.FORMATS)}, or MODULE:FUNCTION that gives samples"
+        f"{path} can't be packed. HINT: pass a folder of files, a .npy file, a packed dataset, "
+        f"{', '.join(formats.FORMATS)}, or MODULE:FUNCTION that yields samples"
     )

@@ -96,8 +96,8 @@ class ArraySource(Source):
         if self.y is not None:
             if len(self.y) != len(self.x):
                 raise ValueError(
-                    f"{self.x.description} has {len(self.x):,} samples, and {self.y.description} "
-                    f"{len(self.y):,} labels. HINT: as many of each"
+                    f"{self.x.description} has {len(self.x):,} samples, but {self.y.description} "
+                    f"has {len(self.y):,} labels. HINT: pass one label per sample"
                 )
             whole = not self.y.shape and np.dtype(self.y.dtype).kind in "iu"
             self.label = (
@@ -123,13 +123,13 @@ def label_field(dtype: str, shape: tuple[int, ...], description: str) -> ArraySp
     """Return dtype and shape of array labels. Raises ValueError if a dataset can't hold them."""
     if dtype not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
-            f"{printable(description)}: labels that are {dtype} of {shape}, and no numbers of a "
-            "usual kind. HINT: classes as 0, 1, 2 ..., or float32"
+            f"{printable(description)}: labels of {dtype} {shape} are not supported. HINT: "
+            "use classes 0, 1, 2 ..., or float32"
         )
     field = ArraySpec(dtype, shape)
     if field.nbytes > MAX_SAMPLE_BYTES:
         raise ValueError(
-            f"{printable(description)}: labels of {dtype} {shape}: more than 4 GiB each"
+            f"{printable(description)}: labels of {dtype} {shape} have more than 4 GiB each"
         )
     return field
 
@@ -174,7 +174,7 @@ class _FileRows:
     def row(self, i: int) -> Any:
         data = read_at(self._file.fd, self._row_bytes, self._start + i * self._row_bytes)
         if len(data) < self._row_bytes:
-            raise ValueError(f"{self.description}: is truncated in sample {i}")
+            raise ValueError(f"{self.description} is truncated in sample {i}")
         array = np.frombuffer(data, self._file_dtype).reshape(self.shape)
         return array.astype(self._file_dtype.newbyteorder("="), copy=False)
 
@@ -201,7 +201,7 @@ def _open_npy(path: Path) -> tuple[OpenFile, npy.Header]:
         order_irrelevant = sum(side > 1 for side in head.shape) < 2
         if not head.shape or (head.fortran and not order_irrelevant):
             raise ValueError(
-                f"{head.dtype} of {head.shape} is no C-ordered array of samples. "
+                f"{head.dtype} of {head.shape} is not a C-ordered array of samples. "
                 "HINT: np.save(path, np.ascontiguousarray(array))"
             )
     except ValueError as error:
@@ -268,15 +268,18 @@ class _LabelConverter:
         else:
             array = np.asarray(value)
             if array.dtype.hasobject:
-                raise ValueError(f"the label of sample {number} is a {type(value).__name__}")
+                raise ValueError(
+                    f"the label of sample {number} is a {type(value).__name__}. HINT: yield "
+                    "numbers, arrays or class names as labels"
+                )
             whole = not array.shape and array.dtype.kind in "iu"
             name = f"the label of sample {number}"
             kind = "class" if whole else label_field(array.dtype.name, array.shape, name)
             result = int(array) if whole else array
         if self.seen and kind != self.label:
             raise ValueError(
-                f"the label of sample {number} is {_label_name(kind)}, and of those before it "
-                f"{_label_name(self.label)}. HINT: labels of one kind and shape, or none at all"
+                f"the label of sample {number} is {_label_name(kind)}, but earlier labels are "
+                f"{_label_name(self.label)}. HINT: yield labels of one kind and shape, or no labels"
             )
         self.label, self.seen = kind, True
         return result
@@ -292,10 +295,10 @@ class StreamSource(Source):
         self.description, self._stream, self._labels = description, stream, _LabelConverter()
 
     def __len__(self) -> int:
-        raise TypeError("a stream's length is not known")
+        raise TypeError("the length of a stream is unknown")
 
     def load(self, i: int) -> LoadedSample:
-        raise TypeError("a stream has an order of its own")
+        raise TypeError("a stream can only be read in order")
 
     def each(self) -> Iterable[LoadedSample]:
         for number, item in enumerate(self._stream):
@@ -307,7 +310,8 @@ class StreamSource(Source):
                 data = np.asarray(data)
                 if data.dtype.hasobject:
                     raise ValueError(
-                        f"{self.description}: sample {number} is a {type(item).__name__}"
+                        f"{self.description}: sample {number} is a {type(item).__name__}. HINT: "
+                        "yield arrays or bytes"
                     )
             label = self._labels.convert(label, number)
             self.label, self.classes = self._labels.label, list(self._labels.classes)

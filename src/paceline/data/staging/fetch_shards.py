@@ -273,7 +273,7 @@ class ShardFetcher:
             self._of_others(PeerTransfer.publish, number)
 
     def _say_what_it_is(self) -> None:
-        """Write paceline.json once the index is complete: from then on the dataset is read here."""
+        """Write paceline.json once the index is complete: from then on this node reads its copy."""
         meta, small = shard_format.META_FILE, (self._files[at] for at in self._small)
         if all(whole(self._folder, one) for one in small) and self._folder.status(meta) is None:
             with open(self._origin.open(meta), "rb") as file:
@@ -321,5 +321,5 @@ def _copied(origin: Origin, one: Shard, to: BinaryIO) -> bool:
             while done < size:
                 done += to.write(buffer[done:size])
     if one.crc not in (crc, UNCHECKED):
-        raise DataError(path, -1, 0, "a byte has changed (its checksum is another)")
+        raise DataError(path, -1, 0, "a byte has changed (its checksum differs)")
     return True

@@ -42,16 +42,16 @@ class Origin:
         real = path.resolve()
         self._fd = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.group = os.fstat(self._fd).st_gid
-        hint = "HINT: without --shared"
+        hint = "HINT: leave out --shared"
         if not own_group(self.group):
             raise ValueError(
-                f"--shared: {path} belongs to group {self.group}, of which you are no member. "
+                f"--shared: {path} belongs to group {self.group}, of which you are not a member. "
                 f"{hint}"
             )
         for folder in real.parents:
             check_entered(folder, self.group, hint)
         if not group_may(self._fd, self.group, ENTER):
-            raise ValueError(f"--shared: {path} is closed to group {self.group}. {hint}")
+            raise ValueError(f"--shared: group {self.group} can't enter {path}. {hint}")
 
     def __del__(self) -> None:
         if "_fd" in self.__dict__:
@@ -70,8 +70,8 @@ class Origin:
         if not group_may(fd, self.group, READ):
             os.close(fd)
             raise ValueError(
-                f"--shared: group {self.group} can't read {self.path / name}. HINT: without "
-                "--shared, or chmod g+r"
+                f"--shared: group {self.group} can't read {self.path / name}. HINT: chmod "
+                "g+r, or leave out --shared"
             )
         return fd
 
@@ -94,7 +94,7 @@ def check_entered(folder: Path, group: int, hint: str) -> None:
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not group_may(fd, group, ENTER):
-            raise ValueError(f"--shared: {folder} is closed to group {group}. {hint}")
+            raise ValueError(f"--shared: group {group} can't enter {folder}. {hint}")
     finally:
         os.close(fd)
 

@@ -64,7 +64,7 @@ class ShardServer:
         """Read the token and the number of the requested shard."""
         token, number = _REQUEST.unpack((yield HandshakeStep(read=_REQUEST.size)))
         if not hmac.compare_digest(token, self._token.encode()):
-            raise HandshakeError("the visitor does not know the token")
+            raise HandshakeError("the client has sent another token")
         return int(number)
 
     def _serve(self) -> None:
@@ -166,16 +166,16 @@ def fetch_shard(host: str, number: int, shard: Shard, file: BinaryIO) -> None:
         channel, size = _request(host, number, ANSWER_TIMEOUT_S)
         with channel:
             if size != shard.bytes:
-                raise ConnectionError(f"{host.split()[0]} has it not whole")
+                raise ConnectionError(f"{host.split()[0]} has no complete copy of the shard")
             while left:
                 piece = buffer[: min(left, PIECE_BYTES)]
                 _receive_into(channel, piece, ANSWER_TIMEOUT_S)
                 crc, left = crc32c(piece, crc), left - len(piece)
                 _write_all(file, piece)
     except EOFError:
-        raise ConnectionError(f"{host.split()[0]} broke off") from None
+        raise ConnectionError(f"{host.split()[0]} closed the connection") from None
     if shard.crc not in (crc, UNCHECKED):
-        raise DataError(Path(shard.file), -1, 0, "came with another checksum")
+        raise DataError(Path(shard.file), -1, 0, "arrived with another checksum")
 
 
 def _write_all(file: BinaryIO, piece: memoryview) -> None:

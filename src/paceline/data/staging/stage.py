@@ -174,20 +174,21 @@ def _check_may_share(origin: Origin, files: list[Shard], root: Path) -> None:
             os.close(origin.open(name))
         except OSError as error:
             raise ValueError(
-                f"--shared: {origin.path / name} {error.strerror}. HINT: without --shared"
+                f"--shared: {origin.path / name} {error.strerror}. HINT: leave out --shared"
             ) from None
     if any(one.crc == UNCHECKED for one in files):
         raise ValueError(
-            f"--shared: {origin.path} has no checksum of its index: it was packed by an older "
-            "Paceline. HINT: without --shared, or pack it again"
+            f"--shared: {origin.path} has no checksum of its index: an older Paceline packed it. "
+            "HINT: pack it again, or leave out --shared"
         )
     if not root.is_dir():
         raise ValueError(
-            f"--shared: there is no folder {root}. HINT: make it, open to group {origin.group}"
+            f"--shared: the folder {root} does not exist. HINT: create it with access for group "
+            f"{origin.group}"
         )
     for folder in (root.resolve(), *root.resolve().parents):
         assert origin.group is not None
-        check_entered(folder, origin.group, f"HINT: chmod g+x, or another ROOT than {root}")
+        check_entered(folder, origin.group, f"HINT: chmod g+x, or choose a ROOT other than {root}")
 
 
 def _files(origin: Path, meta: DatasetMeta) -> list[Shard]:
@@ -210,7 +211,10 @@ def _join_exchange(folder: Folder | None, files: list[Shard], found: Staged) -> 
         return join_peer_transfer(found.folder.name, folder, files, os.environ)
     except StoreLostError as error:
         why = str(error).splitlines()[0] if str(error) else "no answer"
-        found.notes.append(f"the job's store does not answer ({why}): {found.host} reads all alone")
+        found.notes.append(
+            f"the job's store does not answer ({why}): {found.host} reads all shards from the "
+            "origin"
+        )
         return None
 
 
@@ -247,7 +251,7 @@ def _make_room(
         try:
             own.remove(gone)  # a reader has the files open, or falls back to the origin
         except OSError as error:
-            found.notes.append(f"{own.path / gone} can't make room: {error.strerror}")
+            found.notes.append(f"{own.path / gone} can't be removed to make room: {error.strerror}")
             continue
         del sets[gone]
         found.evicted.append(gone)
@@ -292,10 +296,10 @@ def _explain_errors(root: Path) -> Iterator[None]:
     except DataError:
         raise
     except OSError as error:
-        way = "HINT: a folder of this host's own that can be written to"
+        way = "HINT: choose a folder of this host that you can write to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            way = "What is there is kept. HINT: make room, or give less of it (--room)"
+            way = "Complete shards are kept. HINT: make room, or limit the copy with --room"
         elif isinstance(error, UnsafeFileError):
-            way = "HINT: choose another ROOT, or have that folder removed by its owner"
+            way = "HINT: choose another ROOT, or ask the owner to remove that folder"
         where = error.filename or root
         raise ValueError(f"{where}: {error.strerror or error}. {way}") from error

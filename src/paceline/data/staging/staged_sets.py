@@ -101,7 +101,7 @@ def open_staged_here(origin: Path) -> Folder | None:
             if error.filename not in _refused:
                 _refused.add(error.filename)
                 why = f"{printable(str(error.filename))} {error.strerror}"
-                notify(f"paceline: {why}: it is not read, and {origin} is read where it lies\n")
+                notify(f"paceline: {why}. It is not used; {origin} is read instead\n")
         except OSError:
             continue
     return None

@@ -37,7 +37,7 @@ def pack_environment(file: Path | None) -> Packed:
     own = find_environment()
     ready(own, target)
     with _ended_gently():
-        with describe("import torch as it is"):
+        with describe("import torch from the environment"):
             # One import first: it completes __pycache__, and fails early if torch is missing.
             file_of_torch = timed(own.interpreter).file
             _inside(file_of_torch, own.prefix, "HINT: pip install torch in this environment")
@@ -78,14 +78,16 @@ def _used(own: Environment, file: Path) -> Use:
             with describe(f"import torch from {file.name}, mounted"):
                 return *_from_mounts(file), notes
         except CannotMountError as why:
-            notes.append(f"{file.name} can't be mounted here: {why}. It was unpacked instead")
+            notes.append(
+                f"{file.name} can't be mounted on this host: {why}. It was unpacked instead"
+            )
     try:
         with describe(f"import torch from {file.name}, unpacked"):
             return *_from_unpacked(own, file), notes
     except CannotMountError as why:
         notes = [note.replace(" It was unpacked instead", "") for note in notes]
         notes.append(
-            f"{file.name} can't be unpacked here: {why}. Nothing was measured of it; it stays"
+            f"{file.name} can't be unpacked on this host: {why}. It was not measured and is kept"
         )
     return "", None, None, notes
 

@@ -57,9 +57,9 @@ def find_environment() -> Environment:
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     if prefix == base and not (prefix / "conda-meta").is_dir():
         raise ValueError(
-            f"--pack-env: {sys.executable} is no virtual environment: {prefix} is the system's, "
-            "and not to be packed. HINT: python -m venv ENV && ENV/bin/pip install torch paceline, "
-            "then ENV/bin/python -m paceline check --pack-env"
+            f"--pack-env: {sys.executable} is not in a virtual environment: {prefix} belongs "
+            "to the system and is not packed. HINT: python -m venv ENV && ENV/bin/pip install "
+            "torch paceline, then ENV/bin/python -m paceline check --pack-env"
         )
     sizes: dict[tuple[int, int], int] = {}
     count = 0

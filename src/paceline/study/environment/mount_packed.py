@@ -76,7 +76,9 @@ def unpack_file(file: Path, needed: int) -> Iterator[Mounted]:
         free = free_space(folder)
         if free is not None and free < needed:
             where = f"{folder.parent} has {free / 1e6:,.0f} MB free"
-            raise CannotMountError(f"{where} of {needed / 1e6:,.0f} MB: TMPDIR says another folder")
+            raise CannotMountError(
+                f"{where}, and {needed / 1e6:,.0f} MB are needed (set TMPDIR to another folder)"
+            )
         words = ["tar", "-xf", str(file), "-C", str(folder)]
         if tool == "unsquashfs":
             words = ["unsquashfs", "-f", "-n", "-q", "-d", str(folder), str(file)]
@@ -99,7 +101,7 @@ def _mount(file: Path, folder: Path) -> str:
             return "mounted by squashfuse"
         why.append(failed or "squashfuse mounted nothing")
     if os.geteuid() != 0:
-        why.append("mount is for root only")
+        why.append("mount needs root")
     else:
         words = ["mount", "-t", "squashfs", "-o", "loop,ro", str(file), str(folder)]
         failed = _run_command(words, COMMAND_TIMEOUT_S)
@@ -127,8 +129,8 @@ def _run_command(words: list[str], seconds: float | None) -> str:
         return f"{words[0]}: {error}"
     if done.returncode == 0:
         return ""
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["not a word"]
-    return f"{words[0]} ended with {done.returncode}: {said[-1].strip()}"
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["no output"]
+    return f"{words[0]} ended with exit code {done.returncode}: {said[-1].strip()}"
 
 
 def _unmount(folder: Path) -> None:

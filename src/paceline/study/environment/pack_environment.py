@@ -38,13 +38,13 @@ def choose_format(file: Path | None) -> Path:
     file = file or Path("env.squashfs" if tool else "env.tar")
     if file.suffix not in (*SQUASHFS, *TAR):
         raise ValueError(
-            f"--packed {file}: what it becomes is said by its end. HINT: env.squashfs (or .sqsh), "
-            "which is mounted, or env.tar, which is unpacked"
+            f"--packed FILE must end in .squashfs, .sqsh or .tar; this is {str(file)!r}. HINT: "
+            "env.squashfs, which is mounted, or env.tar, which is unpacked"
         )
     if file.suffix in SQUASHFS and tool is None:
         raise ValueError(
             f"--packed {file}: mksquashfs is not installed. HINT: apt-get install squashfs-tools, "
-            f"or module avail; or --packed {file.with_suffix('.tar')}"
+            f"module avail squashfs, or --packed {file.with_suffix('.tar')}"
         )
     return file.absolute()
 
@@ -58,14 +58,14 @@ def ready(environment: Environment, file: Path) -> None:
     folder = file.parent
     if os.path.lexists(file):
         raise ValueError(
-            f"--packed {file}: is there already, and never written over. HINT: remove it, or give "
-            "another name"
+            f"--packed {file}: the file exists, and is never overwritten. HINT: remove it, or "
+            "choose another name"
         )
     if not folder.is_dir():
-        raise ValueError(f"--packed {file}: no such folder. HINT: mkdir -p {folder}")
+        raise ValueError(f"--packed {file}: the folder does not exist. HINT: mkdir -p {folder}")
     if folder.resolve().is_relative_to(environment.prefix.resolve()):
         raise ValueError(
-            f"--packed {file}: lies in the environment that it is to hold. HINT: another folder"
+            f"--packed {file} is inside the environment to pack. HINT: choose another folder"
         )
     try:
         tempfile.TemporaryFile(dir=folder).close()
@@ -76,7 +76,7 @@ def ready(environment: Environment, file: Path) -> None:
     if free is not None and free < needed:
         raise ValueError(
             f"--packed {file}: {folder} has {free / 1e6:,.0f} MB free, and the environment "
-            f"has {needed / 1e6:,.0f} MB. HINT: make room, or another folder (--packed FILE)"
+            f"has {needed / 1e6:,.0f} MB. HINT: make room, or choose another folder (--packed FILE)"
         )
 
 
@@ -99,7 +99,9 @@ def pack(environment: Environment, file: Path, step: Step) -> float:
             os.fsync(written.fileno())
         took = time.perf_counter() - start
         if os.path.lexists(file):
-            raise ValueError(f"--packed {file}: has come meanwhile. HINT: another name")
+            raise ValueError(
+                f"--packed {file}: another process has created the file. HINT: choose another name"
+            )
         part.replace(file)
     except OSError as error:
         raise _refused(file, error) from None
@@ -110,9 +112,9 @@ def pack(environment: Environment, file: Path, step: Step) -> float:
 
 def _refused(file: Path, error: OSError) -> ValueError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    hint = "make room, or " * full + "another folder that you may write to (--packed FILE)"
+    hint = "make room, or " * full + "choose a folder that you can write to (--packed FILE)"
     why = error.strerror or error
-    return ValueError(f"--packed {file}: can't be written: {why}. HINT: {hint}")
+    return ValueError(f"--packed {file} can't be written: {why}. HINT: {hint}")
 
 
 def _squashfs(environment: Environment, part: Path, step: Step) -> None:
@@ -141,9 +143,9 @@ def _squashfs(environment: Environment, part: Path, step: Step) -> None:
             process.wait()
         if process.returncode:
             said.seek(0)
-            lines = [line for line in said.read().splitlines() if line.strip()] or ["not a word"]
+            lines = [line for line in said.read().splitlines() if line.strip()] or ["no output"]
             code = process.returncode
-            ended = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+            ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise OSError(None, f"mksquashfs {ended}: {'; '.join(lines[:2])}")
 
 

@@ -79,11 +79,13 @@ def advise(feed: LoadRankConfig, say: Say) -> Advice:
     """
     data = open_dataset(feed)
     if feed.ranks < 1:
-        raise ValueError(f"{feed.ranks} ranks load nothing. HINT: 1 or more")
+        raise ValueError(f"-n must be at least 1; this is {feed.ranks}. HINT: -n 1")
     feed = replace(feed, most=most_of(data))
     least = max(MIN_SAMPLES, MIN_BATCHES * feed.ranks)
     if len(data) < least:
-        raise ValueError(f"{data!r}: too few to measure. HINT: a set of {least} and more")
+        raise ValueError(
+            f"{data!r} has too few samples to measure. HINT: use a dataset of {least} or more"
+        )
     say(f"{data!r}")
     some = places(data, feed)
     filesystem, notes = kind_of(root_of(data)), list[str]()

@@ -77,8 +77,8 @@ def open_dataset(feed: LoadRankConfig) -> Any:
         return Shards(path)
     if formats.detect_format(path):
         raise ValueError(
-            f"{feed.source}: {formats.detect_format(path)} is read by packing it. HINT: "
-            f"paceline pack {feed.source} DEST, and then --data DEST"
+            f"{feed.source}: a Loader can't read {formats.detect_format(path)}. HINT: paceline "
+            f"pack {feed.source} DEST, then paceline check --data DEST"
         )
     return Files(path, feed.labels)
 

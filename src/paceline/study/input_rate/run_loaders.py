@@ -62,7 +62,7 @@ def started(feeds: list[LoadRankConfig]) -> Running:
         )
         for process in running:
             if _line(process) != "ready":
-                raise ValueError("a rank that only loads has failed, as said above")
+                raise ValueError("a loading rank has failed; its error is above")
     except BaseException:
         ended(running)
         raise

@@ -27,7 +27,7 @@ def from_storage(data: Any, some: list[Place], seconds: float, notes: list[str])
         notes: Remarks are appended to it.
     """
     if not drop_from_cache(some):
-        notes.append("its files are in memory, or in a cache that can not be emptied from here")
+        notes.append("its files are in memory, or in a cache that this host can't empty")
         return {}
     files, count = isinstance(data, Files), together(data)
     one, one_cpu = _pieces(some[::2], 1, seconds / 2, files)
@@ -101,6 +101,6 @@ def _bandwidth_beside(data: Files, seconds: float, notes: list[str]) -> float:
     try:
         read = storage(data.folder, seconds).read
     except ValueError as error:
-        notes.append(f"its bandwidth is known of small files only: {error}")
+        notes.append(f"its bandwidth was measured with small files only: {error}")
         return 0.0
     return read.median if read is not None else 0.0

@@ -120,7 +120,9 @@ class Task:
         try:
             return msgspec.convert(json.loads(data), cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise InvalidFileError(run / TASK, f"is no task: {printable(str(error))}") from None
+            raise InvalidFileError(
+                run / TASK, f"is not a valid task: {printable(str(error))}"
+            ) from None
 
 
 def pack_on_ranks(
@@ -207,8 +209,8 @@ def _run_ranks(task: Task, placement: RankPlacement, job: PackJob) -> None:
         raise KeyboardInterrupt
     if code:
         raise ValueError(
-            f"{job.folder}: the ranks ended with exit code {code}. What is packed so far is "
-            "kept. HINT: say the same again, which goes on where it was"
+            f"{job.folder}: the ranks ended with exit code {code}. Complete pieces are "
+            "kept. HINT: repeat the same command, which continues"
         )
     _wait_for_pieces(job, task.cut)
 
@@ -231,7 +233,7 @@ def _wait_for_pieces(job: PackJob, cut: Partition) -> None:
         if time.monotonic() > until:
             raise ValueError(
                 f"{job.folder}: {len(cut) - len(complete):,} of {len(cut):,} pieces that ranks "
-                "have packed are not to be seen here. HINT: a folder on a file system that all "
-                "hosts share; then say the same again, which goes on where it was"
+                "have packed are not visible on this host. HINT: use a folder on a file system "
+                "that all hosts share, and repeat the same command, which continues"
             )
         time.sleep(0.5)

@@ -45,8 +45,8 @@ def main() -> int:
     except FileNotFoundError:
         dest = run.parent.parent
         raise ValueError(
-            f"{dest}: what {host} sees there is another folder. HINT: one on a file system that "
-            "all hosts share"
+            f"{dest} is another folder on {host}. HINT: use a folder on a file system that all "
+            "hosts share"
         ) from None
     limit, images = task.asked.wish.shard_bytes, task.kind == "images"
     pieces = PieceWriter(task.cut, run.parent, run, limit, images, task.classes)
@@ -81,8 +81,9 @@ def _encoder(task: Task, work: Path) -> Encoder:
     source.kind, source.description = task.kind, task.told
     if len(source) != task.cut.samples:
         raise ValueError(
-            f"{source.description}: has {len(source):,} samples here, and {task.cut.samples:,} "
-            "where the job was started. HINT: the same source on all hosts"
+            f"{source.description} has {len(source):,} samples on this host, but "
+            f"{task.cut.samples:,} where the job was started. HINT: use the same source on all "
+            "hosts"
         )
     return make_encoder(
         source, encoding_options, asked.wish, shuffled_order(len(source), asked.wish.seed)

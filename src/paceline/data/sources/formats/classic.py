@@ -40,7 +40,7 @@ class _Header:
         self._left -= count
         data = self._file.read(count) if self._left >= 0 else b""
         if len(data) < count:
-            raise ValueError("its header is damaged, or cut")
+            raise ValueError("its header is damaged or truncated")
         return data
 
     def padded(self, count: int) -> None:
@@ -68,7 +68,7 @@ def length_note(path: Path) -> str:
         try:
             records, variables = _variables(header)
         except (ValueError, IndexError) as error:
-            raise ValueError(f"{path}: is no netCDF file that can be read: {error}") from None
+            raise ValueError(f"{path} can't be read as netCDF: {error}") from None
         size = os.fstat(file.fileno()).st_size
     record_variables = [variable for variable in variables if variable.records]
     record_bytes = sum(
@@ -86,10 +86,10 @@ def length_note(path: Path) -> str:
     end = max(ends, default=0)
     if size < end:
         raise ValueError(
-            f"{path}: is truncated: {size:,} bytes of at least {end:,}. HINT: copy it again"
+            f"{path} is truncated: it has {size:,} bytes of at least {end:,}. HINT: copy it again"
         )
     more = bool(record_bytes and records and size >= end + record_bytes)
-    return f"{path}: is longer than its {records:,} records: are there more?" if more else ""
+    return f"{path} is longer than its {records:,} records: records may be missing" if more else ""
 
 
 def _variables(header: _Header) -> tuple[int, list[_Variable]]:
@@ -103,7 +103,7 @@ def _variables(header: _Header) -> tuple[int, list[_Variable]]:
         header.padded(header.number())
         count = header.number()
         if count > MAX_DIMS:
-            raise ValueError(f"a variable of {count:,} dims")
+            raise ValueError(f"a variable of {count:,} dimensions")
         sides = [dims[header.number()] for _ in range(count)]
         header.attributes()
         size = SIZES[header.number(4)]

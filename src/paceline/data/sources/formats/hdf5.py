@@ -82,7 +82,7 @@ def _opened(path: Path) -> Any:
     try:
         return import_format_package("h5py").File(path, "r")
     except OSError as error:
-        raise ValueError(f"{path}: is no HDF5 file that can be read: {error}") from None
+        raise ValueError(f"{path} can't be read as HDF5: {error}") from None
 
 
 def unwritten_note(data: Any, description: str) -> str:
@@ -93,14 +93,14 @@ def unwritten_note(data: Any, description: str) -> str:
     if data.external or data.is_virtual or not data.size:
         return ""
     if not chunks and not stored:
-        return f"{description}: nothing of it is stored, and it reads as fill values"
+        return f"{description} has no stored values: all are read as fill values"
     if not chunks:
         # Variable-length values are stored elsewhere.
         fixed_size = not data.dtype.hasobject
         if fixed_size and stored != data.size * data.id.get_type().get_size():
             raise ValueError(
-                f"{description}: is {data.shape} of {data.dtype}, and {stored:,} bytes are stored. "
-                "HINT: copy it again"
+                f"{description} is {data.dtype} of {data.shape}, but {stored:,} bytes are stored. "
+                "HINT: copy the file again"
             )
         return ""
     sides = zip(data.shape, chunks, strict=True)
@@ -110,8 +110,8 @@ def unwritten_note(data: Any, description: str) -> str:
     )
     if stored_chunks > whole:
         raise ValueError(
-            f"{description}: is {data.shape}, and has {stored_chunks:,} chunks where there are "
-            f"{whole:,}. HINT: copy it again"
+            f"{description}, of the shape {data.shape}, has {stored_chunks:,} chunks instead of "
+            f"{whole:,}. HINT: copy the file again"
         )
     return missing_chunks(description, stored_chunks, whole)
 
@@ -129,7 +129,7 @@ def _check_other_files(data: Any, description: str) -> None:
             continue
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{description}: its values are in {printable(name)}, which can't be read: {error}"
+                f"{description} has its values in {printable(name)}, which can't be read: {error}"
             ) from None
 
 
@@ -166,8 +166,8 @@ def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:
             elif shapes is not None:
                 if item.data.ndim != shapes.shape[1] or item.data.dtype.name != _kind(x, h5py):
                     raise ValueError(
-                        f"sample {k} is {item.data.dtype} of {item.data.shape}, which HDF5 has no "
-                        "place for beside those before it. HINT: --to webdataset"
+                        f"sample {k} is {item.data.dtype} of {item.data.shape}, which HDF5 can't "
+                        "store with the samples before it. HINT: --to webdataset"
                     )
                 x[k], shapes[k] = item.data.reshape(-1), item.data.shape
             else:

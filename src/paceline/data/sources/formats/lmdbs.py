@@ -15,7 +15,9 @@ SAMPLES_PER_TRANSACTION = 1000
 
 def source(path: Path, name: str, labels: str | None) -> "LMDBSource":
     if name:
-        raise ValueError(f"{path}:{name}: named tables are not read. HINT: {path}")
+        raise ValueError(
+            f"{path}:{name}: named databases in an LMDB are not supported. HINT: {path}"
+        )
     return LMDBSource(path, labels)
 
 
@@ -29,12 +31,12 @@ class LMDBSource(MemberSource):
         try:
             self._database = lmdb.open(str(path), **options)
         except lmdb.Error as error:
-            raise ValueError(f"{path}: is no LMDB that can be read: {error}") from None
+            raise ValueError(f"{path} can't be read as LMDB: {error}") from None
         # The file is mapped: reading beyond its end would raise a signal.
         size, least = file.stat().st_size, self._page_count() * self._database.stat()["psize"]
         if size < least:
             raise ValueError(
-                f"{path}: is truncated: {size:,} bytes of {least:,}. HINT: copy it again"
+                f"{path} is truncated: it has {size:,} bytes of {least:,}. HINT: copy it again"
             )
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class" and not self.classes:
@@ -44,7 +46,7 @@ class LMDBSource(MemberSource):
         with convert_library_errors(self.description), self._database.begin() as transaction:
             found: bytes | None = transaction.get(place)
         if found is None:
-            raise ValueError(f"{place!r} has vanished")
+            raise ValueError(f"the key {place!r} no longer exists")
         return found
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class LMDBSource(MemberSource):
         if seen != key_count:
             more = "more than " if seen > key_count else f"{seen:,} of "
             raise ValueError(
-                f"{self._database.path()}: holds {more}{key_count:,} keys. HINT: copy it again"
+                f"{self._database.path()} contains {more}{key_count:,} keys. HINT: copy it again"
             )
         if members:
             yield last, members

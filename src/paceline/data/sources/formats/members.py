@@ -49,23 +49,24 @@ class MemberSource(Source):
             best = [extension for extension in data if _kind(extension) != "files"] or data
             if len(best) != 1:
                 raise ValueError(
-                    f"{description}: {printable(key)} has {_list_extensions(members)}. HINT: one "
-                    "member beside a .cls, or --labels and the end of the label's; "
-                    "else MODULE:FUNCTION"
+                    f"{description}: {printable(key)} has {_list_extensions(members)}. HINT: keep "
+                    "one "
+                    "member beside .cls, name the extension of the label (--labels cls), or use "
+                    "MODULE:FUNCTION as SOURCE"
                 )
             other |= set(data) - set(best)
             place = (members[best[0]], members[label] if label else None, members.get(NAME))
             if self._data and (place[1] is None) != (self._data[0][1] is None):
                 missing, there = (key, self._keys[0])[:: 1 if place[1] is None else -1]
                 raise ValueError(
-                    printable(f"{description}: {missing} has no label, and {there} has one")
+                    printable(f"{description}: {missing} has no label, but {there} has one")
                 )
             self._keys.append(key)
             self._extensions.append(best[0])
             self._data.append(place)
             self._label_extension = label or ""
         if not self._data:
-            raise ValueError(f"{description}: holds no samples")
+            raise ValueError(f"{description} contains no samples")
         self.has_names = True
         self._read_label_kind()
         kinds = {_kind(extension) for extension in set(self._extensions)}
@@ -73,12 +74,13 @@ class MemberSource(Source):
             kinds = {_kind(extension_from_magic(self.content(self._data[0][0]))[1:])}
         if len(kinds) > 1:
             raise ValueError(
-                f"{description}: holds {' and '.join(sorted(kinds))}. HINT: a set a kind"
+                f"{description} contains {' and '.join(sorted(kinds))}. HINT: pack each kind as a "
+                "dataset of its own"
             )
         self.kind = kinds.pop()
         if other:
             some = printable(", ".join(sorted(other)[:SHOWN]))
-            self.notes.append(f"members that are left out: {some}")
+            self.notes.append(f"members with these extensions are left out: {some}")
 
     @abstractmethod
     def content(self, place: Any) -> bytes:
@@ -170,7 +172,10 @@ def _is_integer(content: bytes) -> bool:
 
 def _text(content: bytes) -> str:
     if len(content) > MAX_CLASS_BYTES:
-        raise ValueError(f"a class name of {len(content):,} bytes. HINT: --labels END, as cls")
+        raise ValueError(
+            f"its class name has {len(content):,} bytes; the maximum is {MAX_CLASS_BYTES:,}. "
+            "HINT: --labels cls, or the extension of another member"
+        )
     return content.decode(errors="replace").strip()
 
 

@@ -49,7 +49,7 @@ class NetCDFRows(Rows):
             if rows.dtype.kind == "f":
                 rows = rows.filled(np.nan)
             elif np.ma.is_masked(rows):
-                raise ValueError(f"{self.description}: whole numbers, of which some are missing")
+                raise ValueError(f"{self.description} has missing values, and its dtype has no NaN")
             else:
                 rows = rows.data
         return native(rows, self.description)
@@ -74,4 +74,4 @@ def _opened(path: Path) -> Any:
     try:
         return import_format_package("netCDF4").Dataset(path)
     except OSError as error:
-        raise ValueError(f"{path}: is no netCDF file that can be read: {error}") from None
+        raise ValueError(f"{path} can't be read as netCDF: {error}") from None

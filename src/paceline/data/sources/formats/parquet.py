@@ -52,14 +52,14 @@ class ParquetSource(Source):
         try:
             files = [self._parquet.ParquetFile(one) for one in self.paths]
         except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-            raise ValueError(f"{path}: is no Parquet that can be read: {error}") from None
+            raise ValueError(f"{path} can't be read as Parquet: {error}") from None
         schema = files[0].schema_arrow
         self._count = int(sum(file.metadata.num_rows for file in files))
         names = schema.names
         default_columns = next(((x, y) for x, y in PAIRS if x in names), None)
         if not name and default_columns is None and len(names) != 1:
             raise ValueError(
-                f"{path}: has {_list_columns(names)}. HINT: {path}:COLUMN, --labels COLUMN"
+                f"{path} has {_list_columns(names)}. HINT: {path}:COLUMN, --labels COLUMN"
             )
         self._data = name or (default_columns[0] if default_columns else names[0])
         self._labels = labels or (
@@ -69,9 +69,9 @@ class ParquetSource(Source):
         )
         for one in (self._data, self._labels):
             if one and one not in names:
-                raise ValueError(f"{path}: has no column {one!r}; it has {_list_columns(names)}")
+                raise ValueError(f"{path} has no column {one!r}; it has {_list_columns(names)}")
         if not self._count:
-            raise ValueError(f"{path}: holds no rows")
+            raise ValueError(f"{path} contains no rows")
         first = next(iter(self.each()))
         if self._labels:
             whole = isinstance(first.label, int)
@@ -89,7 +89,7 @@ class ParquetSource(Source):
         return self._count
 
     def load(self, i: int) -> LoadedSample:
-        raise TypeError("rows come in their order")
+        raise TypeError("rows can only be read in order")
 
     def each(self) -> Iterable[LoadedSample]:
         number = 0
@@ -104,7 +104,7 @@ class ParquetSource(Source):
                     yield loaded
                     number += 1
         if number != self._count:
-            raise ValueError(f"{self.description}: has {number:,} rows of {self._count:,}")
+            raise ValueError(f"{self.description} has {number:,} rows of {self._count:,}")
 
     def _batches(self, path: Path) -> Iterator[Any]:
         columns = [one for one in (self._data, self._labels) if one]
@@ -134,7 +134,7 @@ def source(path: Path, name: str, labels: str | None) -> ParquetSource:
 def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
     """Return an array of a number or of nested lists, in their dtype."""
     if not value.is_valid:
-        raise ValueError(f"{where}: is missing")
+        raise ValueError(f"{where} is missing")
     try:
         if not hasattr(value, "values"):
             return np.asarray(value.as_py(), value.type.to_pandas_dtype())
@@ -142,7 +142,7 @@ def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
             return np.stack([_numbers(one, where) for one in value.values])
         made: np.ndarray[Any, Any] = value.values.to_numpy(zero_copy_only=False)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{where}: is no array of numbers: {error}") from None
+        raise ValueError(f"{where} is not a numeric array: {error}") from None
     return made
 
 

@@ -66,7 +66,7 @@ class StackedRows(Rows):
                 raise ValueError(
                     f"{other.description} is {other.dtype} {(len(other), *other.shape)}, and "
                     f"{first.description} {first.dtype} {(len(first), *first.shape)}. HINT: "
-                    "arrays of one shape and dtype, or one of them"
+                    "name arrays of one shape and dtype, or a single array"
                 )
         self.description = ", ".join(one.description for one in parts)
         self.dtype, self.shape = first.dtype, (len(parts), *first.shape)
@@ -90,7 +90,7 @@ class StoreSource(ArraySource):
     def __init__(self, x: Rows, y: Any = None, names: Rows | None = None) -> None:
         if isinstance(y, Rows) and y.dtype == "bytes":
             raise ValueError(
-                f"{y.description}: labels that are no numbers. HINT: classes as 0, 1, 2 ..."
+                f"{y.description}: labels must be numbers. HINT: use classes 0, 1, 2 ..."
             )
         super().__init__(x, y)
         self.sequential = x.chunk > 1
@@ -156,7 +156,7 @@ def source(
     elif label is not None and split_path(label)[1]:
         found = open_formats_source(*split_path(label), None)
         if not isinstance(found, StoreSource):
-            raise ValueError(f"{label}: holds no array of labels")
+            raise ValueError(f"{label} contains no array of labels")
         y = found.x
     named = open_rows(path, "names") if "names" in shapes and "names" not in names else None
     return StoreSource(parts[0] if len(parts) == 1 else StackedRows(parts), y, named)
@@ -181,11 +181,11 @@ def choose_arrays(
     names = name.split(",")
     for one in names:
         if one not in shapes:
-            raise ValueError(f"{path}: has no {one!r}; {_list_arrays(shapes)}. HINT: {path}:NAME")
+            raise ValueError(f"{path} has no {one!r}; {_list_arrays(shapes)}. HINT: {path}:NAME")
         if not shapes[one]:
-            raise ValueError(f"{path}: {one!r} is one number. HINT: an array of samples")
+            raise ValueError(f"{path}: {one!r} is a scalar. HINT: name an array of samples")
     if labels is not None and labels not in shapes and not split_path(labels)[0].exists():
-        raise ValueError(f"{path}: has no {labels!r}; {_list_arrays(shapes)}. HINT: --labels NAME")
+        raise ValueError(f"{path} has no {labels!r}; {_list_arrays(shapes)}. HINT: --labels NAME")
     return names, labels
 
 
@@ -193,7 +193,7 @@ def native(array: Any, description: str) -> Array:
     """Return an array of numbers in native byte order."""
     values = np.asarray(array)
     if values.dtype.kind not in "biufc":
-        raise ValueError(f"{description}: {values.dtype} is no kind of number")
+        raise ValueError(f"{description} has the dtype {values.dtype}, which is not numeric")
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
@@ -202,7 +202,7 @@ def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
     name = np.dtype(dtype).newbyteorder("=").name
     if name not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
-            f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is no array of numbers"
+            f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is not a numeric array"
         )
     return ArraySpec(name, tuple(int(side) for side in shape[1:]))
 
@@ -221,8 +221,8 @@ def check_sizes(rows: "Rows") -> None:
     if at_once > MAX_SAMPLE_BYTES:
         raise ValueError(
             f"{printable(rows.description)}: its rows are {rows.dtype} of {tuple(rows.shape)}, and "
-            f"{rows.chunk:,} of them lie in a chunk: {at_once:,} bytes at once. HINT: smaller "
-            "chunks along the first dim, or patches"
+            f"a chunk has {rows.chunk:,} of them: {at_once:,} bytes are read at once. HINT: use "
+            "smaller chunks along the first dimension, or patches"
         )
 
 
@@ -231,7 +231,7 @@ def missing_chunks(description: str, stored: int, expected: int) -> str:
     if stored >= expected:
         return ""
     return (
-        f"{description}: {expected - stored:,} of {expected:,} chunks are not there, and read as "
+        f"{description}: {expected - stored:,} of {expected:,} chunks are missing, and are read as "
         "fill values"
     )
 

@@ -51,7 +51,7 @@ class TFRecordSource(Source):
         for number, one in enumerate(self.paths):
             self._index_records(number, one)
         if not self._offsets:
-            raise ValueError(f"{path}: holds no records")
+            raise ValueError(f"{path} contains no records")
         first = self._features(0)
         self._data = self._choose_feature(first, name, SAMPLES, "PATH:FEATURE")
         self._labels = labels or next((one for one in LABELS if one in first), "")
@@ -98,17 +98,19 @@ class TFRecordSource(Source):
         """Find the offset of each record in a file."""
         at, size = 0, os.fstat(self._files[number].fd).st_size
         if not size:
-            self.notes.append(f"{path}: is empty")
+            self.notes.append(f"{path} is empty")
         while at < size:
             head = os.pread(self._files[number].fd, HEADER.size, at)
             length, crc = HEADER.unpack(head) if len(head) == HEADER.size else (0, -1)
             if crc != _masked_crc(head[:8]):
-                raise ValueError(f"{path}: no TFRecord at byte {at:,}. HINT: copy it again")
+                raise ValueError(f"{path} has no TFRecord at byte {at:,}. HINT: copy it again")
             end = at + HEADER.size + length + FOOTER.size
             if end > size:
-                raise ValueError(f"{path}: is truncated: {size:,} bytes of at least {end:,}")
+                raise ValueError(f"{path} is truncated: it has {size:,} bytes of at least {end:,}")
             if length > MAX_EXAMPLE_BYTES:
-                raise ValueError(f"{path}: a record of {length:,} bytes at byte {at:,}: over 2 GiB")
+                raise ValueError(
+                    f"{path}: the record at byte {at:,} has {length:,} bytes, over 2 GiB"
+                )
             self._file_numbers.append(number)
             self._offsets.append(at)
             at = end
@@ -121,12 +123,12 @@ class TFRecordSource(Source):
             raise ValueError(f"is truncated at byte {at:,}")
         content, (crc,) = data[:length], FOOTER.unpack(data[length:])
         if crc != _masked_crc(content):
-            raise ValueError(f"a byte has changed at {at:,} (its checksum is another)")
+            raise ValueError(f"a byte has changed at {at:,} (its checksum differs)")
         example = _example()()
         try:
             example.ParseFromString(content)
-        except Exception as error:  # protobuf's, by which of its implementations is there
-            raise ValueError(f"is no tf.train.Example: {error}") from None
+        except Exception as error:  # its type depends on protobuf's implementation
+            raise ValueError(f"is not a tf.train.Example: {error}") from None
         return example.features.feature
 
     def _choose_feature(self, first: Any, name: str, usual: tuple[str, ...], hint: str) -> str:
@@ -134,9 +136,9 @@ class TFRecordSource(Source):
             return name
         found = next((one for one in usual if one in first), "")
         if name or not found:
-            what = f"no feature {name!r}" if name else "no feature of a usual name"
+            what = f"no feature {name!r}" if name else "no feature with a usual name"
             there = printable(", ".join(sorted(first)[:MAX_SHOWN_FEATURES]))
-            raise ValueError(f"{self.description}: {what}; it has {there}. HINT: {hint}")
+            raise ValueError(f"{self.description} has {what}; it has {there}. HINT: {hint}")
         return found
 
     def _value(self, features: Any, name: str) -> Any:
@@ -174,7 +176,9 @@ class TFRecordSource(Source):
 
 def _field(label: Any, path: Path) -> ArraySpec:
     if isinstance(label, bytes):
-        raise ValueError(f"{path}: labels are bytes. HINT: --labels FEATURE of numbers")
+        raise ValueError(
+            f"{path}: labels are bytes. HINT: name a feature of numbers: --labels FEATURE"
+        )
     return label_field(label.dtype.name, label.shape, str(path))
 
 

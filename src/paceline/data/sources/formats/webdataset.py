@@ -17,7 +17,7 @@ from .members import MemberSource, sample_members
 
 def source(path: Path, name: str, labels: str | None) -> "WebDatasetSource":
     if name:
-        raise ValueError(f"{path}:{name}: a webdataset has no names. HINT: --labels END, as cls")
+        raise ValueError(f"{path}:{name}: a WebDataset has no named arrays. HINT: --labels cls")
     return WebDatasetSource(path, labels)
 
 
@@ -39,7 +39,7 @@ class WebDatasetSource(MemberSource):
         tar, offset, length = place
         data = read_at(self._files[tar].fd, length, offset)
         if len(data) < length:
-            raise ValueError(f"{self.paths[tar]}: is truncated at byte {offset + len(data):,}")
+            raise ValueError(f"{self.paths[tar]} is truncated at byte {offset + len(data):,}")
         return data
 
     def close(self) -> None:
@@ -51,12 +51,12 @@ class WebDatasetSource(MemberSource):
         path, end = self.paths[number], at
         while data := os.pread(self._files[number].fd, CHUNK_BYTES, end):
             if data.count(0) < len(data):
-                raise ValueError(f"{path}: no tar member at byte {at:,}. HINT: copy it again")
+                raise ValueError(f"{path} has no tar member at byte {at:,}. HINT: copy it again")
             end += len(data)
         if end - at < tarfile.BLOCKSIZE:
-            raise ValueError(f"{path}: is truncated: it has no end mark. HINT: copy it again")
+            raise ValueError(f"{path} is truncated: it has no end mark. HINT: copy it again")
         if end - at > 2 * tarfile.BLOCKSIZE + tarfile.RECORDSIZE:
-            self.notes.append(f"{path}: {end - at:,} zeros at its end: members may be missing")
+            self.notes.append(f"{path} ends with {end - at:,} zeros: members may be missing")
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
@@ -82,8 +82,8 @@ class WebDatasetSource(MemberSource):
                 raise
             except Exception as error:  # tarfile raises whatever a damaged header leads it to
                 raise ValueError(
-                    f"{path}: can't be read as a tar: {printable(str(error))}. HINT: copy it "
-                    "again; a compressed one (.tar.gz) has to be unpacked"
+                    f"{path} can't be read as a tar: {printable(str(error))}. HINT: copy it "
+                    "again, or decompress it first (.tar.gz)"
                 ) from None
             if members:
                 yield key, members

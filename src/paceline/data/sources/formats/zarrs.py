@@ -59,7 +59,9 @@ def check_codecs(data: Any, description: str) -> None:
     codecs = [*(getattr(meta, "filters", None) or ()), getattr(meta, "compressor", None)]
     for codec in codecs:
         if getattr(codec, "codec_id", "") in UNSAFE_CODECS:
-            raise ValueError(f"{description}: its codec {codec.codec_id} runs code from the file")
+            raise ValueError(
+                f"{description} has the codec {codec.codec_id}, which runs code from the file"
+            )
 
 
 def _opened(path: Path) -> Any:
@@ -67,4 +69,4 @@ def _opened(path: Path) -> Any:
     try:
         return zarr.open(str(path), mode="r")
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: is no zarr that can be read: {error}") from None
+        raise ValueError(f"{path} can't be read as zarr: {error}") from None
