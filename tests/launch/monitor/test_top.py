@@ -118,7 +118,7 @@ def test_top_shows_running_stopped_and_ended_job(tmp_path):
             lines = top("--once", record, columns=columns).stdout.splitlines()
             assert max(map(len, lines)) <= columns
             assert lines[1].startswith("3 ranks on ")
-            assert "slowest  rank 1, " in "\n".join(lines)
+            assert "slowest  rank 1 spends " in "\n".join(lines)
             assert "\x1b" not in "".join(lines)
 
         # A report of the running job, whose folder does not contain the record yet.
@@ -155,9 +155,11 @@ def test_top_shows_running_stopped_and_ended_job(tmp_path):
             assert all(one["for_s"] > 1 for one in view["standing"])
             assert [now["process"] for now in view["now"]] == ["running", "running", "stopped"]
             said = " ".join(top("--once", record).stdout.split())
-            stands = r"stands all-reduce \d+: ranks? [\d,-]+ ha(s|ve) waited for"
+            stands = r"blocked Ranks? [\d, -]+ ha(s|ve) waited in all-reduce \d+ for"
             assert re.search(stands, said), said
-            assert re.search(r"rank 2[^;]*(is not there|in it too)[^;]*stopped by a signal", said)
+            assert re.search(
+                r"Rank 2[^.]*(has not entered it|is in it)[^.]*stopped by a signal", said
+            )
         finally:
             os.kill(victim, signal.SIGCONT)
 
@@ -275,7 +277,7 @@ def test_top_shows_all_hosts_and_reports_silent_host(hosts, shared_folder):
         assert view["hosts"] == ["host1", "host1", "host2", "host2"]
         assert (view["ranks"], view["slowest_rank"]) == ([0, 1, 2, 3], 1)
         assert view["silent_hosts"] == []
-        assert "4 ranks on 2 hosts (host1, host2)" in seen("record")
+        assert "4 ranks on 2 nodes (host1, host2)" in seen("record")
         far = seen("record", host="host1")
         assert "only this host's ranks are shown: the job was started on host0. HINT: ssh" in far
 

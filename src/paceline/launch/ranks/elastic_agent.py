@@ -162,7 +162,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         if self.hang_report is not None:  # reported before any rank is ended
-            self.output.say(f"{self.hang_report.text}  The job hangs: its ranks are ended.\n")
+            self.output.say(f"{self.hang_report.text}  The job hangs: Paceline ends its ranks.\n")
         self.end_ranks()
         self.output.drain()
         if self.cause is not None and self.hang_report is None:
