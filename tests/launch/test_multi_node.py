@@ -18,7 +18,7 @@ def layout(capsys, racks):
 def test_layout_of_hosts_at_one_or_unknown_switches(capsys, monkeypatch, racks):
     monkeypatch.delenv("PACELINE_RACKS", raising=False)
     said = layout(capsys, racks)
-    assert "4 ranks on 2 hosts over srun, network ib0 (n1: 0-1, n2: 2-3; " in said
+    assert "4 ranks on 2 nodes over srun, network ib0 (n1: 0-1, n2: 2-3; " in said
     assert "switch" not in said
 
 

@@ -90,7 +90,7 @@ def test_existing_record_is_never_overwritten(tmp_path):
     kept = {path.name: path.read_bytes() for path in record.iterdir()}
     result = ranks.run(script, -1, 5, launcher=f"paceline --record {record}", check=False)
     assert result.returncode == 2
-    assert "there is a record already. HINT" in result.stderr
+    assert "already contains a record. HINT" in result.stderr
     assert kept == {path.name: path.read_bytes() for path in record.iterdir()}
 
 
@@ -145,7 +145,7 @@ def test_paceline_record_under_torchrun(tmp_path):
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
     again = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
     assert again.returncode != 0
-    assert b"there is a record already. HINT" in again.stderr
+    assert b"already contains a record. HINT" in again.stderr
     assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
     assert not ranks.in_memory()
 

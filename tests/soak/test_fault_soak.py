@@ -95,7 +95,7 @@ def options(faults):
 
 def check(plan, said, folders, hosts=None):
     """Assert that each attempt's fault was named and the parameters are as without faults."""
-    attempts = re.split(r"paceline: starting again from the last checkpoint.*\n", said)
+    attempts = re.split(r"paceline: the job restarts from the last checkpoint.*\n", said)
     assert len(attempts) == len(plan) + 1
     for number, (kind, rank, _) in enumerate(plan):
         text = " ".join(attempts[number].split())

@@ -292,7 +292,10 @@ def test_packing_without_valid_samples_leaves_no_files(folder):
         (["-n", "2", "x.npy", "out", "--to", "hdf5"], "--to is done by one process. HINT"),
         (["--env", "A=1", "x.npy", "out"], "--env A=1: is for ranks. HINT: with -n or -H"),
         (["-n", "0", "x.npy", "out"], "-n 0: at least one rank is needed. HINT: -n 1"),
-        (["--launcher", "ssh", "x.npy", "out"], "--launcher ssh: on which hosts? HINT"),
+        (
+            ["--launcher", "ssh", "x.npy", "out"],
+            "--launcher ssh needs host names outside of an allocation. HINT",
+        ),
         (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),
         (["-n", "2", "nowhere", "out"], "nowhere: no such file or folder"),
         (["-n", "2", "x.npy", "done"], "done: holds a packed set. HINT"),

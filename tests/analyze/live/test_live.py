@@ -85,8 +85,8 @@ def test_missing_rank_is_reported_with_its_last_event(tmp_path):
     assert one.for_s == pytest.approx(12.0)
     assert (found.now[3].process, found.now[3].doing) == ("stopped", "script")
     assert (
-        "Ranks 0-2 have waited in all-reduce 11 for 12 s. Rank 3 has not entered it: its process is "
-        "stopped by a signal (SIGSTOP). The rank last ended optimizer step 10, 12 s ago."
+        "Ranks 0-2 have waited in all-reduce 11 for 12 s. Rank 3 has not entered it: its process "
+        "is stopped by a signal (SIGSTOP). The rank last ended optimizer step 10, 12 s ago."
     ) in plain(found)
     assert "ranks 0-2: in all-reduce 11 for 12 s" in plain(found)
     assert "until 12 s ago, steps 1 to 9" in plain(found)

@@ -22,7 +22,7 @@ def host(cores, threads_per_core):
         # Either all cores, or the hardware threads of half of them.
         (64, 2, "granted 64 CPUs of this host's 64 cores and 128 hardware threads, and does"),
         (96, 2, "granted 96 CPUs of this host's 64 cores and 128 hardware threads, and does"),
-        (None, 2, "no scheduler says that these cores are this job's alone"),
+        (None, 2, "no scheduler reserves these cores for this job"),
     ],
 )
 def test_granted_cpus_may_be_hardware_threads(granted, threads_per_core, why):

@@ -89,7 +89,7 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
         assert cells[4] == str(rank)
         assert cells[-3:] == ["1", "with", "it"]
     assert re.search(r"socket 0 +NUMA 0 +01\b", said)
-    assert "not where it was put" not in said
+    assert "not to the planned cores" not in said
 
 
 @two_cores
@@ -97,7 +97,7 @@ def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
     text = " ".join(said.split())
-    assert "rank 1: is on 0-1, not where it was put" in text
+    assert "rank 1: is bound to 0-1, not to the planned cores" in text
     assert "ranks 0-1: on the same core (hardware threads 0)" in text
 
 
@@ -106,7 +106,7 @@ def test_rank_that_changes_its_affinity_is_reported(tmp_path):
 def test_auto_binding_only_on_cores_granted_to_job(tmp_path):
     found, said = train(tmp_path, "")
     assert [one["rank"] for one in found] == [[0, 1], [0, 1]]
-    assert "not bound: no scheduler says that these cores are this job's alone" in said
+    assert "not bound: no scheduler reserves these cores for this job" in said
 
     found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1)
     assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])

@@ -139,8 +139,8 @@ def test_slow_computing_rank_is_reported_but_not_ended(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    _, text = finish(job, tmp_path, "Rank 1 computes, so it may be slow and not stuck")
-    assert "HINT: a longer --hang-timeout" in text
+    _, text = finish(job, tmp_path, "Rank 1 computes, so the job may be slow and not hung")
+    assert "HINT: increase --hang-timeout" in text
 
 
 @pytest.mark.long
@@ -260,7 +260,7 @@ SILENT = f"""
 
 
 def test_silent_script_is_reported_but_not_ended_by_default(tmp_path):
-    goes_on = "The job goes on: no rank is known to wait in a collective that can't complete"
+    goes_on = "The job continues: no rank is known to wait in a collective that can't complete"
     out, text = finish(start_with_default(tmp_path, SILENT), tmp_path, goes_on)
     assert out == "done\n"
     assert "no rank has made progress for" in text
@@ -284,7 +284,7 @@ WAITS_FOR_DOWNLOAD = f"""
 def test_ranks_that_wait_for_sleeping_rank_are_not_ended_by_default(tmp_path):
     record = ["--record", tmp_path / "record"]
     job = start_with_default(tmp_path, WAITS_FOR_DOWNLOAD, *record, seconds=1.5)
-    _, text = finish(job, tmp_path, "The job goes on")
+    _, text = finish(job, tmp_path, "The job continues")
     assert "Rank 0 has not entered it" in text
 
 
@@ -358,5 +358,7 @@ def test_hang_timeout_shorter_than_step_is_reported_once_and_raised():
         time.sleep(0.02)
         assert silence.check(lambda: [ProgressReport(0.2, longest_idle_s=5.0)], said.append) is None
     (line,) = said
-    assert line.startswith("paceline: --hang-timeout 0.04: ranks are silent for 5.0 s and go on")
-    assert "a hang is reported after 15.0 s" in line
+    assert line.startswith(
+        "paceline: --hang-timeout 0.04: the ranks made no progress for 5.0 s and then continued"
+    )
+    assert "Paceline reports a hang after 15.0 s" in line

@@ -203,10 +203,10 @@ def _pids(name):
 
 def test_top_reports_why_job_cannot_be_shown(tmp_path):
     nothing = tmp_path / "nothing"
-    assert f"{nothing} is no folder. HINT: the one given to paceline run --record" in (
+    assert f"{nothing} is not a folder. HINT: name the folder of paceline run --record" in (
         top(nothing).stderr
     )
-    assert f"{tmp_path}: no job records there. HINT" in top(tmp_path).stderr
+    assert f"{tmp_path}: no job records into this folder. HINT" in top(tmp_path).stderr
     about = {"run": "abc", "command": ["train.py"], "started": 1.0, "host": "far-away"}
     (tmp_path / "run.json").write_text(json.dumps(about))
     result = top(tmp_path)
@@ -216,9 +216,9 @@ def test_top_reports_why_job_cannot_be_shown(tmp_path):
         f"ssh far-away paceline top {tmp_path}"
     ) in result.stderr
     (tmp_path / "run.json").write_text(json.dumps({**about, "host": os.uname().nodename}))
-    assert "no job runs on this host" in top(tmp_path).stderr
-    assert "--every 0: HINT: more than 0 seconds" in top("--every", "0").stderr
-    assert "--job none: no such job of yours runs here." in top("--job", "none").stderr
+    assert "no job on this node" in top(tmp_path).stderr
+    assert "--every must be more than 0 seconds; this is 0. HINT" in top("--every", "0").stderr
+    assert "--job none: you have no job of this name on this node." in top("--job", "none").stderr
 
 
 def test_top_lists_several_jobs_without_taking_locks(tmp_path):
@@ -242,7 +242,7 @@ def test_top_lists_several_jobs_without_taking_locks(tmp_path):
         ranks.wait_until(lambda: all(word.exists() for word in words))
         result = top()
         assert result.returncode == 2
-        assert "jobs of yours run on this host. HINT: paceline top DIR, or --job" in result.stderr
+        assert "running jobs on this node. HINT: paceline top DIR, or --job" in result.stderr
         assert len(own()) == 2
         for folder in own():
             assert f"{folder.name}  {script} " in result.stderr
@@ -279,7 +279,9 @@ def test_top_shows_all_hosts_and_reports_silent_host(hosts, shared_folder):
         assert view["silent_hosts"] == []
         assert "4 ranks on 2 nodes (host1, host2)" in seen("record")
         far = seen("record", host="host1")
-        assert "only this host's ranks are shown: the job was started on host0. HINT: ssh" in far
+        assert (
+            "only the ranks of this node are shown: the job was started on host0. HINT: ssh" in far
+        )
 
         # Clients that never read or never send a request do not delay other clients.
         (run,) = [json.loads((shared_folder / "record" / "run.json").read_text())["run"]]

@@ -63,8 +63,11 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
     assert "a warning came (SIGUSR1): a checkpoint, and the run leaves early\n" in said
     (one,) = checkpoints(tmp_path)
     assert (one["epoch"], one["inside"]) == (0, True)
-    assert f"paceline: a checkpoint of step {one['step']} was written; the job left early" in said
-    assert "(exit code 75). HINT: start it again and it goes on\n" in said
+    assert (
+        f"paceline: a checkpoint of step {one['step']} was written, and the job stopped early"
+        in said
+    )
+    assert "(exit code 75). HINT: start the job again to continue\n" in said
     assert "starting again" not in said
 
     second = start(tmp_path, *SLOW)
@@ -72,10 +75,10 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
         if f"going on from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
             break
     said = left(second, signal.SIGTERM)
-    assert "paceline: SIGTERM: the ranks write a checkpoint and leave, within 25 s." in said
+    assert "paceline: SIGTERM: the ranks write a checkpoint and stop within 25 s." in said
     *_, two = checkpoints(tmp_path)
     assert two["step"] > one["step"]
-    assert f"a checkpoint of step {two['step']} was written; the job left early" in said
+    assert f"a checkpoint of step {two['step']} was written, and the job stopped early" in said
 
     third = start(tmp_path)
     _, said = third.communicate(timeout=60)
@@ -108,7 +111,7 @@ def saving(tmp_path):
     if job.stdout.readline() != "leaves\n":  # only one of the two ranks so far
         job.stdout.readline()
     job.send_signal(signal.SIGTERM)
-    assert "SIGTERM: the ranks write a checkpoint and leave" in job.stderr.readline()
+    assert "SIGTERM: the ranks write a checkpoint and stop" in job.stderr.readline()
     yield job
     job.kill()
     job.communicate()
@@ -137,7 +140,7 @@ def test_ranks_that_do_not_exit_within_grace_period_are_ended(tmp_path, saving):
     _, said = saving.communicate(timeout=40)
     assert saving.returncode == 143
     assert 20 < time.monotonic() - begun < 35
-    assert "SIGTERM: all ranks were ended" in said
+    assert "SIGTERM: Paceline ended all ranks" in said
     assert "starting again" not in said
 
 
@@ -227,8 +230,8 @@ def test_warned_slurm_job_is_requeued_and_completes(slurm, shared_folder, whole)
     ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
     state, said = slurm.wait(job), (shared_folder / "said").read_text()
     assert state == "COMPLETED", said
-    assert f"paceline: job {job} is put back in the queue (scontrol requeue)\n" in said
-    assert "the job left early (exit code 75)" in said
+    assert f"paceline: job {job} is requeued (scontrol requeue)\n" in said
+    assert "the job stopped early (exit code 75)" in said
     assert "going on from" in said
     assert_same_bits(whole, torch.load(shared_folder / "out.pt"))
     assert slurm.left_over() == []
@@ -250,6 +253,6 @@ def test_cancelled_slurm_job_checkpoints_and_is_not_requeued(
     assert slurm.wait(job) == state
     said = (shared_folder / "said").read_text()
     (one,) = checkpoints(shared_folder)
-    assert f"a checkpoint of step {one['step']} was written; the job left early" in said
+    assert f"a checkpoint of step {one['step']} was written, and the job stopped early" in said
     assert "put back" not in said
     ranks.wait_until(lambda: slurm.left_over(0) == [], 10)

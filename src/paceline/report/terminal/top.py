@@ -4,7 +4,6 @@ Each state has a sign in addition to its colour, so that the bars can be read wi
 """
 
 import shlex
-from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -201,8 +200,10 @@ def standing_in_words(one: BlockedCollective, view: View) -> str:
     have = "has" if len(waiting) == 1 else "have"
     where = f"{one.collective} {one.number}{_of(one.group)}"
     said = [f"{named_ranks(waiting)} {have} waited in {where} for {elapsed(one.for_s)}."]
-    for rank in one.absent[:3]:
-        said.append(f"rank {rank}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}.")
+    said += [
+        f"rank {rank}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}."
+        for rank in one.absent[:3]
+    ]
     if len(one.absent) > 3:
         have = "has" if len(one.absent) == 4 else "have"
         said.append(f"{named_ranks(one.absent[3:])} {have} not entered it either.")
