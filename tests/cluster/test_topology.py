@@ -123,7 +123,7 @@ def test_topology_is_guessed_if_sysfs_is_incomplete(tmp_path):
     (tmp_path / CPUS / "online").write_text("0-3\n")
     found = topology(tmp_path)
     assert [cpu.core for cpu in found.cpus] == [0, 1, 2, 3]
-    assert "does not say which cores the hardware threads 0-3 are" in found.guessed
+    assert "does not report the cores of the hardware threads 0-3" in found.guessed
     assert found.nodes == ()
 
 

@@ -125,7 +125,7 @@ def test_large_output_is_complete_and_in_order(tmp_path):
             "correct",
         ),
         (["{folder}/binary.py"], "can't be read as Python"),
-        (["--threads", "0", "{script}"], "--threads 0: HINT"),
+        (["--threads", "0", "{script}"], "--threads must be 1 or more; this is 0. HINT"),
         (["--bind", "moon", "{script}"], "--bind moon is not known. HINT"),
         (["-n", "99", "--bind", "core", "{script}"], "99 ranks need a core each, and .* HINT: -n"),
     ],

@@ -74,7 +74,7 @@ def test_hosts_and_hostfile_together_are_rejected(tmp_path):
     [
         ("host1:2\n\n# more\nhost2:x\n", "line 4: 'host2:x': 'x' slots are not a number above 0"),
         ("host1 slots=0\n", "line 1: 'host1 slots=0': '0' slots are not a number above 0"),
-        ("# none\n", "names no host. HINT: one host a line"),
+        ("# none\n", "names no host. HINT: write one host per line"),
     ],
     ids=["a word", "zero", "empty"],
 )
@@ -100,7 +100,8 @@ def test_missing_hostfile_and_empty_host_name_are_rejected(tmp_path):
 
 def test_launcher_option_without_hosts_is_rejected():
     with pytest.raises(
-        ValueError, match=r"--launcher ssh: on which hosts. HINT: -H host1:4,host2:4"
+        ValueError,
+        match=r"--launcher ssh needs host names outside of an allocation. HINT: -H host1:4,host2:4",
     ):
         find_target(None, None, "ssh")
 
@@ -169,7 +170,7 @@ def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):
     result = run(tmp_path, script, PBS_JOBID="3089.server", PBS_NODEFILE=gone)
     assert result.returncode == 2
     assert f"PBS_NODEFILE={gone}: No such file or directory" in result.stderr
-    assert "has the allocation ended?" in result.stderr
+    assert "check whether the allocation has ended" in result.stderr
 
 
 def test_env_option_forwards_or_sets_variables(tmp_path):

@@ -290,7 +290,7 @@ def test_pack_command_reports_hostile_dataset_in_one_line(copy):
             text=True,
         )
         assert done.returncode == 2
-        assert done.stderr.startswith(f"paceline: {copy / META_FILE}: says what its format")
+        assert done.stderr.startswith(f"paceline: {copy / META_FILE}: does not match its format")
         assert done.stderr.count("\n") == 1
 
 

@@ -99,7 +99,7 @@ def test_machine_figure_of_zero_is_drawn(tmp_path):
 def test_settings_of_wrong_types_are_rejected(tmp_path, text):
     path = tmp_path / "settings.toml"
     path.write_text(SETTINGS + text)
-    with pytest.raises(InvalidFileError, match=r"settings\.toml: says what its format does not"):
+    with pytest.raises(InvalidFileError, match=r"settings\.toml: does not match its format"):
         settings_for_script(path, "train.py")
     for version in ("-1", "0", "true"):
         path.write_text(f'format = "paceline-settings"\nversion = {version}\n')

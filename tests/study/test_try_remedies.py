@@ -145,7 +145,7 @@ def diagnose(folder, *words):
         (["--try", "float32"], "--try float32: the script has to be edited: no float64"),
         (["--try", "bucket-mb=lots"], "--try bucket-mb=lots: it takes a number from 0.1 to 4096"),
         (["--try", "bucket-mb=inf"], "--try bucket-mb=inf: it takes a number from 0.1 to 4096"),
-        (["--save-settings", "x.toml"], "--save-settings: nothing is tried. HINT: with --try all"),
+        (["--save-settings", "x.toml"], "--save-settings needs --try. HINT: add --try all"),
         (
             ["--try", "compress-bf16", "--try", "compress-fp16"],
             "compress-bf16 and compress-fp16 exclude each other. HINT: take one out",

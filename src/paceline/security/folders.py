@@ -346,7 +346,7 @@ def replace_file(path: Name, data: bytes, mode: int = 0o666, dir_fd: int | None 
 
 def _plain(name: str) -> str:
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise UnsafeFileError(errno.EINVAL, "is not the plain name of a file", repr(name))
+        raise UnsafeFileError(errno.EINVAL, "is not a plain file name", repr(name))
     return name
 
 
@@ -362,7 +362,7 @@ def _opened(path: Path, name: str, dir_fd: int | None) -> int:
             raise error from None
         if kind == "a folder":  # a parent is not a folder
             raise
-        raise UnsafeFileError(error.errno, f"is {kind} and no folder", str(path)) from None
+        raise UnsafeFileError(error.errno, f"is {kind} and not a folder", str(path)) from None
 
 
 def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> None:

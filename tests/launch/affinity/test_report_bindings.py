@@ -164,7 +164,7 @@ def test_ended_rank_is_reported_as_missing_from_binding_table():
     here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
     told = report_host([RankBinding(cpus=(), threads=1), RankBinding(cpus=(), threads=1)], here)
     said = render([("host1", told)], 4)
-    assert "ranks 1-3: ended before this look, so not in the table" in " ".join(said.split())
+    assert "ranks 1-3 ended before the bindings were read" in " ".join(said.split())
     assert row(said, 0)[1] == "host1"
 
 
@@ -189,7 +189,7 @@ def test_affinity_of_ended_process_is_none():
         ("--bind moon", "--bind moon is not known. HINT: auto, none, core, numa, socket or device"),
         ("--bind core --cpus-per-rank 90", "HINT: --cpus-per-rank 1|need 180 cores"),
         ("--bind device", "--bind device"),
-        ("--bind core --cpus-per-rank 0", "--cpus-per-rank 0: HINT: 1 or more"),
+        ("--bind core --cpus-per-rank 0", "--cpus-per-rank must be 1 or more; this is 0. HINT"),
     ],
 )
 def test_invalid_binding_options_are_reported_before_ranks_start(tmp_path, options, told):

@@ -212,8 +212,8 @@ def test_top_reports_why_job_cannot_be_shown(tmp_path):
     result = top(tmp_path)
     assert result.returncode == 2
     assert (
-        f"{tmp_path}: the job was started on far-away, and this is {os.uname().nodename}. HINT: "
-        f"ssh far-away paceline top {tmp_path}"
+        f"{tmp_path}: the job was started on far-away, not on this node ({os.uname().nodename}). "
+        f"HINT: ssh far-away paceline top {tmp_path}"
     ) in result.stderr
     (tmp_path / "run.json").write_text(json.dumps({**about, "host": os.uname().nodename}))
     assert "no job on this node" in top(tmp_path).stderr

@@ -120,7 +120,7 @@ def saving(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
-        (signal.SIGTERM, 143, "SIGTERM: all ranks"),
+        (signal.SIGTERM, 143, "SIGTERM: Paceline ended all ranks"),
         pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
     ],
 )
@@ -205,7 +205,10 @@ def test_invalid_end_time_is_rejected(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, check=False, PACELINE_END_TIME="2h")
     assert result.returncode == 2
-    assert "PACELINE_END_TIME='2h', which is no time. HINT: seconds since 1970" in result.stderr
+    assert (
+        "PACELINE_END_TIME='2h', which is not a time. HINT: give seconds since 1970"
+        in result.stderr
+    )
 
 
 def submitted(slurm, folder, count):

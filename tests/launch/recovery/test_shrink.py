@@ -215,7 +215,10 @@ def test_host_is_not_excluded_for_repeated_script_errors(hosts, shared_folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-restarts", "1", "--min-hosts", "0"], "--min-hosts 0: HINT: 1 or more"),
+        (
+            ["--max-restarts", "1", "--min-hosts", "0"],
+            "--min-hosts must be 1 or more; this is 0. HINT",
+        ),
         (["--min-hosts", "1"], "--min-hosts 1 needs restarts: .* HINT: add --max-restarts 3"),
         (
             ["--max-restarts", "1", "--min-hosts", "3"],

@@ -88,7 +88,10 @@ def test_hostfile_with_local_host_needs_no_local_ssh(hosts, shared_folder):
     ("words", "message"),
     [
         (["-H", "host1,host9"], "host9: its name does not resolve. HINT"),
-        (["-H", "host1:1,host2:1", "-n", "3"], "3 ranks for 2 slots (host1:1, host2:1). HINT"),
+        (
+            ["-H", "host1:1,host2:1", "-n", "3"],
+            "3 ranks need as many slots, and the nodes have 2 slots (host1:1, host2:1). HINT",
+        ),
         (["-H", "host1:x"], "-H 'host1:x': "),
         (["--hostfile", "bad"], "line 2"),
         (["--hostfile", "none"], "none"),
@@ -145,7 +148,7 @@ def test_host_with_missing_files_or_other_version_is_reported(hosts, shared_fold
     for hidden, stand_in, message in [
         (version, "other.py", f"host2 has Paceline 7.1.0, the launcher has {paceline.__version__}"),
         (package, "empty", "host2: .* has no Paceline. HINT"),
-        (Path(sys.prefix), "empty", "host2: there is no .*python.*. HINT"),
+        (Path(sys.prefix), "empty", "host2: it has no .*python.*. HINT"),
         (shared_folder, "empty", "host2: script.py does not exist. HINT"),
     ]:
         hosts.run("host2", "mount", "--bind", shared_folder / stand_in, hidden, cwd=Path("/"))
@@ -381,7 +384,7 @@ def test_records_of_all_hosts_are_copied_to_record_folder(hosts, shared_folder, 
         record = hosts.run("host0", "mktemp", "-d").stdout.strip() + "/record"
     words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "--record", record, "script.py"]
     said = hosts.run("host0", *words, cwd=shared_folder).stderr
-    assert "could not be kept" not in said
+    assert "could not be written" not in said
     text = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
     report = json.loads(text)
     assert report["ranks"] == [0, 1]
@@ -406,7 +409,9 @@ def test_records_for_full_disk_are_reported_without_partial_files(hosts, shared_
     _, _, listed = done.stdout.partition("code ")
     assert not [name for name in listed.split() if "part" in name], done.stdout
     for host in ("host1", "host2"):
-        said = f"the record of {host} could not be kept in {disk}/record (No space left on device)"
+        said = (
+            f"the record of {host} could not be written to {disk}/record (No space left on device)"
+        )
         assert done.stderr.count(said) == 1, done.stderr
     assert "has no record" not in done.stderr
     assert "was lost" not in done.stderr

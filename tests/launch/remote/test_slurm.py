@@ -145,7 +145,7 @@ def test_heterogeneous_job_is_reported_and_srun_makes_one_world(slurm, shared_fo
     text = f"{ranks.PACELINE} run --show {script}\n{python}"
     state, said = batch(slurm, shared_folder, text, "-n1", "-t5", ":", "-n1")
     assert state == "COMPLETED", said
-    assert "of its 2 components only the hosts of one (host1) are used, and host2 left out" in said
+    assert "of its 2 components, only the nodes of one (host1) are used, and host2 left out" in said
     assert "rank 0 of 2 on host1 2" in said
     assert "rank 1 of 2 on host2 2" in said
 
