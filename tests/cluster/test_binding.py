@@ -88,7 +88,7 @@ def test_bind_device_on_summit_node(ac922):
 def test_bind_core_on_ac922_leaves_one_core_per_socket_free(ac922):
     masks = ac922.masks(6, bind="core")
     assert masks == ["0-27", "28-55", "56-83", "88-115", "116-143", "144-171"]
-    assert ac922.plan(6, bind="core")[0].notes == ("2 of 44 cores stay free",)
+    assert ac922.plan(6, bind="core")[0].notes == ("2 of 44 cores are not used",)
 
 
 def test_smt_option_excludes_or_uses_hardware_threads(ac922):
@@ -130,7 +130,7 @@ def test_bind_none_shares_all_allowed_cores(small):
 
 def test_bind_core_three_ranks_on_two_sockets_of_four_cores(small):
     assert small.masks(3, bind="core") == ["0-1,8-9", "2-3,10-11", "4-5,12-13"]
-    assert small.plan(3, bind="core")[0].notes == ("2 of 8 cores stay free",)
+    assert small.plan(3, bind="core")[0].notes == ("2 of 8 cores are not used",)
 
 
 def test_bind_core_keeps_each_rank_on_one_socket(ac922):
@@ -208,7 +208,7 @@ def test_bind_device_on_dgx_selects_nearest_cores_and_nics(dgx):
         *(("mlx5_4", "mlx5_5"), ("mlx5_6", "mlx5_7")),
     ]
     assert [place.memory for place in places[::2]] == [(3,), (1,), (7,), (5,)]
-    assert places[0].notes == ("64 of 128 cores stay free",)
+    assert places[0].notes == ("64 of 128 cores are not used",)
     assert dgx.odd(places) == []
 
 
@@ -377,7 +377,7 @@ def test_invalid_binding_options_are_rejected_with_hint(small):
         ),
         ([RankBinding((0, 1, 8, 9), threads=4)], ["rank 0: 4 threads on 2 cores (0-1,8-9)"]),
         ([RankBinding((7, 15))], ["rank 0: hardware threads 7,15 are not granted to this job"]),
-        ([RankBinding((1, 40))], ["rank 0: hardware threads 40 are not on this host"]),
+        ([RankBinding((1, 40))], ["rank 0: this node does not have the hardware threads 40"]),
     ],
 )
 def test_binding_problems_are_reported(small, places, words):

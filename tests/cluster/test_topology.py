@@ -112,7 +112,7 @@ def test_topology_without_sysfs_uses_process_affinity(tmp_path):
     mine = sorted(os.sched_getaffinity(0))
     assert found.cpus == tuple(Cpu(number, number, 0, 0) for number in mine)
     assert found.nodes == (Node(0, tuple(mine), 0, {0: 10}),)
-    assert f"{CPUS} is not there" in found.guessed
+    assert f"{CPUS} does not exist" in found.guessed
     assert format_ranges(mine) in found.guessed
     assert pci_cards(tmp_path) == []
 

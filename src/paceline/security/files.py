@@ -66,7 +66,7 @@ def open_regular(
         if error.errno == errno.ELOOP and not follow_links:
             raise UnsafeFileError(errno.ELOOP, "is a symbolic link", str(path)) from None
         if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
-            raise UnsafeFileError(errno.ENXIO, "is not a regular file", str(path)) from None
+            raise UnsafeFileError(errno.ENXIO, "is no regular file", str(path)) from None
         raise
     try:
         check_regular(fd, path, owner)
@@ -81,7 +81,7 @@ def check_regular(fd: int, path: Name, owner: int | None = None) -> os.stat_resu
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         kind = kind_of_file(status.st_mode)
-        raise UnsafeFileError(errno.EINVAL, f"is {kind} and not a regular file", str(path))
+        raise UnsafeFileError(errno.EINVAL, f"is {kind} and no regular file", str(path))
     if owner is not None and status.st_uid != owner:
         raise UnsafeFileError(errno.EPERM, f"belongs to user {status.st_uid}", str(path))
     return status

@@ -362,7 +362,7 @@ def _opened(path: Path, name: str, dir_fd: int | None) -> int:
             raise error from None
         if kind == "a folder":  # a parent is not a folder
             raise
-        raise UnsafeFileError(error.errno, f"is {kind} and not a folder", str(path)) from None
+        raise UnsafeFileError(error.errno, f"is {kind} and no folder", str(path)) from None
 
 
 def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> None:

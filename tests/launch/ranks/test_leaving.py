@@ -68,7 +68,7 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
         in said
     )
     assert "(exit code 75). HINT: start the job again to continue\n" in said
-    assert "starting again" not in said
+    assert "the job restarts" not in said
 
     second = start(tmp_path, *SLOW)
     for line in second.stderr:
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_exit_within_grace_period_are_ended(tmp_path, saving):
     assert saving.returncode == 143
     assert 20 < time.monotonic() - begun < 35
     assert "SIGTERM: Paceline ended all ranks" in said
-    assert "starting again" not in said
+    assert "the job restarts" not in said
 
 
 @pytest.mark.long
@@ -152,7 +152,7 @@ def test_rank_killed_during_shutdown_is_reported_and_not_restarted(tmp_path, sav
     _, said = saving.communicate(timeout=20)
     assert saving.returncode == 137
     assert "was killed by SIGKILL" in said
-    assert "starting again" not in said
+    assert "the job restarts" not in said
     assert ranks.alive(script) == []
 
 
