@@ -96,7 +96,7 @@ def test_script_that_may_read_the_option_is_refused_by_submit_and_warned_of_by_r
     assert "It may be an option of the script or of paceline submit. HINT: for" in said
     result = ranks.run(ranks.write(tmp_path, OTHERS), "--port", "5", ranks=1)
     assert "'--port', '5'" in result.stdout
-    assert "warning: --port stands after" in result.stderr
+    assert "warning: --port is after" in result.stderr
     hint = "or of paceline run. HINT: for paceline run write `paceline run -n 1 --port 5 "
     assert hint in result.stderr
 
