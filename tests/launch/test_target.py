@@ -92,9 +92,9 @@ def test_missing_hostfile_and_empty_host_name_are_rejected(tmp_path):
         ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
     ):
         find_target(None, tmp_path / "none.txt", None)
-    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+    with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
         find_target("host1,,host2", None, None)
-    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+    with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
         find_target("", None, None)
 
 
@@ -170,7 +170,7 @@ def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):
     result = run(tmp_path, script, PBS_JOBID="3089.server", PBS_NODEFILE=gone)
     assert result.returncode == 2
     assert f"PBS_NODEFILE={gone}: No such file or directory" in result.stderr
-    assert "check whether the allocation has ended" in result.stderr
+    assert "if the allocation has ended" in result.stderr
 
 
 def test_env_option_forwards_or_sets_variables(tmp_path):
