@@ -132,7 +132,7 @@ def _host(text: str) -> Host:
         name, colon, tail = rest.partition(":")
         slots = tail if colon else None
         if not NAME.fullmatch(name):
-            what = f"{name!r} is not a host name" if name else "a host's name is empty"
+            what = f"{name!r} is not a host name" if name else "a host name is empty"
             raise ValueError(
                 f"{what}. HINT: use letters, digits, '.', '-' and '_', such as host1:4"
             )
