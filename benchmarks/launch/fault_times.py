@@ -40,7 +40,7 @@ FAULTS = ("killed", "raised", "stopped")
 LAUNCHERS = ("paceline", "torchrun")
 WHAT = {"told_s": "told after, s", "again_s": "training again after, s"}
 WORDS = {  # the first of them in a line of the launcher's says that it knows
-    "paceline": ("paceline: rank 1", "has begun or ended anything"),
+    "paceline": ("paceline: rank 1", "no rank has made progress"),
     "torchrun": ("failed (exitcode", "Sending process", "will restart worker group"),
 }
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torchrun's on gloo mostly fail

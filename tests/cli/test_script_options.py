@@ -48,7 +48,7 @@ def test_submit_option_after_script_is_refused_before_anything_is_submitted(tmp_
         code, said = paceline(tmp_path, *words, "--dry-run", text=text)
     assert code == 2
     assert not (tmp_path / "submitted").exists()
-    assert "--dry-run stands after ddp.py and would be passed to it" in said
+    assert "--dry-run is after ddp.py and would be passed to it" in said
     here = "paceline submit --scheduler slurm --hosts 2"
     assert f"`{here} --dry-run ddp.py --epochs 3`" in said
     assert f"`{here} -- ddp.py --epochs 3 --dry-run`" in said
@@ -75,7 +75,7 @@ def test_all_commands_with_script_refuse_their_options_after_it(tmp_path, words)
     code, said = paceline(tmp_path, *words)
     assert code == 2
     name = next(word for word in words if word.startswith("-")).partition("=")[0]
-    assert f"{name} stands after ddp.py" in said
+    assert f"{name} is after ddp.py" in said
     assert not list(tmp_path.glob("out*"))
 
 
@@ -96,7 +96,7 @@ def test_script_that_may_read_the_option_is_refused_by_submit_and_warned_of_by_r
     assert "It may be an option of the script or of paceline submit. HINT: for" in said
     result = ranks.run(ranks.write(tmp_path, OTHERS), "--port", "5", ranks=1)
     assert "'--port', '5'" in result.stdout
-    assert "warning: --port stands after" in result.stderr
+    assert "warning: --port is after" in result.stderr
     hint = "or of paceline run. HINT: for paceline run write `paceline run -n 1 --port 5 "
     assert hint in result.stderr
 

@@ -65,7 +65,7 @@ def test_left_out_components_of_heterogeneous_slurm_job_are_named():
     }
     found = find_allocation(SALLOC | components)
     assert [host.name for host in found.hosts] == ["n1", "n2"]
-    assert "of its 3 components only the hosts of one (n1,n2) are used" in found.note
+    assert "of its 3 components, only the nodes of one (n1,n2) are used" in found.note
     assert "big1,gpu3,gpu4 left out. HINT: -H n1,n2,big1,gpu3,gpu4" in found.note
     assert find_allocation(SALLOC).note == ""
     step = SALLOC | components | {"SLURM_JOB_NODELIST": "n[1-2],big1,gpu[3-4]"}
@@ -185,7 +185,7 @@ def test_palsrun_is_used_if_available(tmp_path):
 
 def test_missing_or_empty_pbs_nodefile_is_reported(tmp_path):
     job = {"PBS_JOBID": "3.server", "PBS_NODEFILE": str(tmp_path / "gone")}
-    with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*gone.*HINT: has the allocation ended"):
+    with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*gone.*HINT: if the allocation has ended"):
         find_allocation(job)
     lines(tmp_path / "empty", "")
     with pytest.raises(ValueError, match=r"PBS_NODEFILE=.*names no host"):

@@ -88,7 +88,7 @@ def test_bind_device_on_summit_node(ac922):
 def test_bind_core_on_ac922_leaves_one_core_per_socket_free(ac922):
     masks = ac922.masks(6, bind="core")
     assert masks == ["0-27", "28-55", "56-83", "88-115", "116-143", "144-171"]
-    assert ac922.plan(6, bind="core")[0].notes == ("2 of 44 cores stay free",)
+    assert ac922.plan(6, bind="core")[0].notes == ("2 of 44 cores are not used",)
 
 
 def test_smt_option_excludes_or_uses_hardware_threads(ac922):
@@ -130,14 +130,15 @@ def test_bind_none_shares_all_allowed_cores(small):
 
 def test_bind_core_three_ranks_on_two_sockets_of_four_cores(small):
     assert small.masks(3, bind="core") == ["0-1,8-9", "2-3,10-11", "4-5,12-13"]
-    assert small.plan(3, bind="core")[0].notes == ("2 of 8 cores stay free",)
+    assert small.plan(3, bind="core")[0].notes == ("2 of 8 cores are not used",)
 
 
 def test_bind_core_keeps_each_rank_on_one_socket(ac922):
     places = ac922.plan(3, bind="core")
     assert [format_ranges(list(place.cpus)) for place in places] == ["0-43", "44-87", "88-131"]
     assert places[0].notes == (
-        "11 of 44 cores stay free; --cpus-per-rank 14 uses more, and splits ranks over NUMA nodes",
+        "11 of 44 cores are not used; --cpus-per-rank 14 uses more cores, but divides ranks over "
+        "NUMA nodes",
     )
     assert ac922.masks(3, bind="core", cpus_per_rank=14) == ["0-55", "56-87,144-167", "88-143"]
 
@@ -168,21 +169,23 @@ def test_bind_core_divides_allowed_cores(small, ranks, allowed, masks):
 def test_partly_allowed_and_unknown_hardware_threads_are_reported(small):
     notes = small.plan(2, allowed="0-7,99", bind="core")[1].notes
     assert notes == (
-        "the hardware threads 99 are granted, and not on this host",
-        "of 8 cores only some hardware threads are allowed",
+        "the scheduler grants the hardware threads 99, which this node does not have",
+        "the job may use only some of the hardware threads of 8 cores",
     )
     notes = small.plan(2, allowed="0-7", bind="core", smt=True)[1].notes
-    assert notes[1] == "no core has a second hardware thread that is allowed"
+    assert notes[1] == "the job may use only one hardware thread of each core"
     assert small.plan(2, allowed="0-7", bind="core", smt=False)[0].notes == ()
 
 
 def test_efficiency_cores_are_used_only_if_needed(workstation):
     assert workstation.masks(4, bind="core") == ["0-3", "4-7", "8-11", "12-15"]
-    assert workstation.plan(4, bind="core")[0].notes == ("8 efficiency cores are left out",)
+    assert workstation.plan(4, bind="core")[0].notes == ("8 efficiency cores are not used",)
     masks = workstation.masks(10, bind="core")
     assert masks == ["0-1", "2-3", "4-5", "6-7", "8-9", "10-11", "12-13", "14-15", "16", "17"]
     notes = workstation.plan(3, bind="core", cpus_per_rank=4)[0].notes
-    assert notes[0] == "efficiency cores take part: only 8 are performance cores"
+    assert (
+        notes[0] == "efficiency cores are used too, because the node has only 8 performance cores"
+    )
     assert workstation.masks(2, allowed="16-23", bind="core") == ["16-19", "20-23"]
     shared = workstation.plan(2, bind="numa")
     assert shared[0].notes == ("8 of the 16 cores are efficiency cores",)
@@ -205,14 +208,14 @@ def test_bind_device_on_dgx_selects_nearest_cores_and_nics(dgx):
         *(("mlx5_4", "mlx5_5"), ("mlx5_6", "mlx5_7")),
     ]
     assert [place.memory for place in places[::2]] == [(3,), (1,), (7,), (5,)]
-    assert places[0].notes == ("64 of 128 cores stay free",)
+    assert places[0].notes == ("64 of 128 cores are not used",)
     assert dgx.odd(places) == []
 
 
 def test_bind_device_uses_cores_of_socket_if_numa_node_is_too_small(dgx):
     places = dgx.plan(8, bind="device", cpus_per_rank=16)
     assert [place.nodes for place in places] == [(3,), (0,), (1,), (2,), (7,), (4,), (5,), (6,)]
-    assert "the socket's others are used" in places[0].notes[0]
+    assert "other cores of the socket are used" in places[0].notes[0]
     assert dgx.odd(places) == []
 
 
@@ -232,7 +235,7 @@ def test_gpus_without_known_numa_node_get_any_cores(small):
     places = plan(small.topology, every, 2, bind="device", cards=gpus)
     assert [format_ranges(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
     assert places[0].notes == (
-        "this host does not say which cores are near 0000:01:00.0, 0000:02:00.0",
+        "this node does not report which cores are near 0000:01:00.0, 0000:02:00.0",
     )
     places = plan(small.topology, every, 2, bind="device", cards=[gpus[1], known])
     assert [format_ranges(list(place.cpus)) for place in places] == ["0-3,8-11", "4-7,12-15"]
@@ -276,27 +279,27 @@ def test_bind_core_on_current_machine():
 
 def test_impossible_binding_is_rejected_with_feasible_hint(ac922, small, dgx, workstation):
     assert ac922.refused(6, allowed=SUMMIT, bind="core", cpus_per_rank=8) == (
-        "--bind core: 6 ranks with --cpus-per-rank 8 need 48 cores, and 42 are allowed here. "
+        "--bind core: 6 ranks with --cpus-per-rank 8 need 48 cores, and the job may use 42. "
         "HINT: --cpus-per-rank 7 or -n 5"
     )
     assert small.refused(9, bind="core") == (
-        "--bind core: 9 ranks need a core each, and 8 are allowed here. HINT: -n 8 or --bind none"
+        "--bind core: 9 ranks need a core each, and the job may use 8. HINT: -n 8 or --bind none"
     )
     assert small.refused(1, allowed="0,8", bind="none", cpus_per_rank=2) == (
-        "--bind none: 1 rank with --cpus-per-rank 2 needs 2 cores, and 1 is allowed here. "
+        "--bind none: 1 rank with --cpus-per-rank 2 needs 2 cores, and the job may use 1. "
         "HINT: --cpus-per-rank 1"
     )
     assert small.refused(2, bind="device") == (
-        "--bind device: no GPU is visible here. HINT: --bind core or --bind socket"
+        "--bind device: no GPU is visible on this node. HINT: --bind core or --bind socket"
     )
-    assert "no GPU is visible here" in ac922.refused(2, bind="device", visible=[])
+    assert "no GPU is visible on this node" in ac922.refused(2, bind="device", visible=[])
     assert workstation.refused(2, bind="device") == (
-        "--bind device: 2 ranks need a GPU each, and 1 GPU is visible here. "
+        "--bind device: 2 ranks need a GPU each, and 1 GPU is visible on this node. "
         "HINT: -n 1 or --bind core"
     )
     assert "does not show GPU 6-7" in ac922.refused(2, bind="device", visible=[6, 7])
     assert ac922.refused(6, allowed="0-83", bind="device") == (
-        "--bind device: no core of socket 8, where the GPU 0035:03:00.0 is, is allowed here "
+        "--bind device: no core of socket 8, where the GPU 0035:03:00.0 is, is granted to the job "
         "(0-83 are). HINT: --bind core, or ask the scheduler for cores of socket 8"
     )
     assert ac922.refused(3, bind="device", cpus_per_rank=8) == (
@@ -340,10 +343,14 @@ def test_invalid_binding_options_are_rejected_with_hint(small):
     assert small.refused(2, bind="cores") == (
         "--bind cores is not known. HINT: none, core, numa, socket or device"
     )
-    assert small.refused(2, bind="core", cpus_per_rank=0) == "--cpus-per-rank 0: HINT: 1 or more"
-    assert small.refused(2, bind="core", threads=-1) == "--threads -1: HINT: 1 or more"
-    assert small.refused(0, bind="core") == "-n 0: HINT: 1 or more"
-    assert "granted here (90-91) is one that this host has (0-15)" in small.refused(
+    assert small.refused(2, bind="core", cpus_per_rank=0) == (
+        "--cpus-per-rank must be 1 or more; this is 0. HINT: --cpus-per-rank 1"
+    )
+    assert small.refused(2, bind="core", threads=-1) == (
+        "--threads must be 1 or more; this is -1. HINT: --threads 1"
+    )
+    assert small.refused(0, bind="core") == ("-n must be 1 or more; this is 0. HINT: -n 1")
+    assert "granted to the job (90-91) exists on this node (0-15)" in small.refused(
         1, allowed="90-91", bind="core"
     )
 
@@ -370,7 +377,7 @@ def test_invalid_binding_options_are_rejected_with_hint(small):
         ),
         ([RankBinding((0, 1, 8, 9), threads=4)], ["rank 0: 4 threads on 2 cores (0-1,8-9)"]),
         ([RankBinding((7, 15))], ["rank 0: hardware threads 7,15 are not granted to this job"]),
-        ([RankBinding((1, 40))], ["rank 0: hardware threads 40 are not on this host"]),
+        ([RankBinding((1, 40))], ["rank 0: this node does not have the hardware threads 40"]),
     ],
 )
 def test_binding_problems_are_reported(small, places, words):

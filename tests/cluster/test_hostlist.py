@@ -29,7 +29,7 @@ def test_host_list_is_expanded(text, hosts):
     ],
 )
 def test_invalid_host_list_is_rejected(text):
-    with pytest.raises(ValueError, match=r"is not understood: .* HINT: as n") as said:
+    with pytest.raises(ValueError, match=r"is not understood: .* HINT: write it as in n") as said:
         expand_hostlist(text)
     assert repr(text) in str(said.value)
 

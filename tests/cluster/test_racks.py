@@ -9,7 +9,9 @@ def test_rack_from_user_setting():
     said = {"PACELINE_RACKS": "n[01-02],m1 n[03-04]", "SLURM_TOPOLOGY_ADDR": "s0.s1.n03"}
     assert rack_of("n01", said) == rack_of("m1", said) == "n[01-02],m1"
     assert rack_of("n03.cluster.org", said) == "n[03-04]"
-    with pytest.raises(ValueError, match=r"does not have n05. HINT: every host in one rack"):
+    with pytest.raises(
+        ValueError, match=r"does not contain n05. HINT: list every node in one rack"
+    ):
         rack_of("n05", said)
     with pytest.raises(ValueError, match=r"n\[1"):
         rack_of("n1", {"PACELINE_RACKS": "n[1"})
@@ -25,7 +27,7 @@ def test_rack_from_slurm_topology():
 def test_hosts_at_several_leaf_switches_are_named():
     racks = {"n1": "s0.s1", "n2": "s0.s1", "n3": "s0.s2"}
     said = spread_over_switches(racks)
-    assert said.startswith("the hosts are at 2 leaf switches (s1: n1 n2; s2: n3). HINT: paceline")
+    assert said.startswith("the nodes are at 2 leaf switches (s1: n1 n2; s2: n3). HINT: paceline")
     racks = {f"n{number}": f"n[{number // 20}]" for number in range(200)}
     said = spread_over_switches(racks)
     assert "10 leaf switches (n[0]: n0 n1 n2 n3 n4 n5 n6 n7 and 12 more; n[1]: " in said

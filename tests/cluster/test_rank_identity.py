@@ -129,7 +129,7 @@ def test_pals_world_size_is_derived(pals):
         )  # the user sets an uneven number of ranks
     cray = {"PMI_RANK": "5", "PMI_SIZE": "7", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
     assert rank_identity(pals | cray) == RankIdentity(5, 7, 1, 4, "PMI")
-    with pytest.raises(ValueError, match="PALS_RANKID=8 is not below PALS_LOCAL_SIZE=4 on 2 hosts"):
+    with pytest.raises(ValueError, match="PALS_RANKID=8 is not below PALS_LOCAL_SIZE=4 on 2 nodes"):
         rank_identity(pals | {"PALS_RANKID": "8"})
     for gone in ("", "/gone"):  # the file need not exist on the job's other hosts
         with pytest.raises(ValueError, match=r"PALS_RANKID=5.*HINT: export WORLD_SIZE"):

@@ -12,7 +12,9 @@ def test_socket_from_user_setting():
     assert (
         socket_of({3, 4}, said) == socket_of({16}, said) == socket_of(set(), said) == UNKNOWN_SOCKET
     )
-    with pytest.raises(ValueError, match=r"PACELINE_SOCKETS=0-x: no .* HINT: a list for each"):
+    with pytest.raises(
+        ValueError, match=r"PACELINE_SOCKETS=0-x is not .* HINT: give a list for each"
+    ):
         socket_of({0}, {SOCKET_VARIABLE: "0-x"})
 
 

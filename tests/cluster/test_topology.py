@@ -112,7 +112,7 @@ def test_topology_without_sysfs_uses_process_affinity(tmp_path):
     mine = sorted(os.sched_getaffinity(0))
     assert found.cpus == tuple(Cpu(number, number, 0, 0) for number in mine)
     assert found.nodes == (Node(0, tuple(mine), 0, {0: 10}),)
-    assert f"{CPUS} is not there" in found.guessed
+    assert f"{CPUS} does not exist" in found.guessed
     assert format_ranges(mine) in found.guessed
     assert pci_cards(tmp_path) == []
 
@@ -123,7 +123,7 @@ def test_topology_is_guessed_if_sysfs_is_incomplete(tmp_path):
     (tmp_path / CPUS / "online").write_text("0-3\n")
     found = topology(tmp_path)
     assert [cpu.core for cpu in found.cpus] == [0, 1, 2, 3]
-    assert "does not say which cores the hardware threads 0-3 are" in found.guessed
+    assert "does not report the cores of the hardware threads 0-3" in found.guessed
     assert found.nodes == ()
 
 

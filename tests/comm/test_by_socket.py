@@ -108,7 +108,10 @@ def test_inconsistent_socket_settings_are_rejected(tmp_path):
     done = ranks.run(script, ranks=4, check=False, **more)
     assert "only some ranks of a host have PACELINE_ALGORITHM=sockets. HINT: the" in done.stderr
     done = ranks.run(script, ranks=4, check=False, **more | {"PACELINE_SOCKETS": "0-x"})
-    assert "PACELINE_SOCKETS=0-x: no hardware threads. HINT: a list for each" in done.stderr
+    assert (
+        "PACELINE_SOCKETS=0-x is not a list of hardware threads. HINT: give a list for each"
+        in done.stderr
+    )
 
 
 TUNED = """

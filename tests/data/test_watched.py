@@ -36,8 +36,12 @@ def start(work):
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", 2, "x.h5: h5py has crashed (SIGSEGV). HINT"),
         ("os.abort()", 2, "h5py has crashed (SIGABRT)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 2, "was killed. HINT: the kernel does so"),
-        (BACKTRACKS, 2, "h5py has not come back for 1 s of a processor's time. HINT"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            2,
+            "was killed. HINT: check whether memory was exhausted",
+        ),
+        (BACKTRACKS, 2, "h5py has used 1 s of CPU time and has not returned. HINT"),
         ("raise ValueError('x.h5: is no file')", 2, "paceline: x.h5: is no file"),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("raise KeyboardInterrupt", 130, "paceline: interrupted"),

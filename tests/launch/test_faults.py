@@ -51,7 +51,7 @@ def test_first_failed_rank_is_reported_and_sets_exit_code(tmp_path, how, code, w
     assert result.returncode == code, result.stderr
     assert f"paceline: {words}" in result.stderr
     assert "    last words of rank 1" in result.stderr  # the last lines of its output
-    assert "The other 2 ranks were ended." in result.stderr
+    assert "Paceline ended the 2 other ranks." in result.stderr
     assert ranks.alive(str(script)) == []
 
 
@@ -110,7 +110,7 @@ def test_signals_end_all_ranks(running, number, code):
     assert launcher.wait(20) == code
     assert time.monotonic() - started < 15
     ranks.wait_until(lambda: ranks.alive(script) == [], seconds=5)
-    assert "all ranks were ended" in launcher.stderr.read()
+    assert "Paceline ended all ranks" in launcher.stderr.read()
     assert ranks.in_memory() == set()
 
 
@@ -221,8 +221,8 @@ RESTART = """
 def test_max_restarts_restarts_all_ranks(tmp_path):
     result = ranks.run(ranks.write(tmp_path, RESTART), 2, launcher="paceline --max-restarts 2")
     assert [json.loads((tmp_path / f"done-{rank}").read_text()) for rank in (0, 1)] == [2, 2]
-    assert "starting again from the last checkpoint (1 of 2)" in result.stderr
-    assert "starting again from the last checkpoint (2 of 2)" in result.stderr
+    assert "the job restarts from the last checkpoint (restart 1 of 2)" in result.stderr
+    assert "the job restarts from the last checkpoint (restart 2 of 2)" in result.stderr
     assert "Connection refused" not in result.stderr
 
 
@@ -302,5 +302,5 @@ def test_rank_killed_by_oom_killer_is_reported(tmp_path, small_group):
     assert result.returncode == 128 + signal.SIGKILL
     text = " ".join(result.stderr.split())
     assert "rank 1 was killed by the kernel: out of memory. It had 0." in text
-    assert "its control group allows 0.59 GiB for all ranks here" in text
-    assert "HINT: fewer ranks on a host" in text
+    assert "its control group allows 0.59 GiB for all ranks of this node" in text
+    assert "HINT: use fewer ranks per node" in text

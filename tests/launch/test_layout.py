@@ -47,7 +47,10 @@ def test_implicit_slots_are_no_limit_and_ranks_are_spread_evenly():
 
 def test_more_ranks_than_slots_or_zero_ranks_are_rejected():
     hosts = [Host("a", slots=2), Host("b", slots=3)]
-    with pytest.raises(ValueError, match=r"-n 6: 6 ranks for 5 slots \(a:2, b:3\)\. HINT: -n 5"):
+    with pytest.raises(
+        ValueError,
+        match=r"-n 6: 6 ranks need .*, and the nodes have 5 slots \(a:2, b:3\)\. HINT: -n 5",
+    ):
         ranks_per_host(hosts, 6, explicit=True)
     for explicit in (True, False):
         with pytest.raises(ValueError, match="-n 0: at least one rank is needed"):

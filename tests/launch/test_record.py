@@ -90,7 +90,7 @@ def test_existing_record_is_never_overwritten(tmp_path):
     kept = {path.name: path.read_bytes() for path in record.iterdir()}
     result = ranks.run(script, -1, 5, launcher=f"paceline --record {record}", check=False)
     assert result.returncode == 2
-    assert "there is a record already. HINT" in result.stderr
+    assert "already contains a record. HINT" in result.stderr
     assert kept == {path.name: path.read_bytes() for path in record.iterdir()}
 
 
@@ -99,7 +99,7 @@ def test_unwritable_record_folder_is_rejected_before_ranks_start(tmp_path):
     (tmp_path / "file").write_text("")
     result = ranks.run(script, launcher=f"paceline --record {tmp_path}/file/x", check=False)
     assert result.returncode == 2
-    assert "HINT: a folder that can be written" in result.stderr
+    assert "HINT: choose a folder that you can write to" in result.stderr
     assert "started" not in result.stdout
 
 
@@ -145,7 +145,7 @@ def test_paceline_record_under_torchrun(tmp_path):
     assert (report.ranks, report.steps, report.confidence) == ([0, 1], 30, 1.0)
     again = subprocess.run(command, capture_output=True, env=ranks.environment(), timeout=120)
     assert again.returncode != 0
-    assert b"there is a record already. HINT" in again.stderr
+    assert b"already contains a record. HINT" in again.stderr
     assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
     assert not ranks.in_memory()
 
@@ -313,7 +313,7 @@ def test_record_on_full_disk_is_reported_once_without_partial_files(tmp_path, sm
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("paceline: ")]
     (line,) = [one for one in said if "record" in one]
-    assert "the record could not be kept ([Errno 28] No space left on device" in line
+    assert "the record could not be saved ([Errno 28] No space left on device" in line
     folder = Path(line.partition("It is in ")[2].partition(";")[0])
     try:
         assert {path.name for path in record.iterdir()} <= {"run.json", "rank-0.ring"}

@@ -111,14 +111,21 @@ def test_large_output_is_complete_and_in_order(tmp_path):
     ("args", "message"),
     [
         (["-n", "0", "{script}"], "-n 0: at least one rank is needed. HINT"),
-        (["-n", "100000", "{script}"], "100,000 ranks take about .* GiB .* free here. HINT: -n"),
-        (["{folder}/none.py"], "none.py does not exist. HINT: Python files there: .*script.py"),
+        (
+            ["-n", "100000", "{script}"],
+            "100,000 ranks take about .* GiB .* free on this node. HINT: -n",
+        ),
+        (["{folder}/none.py"], "none.py does not exist. HINT: that folder has .*script.py"),
         (["{folder}"], "is a folder. HINT"),
         (["-m", "no.such"], "there is no module no. HINT"),
         (["-m", "json"], "the package json has no __main__. HINT"),
-        (["{folder}/syntax.py"], r"syntax.py, line 2: .*\n +def f\(:\nHINT: no rank was started"),
+        (
+            ["{folder}/syntax.py"],
+            r"syntax.py, line 2: .*\n +def f\(:\nNo rank was started. HINT: "
+            "correct",
+        ),
         (["{folder}/binary.py"], "can't be read as Python"),
-        (["--threads", "0", "{script}"], "--threads 0: HINT"),
+        (["--threads", "0", "{script}"], "--threads must be 1 or more; this is 0. HINT"),
         (["--bind", "moon", "{script}"], "--bind moon is not known. HINT"),
         (["-n", "99", "--bind", "core", "{script}"], "99 ranks need a core each, and .* HINT: -n"),
     ],

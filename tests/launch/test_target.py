@@ -66,7 +66,7 @@ def test_hosts_and_hostfile_together_are_rejected(tmp_path):
     (tmp_path / "hosts.txt").write_text("host1\n")
     result = run(tmp_path, "-H", "host1", "--hostfile", "hosts.txt", script)
     assert result.returncode == 2
-    assert "-H and --hostfile both name the hosts. HINT: one of them" in result.stderr
+    assert "-H and --hostfile both name the hosts. HINT: leave out one of them" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_hosts_and_hostfile_together_are_rejected(tmp_path):
     [
         ("host1:2\n\n# more\nhost2:x\n", "line 4: 'host2:x': 'x' slots are not a number above 0"),
         ("host1 slots=0\n", "line 1: 'host1 slots=0': '0' slots are not a number above 0"),
-        ("# none\n", "names no host. HINT: one host a line"),
+        ("# none\n", "names no host. HINT: write one host per line"),
     ],
     ids=["a word", "zero", "empty"],
 )
@@ -92,15 +92,16 @@ def test_missing_hostfile_and_empty_host_name_are_rejected(tmp_path):
         ValueError, match=r"none.txt can't be read: No such file or directory. HINT"
     ):
         find_target(None, tmp_path / "none.txt", None)
-    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+    with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
         find_target("host1,,host2", None, None)
-    with pytest.raises(ValueError, match=r"a host's name is empty. HINT"):
+    with pytest.raises(ValueError, match=r"a host name is empty. HINT"):
         find_target("", None, None)
 
 
 def test_launcher_option_without_hosts_is_rejected():
     with pytest.raises(
-        ValueError, match=r"--launcher ssh: on which hosts. HINT: -H host1:4,host2:4"
+        ValueError,
+        match=r"--launcher ssh needs host names outside of an allocation. HINT: -H host1:4,host2:4",
     ):
         find_target(None, None, "ssh")
 
@@ -169,7 +170,7 @@ def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):
     result = run(tmp_path, script, PBS_JOBID="3089.server", PBS_NODEFILE=gone)
     assert result.returncode == 2
     assert f"PBS_NODEFILE={gone}: No such file or directory" in result.stderr
-    assert "has the allocation ended?" in result.stderr
+    assert "if the allocation has ended" in result.stderr
 
 
 def test_env_option_forwards_or_sets_variables(tmp_path):
@@ -178,10 +179,10 @@ def test_env_option_forwards_or_sets_variables(tmp_path):
     assert run(tmp_path, *words, B="b").stdout == "1=2 b\n"
     result = run(tmp_path, *words)
     assert result.returncode == 2
-    assert "--env B: it is not set here. HINT: --env B=VALUE" in result.stderr
+    assert "--env B: B is not set in this environment. HINT: --env B=VALUE" in result.stderr
     result = run(tmp_path, "--env", "a b=1", script)
     assert result.returncode == 2
-    assert "--env a b=1: HINT: NAME, or NAME=VALUE" in result.stderr
+    assert "--env must be NAME or NAME=VALUE; this is 'a b=1'. HINT" in result.stderr
 
 
 def test_default_number_of_ranks_is_explained_in_one_line(tmp_path):

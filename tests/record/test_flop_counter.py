@@ -143,7 +143,7 @@ def test_invalid_arguments_are_reported(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, launcher="paceline --count-flops", check=False)
     assert result.returncode == 2
-    assert "--count-flops: nothing is recorded. HINT: with --record DIR" in result.stderr
+    assert "--count-flops needs a record. HINT: add --record DIR" in result.stderr
     file = tmp_path / "machine.toml"
     save(machine("node0"), file)
     with pytest.raises(ValueError, match=r"no step of .* was counted\. HINT: .*--count-flops"):

@@ -101,7 +101,8 @@ def test_start_ignores_folders_and_locks_of_another_user(place, bait):
     assert os.listdir(loot) == []
     for path in baits:
         assert path.exists()
-        assert done.stderr.count(f"{path} belongs to user {ATTACKER}: it is not one of your") == 1
+        said = f"{path} belongs to user {ATTACKER}: Paceline does not use or remove it"
+        assert done.stderr.count(said) == 1
     assert done.stderr.count(f"{link} is a symbolic link and no folder") == 1
 
 
@@ -128,11 +129,14 @@ def test_top_ignores_fake_job_of_another_user(place, bait):
         for process in started:
             process.communicate("")
     assert done.returncode == 2
-    assert "no job of yours runs on this host" in done.stderr
+    assert "you have no running job on this node" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     for path in (fake, waits):
         assert f"{path} belongs to user {ATTACKER}" in done.stderr
-    assert "socket for job x takes no connection: it may be another user's" in done.stderr
+    assert (
+        "socket of job x accepts no connection, and is ignored: it may belong to another user"
+        in done.stderr
+    )
 
 
 def test_record_does_not_follow_links_in_its_folder(place):
@@ -172,11 +176,15 @@ def _stacks():
 def test_temporary_folder_without_sticky_bit_is_rejected(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
-    with pytest.raises(ValueError, match=r"HINT: TMPDIR=DIR, a folder of your own or one with the"):
+    with pytest.raises(
+        ValueError,
+        match=r"HINT: set TMPDIR to a folder that only you can write "
+        "to",
+    ):
         job_folder.job_folder()
     tmp_path.chmod(0o770)
     os.chown(tmp_path, -1, users.GROUP)
-    with pytest.raises(ValueError, match="HINT: TMPDIR=DIR"):
+    with pytest.raises(ValueError, match="HINT: set TMPDIR"):
         job_folder.job_folder()
     tmp_path.chmod(0o1777)
     folder = job_folder.job_folder()

@@ -92,7 +92,9 @@ WRONG = [
 @pytest.mark.parametrize("change", WRONG, ids=lambda one: json.dumps(one)[:40])
 def test_metadata_with_valid_checksum_and_wrong_values_is_rejected(copy, change):
     hostile.resealed(copy, **change)
-    with pytest.raises(DataError, match=r"paceline\.json: (says what its|contradicts itself)") as e:
+    with pytest.raises(
+        DataError, match=r"paceline\.json: (does not match its format|contradicts itself)"
+    ) as e:
         load_meta(copy)
     assert isinstance(e.value, InvalidFileError)
     assert str(e.value).isprintable()
@@ -290,7 +292,7 @@ def test_pack_command_reports_hostile_dataset_in_one_line(copy):
             text=True,
         )
         assert done.returncode == 2
-        assert done.stderr.startswith(f"paceline: {copy / META_FILE}: says what its format")
+        assert done.stderr.startswith(f"paceline: {copy / META_FILE}: does not match its format")
         assert done.stderr.count("\n") == 1
 
 

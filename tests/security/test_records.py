@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import struct
 import tracemalloc
 
@@ -134,7 +135,7 @@ def test_invalid_header_sizes_are_rejected(folder, changes):
 def test_header_with_wrong_types_is_rejected(folder, changes):
     for rank in range(2):
         about(folder / f"rank-{rank}.ring", **changes)
-    assert "rank-0.ring: says " in refusal(folder)
+    assert re.search(r"rank-0\.ring: (says|does not match its format)", refusal(folder))
     data = (folder / "rank-0.ring").read_bytes()
     with pytest.raises(InvalidFileError):
         read_header(data)
@@ -333,7 +334,7 @@ def test_ranks_without_record_are_listed_as_range(tmp_path):
     rank.step(10, 20, number=1)
     run = Run("x", [rank.record()], list(range(1, 1 << 20)))
     told = timeline.write(analyse_with_window(run), tmp_path / "trace.json")
-    assert "rank 1-1048575: no record" in told
+    assert "ranks 1-1048575: no record" in told
     assert (tmp_path / "trace.json").stat().st_size < 10_000
 
 

@@ -269,7 +269,7 @@ def test_folder_operations_do_not_follow_links(tmp_path):
             with pytest.raises(UnsafeFileError):
                 folder.open_file(name)
         for name in ("../outside", "", "..", "a/b"):
-            with pytest.raises(UnsafeFileError, match="plain name"):
+            with pytest.raises(UnsafeFileError, match="plain file name"):
                 folder.open_file(name)
         folder.write("link", b"new")  # replaces the link
         with pytest.raises(ZeroDivisionError), folder.replacing("half"):

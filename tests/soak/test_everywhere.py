@@ -178,5 +178,5 @@ def test_no_leftovers_after_failure_interrupt_or_cancel(hosts, slurm, shared_fol
         said = (shared_folder / f"slurm-{job}.out").read_text()
     else:
         said = process.communicate(timeout=20)[1]
-    assert "ranks were ended" in said or "other rank was ended" in said
+    assert "Paceline ended" in said
     nothing_left(slurm)

@@ -75,8 +75,8 @@ SAID = {
     "segfault": "rank {rank}{on} was killed by SIGSEGV (signal 11)",
     "raised": "rank {rank}{on} failed: RuntimeError: planted in attempt {attempt}",
     "exit": "rank {rank}{on} ended with exit code 7",
-    "stopped": "rank {rank}{on} is not there: its process is stopped by a signal (SIGSTOP)",
-    "sleeps": "rank {rank}{on} is not there: it last ended",
+    "stopped": "Rank {rank}{on} has not entered it: its process is stopped by a signal (SIGSTOP)",
+    "sleeps": "Rank {rank}{on} has not entered it: it last ended",
 }
 
 
@@ -95,7 +95,7 @@ def options(faults):
 
 def check(plan, said, folders, hosts=None):
     """Assert that each attempt's fault was named and the parameters are as without faults."""
-    attempts = re.split(r"paceline: starting again from the last checkpoint.*\n", said)
+    attempts = re.split(r"paceline: the job restarts from the last checkpoint.*\n", said)
     assert len(attempts) == len(plan) + 1
     for number, (kind, rank, _) in enumerate(plan):
         text = " ".join(attempts[number].split())

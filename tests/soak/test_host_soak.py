@@ -123,7 +123,7 @@ def same(folder, last):
 
 def crash(hosts, host):
     hosts.crash(host)
-    return "was lost with its host: its agent has ended, or the connection broke"
+    return "was lost with its node: its agent has ended, or the connection broke"
 
 
 def power(hosts, host):
@@ -139,7 +139,7 @@ def cut(hosts, host):
 
 def agent(hosts, host):
     hosts.run(host, "pkill", "-KILL", "-o", "-f", "paceline.launch.host_agent")
-    return "was lost with its host: its agent has ended, or the connection broke"
+    return "was lost with its node: its agent has ended, or the connection broke"
 
 
 def heal(hosts, host):
@@ -161,12 +161,12 @@ def test_job_continues_while_hosts_fail_and_return(hosts, shared_folder):
         job.trains(draw.randrange(4, 12))
         before = len(job.said)
         named = kind(hosts, host)
-        job.says(f"{host} is lost; going on with 1 of 2 hosts, 1 of 2 ranks", before)
+        job.says(f"{host} is lost; the job continues on 1 of 2 nodes, with 1 of 2 ranks", before)
         said = " ".join(job.said[before:].split())
         assert named in said, (kind.__name__, host, said)
         job.trains(2, size=1)
         heal(hosts, host)
-        job.says(f"{host} is back; going on with 2 of 2 hosts, 2 of 2 ranks", before)
+        job.says(f"{host} is back; the job continues on 2 of 2 nodes, with 2 of 2 ranks", before)
     job.trains(2)
     same(shared_folder, job.end(shared_folder))
     assert re.findall(r"from the last checkpoint \((\d+) of", job.said) == [
@@ -190,7 +190,7 @@ def test_job_resumes_after_launcher_or_agent_is_killed(hosts, shared_folder):
         else:
             agent(hosts, victim)
             assert job.process.wait(20) == 137, job.said
-            text = f"on {victim} was lost with its host: its agent has ended, or the connection"
+            text = f"on {victim} was lost with its node: its agent has ended, or the connection"
             assert text in " ".join(job.said.split())
         assert hosts.left_over(10) == []
     job = Job(hosts, shared_folder)

@@ -43,7 +43,7 @@ def test_twenty_consecutive_restarts(tmp_path):
         timeout=300,
     )
     assert ranks.untagged(result.stdout) == {"attempt 20 done"}
-    assert result.stderr.count("starting again from the last checkpoint") == 20
+    assert result.stderr.count("the job restarts from the last checkpoint") == 20
     assert "connectFullMesh" not in result.stderr
 
 

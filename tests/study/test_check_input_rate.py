@@ -147,8 +147,8 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--transform", "math:sqrt"], "--transform is of a set. HINT: --data SET"),
-        (["--data", "SET", "-H", "a,b"], "-H: a set is looked at on this host. HINT"),
+        (["--transform", "math:sqrt"], "--transform needs a dataset. HINT: add --data DATASET"),
+        (["--data", "SET", "-H", "a,b"], "-H: Paceline measures a dataset on this node only. HINT"),
     ],
 )
 def test_options_without_effect_are_rejected(packed, words, said):

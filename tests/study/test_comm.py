@@ -48,8 +48,8 @@ def test_backends_are_measured_by_size_and_saved_in_machine_file(tmp_path):
     ("words", "said"),
     [
         (["--operation", "gossip"], "--operation gossip is not a collective. HINT: all-reduce,"),
-        (["--to", "much"], "--to much: no size. HINT: 64K, 16M or 1G"),
-        (["--to", "12"], "--to 12: less than the smallest vector. HINT: 1K or more"),
+        (["--to", "much"], "--to must be a size; this is 'much'. HINT: 64K, 16M or 1G"),
+        (["--to", "12"], "--to must be 1K or more, the smallest vector; this is 12. HINT: --to 1K"),
     ],
 )
 def test_invalid_arguments_are_rejected(tmp_path, words, said):

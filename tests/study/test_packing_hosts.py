@@ -80,7 +80,7 @@ def pieces(folder):
 def test_packing_on_two_hosts_matches_one_process(hosts, folder):
     done = packed(hosts, folder, "-H", "host1:2,host2:1", "--json")
     assert json.loads(done.stdout)["samples"] == COUNT
-    assert "3 ranks on 2 hosts over ssh" in done.stderr
+    assert "3 ranks on 2 nodes over ssh" in done.stderr
     as_one_process(folder)
     assert min(calls(folder, "host1"), calls(folder, "host2")) > COUNT // 10
     assert hosts.left_over() == []
@@ -93,14 +93,14 @@ def test_packing_resumes_after_host_failure(hosts, folder, host):
     hosts.crash(host)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 2
-    assert f"on {host} was lost with its host" in " ".join(err.split())
+    assert f"on {host} was lost with its node" in " ".join(err.split())
     assert "Complete pieces are kept. HINT: repeat the same command" in err
     kept = pieces(folder)
     assert kept >= 4
     (folder / "go").touch()
     before = sum(calls(folder, name) for name in ("host1", "host2"))
     done = packed(hosts, folder, "-H", "host3,host4")  # one rank per core
-    assert f"{2 * len(os.sched_getaffinity(0))} ranks on 2 hosts" in done.stderr
+    assert f"{2 * len(os.sched_getaffinity(0))} ranks on 2 nodes" in done.stderr
     as_one_process(folder)
     again = sum(calls(folder, name) for name in ("host0", "host3", "host4"))
     assert again < COUNT - 5 * kept

@@ -288,11 +288,14 @@ def test_packing_without_valid_samples_leaves_no_files(folder):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n", "2", "--check", "out"], "--check is done by one process. HINT: without -n"),
-        (["-n", "2", "x.npy", "out", "--to", "hdf5"], "--to is done by one process. HINT"),
-        (["--env", "A=1", "x.npy", "out"], "--env A=1: is for ranks. HINT: with -n or -H"),
+        (["-n", "2", "--check", "out"], "--check runs in one process. HINT: leave out -n"),
+        (["-n", "2", "x.npy", "out", "--to", "hdf5"], "--to runs in one process. HINT"),
+        (["--env", "A=1", "x.npy", "out"], "--env A=1 needs ranks. HINT: add -n or -H"),
         (["-n", "0", "x.npy", "out"], "-n 0: at least one rank is needed. HINT: -n 1"),
-        (["--launcher", "ssh", "x.npy", "out"], "--launcher ssh: on which hosts? HINT"),
+        (
+            ["--launcher", "ssh", "x.npy", "out"],
+            "--launcher ssh needs host names outside of an allocation. HINT",
+        ),
         (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),
         (["-n", "2", "nowhere", "out"], "nowhere: the file or folder does not exist"),
         (["-n", "2", "x.npy", "done"], "done contains a packed dataset. HINT"),
@@ -314,4 +317,6 @@ def test_invalid_arguments_are_reported_before_any_rank_starts(folder, words, sa
 def test_packing_without_n_in_slurm_job_reports_how_to_use_all_nodes(folder):
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
     _, _, err = command(folder, *ARRAYS, "out", **allocation)
-    assert err == "paceline: threads of this host pack; with -n N ranks of all of Slurm job 7 do\n"
+    assert (
+        err == "paceline: threads of this node pack; -n N uses ranks on all nodes of Slurm job 7\n"
+    )

@@ -159,7 +159,7 @@ def diagnose(folder, *words):
             ["--try", "bucket-mb=inf"],
             "--try bucket-mb=VALUE must be a number from 0.1 to 4096; this is 'inf'. HINT: --try",
         ),
-        (["--save-settings", "x.toml"], "--save-settings: nothing is tried. HINT: with --try all"),
+        (["--save-settings", "x.toml"], "--save-settings needs --try. HINT: add --try all"),
         (
             ["--try", "compress-bf16", "--try", "compress-fp16"],
             "compress-bf16 and compress-fp16 exclude each other. HINT: remove one",

@@ -85,7 +85,7 @@ def test_init_under_mpirun_in_slurm_allocation(started):
 def test_world_size_that_contradicts_launcher_is_rejected_immediately(started):
     result, seconds = started("srun", "-N2", "-n2", check=False, WORLD_SIZE="3")
     assert result.returncode == 1
-    mistake = "has WORLD_SIZE=3 beside SLURM_STEP_NUM_TASKS=2, which tell of the same start. HINT"
+    mistake = "has WORLD_SIZE=3 beside SLURM_STEP_NUM_TASKS=2, which describe the same start. HINT"
     assert result.stderr.count(mistake) == 2
     assert seconds < 15
 

@@ -52,7 +52,7 @@ def test_max_restarts_resumes_from_last_checkpoint(tmp_path):
     whole = undisturbed(tmp_path, 2)
     result = start(tmp_path, "out.pt", "--die-at", 22, launcher="paceline --max-restarts 2")
     assert "rank 1 was killed by SIGKILL" in result.stderr
-    assert result.stderr.count("starting again from the last checkpoint (1 of 2)") == 1
+    assert result.stderr.count("the job restarts from the last checkpoint (restart 1 of 2)") == 1
     assert_same_bits(whole, torch.load(tmp_path / "out.pt"))
 
 

@@ -88,7 +88,9 @@ def comm(
         most = bytes_of(largest, "--to")
         sizes = tuple(one for one in SIZES if one <= most)
         if not sizes:
-            raise ValueError(f"--to {largest}: less than the smallest vector. HINT: 1K or more")
+            raise ValueError(
+                f"--to must be 1K or more, the smallest vector; this is {largest}. HINT: --to 1K"
+            )
         wish = BenchRequest(operation, sizes, ranks, hosts, hostfile, launcher, bind)
         found = bench(wish, lambda text: typer.echo(f"paceline: {text}", err=True))
         if before is not None and machine is not None:

@@ -134,9 +134,11 @@ def check(
 
     with exit_on_mistake():
         if packed is not None and not pack_env:
-            raise ValueError("--packed names the file of --pack-env. HINT: give both")
+            raise ValueError("--packed names the file of --pack-env. HINT: add --pack-env")
         if compare is not None and pack_env:
-            raise ValueError("--compare and --pack-env are two things. HINT: one after the other")
+            raise ValueError(
+                "--compare and --pack-env can't be used together. HINT: run one after the other"
+            )
         if pack_env:
             _pack(packed, json)
             return
@@ -154,13 +156,14 @@ def check(
         of_a_set = {"--labels": labels, "--transform": transform, "--threads": threads}
         given = [name for name, value in of_a_set.items() if value is not None]
         if given and data is None:
-            raise ValueError(f"{given[0]} is of a set. HINT: --data SET")
+            raise ValueError(f"{given[0]} needs a dataset. HINT: add --data DATASET")
         if data is not None and (given or _is_set(data)):
             elsewhere = {"-H": hosts, "--hostfile": hostfile, "--launcher": launcher, "--env": env}
             if others := [name for name, value in elsewhere.items() if value]:
                 raise ValueError(
-                    f"{others[0]}: a set is looked at on this host. HINT: start paceline check "
-                    "--data there (ssh, srun); or --data FOLDER, for the storage of all hosts"
+                    f"{others[0]}: Paceline measures a dataset on this node only. HINT: start "
+                    "paceline check --data on the other node (ssh, srun); or use --data FOLDER "
+                    "for the storage of all nodes"
                 )
             _feed(data, labels, transform, threads, ranks, quick, json)
             return
@@ -216,7 +219,7 @@ def _feed(
 
     cores = len(os.sched_getaffinity(0))
     console = PlainConsole(stderr=True)
-    with console.status("paceline: looking at the set") as status:
+    with console.status("paceline: reading the dataset") as status:
         feed = LoadRankConfig(
             data,
             labels,

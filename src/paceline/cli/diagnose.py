@@ -170,7 +170,7 @@ def diagnose(
         check_arguments(try_ or [])
         if save_settings is not None:
             if not try_:
-                raise ValueError("--save-settings: nothing is tried. HINT: with --try all")
+                raise ValueError("--save-settings needs --try. HINT: add --try all")
             can_be_written(save_settings, "--save-settings")
         if html is not None:
             can_be_written(html, "--html")

@@ -209,10 +209,12 @@ def pack(
 
         where = RankPlacement(ranks, hosts, hostfile, launcher, tuple(env or ()))
         if env and not where:
-            raise ValueError(f"--env {env[0]}: is for ranks. HINT: with -n or -H")
+            raise ValueError(f"--env {env[0]} needs ranks. HINT: add -n or -H")
         if check:
             if dest is not None:
-                raise ValueError(f"--check takes one folder, and {dest} is a second. HINT: one")
+                raise ValueError(
+                    f"--check takes one folder; {dest} is a second one. HINT: leave out {dest}"
+                )
             _of_one_process(where, "--check")
             code = _check(Path(source), workers, json)
             raise typer.Exit(code)
@@ -281,8 +283,8 @@ def _library(source: str) -> str:
 
 def _at_fault(source: str, library: str, what: str) -> str:
     return (
-        f"{source}: {library} {what} while it read this: the file is damaged. HINT: copy it "
-        "again, or see what h5dump, ncdump, mdb_stat ... say of it"
+        f"{source}: {library} {what} while reading this file, which is damaged. HINT: copy it "
+        "again, or examine it with h5dump, ncdump or mdb_stat"
     )
 
 
@@ -315,8 +317,8 @@ def _packed(
 def _of_one_process(where: "RankPlacement", option: str) -> None:
     if where:
         raise ValueError(
-            f"{option} is done by one process. HINT: without -n, -H, --hostfile and --launcher; "
-            "paceline pack -n packs, and --to and --check take what it has packed"
+            f"{option} runs in one process. HINT: leave out -n, -H, --hostfile and --launcher; "
+            f"use {option} on the result of paceline pack -n"
         )
 
 
@@ -332,7 +334,7 @@ def _all_of_it() -> None:
         if found is not None:
             job = f"{found.scheduler} job {found.job}"
             typer.echo(
-                f"paceline: threads of this host pack; with -n N ranks of all of {job} do",
+                f"paceline: threads of this node pack; -n N uses ranks on all nodes of {job}",
                 err=True,
             )
 

@@ -91,7 +91,7 @@ def stage(
         given = os.environ.get(VARIABLE) if root is None else str(root)
         if not given:
             raise ValueError(
-                "the destination folder is missing. HINT: paceline stage SET ROOT, or "
+                "the destination folder is missing. HINT: paceline stage SOURCE ROOT, or "
                 "PACELINE_STAGE=ROOT"
             )
         most = None if room is None else bytes_of(room, "--room")
@@ -164,4 +164,4 @@ def _run_guarded_stage(parent: int) -> Callable[[int, int], None]:
 
 
 def _waits() -> None:
-    _say("another process stages there: waiting for it")
+    _say("waiting for another process that stages into this folder")

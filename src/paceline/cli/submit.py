@@ -190,7 +190,7 @@ def submit(
     record: Annotated[
         Path | None,
         typer.Option(
-            help="See paceline run. Each job of an array gets a folder of its own in it.",
+            help="See paceline run. Each job of an array gets a separate folder in it.",
             metavar="DIR",
             show_default=False,
             rich_help_panel=TRAINING,
@@ -257,4 +257,4 @@ def submit(
         number = command.submit_script(kind, batch, text)
     typer.echo(number)
     where = kind.output(batch, number)
-    typer.echo(f"paceline: {kind.title} has it as job {number}; output: {where}", err=True)
+    typer.echo(f"paceline: submitted to {kind.title} as job {number}; output: {where}", err=True)

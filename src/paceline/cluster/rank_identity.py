@@ -216,14 +216,14 @@ def _size(environment: Environment, sources: list[Source]) -> tuple[int, str]:
             hosts = len(nodefile.read_nodefile(environment, "PBS_NODEFILE"))
             return (
                 on_this_host * hosts,
-                f"PALS_LOCAL_SIZE={on_this_host} on {counted(hosts, 'host')}",
+                f"PALS_LOCAL_SIZE={on_this_host} on {counted(hosts, 'node')}",
             )
         except ValueError:  # only the job's first host has the file
             pass
     first = sources[0]
     raise ValueError(
-        f"the environment has {first.rank}={environment[first.rank]} and nothing that says how "
-        "many ranks there are. HINT: export WORLD_SIZE, or start with `paceline run`"
+        f"the environment has {first.rank}={environment[first.rank]} but no environment variable "
+        "with the number of ranks. HINT: export WORLD_SIZE, or start with `paceline run`"
     )
 
 
@@ -258,12 +258,12 @@ def _check_agreement(environment: Environment, name: str, expected: int, other: 
     if number(environment, name) in (None, expected):
         return
     raise ValueError(
-        f"the environment has {name}={environment[name]} beside {other}={expected}, which tell of "
-        "the same start. HINT: unset the one that was set by hand"
+        f"the environment has {name}={environment[name]} beside {other}={expected}, which "
+        "describe the same start. HINT: unset the one that was set by hand"
     )
 
 
 def _check_below(rank: int, size: int, rank_name: str, size_name: str) -> None:
     if rank >= size:
         total = size_name if "=" in size_name else f"{size_name}={size}"
-        raise ValueError(f"{rank_name}={rank} is not below {total}. HINT: ranks count from 0")
+        raise ValueError(f"{rank_name}={rank} is not below {total}. HINT: number the ranks from 0")

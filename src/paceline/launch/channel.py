@@ -144,9 +144,9 @@ class Channel:
         try:
             message = json.loads(frame[FRAME_HEADER.size : FRAME_HEADER.size + json_bytes])
         except (ValueError, RecursionError):
-            raise InvalidMessageError("a message that is no JSON") from None
+            raise InvalidMessageError("a message that is not JSON") from None
         if not isinstance(message, dict):
-            raise InvalidMessageError("a message that is no object")
+            raise InvalidMessageError("a message that is not a JSON object")
         return message, frame[FRAME_HEADER.size + json_bytes :]
 
 

@@ -82,7 +82,7 @@ class HostAgent:
                 _raise_on_signal(signal.SIGTERM, None)
             if time.monotonic() - self.last_message_at > LAUNCHER_TIMEOUT_S:
                 raise LauncherLostError(
-                    f"the launcher has said nothing for {LAUNCHER_TIMEOUT_S:.0f} s"
+                    f"the launcher has sent nothing for {LAUNCHER_TIMEOUT_S:.0f} s"
                 )
 
     def _handle_input(self, source: Any) -> None:
@@ -131,8 +131,8 @@ class HostAgent:
             os.chdir(folder)
         except OSError as error:
             raise ValueError(
-                f"{folder}: {error.strerror}. HINT: the working directory must be there on every "
-                "host: a shared file system, or the same path"
+                f"{folder}: {error.strerror}. HINT: start the job in a working directory that "
+                "exists on every node, such as one on a shared file system"
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
         self.source, self.places = check_job(self.job), bind_ranks.plan_bindings(self.job)
@@ -306,7 +306,7 @@ class HostAgent:
             self.send(ready=True)
         if self.local_host.server_ended:
             self.selector.unregister(self.local_host)
-            self.send(mistake="the process that ranks are forked from has ended")
+            self.send(mistake="the rank server, from which ranks are forked, has ended")
 
 
 check_job = check  # ``check`` is a parameter name in do_check
@@ -328,15 +328,13 @@ def _open_channel() -> Channel:
     os.dup2(null_fd, 0)
     secret = os.environ.pop("PACELINE_SECRET", "")
     if not secret:
-        sys.exit("paceline: the job's secret (PACELINE_SECRET) did not come to this host")
+        sys.exit("paceline: PACELINE_SECRET is not set on this node. HINT: --launcher ssh")
     try:
         return connect_to_launcher(addresses, secret)
     except LauncherNotFoundError as error:
-        hint = "do other programs flood the launcher's port? --launcher ssh needs no port"
+        hint = "end other programs that use the launcher's port; --launcher ssh needs no port"
         if not error.dropped:
-            hint = (
-                "is there a firewall between the hosts? GLOO_SOCKET_IFNAME=NAME takes one interface"
-            )
+            hint = "check the firewalls; GLOO_SOCKET_IFNAME=NAME selects an interface"
         host = socket.gethostname()
         sys.exit(f"paceline: {host} can't reach the launcher. Tried {error}. HINT: {hint}")
 
@@ -345,7 +343,9 @@ def _raise_on_signal(signal_number: int, _: Any) -> NoReturn:
     signal.signal(signal_number, signal.SIG_IGN)
     name = signal.Signals(signal_number).name
     raise LauncherLostError(
-        f"was ended with its host's agent, by {name} (a cancelled job, say)", signal_number
+        f"was ended together with the agent of its node by {name}, for example because the job "
+        "was cancelled",
+        signal_number,
     )
 
 

@@ -136,7 +136,7 @@ def check(job: Job) -> bytes:
     from ..cluster.binding.binding_plan import KINDS
 
     if job.count_flops and job.record is None:
-        raise ValueError("--count-flops: nothing is recorded. HINT: with --record DIR")
+        raise ValueError("--count-flops needs a record. HINT: add --record DIR")
     if job.ranks < 1:
         raise ValueError(f"-n {job.ranks}: at least one rank is needed. HINT: -n 1")
     each = FRESH_RANK_BYTES if job.own_interpreters else RANK_BYTES
@@ -145,20 +145,26 @@ def check(job: Job) -> bytes:
         raise ValueError(
             f"-n {job.ranks}: {counted(job.ranks, 'rank')} take about "
             f"{job.ranks * each / 2**30:.1f} GiB "
-            f"before they have any data, and {free / 2**30:.1f} GiB are free here. "
-            f"HINT: -n {max(1, free // each // 2)} or fewer"
+            f"before they have any data, and {free / 2**30:.1f} GiB are free on this node. HINT: "
+            f"-n {max(1, free // each // 2)} or fewer"
         )
     if job.threads is not None and job.threads < 1:
-        raise ValueError(f"--threads {job.threads}: HINT: 1 or more")
+        raise ValueError(f"--threads must be 1 or more; this is {job.threads}. HINT: --threads 1")
     if job.min_hosts is not None and job.min_hosts < 1:
-        raise ValueError(f"--min-hosts {job.min_hosts}: HINT: 1 or more")
+        raise ValueError(
+            f"--min-hosts must be 1 or more; this is {job.min_hosts}. HINT: --min-hosts 1"
+        )
     if job.min_hosts is not None and not job.max_restarts:
         raise ValueError(
-            f"--min-hosts {job.min_hosts}: without restarts the job ends with the first failure. "
-            "HINT: --max-restarts 3, say"
+            f"--min-hosts {job.min_hosts} needs restarts: without them, the job ends with the "
+            "first failure. HINT: add --max-restarts 3"
         )
     if job.hang_timeout is not None and not job.hang_timeout >= 0:
-        raise ValueError(f"--hang-timeout {job.hang_timeout:g}: HINT: seconds, or 0 for never")
+        raise ValueError(
+            "--hang-timeout must be 0 or more seconds; this is "
+            f"{job.hang_timeout:g}. HINT: --hang-timeout 600, or 0 for no hang "
+            "detection"
+        )
     if job.bind not in (AUTO, *KINDS):
         raise ValueError(
             f"--bind {job.bind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
@@ -169,7 +175,7 @@ def check(job: Job) -> bytes:
     if job.summary is not None and not job.summary.absolute().parent.is_dir():
         raise ValueError(
             f"--json {job.summary}: there is no folder {job.summary.absolute().parent}. "
-            "HINT: make it, or another path"
+            "HINT: create it, or choose another path"
         )
     path = source_file(job.name, job.module)
     try:
@@ -180,7 +186,8 @@ def check(job: Job) -> bytes:
             raise ValueError(f"{path} can't be read as Python: {error.msg}") from None
         code = f"\n    {error.text.strip()}" if error.text else ""
         raise ValueError(
-            f"{path}, line {error.lineno}: {error.msg}{code}\nHINT: no rank was started"
+            f"{path}, line {error.lineno}: {error.msg}{code}\nNo rank was started. HINT: correct "
+            "this line"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read as Python: {error}") from None
@@ -199,10 +206,10 @@ def source_file(name: str, module: bool) -> Path:
 def _script_file(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
-        raise ValueError(f"{name} is a folder. HINT: a script's path, or -m for a package")
+        raise ValueError(f"{name} is a folder. HINT: name a script, or use -m for a package")
     if not path.exists():
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5] if path.parent.is_dir() else []
-        hint = f"Python files there: {', '.join(near)}" if near else "-m runs a module by its name"
+        hint = f"that folder has {', '.join(near)}" if near else "-m runs a module by its name"
         raise ValueError(f"{name} does not exist. HINT: {hint}")
     return path
 
@@ -215,10 +222,10 @@ def _module_file(name: str) -> Path:
         qualified = ".".join(parts[: i + 1])
         spec = importlib.machinery.PathFinder.find_spec(part, folders)
         if spec is None:
-            raise ValueError(f"there is no module {qualified}. HINT: a path needs no -m")
+            raise ValueError(f"there is no module {qualified}. HINT: leave out -m for a path")
         folders = spec.submodule_search_locations
         if folders is None and i < len(parts) - 1:
-            raise ValueError(f"{qualified} is no package. HINT: -m {qualified}")
+            raise ValueError(f"{qualified} is not a package. HINT: -m {qualified}")
     if folders is not None:  # a package runs its __main__
         spec = importlib.machinery.PathFinder.find_spec("__main__", folders)
         if spec is None:

@@ -83,8 +83,9 @@ def _filled(slots: list[int], ranks: int, hosts: list[Host]) -> list[int]:
     if ranks > sum(slots):
         had = ", ".join(f"{host.name}:{host.slots}" for host in hosts[:8])
         raise ValueError(
-            f"-n {ranks}: {counted(ranks, 'rank')} for {counted(sum(slots), 'slot')} ({had}"
-            f"{', ...' if len(hosts) > 8 else ''}). HINT: -n {sum(slots)}, or more slots a host"
+            f"-n {ranks}: {counted(ranks, 'rank')} need as many slots, and the nodes have "
+            f"{counted(sum(slots), 'slot')} ({had}"
+            f"{', ...' if len(hosts) > 8 else ''}). HINT: -n {sum(slots)}, or more slots per host"
         )
     found = []
     for count in slots:

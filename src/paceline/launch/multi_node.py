@@ -293,7 +293,7 @@ def _print_layout(
         names = [host.name for host in hosts]
         network = "/".join(sorted({interface for interface, _ in interfaces}))
         sys.stderr.write(
-            f"paceline: {counted(sum(ranks_per_host), 'rank')} on {counted(len(hosts), 'host')} "
+            f"paceline: {counted(sum(ranks_per_host), 'rank')} on {counted(len(hosts), 'node')} "
             f"over {tool.name}, network {network} ({format_layout(names, ranks_per_host)}; "
             f"ranks meet at {interfaces[0][1]})\n"
         )

@@ -58,16 +58,16 @@ def requeue() -> None:
         if os.environ.get("ENVIRONMENT") != "BATCH":
             return  # salloc: there is no batch job to requeue
         sys.stderr.write(
-            f"paceline: job {job} is not put back in the queue. HINT: paceline submit --requeue, "
-            f"or PACELINE_REQUEUE=1 in the batch script, or by hand: scontrol requeue {job}\n"
+            f"paceline: job {job} is not requeued. HINT: paceline submit --requeue, "
+            f"or PACELINE_REQUEUE=1 in the batch script, or: scontrol requeue {job}\n"
         )
         return
-    sys.stderr.write(f"paceline: job {job} is put back in the queue (scontrol requeue)\n")
+    sys.stderr.write(f"paceline: job {job} is requeued (scontrol requeue)\n")
     sys.stderr.flush()  # before Slurm ends this script to requeue it
     answer = _run_slurm("scontrol", "requeue", job)
     if answer is None or answer.returncode:
         why = answer.stderr.strip() if answer is not None else "no answer"
-        sys.stderr.write(f"paceline: that failed: {why}. HINT: submit it again\n")
+        sys.stderr.write(f"paceline: scontrol requeue failed: {why}. HINT: submit the job again\n")
 
 
 def _run_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:

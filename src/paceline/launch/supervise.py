@@ -79,9 +79,9 @@ def watch(
     if agent.stopped_at_step is not None:
         interrupt.stopped_early = agent.early_stop_deadline is None
         sys.stderr.write(
-            f"paceline: a checkpoint of step {agent.stopped_at_step} was written; the job "
-            f"left early (exit code {STOPPED_EARLY_EXIT_CODE}). "
-            "HINT: start it again and it goes on\n"
+            f"paceline: a checkpoint of step {agent.stopped_at_step} was written, and the job "
+            f"stopped early (exit code {STOPPED_EARLY_EXIT_CODE}). HINT: start the job again to "
+            "continue\n"
         )
         return STOPPED_EARLY_EXIT_CODE
     if result.state == WorkerState.SUCCEEDED:
@@ -90,5 +90,5 @@ def watch(
 
 
 def _report_interrupt(output: RankOutput, why: str, number: int) -> int:
-    output.say(f"paceline: {why}: all ranks were ended; checkpoints written so far are whole\n")
+    output.say(f"paceline: {why}: Paceline ended all ranks; complete checkpoints remain valid\n")
     return 128 + number

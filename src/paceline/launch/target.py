@@ -55,7 +55,7 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
             launcher has started several copies of ``paceline run``.
     """
     if hosts is not None and hostfile is not None:
-        raise ValueError("-H and --hostfile both name the hosts. HINT: one of them")
+        raise ValueError("-H and --hostfile both name the hosts. HINT: leave out one of them")
     environment = dict(os.environ)
     _once(environment)
     if hosts is not None or hostfile is not None:
@@ -63,16 +63,19 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         chosen = find_tool(launcher or "ssh")
         if not chosen.accepts_host_names:
             raise ValueError(
-                f"--launcher {chosen.name} takes all hosts of its allocation, and no names. HINT: "
-                "without -H and --hostfile, or --launcher ssh"
+                f"--launcher {chosen.name} uses all nodes of its allocation, and accepts no host "
+                "names. HINT: leave out -H and --hostfile, or use --launcher ssh"
             )
         return Target(named, chosen, True, "-H" if hosts else str(hostfile))
     allocation = _allocation(environment)
     here = Host("this machine", devices=gpu_count(), numa=numa_domain_count())
     if allocation is None:
         if launcher is not None:
-            raise ValueError(f"--launcher {launcher}: on which hosts? HINT: -H host1:4,host2:4")
-        return Target([here], None, False, "no allocation, no hosts named", chosen=False)
+            raise ValueError(
+                f"--launcher {launcher} needs host names outside of an allocation. "
+                "HINT: -H host1:4,host2:4"
+            )
+        return Target([here], None, False, "no allocation, and no hosts named", chosen=False)
     if allocation.note:
         _warn_once(allocation.note)
     why = f"{allocation.scheduler} job {allocation.job}"
@@ -136,7 +139,10 @@ def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) 
     lines = [f"{where.why}: {_tool(where)}"]
     unknown = any(host.devices is None and host.slots is None for host in where.hosts)
     if ranks is None and unknown and where.tool is not None:
-        lines.append("  ranks: on each host its GPUs, else its NUMA domains; asked at the start")
+        lines.append(
+            "  ranks: one per GPU of each node, or else one per NUMA domain; each node "
+            "reports these at the start"
+        )
         lines += [f"    {host.name}" for host in where.hosts]
     else:
         per_host = ranks_per_host(where.hosts, ranks, where.explicit)
@@ -158,7 +164,7 @@ def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) 
     lines.append(f"  script: {module}{' '.join([job.name, *job.args])}")
     lines.append(f"  in {os.getcwd()}, with {sys.executable}")
     if variables:
-        lines.append(f"  variables: {', '.join(variables)}")
+        lines.append(f"  environment variables: {', '.join(variables)}")
     return "\n".join(lines) + "\n"
 
 
@@ -166,4 +172,4 @@ def _tool(where: Target) -> str:
     count = len(where.hosts)
     if where.tool is None:
         return "ranks on this machine"
-    return f"{counted(count, 'host')} over {where.tool.name}"
+    return f"{counted(count, 'node')} over {where.tool.name}"

@@ -119,8 +119,10 @@ def read_regular(
     with open(fd, "rb") as file:  # the file object now owns the descriptor
         size = os.fstat(fd).st_size
         if size > max_bytes:
-            raise InvalidFileError(path, f"has {size:,} bytes, and at most {max_bytes:,} are read")
+            raise InvalidFileError(
+                path, f"has {size:,} bytes, more than the limit of {max_bytes:,}"
+            )
         data = file.read(max_bytes + 1)  # files in /proc and growing files report a smaller size
     if len(data) > max_bytes:
-        raise InvalidFileError(path, f"has more than the {max_bytes:,} bytes that are read")
+        raise InvalidFileError(path, f"has more than the limit of {max_bytes:,} bytes")
     return data

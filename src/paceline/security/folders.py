@@ -346,7 +346,7 @@ def replace_file(path: Name, data: bytes, mode: int = 0o666, dir_fd: int | None 
 
 def _plain(name: str) -> str:
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise UnsafeFileError(errno.EINVAL, "is not the plain name of a file", repr(name))
+        raise UnsafeFileError(errno.EINVAL, "is not a plain file name", repr(name))
     return name
 
 

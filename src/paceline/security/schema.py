@@ -33,7 +33,7 @@ def check(tree: Any, schema: type[T], file: Name, *, escape: bool = True) -> T:
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         # The message contains the position in the file: At `$.shards[0].bytes`.
         reason = printable(str(error)).replace("`", "")
-        raise InvalidFileError(file, f"says what its format does not allow: {reason}") from None
+        raise InvalidFileError(file, f"does not match its format: {reason}") from None
 
 
 def parse_json(data: bytes, schema: type[T], file: Name, *, escape: bool = True) -> T:

@@ -85,8 +85,8 @@ def test_missing_rank_is_reported_with_its_last_event(tmp_path):
     assert one.for_s == pytest.approx(12.0)
     assert (found.now[3].process, found.now[3].doing) == ("stopped", "script")
     assert (
-        "all-reduce 11: ranks 0-2 have waited for 12 s; rank 3 is not there: its process is "
-        "stopped by a signal (SIGSTOP); it last ended optimizer step 10, 12 s ago"
+        "Ranks 0-2 have waited in all-reduce 11 for 12 s. Rank 3 has not entered it: its process "
+        "is stopped by a signal (SIGSTOP). The rank last ended optimizer step 10, 12 s ago."
     ) in plain(found)
     assert "ranks 0-2: in all-reduce 11 for 12 s" in plain(found)
     assert "until 12 s ago, steps 1 to 9" in plain(found)
@@ -105,8 +105,8 @@ def test_clocks_of_hosts_are_not_compared(tmp_path):
     assert found.now[0].for_s == found.now[1].for_s == pytest.approx(5.0)
     assert found.steps_per_s == pytest.approx(100, rel=0.2)
     said = plain(found, 100)
-    assert "rank 1 on host1 is not there: it is waiting for its batch for 5.0 s" in said
-    assert "2 ranks on 2 hosts (host0, host1) · 5.1 s since its start" in said
+    assert "Rank 1 on host1 has not entered it: it has been waiting for a batch for 5.0 s." in said
+    assert "2 ranks on 2 nodes (host0, host1) · 5.1 s since its start" in said
 
 
 def test_unfinished_state_ends_with_its_event(tmp_path):
@@ -133,10 +133,10 @@ def test_live_view_of_job_start_restart_and_end(tmp_path):
     found = view([seen(rank, 5) for rank in (*ranks, earlier)], ["train.py"])
     assert (found.attempt, found.step, found.states) == (1, 0, [])
     assert "1 restart" in plain(found)
-    assert "starting: no step yet" in plain(found)
+    assert "starting: no step has ended yet" in plain(found)
     ended = view([seen(trained(tmp_path, 0, 2, attempt=1), 3000, ""), seen(ranks[1], 3000)], [])
     assert [now.process for now in ended.now] == ["ended", "running"]
-    assert "rank 0: ended (last: optimizer step 10)" in plain(ended)
+    assert "rank 0: ended (last operation: optimizer step 10)" in plain(ended)
     alone = view([seen(earlier, 3000)], [], size=2)
     assert alone.missing_ranks == [1]
     assert "no record of rank 1" in plain(alone)

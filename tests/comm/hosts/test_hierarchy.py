@@ -246,7 +246,10 @@ def test_invalid_or_inconsistent_variables_are_rejected(hosts, shared_folder):
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_LINK_MBIT="fast")
     assert "PACELINE_LINK_MBIT=fast: a number of Mbit/s is expected" in done.stderr
     done = run(hosts, shared_folder, SAME, where, "x", check=False, PACELINE_RACKS="host[1,3]")
-    assert "PACELINE_RACKS=host[1,3] does not have host2. HINT: every host in one" in done.stderr
+    assert (
+        "PACELINE_RACKS=host[1,3] does not contain host2. HINT: list every node in one"
+        in done.stderr
+    )
     assert "did not" not in done.stderr, "one rank waits for another"
     differs = DIFFERS.rstrip(" ") + SAME.lstrip("\n")
     done = run(hosts, shared_folder, differs, where, "x", check=False)

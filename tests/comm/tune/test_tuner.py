@@ -359,12 +359,12 @@ def test_tune_compression_tries_bfloat16(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tune-compression"], "nothing is tuned. HINT: with --tune-exchange FILE"),
-        (["--tune-exchange", "there/tuned.toml"], "is no folder. HINT: a file in a folder"),
+        (["--tune-compression"], "needs --tune-exchange. HINT: add --tune-exchange FILE"),
+        (["--tune-exchange", "there/tuned.toml"], "is not a folder. HINT: name a file in a folder"),
         (["--tune-exchange", "other.toml"], "--tune-exchange has not written it"),
         (
             ["--tune-exchange", "tuned.toml", "--settings", "other.toml"],
-            "--tune-exchange looks for bucket-mb, and it is set",
+            "--tune-exchange searches for bucket-mb, which a setting fixes",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_invalid_arguments_are_reported(packed, tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     running = command(packed)
     assert (
-        "the destination folder is missing. HINT: paceline stage SET ROOT"
+        "the destination folder is missing. HINT: paceline stage SOURCE ROOT"
         in running.communicate()[1]
     )
 

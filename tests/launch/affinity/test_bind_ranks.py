@@ -17,12 +17,12 @@ def host(cores, threads_per_core):
     ("granted", "threads_per_core", "why"),
     [
         (64, 1, ""),
-        (63, 1, "granted 63 CPUs of this host's 64 cores, and does not say which"),
+        (63, 1, "granted 63 CPUs of this node's 64 cores, without naming them"),
         (128, 2, ""),
         # Either all cores, or the hardware threads of half of them.
-        (64, 2, "granted 64 CPUs of this host's 64 cores and 128 hardware threads, and does"),
-        (96, 2, "granted 96 CPUs of this host's 64 cores and 128 hardware threads, and does"),
-        (None, 2, "no scheduler says that these cores are this job's alone"),
+        (64, 2, "granted 64 CPUs of this node's 64 cores and 128 hardware threads, without"),
+        (96, 2, "granted 96 CPUs of this node's 64 cores and 128 hardware threads, without"),
+        (None, 2, "no scheduler reserves these cores for this job"),
     ],
 )
 def test_granted_cpus_may_be_hardware_threads(granted, threads_per_core, why):

@@ -89,7 +89,7 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
         assert cells[4] == str(rank)
         assert cells[-3:] == ["1", "with", "it"]
     assert re.search(r"socket 0 +NUMA 0 +01\b", said)
-    assert "not where it was put" not in said
+    assert "not to the planned cores" not in said
 
 
 @two_cores
@@ -97,7 +97,7 @@ def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
     text = " ".join(said.split())
-    assert "rank 1: is on 0-1, not where it was put" in text
+    assert "rank 1: is bound to 0-1, not to the planned cores" in text
     assert "ranks 0-1: on the same core (hardware threads 0)" in text
 
 
@@ -106,7 +106,7 @@ def test_rank_that_changes_its_affinity_is_reported(tmp_path):
 def test_auto_binding_only_on_cores_granted_to_job(tmp_path):
     found, said = train(tmp_path, "")
     assert [one["rank"] for one in found] == [[0, 1], [0, 1]]
-    assert "not bound: no scheduler says that these cores are this job's alone" in said
+    assert "not bound: no scheduler reserves these cores for this job" in said
 
     found, said = train(tmp_path, "", before=["taskset", "-c", "1"], number=1)
     assert (found[0]["rank"], found[0]["workers"]) == ([1], [[1, -1]])
@@ -164,7 +164,7 @@ def test_ended_rank_is_reported_as_missing_from_binding_table():
     here = {0: (os.getpid(), 0), 1: (ended.pid, 1)}
     told = report_host([RankBinding(cpus=(), threads=1), RankBinding(cpus=(), threads=1)], here)
     said = render([("host1", told)], 4)
-    assert "ranks 1-3: ended before this look, so not in the table" in " ".join(said.split())
+    assert "ranks 1-3 ended before the bindings were read" in " ".join(said.split())
     assert row(said, 0)[1] == "host1"
 
 
@@ -189,7 +189,7 @@ def test_affinity_of_ended_process_is_none():
         ("--bind moon", "--bind moon is not known. HINT: auto, none, core, numa, socket or device"),
         ("--bind core --cpus-per-rank 90", "HINT: --cpus-per-rank 1|need 180 cores"),
         ("--bind device", "--bind device"),
-        ("--bind core --cpus-per-rank 0", "--cpus-per-rank 0: HINT: 1 or more"),
+        ("--bind core --cpus-per-rank 0", "--cpus-per-rank must be 1 or more; this is 0. HINT"),
     ],
 )
 def test_invalid_binding_options_are_reported_before_ranks_start(tmp_path, options, told):

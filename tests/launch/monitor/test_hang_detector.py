@@ -76,47 +76,45 @@ def told(result):
     """Assert that the job was ended because it hung; return the report on one line."""
     assert result.returncode == 124, result.stderr
     assert "Traceback" not in result.stderr
-    assert "The job hangs: its ranks are ended." in result.stderr
+    assert "The job hangs: Paceline ends its ranks." in result.stderr
     return " ".join(result.stderr.split())
 
 
 def test_stopped_rank_is_reported_with_all_stacks(tmp_path):
     stop = "rank == 2 and os.kill(os.getpid(), signal.SIGSTOP)"
     text = told(hanging(tmp_path, in_loop=stop))
-    assert re.search(r"no rank has begun or ended anything for \d+\.\d s", text)
-    assert re.search(r"all-reduce \d+: ranks 0-1 have waited for", text)
-    assert "rank 2 is not there: its process is stopped by a signal (SIGSTOP)" in text
-    assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; stands at script\.py:\d+ in", text)
+    assert re.search(r"no rank has made progress for \d+\.\d s", text)
+    assert re.search(r"Ranks 0-1 have waited in all-reduce \d+ for", text)
+    assert "Rank 2 has not entered it: its process is stopped by a signal (SIGSTOP)" in text
+    assert re.search(r"rank 0: in all-reduce \d+ for [\d.]+ s; at script\.py:\d+ in", text)
     assert "model(x).square().mean().backward()" in text
     # A stopped rank can't report its stack, so the stack is read from outside the process.
-    stands = (
-        r"rank 2: stopped by a signal \(SIGSTOP\), .{,60}; stands at script\.py:\d+ in <module>: "
-    )
+    stands = r"rank 2: stopped by a signal \(SIGSTOP\), .{,60}; at script\.py:\d+ in <module>: "
     assert re.search(stands + re.escape(stop), text)
 
 
 def test_hang_in_data_loader_is_reported(tmp_path):
     forever = "while rank == 1: time.sleep(0.01)"
     text = told(hanging(tmp_path, in_loader=forever, batches="batches()"))
-    assert re.search(r"all-reduce \d+: ranks 0, 2 have waited", text)
-    assert "rank 1 is not there" in text
+    assert re.search(r"Ranks 0, 2 have waited in all-reduce \d+ for", text)
+    assert "Rank 1 has not entered it" in text
     assert "in batches: while rank == 1: time.sleep(0.01)" in text
 
 
 @pytest.mark.long
 def test_rank_that_misses_collective_is_reported(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 0: time.sleep(1000)"))
-    assert re.search(r"all-reduce \d+: ranks 1-2 have waited", text)
-    assert "rank 0 is not there" in text
+    assert re.search(r"Ranks 1-2 have waited in all-reduce \d+ for", text)
+    assert "Rank 0 has not entered it" in text
     assert "if rank == 0: time.sleep(1000)" in text
 
 
 @pytest.mark.long
 def test_hang_without_record_reports_stacks_only(tmp_path):
     text = told(hanging(tmp_path, in_loop="if rank == 1: time.sleep(1000)", record=False))
-    assert "neither calls paceline.init() nor is recorded: only its stacks are known. HINT" in text
-    assert re.search(r"rank 0: no record; stands at script\.py:\d+ in <module>: model\(x\)", text)
-    assert re.search(r"rank 1: no record; stands at .{,30}: if rank == 1: time", text)
+    assert "the script does not call paceline.init() and is not recorded. HINT" in text
+    assert re.search(r"rank 0: no record; at script\.py:\d+ in <module>: model\(x\)", text)
+    assert re.search(r"rank 1: no record; at .{,30}: if rank == 1: time", text)
 
 
 @pytest.mark.long
@@ -141,8 +139,8 @@ def test_slow_computing_rank_is_reported_but_not_ended(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    _, text = finish(job, tmp_path, "Rank 1 computes, so it may be slow and not stuck")
-    assert "HINT: a longer --hang-timeout" in text
+    _, text = finish(job, tmp_path, "Rank 1 computes, so the job may be slow and not hung")
+    assert "HINT: increase --hang-timeout" in text
 
 
 @pytest.mark.long
@@ -194,8 +192,8 @@ def test_host_without_network_is_reported_and_job_ends(hosts, shared_folder):
     took = time.monotonic() - began
     hosts.link("host2", True)
     assert process.returncode == 124, said
-    assert "host2 does not answer: it may have lost power or its network" in said
-    assert "nothing is seen of rank 1" in said
+    assert "host2 does not answer: it may have lost power or its network connection" in said
+    assert "Paceline has no record of rank 1." in said
     assert "rank 0 (host1): in all-reduce" in said
     assert took < 30
     assert hosts.left_over(15) == []
@@ -208,11 +206,11 @@ def test_stopped_rank_on_remote_host_is_reported_with_host(hosts, shared_folder)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 124, said
     text = " ".join(said.split())
-    assert "rank 1 on host2 is not there: its process is stopped by a signal (SIGSTOP)" in text
-    assert "rank 0 (host1): in all-reduce" in text
-    assert re.search(
-        r"rank 1 \(host2\): stopped by a signal [^;]*; stands at script\.py:\d+ in", text
+    assert (
+        "Rank 1 on host2 has not entered it: its process is stopped by a signal (SIGSTOP)" in text
     )
+    assert "rank 0 (host1): in all-reduce" in text
+    assert re.search(r"rank 1 \(host2\): stopped by a signal [^;]*; at script\.py:\d+ in", text)
     assert hosts.left_over(10) == []
 
 
@@ -262,11 +260,11 @@ SILENT = f"""
 
 
 def test_silent_script_is_reported_but_not_ended_by_default(tmp_path):
-    goes_on = "The job goes on: no rank is known to wait in a collective that can't complete"
+    goes_on = "The job continues: no rank is known to wait in a collective that can't complete"
     out, text = finish(start_with_default(tmp_path, SILENT), tmp_path, goes_on)
     assert out == "done\n"
-    assert "no rank has begun or ended anything for" in text
-    assert re.search(r"rank 1: no record; stands at script.py:\d in <module>: time.sleep", text)
+    assert "no rank has made progress for" in text
+    assert re.search(r"rank 1: no record; at script.py:\d in <module>: time.sleep", text)
     assert f"{goes_on}. HINT: --hang-timeout 0.5 ends such a job" in text
 
 
@@ -286,8 +284,8 @@ WAITS_FOR_DOWNLOAD = f"""
 def test_ranks_that_wait_for_sleeping_rank_are_not_ended_by_default(tmp_path):
     record = ["--record", tmp_path / "record"]
     job = start_with_default(tmp_path, WAITS_FOR_DOWNLOAD, *record, seconds=1.5)
-    _, text = finish(job, tmp_path, "The job goes on")
-    assert "rank 0 is not there" in text
+    _, text = finish(job, tmp_path, "The job continues")
+    assert "Rank 0 has not entered it" in text
 
 
 DEADLOCK = """
@@ -305,8 +303,8 @@ def test_deadlocked_job_is_ended_by_default(tmp_path):
     _, said = job.communicate(timeout=60)
     text = told(subprocess.CompletedProcess([], job.returncode, stderr=said))
     for waiting, absent in ((0, 1), (1, 0)):
-        waits = rf"all-reduce 1 of group \d+: rank {waiting} has waited for [\d.]+ s; "
-        assert re.search(rf"{waits}rank {absent} is not there", text)
+        waits = rf"Rank {waiting} has waited in all-reduce 1 of group \d+ for [\d.]+ s\. "
+        assert re.search(rf"{waits}Rank {absent} has not entered it", text)
 
 
 class SilentJob:
@@ -360,5 +358,7 @@ def test_hang_timeout_shorter_than_step_is_reported_once_and_raised():
         time.sleep(0.02)
         assert silence.check(lambda: [ProgressReport(0.2, longest_idle_s=5.0)], said.append) is None
     (line,) = said
-    assert line.startswith("paceline: --hang-timeout 0.04: ranks are silent for 5.0 s and go on")
-    assert "a hang is reported after 15.0 s" in line
+    assert line.startswith(
+        "paceline: --hang-timeout 0.04: the ranks made no progress for 5.0 s and then continued"
+    )
+    assert "Paceline reports a hang after 15.0 s" in line

@@ -118,7 +118,7 @@ def test_top_shows_running_stopped_and_ended_job(tmp_path):
             lines = top("--once", record, columns=columns).stdout.splitlines()
             assert max(map(len, lines)) <= columns
             assert lines[1].startswith("3 ranks on ")
-            assert "slowest  rank 1, " in "\n".join(lines)
+            assert "slowest  rank 1 spends " in "\n".join(lines)
             assert "\x1b" not in "".join(lines)
 
         # A report of the running job, whose folder does not contain the record yet.
@@ -155,9 +155,11 @@ def test_top_shows_running_stopped_and_ended_job(tmp_path):
             assert all(one["for_s"] > 1 for one in view["standing"])
             assert [now["process"] for now in view["now"]] == ["running", "running", "stopped"]
             said = " ".join(top("--once", record).stdout.split())
-            stands = r"stands all-reduce \d+: ranks? [\d,-]+ ha(s|ve) waited for"
+            stands = r"blocked Ranks? [\d, -]+ ha(s|ve) waited in all-reduce \d+ for"
             assert re.search(stands, said), said
-            assert re.search(r"rank 2[^;]*(is not there|in it too)[^;]*stopped by a signal", said)
+            assert re.search(
+                r"Rank 2[^.]*(has not entered it|is in it)[^.]*stopped by a signal", said
+            )
         finally:
             os.kill(victim, signal.SIGCONT)
 
@@ -201,22 +203,22 @@ def _pids(name):
 
 def test_top_reports_why_job_cannot_be_shown(tmp_path):
     nothing = tmp_path / "nothing"
-    assert f"{nothing} is no folder. HINT: the one given to paceline run --record" in (
+    assert f"{nothing} is not a folder. HINT: name the folder of paceline run --record" in (
         top(nothing).stderr
     )
-    assert f"{tmp_path}: no job records there. HINT" in top(tmp_path).stderr
+    assert f"{tmp_path}: no job records into this folder. HINT" in top(tmp_path).stderr
     about = {"run": "abc", "command": ["train.py"], "started": 1.0, "host": "far-away"}
     (tmp_path / "run.json").write_text(json.dumps(about))
     result = top(tmp_path)
     assert result.returncode == 2
     assert (
-        f"{tmp_path}: the job was started on far-away, and this is {os.uname().nodename}. HINT: "
-        f"ssh far-away paceline top {tmp_path}"
+        f"{tmp_path}: the job was started on far-away, not on this node ({os.uname().nodename}). "
+        f"HINT: ssh far-away paceline top {tmp_path}"
     ) in result.stderr
     (tmp_path / "run.json").write_text(json.dumps({**about, "host": os.uname().nodename}))
-    assert "no job runs on this host" in top(tmp_path).stderr
-    assert "--every 0: HINT: more than 0 seconds" in top("--every", "0").stderr
-    assert "--job none: no such job of yours runs here." in top("--job", "none").stderr
+    assert "no job on this node" in top(tmp_path).stderr
+    assert "--every must be more than 0 seconds; this is 0. HINT" in top("--every", "0").stderr
+    assert "--job none: you have no job of this name on this node." in top("--job", "none").stderr
 
 
 def test_top_lists_several_jobs_without_taking_locks(tmp_path):
@@ -240,7 +242,7 @@ def test_top_lists_several_jobs_without_taking_locks(tmp_path):
         ranks.wait_until(lambda: all(word.exists() for word in words))
         result = top()
         assert result.returncode == 2
-        assert "jobs of yours run on this host. HINT: paceline top DIR, or --job" in result.stderr
+        assert "running jobs on this node. HINT: paceline top DIR, or --job" in result.stderr
         assert len(own()) == 2
         for folder in own():
             assert f"{folder.name}  {script} " in result.stderr
@@ -275,9 +277,11 @@ def test_top_shows_all_hosts_and_reports_silent_host(hosts, shared_folder):
         assert view["hosts"] == ["host1", "host1", "host2", "host2"]
         assert (view["ranks"], view["slowest_rank"]) == ([0, 1, 2, 3], 1)
         assert view["silent_hosts"] == []
-        assert "4 ranks on 2 hosts (host1, host2)" in seen("record")
+        assert "4 ranks on 2 nodes (host1, host2)" in seen("record")
         far = seen("record", host="host1")
-        assert "only this host's ranks are shown: the job was started on host0. HINT: ssh" in far
+        assert (
+            "only the ranks of this node are shown: the job was started on host0. HINT: ssh" in far
+        )
 
         # Clients that never read or never send a request do not delay other clients.
         (run,) = [json.loads((shared_folder / "record" / "run.json").read_text())["run"]]

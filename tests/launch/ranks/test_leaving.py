@@ -63,19 +63,22 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
     assert "a warning came (SIGUSR1): a checkpoint, and the run leaves early\n" in said
     (one,) = checkpoints(tmp_path)
     assert (one["epoch"], one["inside"]) == (0, True)
-    assert f"paceline: a checkpoint of step {one['step']} was written; the job left early" in said
-    assert "(exit code 75). HINT: start it again and it goes on\n" in said
-    assert "starting again" not in said
+    assert (
+        f"paceline: a checkpoint of step {one['step']} was written, and the job stopped early"
+        in said
+    )
+    assert "(exit code 75). HINT: start the job again to continue\n" in said
+    assert "the job restarts" not in said
 
     second = start(tmp_path, *SLOW)
     for line in second.stderr:
         if f"going on from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
             break
     said = left(second, signal.SIGTERM)
-    assert "paceline: SIGTERM: the ranks write a checkpoint and leave, within 25 s." in said
+    assert "paceline: SIGTERM: the ranks write a checkpoint and stop within 25 s." in said
     *_, two = checkpoints(tmp_path)
     assert two["step"] > one["step"]
-    assert f"a checkpoint of step {two['step']} was written; the job left early" in said
+    assert f"a checkpoint of step {two['step']} was written, and the job stopped early" in said
 
     third = start(tmp_path)
     _, said = third.communicate(timeout=60)
@@ -108,7 +111,7 @@ def saving(tmp_path):
     if job.stdout.readline() != "leaves\n":  # only one of the two ranks so far
         job.stdout.readline()
     job.send_signal(signal.SIGTERM)
-    assert "SIGTERM: the ranks write a checkpoint and leave" in job.stderr.readline()
+    assert "SIGTERM: the ranks write a checkpoint and stop" in job.stderr.readline()
     yield job
     job.kill()
     job.communicate()
@@ -117,7 +120,7 @@ def saving(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
-        (signal.SIGTERM, 143, "SIGTERM: all ranks"),
+        (signal.SIGTERM, 143, "SIGTERM: Paceline ended all ranks"),
         pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
     ],
 )
@@ -137,8 +140,8 @@ def test_ranks_that_do_not_exit_within_grace_period_are_ended(tmp_path, saving):
     _, said = saving.communicate(timeout=40)
     assert saving.returncode == 143
     assert 20 < time.monotonic() - begun < 35
-    assert "SIGTERM: all ranks were ended" in said
-    assert "starting again" not in said
+    assert "SIGTERM: Paceline ended all ranks" in said
+    assert "the job restarts" not in said
 
 
 @pytest.mark.long
@@ -149,7 +152,7 @@ def test_rank_killed_during_shutdown_is_reported_and_not_restarted(tmp_path, sav
     _, said = saving.communicate(timeout=20)
     assert saving.returncode == 137
     assert "was killed by SIGKILL" in said
-    assert "starting again" not in said
+    assert "the job restarts" not in said
     assert ranks.alive(script) == []
 
 
@@ -202,7 +205,10 @@ def test_invalid_end_time_is_rejected(tmp_path):
     script = ranks.write(tmp_path, "pass")
     result = ranks.run(script, check=False, PACELINE_END_TIME="2h")
     assert result.returncode == 2
-    assert "PACELINE_END_TIME='2h', which is no time. HINT: seconds since 1970" in result.stderr
+    assert (
+        "PACELINE_END_TIME='2h', which is not a time. HINT: give seconds since 1970"
+        in result.stderr
+    )
 
 
 def submitted(slurm, folder, count):
@@ -227,8 +233,8 @@ def test_warned_slurm_job_is_requeued_and_completes(slurm, shared_folder, whole)
     ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
     state, said = slurm.wait(job), (shared_folder / "said").read_text()
     assert state == "COMPLETED", said
-    assert f"paceline: job {job} is put back in the queue (scontrol requeue)\n" in said
-    assert "the job left early (exit code 75)" in said
+    assert f"paceline: job {job} is requeued (scontrol requeue)\n" in said
+    assert "the job stopped early (exit code 75)" in said
     assert "going on from" in said
     assert_same_bits(whole, torch.load(shared_folder / "out.pt"))
     assert slurm.left_over() == []
@@ -250,6 +256,6 @@ def test_cancelled_slurm_job_checkpoints_and_is_not_requeued(
     assert slurm.wait(job) == state
     said = (shared_folder / "said").read_text()
     (one,) = checkpoints(shared_folder)
-    assert f"a checkpoint of step {one['step']} was written; the job left early" in said
+    assert f"a checkpoint of step {one['step']} was written, and the job stopped early" in said
     assert "put back" not in said
     ranks.wait_until(lambda: slurm.left_over(0) == [], 10)

@@ -147,7 +147,7 @@ def test_process_that_does_not_end_is_named_and_left(monkeypatch, tmp_path):
     pid, said = (tmp_path / "pid").read_text(), (tmp_path / "said").read_text()
     name = Path("/proc/self/comm").read_text().strip()
     assert said.startswith(f"paceline: process {pid} ({name}, state S) has not ended")
-    assert "HINT: in state D it waits in the kernel for a device or file system" in said
+    assert "HINT: in state D, it waits in the kernel for a device or file system" in said
 
 
 def test_children_that_ignore_sigterm_are_ended():

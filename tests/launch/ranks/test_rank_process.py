@@ -19,6 +19,6 @@ def test_environment_too_large_for_new_interpreter_is_reported(monkeypatch):
     start = RankStart({}, [], None, (0, 1, 2))
     monkeypatch.setattr(os, "set_inheritable", lambda *_: None)
     with pytest.raises(
-        SystemExit, match=r"largest variables are HUGE \(70,005 bytes\).*env -u HUGE"
+        SystemExit, match=r"largest environment variables are HUGE \(70,005 bytes\).*env -u HUGE"
     ):
         rank_process.exec_fresh(start)

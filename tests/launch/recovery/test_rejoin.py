@@ -41,14 +41,16 @@ def test_lost_host_rejoins_job_with_same_result(hosts, shared_folder):
     record = shared_folder / "record"
     job = start(hosts, shared_folder, "--record", record)
     hosts.crash("host2")
-    read_until(job, "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks, from the last")
+    read_until(
+        job, "host2 is lost; the job continues on 1 of 2 nodes, with 1 of 2 ranks, from the last"
+    )
     hosts.boot("host2")
     _, said = job.communicate(timeout=90)
     assert job.returncode == 0, said
-    back = "paceline: host2 is back: the ranks write a checkpoint, and the job goes on at its full"
+    back = "paceline: host2 is back: the ranks write a checkpoint, and the job continues at full"
     assert said.count(back) == 1
-    again = "paceline: host2 is back; going on with 2 of 2 hosts, 2 of 2 ranks, from the last"
-    assert f"{again} checkpoint\n" in said  # does not count against --max-restarts
+    again = "paceline: host2 is back; the job continues on 2 of 2 nodes, with 2 of 2 ranks"
+    assert f"{again}, from the last checkpoint\n" in said  # does not count against --max-restarts
     whole, found = (torch.load(shared_folder / name) for name in ("whole.pt", "out.pt"))
     # Tolerances, because one rank and two ranks sum in different orders.
     for name, tensor in whole["model"].items():
@@ -81,15 +83,17 @@ def test_host_rejoins_at_next_attempt_if_script_does_not_exit_early(hosts, share
     # Killing ssh reports the loss at once. --hang-timeout can't be used, because these ranks make
     # no progress, same as ranks that hang.
     hosts.run("host0", "pkill", "-KILL", "-f", "ssh .*host2", check=False)
-    read_until(job, "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks, from the last")
+    read_until(
+        job, "host2 is lost; the job continues on 1 of 2 nodes, with 1 of 2 ranks, from the last"
+    )
     ranks.wait_until(lambda: (shared_folder / "up-1-0-of-1").exists())
     hosts.link("host2", True)
     said = read_until(job, "host2 is back; it takes part in the next attempt")
     (shared_folder / "end-1").touch()
     ranks.wait_until(lambda: len(list(shared_folder.glob("up-2-*-of-2"))) == 2, 30)
-    assert "goes on at its full size" not in said
+    assert "continues at full size" not in said
     (shared_folder / "end-2").touch()
     _, said = job.communicate(timeout=30)
     assert job.returncode == 0, said
-    assert "host2 is back; going on with 2 of 2 hosts, 2 of 2 ranks" in said
+    assert "host2 is back; the job continues on 2 of 2 nodes, with 2 of 2 ranks" in said
     assert hosts.left_over(10) == []

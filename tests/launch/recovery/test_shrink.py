@@ -99,8 +99,9 @@ def test_job_continues_without_lost_host_with_same_result(hosts, shared_folder, 
     hosts.crash("host2")
     found, said, seconds = ended(shared_folder, process)
     assert (
-        "paceline: host2 is lost; going on with 1 of 2 hosts, 2 of 3 ranks, from the last "
-        "checkpoint (1 of 3)\n"
+        "paceline: host2 is lost; the job continues on 1 of 2 nodes, with 2 of 3 ranks, from the "
+        "last "
+        "checkpoint (restart 1 of 3)\n"
     ) in said
     assert said.count("is lost; ") == 1
     text = "2 of 3 ranks are left: the global batch stays 12 samples (4 a rank before, now up to 6)"
@@ -127,7 +128,7 @@ def test_job_continues_without_lost_first_host(hosts, shared_folder, undisturbed
     agent = "^[^ ]*python.*paceline.launch.host_agent"
     hosts.run("host0", "pkill", "-KILL", "-f", "-o", agent, check=False)
     found, said, seconds = ended(shared_folder, process)
-    assert "host0 is lost; going on with 2 of 3 hosts, 2 of 3 ranks, from" in said
+    assert "host0 is lost; the job continues on 2 of 3 nodes, with 2 of 3 ranks, from" in said
     same(found, undisturbed)
     assert [one["host"] for one in found] == ["host1", "host2"]
     assert [one["GROUP_RANK"] for one in found] == ["0", "1"]
@@ -150,10 +151,10 @@ WAIT = """
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--min-hosts", "2"], "host2 is lost; 1 of 2 hosts is left, fewer than --min-hosts 2. "),
+        (["--min-hosts", "2"], "host2 is lost; 1 of 2 nodes is left, fewer than --min-hosts 2. "),
         pytest.param(
             [],
-            "host2 is lost; 1 of 2 hosts is left. HINT: --min-hosts 1 goes on with those",
+            "host2 is lost; 1 of 2 nodes is left. HINT: --min-hosts 1 continues on these",
             marks=pytest.mark.long,
         ),
     ],
@@ -188,10 +189,12 @@ def test_host_with_repeatedly_killed_rank_is_excluded(hosts, shared_folder):
     ranks.write(shared_folder, FAILS.format(fails=fails, seconds=seconds))
     command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
     result = hosts.run("host0", *command, cwd=shared_folder, timeout=60)
-    assert "paceline: starting again from the last checkpoint (1 of 3)" in result.stderr
+    assert "paceline: the job restarts from the last checkpoint (restart 1 of 3)" in result.stderr
     assert (
-        "paceline: host1 is left out: in two attempts in a row a rank on it was the first to be "
-        "killed; going on with 1 of 2 hosts, 1 of 2 ranks, from the last checkpoint (2 of 3)\n"
+        "paceline: host1 is excluded: in two consecutive attempts, a rank on it was the first to "
+        "be "
+        "killed; the job continues on 1 of 2 nodes, with 1 of 2 ranks, from the last checkpoint "
+        "(restart 2 of 3)\n"
     ) in result.stderr
     assert ranks.untagged(result.stdout) == {"attempt 0", "attempt 1", "attempt 2"}
     assert "attempt 2" in result.stdout.splitlines()  # no rank prefix: printed by all ranks
@@ -204,7 +207,7 @@ def test_host_is_not_excluded_for_repeated_script_errors(hosts, shared_folder):
     command = [ranks.PACELINE, "run", "--fresh", *GOES_ON, "1", "-H", "host1,host2", "script.py"]
     result = hosts.run("host0", *command, cwd=shared_folder, timeout=60, check=False)
     assert result.returncode == 7
-    assert "starting again from the last checkpoint (3 of 3)" in result.stderr
+    assert "the job restarts from the last checkpoint (restart 3 of 3)" in result.stderr
     assert "left out" not in result.stderr
     assert hosts.left_over(10) == []
 
@@ -212,11 +215,14 @@ def test_host_is_not_excluded_for_repeated_script_errors(hosts, shared_folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-restarts", "1", "--min-hosts", "0"], "--min-hosts 0: HINT: 1 or more"),
-        (["--min-hosts", "1"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
+        (
+            ["--max-restarts", "1", "--min-hosts", "0"],
+            "--min-hosts must be 1 or more; this is 0. HINT",
+        ),
+        (["--min-hosts", "1"], "--min-hosts 1 needs restarts: .* HINT: add --max-restarts 3"),
         (
             ["--max-restarts", "1", "--min-hosts", "3"],
-            "the job has 2 hosts. HINT: --min-hosts 2",
+            "the job has 2 nodes. HINT: --min-hosts 2",
         ),
     ],
 )
@@ -236,7 +242,7 @@ def test_min_hosts_above_one_is_rejected_on_local_machine(tmp_path):
     launcher = "paceline --fresh --max-restarts 1 --min-hosts 2"
     result = ranks.run(script, launcher=launcher, check=False)
     assert result.returncode == 2
-    assert "--min-hosts 2: the job has 1 host. HINT: --min-hosts 1\n" in result.stderr
+    assert "--min-hosts 2: the job has 1 node. HINT: --min-hosts 1\n" in result.stderr
     assert not (tmp_path / "started").exists()
 
 

@@ -66,7 +66,7 @@ def test_ranks_are_consecutive_per_host_with_environment_forwarded(hosts, shared
         assert one["argv"] == ["-n", "7"]
         assert not one["secret"]
     assert ranks.untagged(result.stdout) == {"all the same"}
-    assert "3 ranks on 2 hosts over ssh, network eth0 (host1: 0-1, host2: 2" in result.stderr
+    assert "3 ranks on 2 nodes over ssh, network eth0 (host1: 0-1, host2: 2" in result.stderr
     assert hosts.left_over() == []
 
 
@@ -87,14 +87,20 @@ def test_hostfile_with_local_host_needs_no_local_ssh(hosts, shared_folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-H", "host1,host9"], "host9: no such host. HINT"),
-        (["-H", "host1:1,host2:1", "-n", "3"], "3 ranks for 2 slots (host1:1, host2:1). HINT"),
+        (["-H", "host1,host9"], "host9: its name does not resolve. HINT"),
+        (
+            ["-H", "host1:1,host2:1", "-n", "3"],
+            "3 ranks need as many slots, and the nodes have 2 slots (host1:1, host2:1). HINT",
+        ),
         (["-H", "host1:x"], "-H 'host1:x': "),
         (["--hostfile", "bad"], "line 2"),
         (["--hostfile", "none"], "none"),
-        (["-H", "host1,host2", "--env", "NOPE"], "--env NOPE: it is not set here. HINT"),
+        (
+            ["-H", "host1,host2", "--env", "NOPE"],
+            "--env NOPE: NOPE is not set in this environment. HINT",
+        ),
         (["-H", "host1", "--launcher", "rsh"], "--launcher rsh is not known. HINT"),
-        (["--launcher", "ssh"], "on which hosts? HINT"),
+        (["--launcher", "ssh"], "needs host names outside of an allocation. HINT"),
         (["-H", "host1,host2", "--json", "none/s.json"], "--json none/s.json: there is no folder"),
     ],
 )
@@ -115,11 +121,17 @@ def test_ssh_errors_are_reported_with_hint(hosts, shared_folder):
     known = (hosts.ssh / "known_hosts").read_text()
     (hosts.ssh / "known_hosts").write_text("")
     said = run(hosts, shared_folder, *words, check=False).stderr
-    assert "host1: its host key was never seen, or has changed. HINT: run `ssh host1`" in said
+    assert (
+        "host1: ssh does not know its host key, or the key has changed. HINT: run `ssh host1`"
+        in said
+    )
     (hosts.ssh / "known_hosts").write_text(known)
     (hosts.ssh / "authorized_keys").write_text("")
     said = run(hosts, shared_folder, *words, check=False).stderr
-    assert "host2: ssh refused our key. HINT: `ssh host2` must work without a password" in said
+    assert (
+        "host2: ssh accepts none of your keys. HINT: `ssh host2` must work without a password"
+        in said
+    )
     nobody = hosts.address("host1").replace("77.0.1", "77.0.77")
     said = run(hosts, shared_folder, "-H", f"{nobody}:1", "script.py", check=False).stderr
     assert re.search(rf"{nobody}: ssh can't reach it .*HINT", said)
@@ -136,7 +148,7 @@ def test_host_with_missing_files_or_other_version_is_reported(hosts, shared_fold
     for hidden, stand_in, message in [
         (version, "other.py", f"host2 has Paceline 7.1.0, the launcher has {paceline.__version__}"),
         (package, "empty", "host2: .* has no Paceline. HINT"),
-        (Path(sys.prefix), "empty", "host2: there is no .*python.*. HINT"),
+        (Path(sys.prefix), "empty", "host2: it has no .*python.*. HINT"),
         (shared_folder, "empty", "host2: script.py does not exist. HINT"),
     ]:
         hosts.run("host2", "mount", "--bind", shared_folder / stand_in, hidden, cwd=Path("/"))
@@ -149,7 +161,10 @@ def test_host_with_missing_files_or_other_version_is_reported(hosts, shared_fold
     own = hosts.run("host0", "mktemp", "-d", cwd=Path("/")).stdout.strip()
     hosts.run("host0", "cp", shared_folder / "script.py", own)
     result = run(hosts, Path(own), *words, check=False)
-    assert f"host1: {own}: No such file or directory. HINT: the working directory" in result.stderr
+    assert (
+        f"host1: {own}: No such file or directory. HINT: start the job in a working directory"
+        in result.stderr
+    )
     hosts.run("host0", "rm", "-r", own)
     assert hosts.left_over() == []
 
@@ -179,7 +194,7 @@ def test_failed_rank_is_reported_with_host_and_job_ends(hosts, shared_folder):
     assert result.returncode == 7
     assert "rank 1 on host2 failed: exit code 7" in result.stderr
     assert "    my last words" in result.stderr
-    assert "The other rank was ended." in result.stderr
+    assert "Paceline ended the other rank." in result.stderr
     assert hosts.left_over() == []
 
 
@@ -212,7 +227,7 @@ def test_no_leftovers_on_hosts_after_launcher_ends(hosts, shared_folder, name):
     _, said = process.communicate(timeout=20)
     if name != "SIGKILL":
         assert process.returncode == 128 + getattr(signal, name)
-        assert "all ranks were ended" in said
+        assert "Paceline ended all ranks" in said
     assert hosts.left_over(10) == []
 
 
@@ -220,7 +235,7 @@ def test_killed_agent_ends_its_ranks_and_is_reported(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     hosts.run("host2", "pkill", "-KILL", "-f", "-o", "paceline.launch.host_agent", check=False)
     _, said = process.communicate(timeout=20)
-    assert "rank 2 on host2 was lost with its host: its agent has ended" in said
+    assert "rank 2 on host2 was lost with its node: its agent has ended" in said
     assert process.returncode == 137
     assert hosts.left_over(10) == []
 
@@ -271,7 +286,7 @@ def test_rank_start_failure_is_reported_and_ends_job(hosts, shared_folder):
     result = run(hosts, shared_folder, *words, check=False)
     assert result.returncode == 1
     assert re.search(r"the environment .*A \([\d,]+ bytes\), B", result.stderr)
-    assert "The other rank was ended" in result.stderr
+    assert "Paceline ended the other rank" in result.stderr
     assert hosts.left_over() == []
 
 
@@ -307,8 +322,8 @@ def test_crashed_host_is_reported_and_other_ranks_end(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     hosts.crash("host2")
     _, said = process.communicate(timeout=20)
-    assert "rank 2 on host2 was lost with its host" in said
-    assert "The other 2 ranks were ended." in said
+    assert "rank 2 on host2 was lost with its node" in said
+    assert "Paceline ended the 2 other ranks." in said
     assert hosts.left_over(10) == []
 
 
@@ -369,7 +384,7 @@ def test_records_of_all_hosts_are_copied_to_record_folder(hosts, shared_folder, 
         record = hosts.run("host0", "mktemp", "-d").stdout.strip() + "/record"
     words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "--record", record, "script.py"]
     said = hosts.run("host0", *words, cwd=shared_folder).stderr
-    assert "could not be kept" not in said
+    assert "could not be written" not in said
     text = hosts.run("host0", ranks.PACELINE, "report", "--json", record).stdout
     report = json.loads(text)
     assert report["ranks"] == [0, 1]
@@ -394,7 +409,9 @@ def test_records_for_full_disk_are_reported_without_partial_files(hosts, shared_
     _, _, listed = done.stdout.partition("code ")
     assert not [name for name in listed.split() if "part" in name], done.stdout
     for host in ("host1", "host2"):
-        said = f"the record of {host} could not be kept in {disk}/record (No space left on device)"
+        said = (
+            f"the record of {host} could not be written to {disk}/record (No space left on device)"
+        )
         assert done.stderr.count(said) == 1, done.stderr
     assert "has no record" not in done.stderr
     assert "was lost" not in done.stderr

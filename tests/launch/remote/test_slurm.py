@@ -76,7 +76,7 @@ def test_batch_script_uses_whole_allocation(slurm, shared_folder, options, each,
     assert {one["WORLD_SIZE"] for one in found} == {str(2 * each)}
     assert {one["cores"] for one in found} == {cores}
     assert {one["CUDA_VISIBLE_DEVICES"] for one in found} == {gpus}
-    assert f"paceline: {2 * each} ranks on 2 hosts over srun, network eth0 (host1: 0" in said
+    assert f"paceline: {2 * each} ranks on 2 nodes over srun, network eth0 (host1: 0" in said
     assert slurm.left_over() == []
 
 
@@ -123,7 +123,7 @@ def test_show_prints_command_and_starts_nothing(slurm, shared_folder):
     ranks.write(shared_folder, SHOW)
     words = ["salloc", "-N2", "-n4", "--ntasks-per-node=2", ranks.PACELINE, "run", "--show"]
     said = slurm.run(*words, "script.py", "--epochs", "3", cwd=shared_folder).stdout
-    assert "2 hosts over srun\n  4 ranks: host1: 0-1, host2: 2-3\n" in said
+    assert "2 nodes over srun\n  4 ranks: host1: 0-1, host2: 2-3\n" in said
     assert "  starts: srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in said
     assert "  script: script.py --epochs 3\n" in said
     assert shown(shared_folder) == []
@@ -145,7 +145,7 @@ def test_heterogeneous_job_is_reported_and_srun_makes_one_world(slurm, shared_fo
     text = f"{ranks.PACELINE} run --show {script}\n{python}"
     state, said = batch(slurm, shared_folder, text, "-n1", "-t5", ":", "-n1")
     assert state == "COMPLETED", said
-    assert "of its 2 components only the hosts of one (host1) are used, and host2 left out" in said
+    assert "of its 2 components, only the nodes of one (host1) are used, and host2 left out" in said
     assert "rank 0 of 2 on host1 2" in said
     assert "rank 1 of 2 on host2 2" in said
 
@@ -195,7 +195,7 @@ def test_agent_that_ends_at_start_is_reported_immediately(slurm, shared_folder, 
     done = slurm.run(*words, cwd=shared_folder, check=False)
     assert time.monotonic() - begun < 20
     assert done.returncode == 2
-    assert "paceline: the agent of host2 has ended before it said a word: " in done.stderr
+    assert "paceline: the agent of host2 ended before it connected: " in done.stderr
     assert f"srun: error: {told}" in done.stderr
     assert ("no disk" in done.stderr) == ("disk" in how)
     assert shown(shared_folder) == []
@@ -228,7 +228,7 @@ def test_scancel_ends_all_ranks(slurm, shared_folder):
     slurm.cancel(job)
     assert slurm.wait(job) == "CANCELLED"
     said = (shared_folder / f"slurm-{job}.out").read_text()
-    assert "paceline: SIGTERM: all ranks were ended" in said
+    assert "paceline: SIGTERM: Paceline ended all ranks" in said
     over(slurm)
 
 
@@ -243,7 +243,7 @@ def test_ctrl_c_in_terminal_ends_all_ranks(slurm, shared_folder):
     ranks.wait_until(lambda: process.poll() is not None)  # stdin stays open, to avoid a SIGHUP
     said, _ = process.communicate()
     assert process.returncode == 130
-    assert "paceline: interrupted: all ranks were ended" in said
+    assert "paceline: interrupted: Paceline ended all ranks" in said
     over(slurm)
 
 
@@ -259,7 +259,7 @@ def test_released_allocation_ends_all_ranks(slurm, shared_folder, kind):
     os.killpg(process.pid, kind)
     _, said = process.communicate(timeout=30)
     assert process.returncode
-    assert "ranks were ended" in said
+    assert "Paceline ended" in said
     over(slurm)
 
 
@@ -297,7 +297,7 @@ def test_warning_signal_is_forwarded_and_kills_no_rank(slurm, shared_folder):
     (shared_folder / "enough").touch()
     assert slurm.wait(job) == "COMPLETED"
     said = (shared_folder / f"slurm-{job}.out").read_text()
-    assert "paceline: SIGUSR1 is passed on to the ranks\n" in said
+    assert "paceline: SIGUSR1 is forwarded to the ranks\n" in said
     assert ranks.untagged(said) >= {"ended well"}
     assert slurm.left_over() == []
 

@@ -181,7 +181,7 @@ def start(folder, job, name):
         numbers, mine, secret, here = json.loads((folder / f"rank-{rank}").read_text())
         assert numbers == [rank, size, host, local, on_each[host]]
         assert (mine, secret, here) == ("travels", None, str(folder))
-    assert f"{size} ranks on 2 hosts" in result.stderr
+    assert f"{size} ranks on 2 nodes" in result.stderr
     assert not (folder / f"rank-{size}").exists()
     made = [call for call in calls(folder) if call[2] != ["getattr", "hostlist"]]
     for process, _, words, secret in made:
@@ -260,7 +260,7 @@ def test_show_prints_start_command_and_starts_nothing(tmp_path, job, name):
         "PALS": "PBS job 3089.server",
         "Flux": "Flux job f1Z",
     }
-    assert result.stdout.startswith(f"{job_of[name]}: 2 hosts over ")
+    assert result.stdout.startswith(f"{job_of[name]}: 2 nodes over ")
     node1 = "0" if first == 1 else f"0-{first - 1}"
     node2 = f"{first}" if last == 1 else f"{first}-{first + last - 1}"
     assert f"{first + last} ranks: node1: {node1}, node2: {node2}\n" in result.stdout
@@ -297,7 +297,7 @@ def test_missing_scheduler_command_is_rejected(tmp_path, job):
     (tmp_path / "bin/blaunch").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
     assert result.returncode == 2
-    assert "blaunch is not on this machine. HINT: --launcher" in result.stderr
+    assert "blaunch is not installed on this machine. HINT: name another" in result.stderr
     variables = job("Flux")
     (tmp_path / "bin/flux").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
@@ -341,7 +341,9 @@ def test_unknown_or_missing_mpirun_is_rejected(tmp_path):
     variables = environment(tmp_path)
     result = paceline(tmp_path, variables, "-H", "a,b", "--launcher", "mpirun", "script.py")
     assert result.returncode == 2
-    assert "--launcher mpirun: of which MPI? It says " in result.stderr
+    assert (
+        "--launcher mpirun: Paceline does not recognize this MPI by its version (" in result.stderr
+    )
     assert "LAM 7.1.4/MPI 2 C++/ROMIO" in result.stderr
     assert "HINT: --launcher ssh" in result.stderr
     none = str(tmp_path / "none/mpirun")

@@ -234,7 +234,10 @@ def test_error_of_failed_submit_command_is_reported(tmp_path):
     result = submit(tmp_path, "train.py", check=False)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert "bsub took no job (exit code 255):\nBad argument for option -gpu." in result.stderr
+    assert (
+        "bsub did not accept the job (exit code 255):\nBad argument for option -gpu."
+        in result.stderr
+    )
     assert "HINT" in result.stderr
 
 
@@ -244,7 +247,7 @@ def test_missing_or_ambiguous_scheduler_is_reported(tmp_path):
     assert "no sbatch, bsub or qsub is on PATH. HINT: --scheduler slurm, lsf" in result.stderr
     fake(tmp_path, "qsub", "echo 'Unknown option: version'; exit 2")
     result = submit(tmp_path, "train.py", check=False)
-    assert "names neither PBS nor Torque in its --version. HINT" in result.stderr
+    assert "qsub --version names neither PBS nor Torque. HINT" in result.stderr
     fake(tmp_path, "sbatch", "cat > given; echo 5")
     assert submit(tmp_path, "train.py").stdout == "5\n"  # this qsub is part of Slurm
     fake(tmp_path, "bsub", "exit 0")
@@ -305,8 +308,8 @@ def test_limit_on_leaf_switches_is_requested(tmp_path, kind, value, asked):
 def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
     args = ["--dry-run", "--scheduler", "pbs", "--warn", "120", "train.py"]
     result = submit(tmp_path, *args)
-    assert "# No warning signal: PBS sends nothing before the time limit" in result.stdout
-    assert "paceline: --warn 120: PBS sends nothing before" in result.stderr
+    assert "# No warning signal: PBS sends no signal before the time limit" in result.stdout
+    assert "paceline: --warn 120: PBS sends no signal before" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -315,42 +318,63 @@ def test_pbs_reports_that_warning_signal_is_not_supported(tmp_path):
         (["--time", "soon", "x.py"], "--time 'soon' can't be read as a time.*HINT: 2:00:00, 90min"),
         (["--time", "90", "x.py"], "--time '90' has no unit.*HINT"),
         (["--time", "2:00", "x.py"], "--time '2:00' can't be read.*differ in what.*HINT"),
-        (["--time", "0h", "x.py"], "--time '0h' is no time at all. HINT"),
+        (["--time", "0h", "x.py"], "--time must be more than 0; this is '0h'. HINT"),
         (["--hosts", "0", "x.py"], "--nodes 0: at least one is needed. HINT"),
         (["--ranks-per-host", "-1", "x.py"], "--ranks-per-node -1: at least one.*HINT"),
-        (["--memory", "64", "x.py"], "--memory '64' has no unit. HINT: 64G, for each host"),
+        (
+            ["--memory", "64", "x.py"],
+            "--memory '64' has no unit. HINT: --memory 64G, for each node",
+        ),
         (["--memory", "1.5T", "x.py"], "--memory '1.5T' can't be read as whole.*HINT"),
         (["--array", "a-b", "x.py"], "--array 'a-b' can't be read. HINT: 0-15, 0-15%4"),
         (["--array", "9-3", "x.py"], "--array '9-3': 3 is before 9. HINT: 3-9"),
         (["--scheduler", "sge", "x.py"], "--scheduler sge is not known. HINT: --scheduler slurm"),
-        (["gone.py"], "gone.py does not exist. HINT: Python files there: train.py, x.py"),
+        (["gone.py"], "gone.py does not exist. HINT: that folder has train.py, x.py"),
         (["-m", "gone"], "there is no module gone. HINT"),
-        (["--name", "a\n#SBATCH --uid=0", "x.py"], r"--name 'a\\n#SBATCH --uid=0': .*HINT"),
-        (["--queue", "a\n#SBATCH -x", "x.py"], r"--queue 'a\\n#SBATCH -x': a line's end.*HINT"),
-        (["--account", "a\rb", "x.py"], r"--account 'a\\rb': a line's end.*HINT"),
-        (["--output", "a\nb", "x.py"], r"--output 'a\\nb': a line's end.*HINT"),
-        (["--option", "a\nb", "x.py"], r"--option 'a\\nb': a line's end.*HINT"),
-        (["--setup", "a\nb", "x.py"], r"--setup 'a\\nb': a line's end.*HINT"),
-        (["x.py", "a\n#SBATCH b"], r"an argument of the script 'a\\n#SBATCH b': a line's.*HINT"),
+        (
+            ["--name", "a\n#SBATCH --uid=0", "x.py"],
+            r"--name must be .*; this is 'a\\n#SBATCH --uid=0'. HINT",
+        ),
+        (
+            ["--queue", "a\n#SBATCH -x", "x.py"],
+            r"--queue 'a\\n#SBATCH -x' contains a line end.*HINT",
+        ),
+        (["--account", "a\rb", "x.py"], r"--account 'a\\rb' contains a line end.*HINT"),
+        (["--output", "a\nb", "x.py"], r"--output 'a\\nb' contains a line end.*HINT"),
+        (["--option", "a\nb", "x.py"], r"--option 'a\\nb' contains a line end.*HINT"),
+        (["--setup", "a\nb", "x.py"], r"--setup 'a\\nb' contains a line end.*HINT"),
+        (
+            ["x.py", "a\n#SBATCH b"],
+            r"an argument of the script 'a\\n#SBATCH b' contains a line end.*HINT",
+        ),
         (["--queue", "", "x.py"], "--queue is empty. HINT: leave it out"),
         (["--output", "logs/%j", "x.py"], "there is no folder logs.*HINT: mkdir -p logs"),
-        (["--warn", "120", "--time", "2min", "x.py"], "--warn 120: seconds before the limit.*HINT"),
-        (["--record", "r", "--requeue", "x.py"], "--record r with --requeue: .*HINT"),
-        (["--scheduler", "lsf", "--array", "0-3", "x.py"], "LSF's numbers begin at 1. HINT"),
-        (["--scheduler", "pbs", "--array", "1,3", "x.py"], "PBS Pro takes one range only. HINT"),
+        (["--warn", "120", "--time", "2min", "x.py"], "--warn must be .*; this is 120. HINT"),
+        (["--record", "r", "--requeue", "x.py"], "--record r can't be used with --requeue: .*HINT"),
+        (["--scheduler", "lsf", "--array", "0-3", "x.py"], "the indices of LSF begin at 1. HINT"),
+        (["--scheduler", "pbs", "--array", "1,3", "x.py"], "PBS Pro accepts one range only. HINT"),
         (["--scheduler", "torque", "--array", "1-9:2", "x.py"], "Torque has no steps. HINT"),
         (
             [*LESS, "--min-hosts", "3", "x.py"],
-            "--min-hosts 3: the job has 2 hosts. HINT: --min-hosts 2 or fewer",
+            "--min-hosts 3: the job has 2 nodes. HINT: --min-hosts 2 or fewer",
         ),
-        (["--min-hosts", "1", "x.py"], "--min-hosts 1: without restarts .* HINT: --max-restarts 3"),
+        (
+            ["--min-hosts", "1", "x.py"],
+            "--min-hosts 1 needs restarts: .* HINT: add --max-restarts 3",
+        ),
         ([*LESS, *ONE, "--scheduler", "lsf", "x.py"], "profile has DJOB_COMMFAIL.*HINT.*-app NAME"),
-        ([*LESS, *ONE, "--scheduler", "torque", "x.py"], "Torque ends a job with .*HINT: --option"),
-        (["--switches", "0", "x.py"], "--switches '0': a number of leaf switches.*HINT: 1, or"),
+        (
+            [*LESS, *ONE, "--scheduler", "torque", "x.py"],
+            "Torque ends a job that loses .*HINT: --option",
+        ),
+        (
+            ["--switches", "0", "x.py"],
+            "--switches must be a number of leaf switches.*; this is '0'. HINT",
+        ),
         (["--switches", "1@5", "x.py"], "--switches '1@5': '5' has no unit.*HINT"),
-        (["--scheduler", "lsf", "--switches", "2@1h", "x.py"], "LSF does not start .*switches 2"),
-        (["--scheduler", "pbs", "--switches", "2", "x.py"], "PBS Pro can ask for one.*HINT"),
-        (["--scheduler", "torque", "--switches", "1", "x.py"], "Torque has no such .*HINT"),
+        (["--scheduler", "lsf", "--switches", "2@1h", "x.py"], "LSF can't start .*switches 2"),
+        (["--scheduler", "pbs", "--switches", "2", "x.py"], "PBS Pro supports one.*HINT"),
+        (["--scheduler", "torque", "--switches", "1", "x.py"], "Torque can't limit .*HINT"),
         (["--scheduler", "pbs", "x.py"], "there is no qsub on PATH. HINT"),
     ],
 )
@@ -413,5 +437,5 @@ def test_slurm_job_continues_after_node_failure(slurm, shared_folder):
     slurm.run("scontrol", "update", "NodeName=host2", "State=DOWN", "Reason=crashed")
     state, said = slurm.wait(job), (shared_folder / "said").read_text()
     assert state == "COMPLETED", said
-    assert "host2 is lost; going on with 1 of 2 hosts, 1 of 2 ranks" in said
+    assert "host2 is lost; the job continues on 1 of 2 nodes, with 1 of 2 ranks" in said
     assert (shared_folder / "up-0-of-1-1").exists()

@@ -62,7 +62,7 @@ def run_guarded(work: Callable[[], None], fault: Callable[[str], str], hangs: bo
         os.close(theirs)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if status is None:
-        raise ValueError(fault(f"has not come back for {HUNG_S:.0f} s of a processor's time"))
+        raise ValueError(fault(f"has used {HUNG_S:.0f} s of CPU time and has not returned"))
     if os.WIFEXITED(status):
         raise typer.Exit(os.WEXITSTATUS(status))
     number = os.WTERMSIG(status)
@@ -70,8 +70,8 @@ def run_guarded(work: Callable[[], None], fault: Callable[[str], str], hangs: bo
         raise ValueError(fault(f"has crashed ({signal.Signals(number).name})"))
     if number == signal.SIGKILL:
         raise ValueError(
-            "the process that did the work was killed. HINT: the kernel does so when memory is "
-            "short; the same again goes on where it was"
+            "the working process was killed. HINT: check whether memory was exhausted; repeat "
+            "the command to continue"
         )
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)  # end as without a child process

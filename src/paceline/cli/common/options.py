@@ -104,7 +104,7 @@ Threads = Annotated[
 Bind = Annotated[
     str,
     typer.Option(
-        help="Bind ranks: core (cores of its own, in one NUMA node if possible), device (cores "
+        help="Bind ranks: core (exclusive cores, in one NUMA node if possible), device (cores "
         "near its GPU), numa or socket (a whole NUMA node or socket), none; auto: device or core "
         "if the cores belong to this job alone, otherwise none.",
         metavar="HOW",
@@ -216,7 +216,10 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
     kind = KNOBS["exchange"].value
     if exchange is not None:
         if kind is None or not kind.fits(exchange):
-            raise ValueError(f"--exchange {exchange}: HINT: {kind}")
+            raise ValueError(
+                f"--exchange must be {kind}; this is {exchange!r}. HINT: leave it "
+                "out for the default"
+            )
         knobs["exchange"] = exchange
     return knobs
 
@@ -228,10 +231,10 @@ def can_be_written(path: Path, option: str) -> None:
         ValueError: The path is a folder, or its folder does not exist.
     """
     why = "it is a folder" if path.is_dir() else ""
-    why = why or ("" if path.parent.is_dir() else f"{path.parent} is no folder")
+    why = why or ("" if path.parent.is_dir() else f"{path.parent} is not a folder")
     if why:
         raise ValueError(
-            f"{option} {path} can't be written: {why}. HINT: a file in a folder that exists"
+            f"{option} {path} can't be written: {why}. HINT: name a file in a folder that exists"
         )
 
 
@@ -247,7 +250,7 @@ def tuning_of(
     if file is None:
         if compression:
             raise ValueError(
-                "--tune-compression: nothing is tuned. HINT: with --tune-exchange FILE"
+                "--tune-compression needs --tune-exchange. HINT: add --tune-exchange FILE"
             )
         return None
     from ...knobs.registry import LESS
@@ -256,7 +259,10 @@ def tuning_of(
 
     for name in ("bucket-mb", "algorithm", *LESS):
         if name in knobs:
-            raise ValueError(f"--tune-exchange looks for {name}, and it is set. HINT: take one out")
+            raise ValueError(
+                f"--tune-exchange searches for {name}, which a setting fixes. HINT: "
+                "remove one of the two"
+            )
     can_be_written(file, "--tune-exchange")
     if file.exists():
         made(file, read(file))

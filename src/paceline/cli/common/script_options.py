@@ -103,11 +103,11 @@ class ScriptCommand(Command):
         )
         if mention is Mention.ABSENT:
             raise ValueError(
-                f"{name} stands after {script} and would be passed to it, and the script's source "
-                f"does not mention it. HINT: {hint}"
+                f"{name} is after {script} and would be passed to it, but the source of the "
+                f"script does not mention it. HINT: {hint}"
             )
         text = (
-            f"{name} stands after {script} and is passed to it. It may be an option of the script "
+            f"{name} is after {script} and is passed to it. It may be an option of the script "
             f"or of paceline {self.name}. HINT: {hint}"
         )
         if self.name in STRICT:

@@ -16,4 +16,6 @@ def bytes_of(text: str, option: str) -> int:
     try:
         return int(float(number) * unit)
     except ValueError:
-        raise ValueError(f"{option} {text}: no size. HINT: 64K, 16M or 1G") from None
+        raise ValueError(
+            f"{option} must be a size; this is {text!r}. HINT: 64K, 16M or 1G"
+        ) from None

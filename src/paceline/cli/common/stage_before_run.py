@@ -54,13 +54,13 @@ def sets_of(stage: Sequence[Path], pack: Sequence[str], where: PackHosts) -> lis
 
     if len(pack) > len(stage):
         raise ValueError(
-            f"--pack {pack[len(stage)]}: into which folder? HINT: --stage FOLDER, one for each "
-            "--pack"
+            f"--pack {pack[len(stage)]} has no folder to pack into. HINT: add one --stage FOLDER "
+            "for each --pack"
         )
     if stage and not os.environ.get(VARIABLE):
         raise ValueError(
-            f"--stage {stage[0]}: the destination folder is missing. HINT: {VARIABLE}=/local (a "
-            "folder of each host's own: a disk, or /dev/shm)"
+            f"--stage {stage[0]}: the destination folder is missing. HINT: set {VARIABLE} to a "
+            "node-local folder: a local disk, or /dev/shm"
         )
     for one, words in zip(stage, pack, strict=False):
         if not (one / META_FILE).exists():
@@ -86,7 +86,9 @@ def _packed(words: list[str], dest: Path, where: PackHosts) -> None:
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
-        raise ValueError(f"--pack: exit code {done.returncode}: no rank was started")
+        raise ValueError(
+            f"--pack: paceline pack ended with exit code {done.returncode}, and no rank was started"
+        )
 
 
 def _ends_with_it() -> None:

@@ -81,10 +81,10 @@ def plan(
     notes = _notes(topology, allowed, cores, smt)
     if not cores:
         raise ValueError(
-            f"--bind {bind}: none of the hardware threads granted here "
-            f"({format_ranges(sorted(allowed))}) is one that this host has "
-            f"({format_ranges([cpu.number for cpu in topology.cpus])}). "
-            "HINT: start it where it is to run; a container may hide what its host has"
+            f"--bind {bind}: none of the hardware threads granted to the job "
+            f"({format_ranges(sorted(allowed))}) exists on this node "
+            f"({format_ranges([cpu.number for cpu in topology.cpus])}). HINT: start it on the "
+            "node where the ranks run; a container may hide hardware threads"
         )
     _check_cores(bind, ranks, cpus_per_rank, len(cores))
     devices = _visible(cards, visible)
@@ -207,12 +207,12 @@ def _check(bind: str, ranks: int, cpus_per_rank: int | None, threads: int | None
         ("--threads", threads),
     ):
         if value is not None and value < 1:
-            raise ValueError(f"{option} {value}: HINT: 1 or more")
+            raise ValueError(f"{option} must be 1 or more; this is {value}. HINT: {option} 1")
 
 
 def _check_cores(bind: str, ranks: int, cpus_per_rank: int | None, cores: int) -> None:
     verb = "needs" if ranks == 1 else "need"
-    there = f"{cores} are allowed here" if cores > 1 else "1 is allowed here"
+    there = f"the job may use {cores}"
     plain = bind in ("none", "core")  # the other kinds check their room more precisely
     if plain and cpus_per_rank is not None and ranks * cpus_per_rank > cores:
         ways = [f"--cpus-per-rank {cores // ranks}"] if cores >= ranks else []
@@ -242,14 +242,17 @@ def _notes(topology: Topology, allowed: set[int], cores: list[Core], smt: bool |
     strange = sorted(allowed - {cpu.number for cpu in topology.cpus})
     if strange:
         found.append(
-            f"the hardware threads {format_ranges(strange)} are granted, and not on this host"
+            f"the scheduler grants the hardware threads {format_ranges(strange)}, which this "
+            "node does not have"
         )
     all_threads = Counter(cpu.core for cpu in topology.cpus)
     half = sum(len(core) < all_threads[core[0].core] for core in cores)
     if half and smt is not False:
-        found.append(f"of {half} cores only some hardware threads are allowed")
+        found.append(
+            f"the job may use only some of the hardware threads of {counted(half, 'core')}"
+        )
     if smt and all(len(core) == 1 for core in cores):
-        found.append("no core has a second hardware thread that is allowed")
+        found.append("the job may use only one hardware thread of each core")
     return found
 
 
@@ -260,8 +263,11 @@ def _performance_cores(cores: list[Core], needed: int) -> tuple[list[Core], list
     if not weak or not strong:
         return cores, []
     if len(strong) < needed:
-        return cores, [f"efficiency cores take part: only {len(strong)} are performance cores"]
-    return strong, [f"{weak} efficiency cores are left out"]
+        return cores, [
+            f"efficiency cores are used too, because the node has only {len(strong)} "
+            "performance cores"
+        ]
+    return strong, [f"{counted(weak, 'efficiency core')} {'is' if weak == 1 else 'are'} not used"]
 
 
 def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: bool) -> list[str]:
@@ -273,9 +279,10 @@ def _free_cores_note(cores: list[Core], shares: Sequence[Sequence[Core]], even: 
     more = ""
     if even and len(cores) // ranks > each:
         more = (
-            f"; --cpus-per-rank {len(cores) // ranks} uses more, and splits ranks over NUMA nodes"
+            f"; --cpus-per-rank {len(cores) // ranks} uses more cores, but divides ranks over "
+            "NUMA nodes"
         )
-    return [f"{left} of {counted(len(cores), 'core')} {'stay' if left > 1 else 'stays'} free{more}"]
+    return [f"{left} of {counted(len(cores), 'core')} {'are' if left > 1 else 'is'} not used{more}"]
 
 
 def binding_problems(
@@ -319,7 +326,9 @@ def _problems_of_rank(
     known = {cpu.number for cpu in topology.cpus}
     strange = set(place.cpus) - known
     if strange:
-        found.append(f"hardware threads {format_ranges(sorted(strange))} are not on this host")
+        found.append(
+            f"this node does not have the hardware threads {format_ranges(sorted(strange))}"
+        )
     if allowed is not None and set(place.cpus) & known - allowed:
         outside = sorted(set(place.cpus) & known - allowed)
         found.append(f"hardware threads {format_ranges(outside)} are not granted to this job")

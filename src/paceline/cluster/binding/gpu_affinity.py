@@ -36,7 +36,7 @@ def cores_near_gpus(
     notes = []
     lost = [card.name for card in used if not threads_near_card(topology, card)]
     if lost:
-        notes.append(f"this host does not say which cores are near {', '.join(lost)}")
+        notes.append(f"this node does not report which cores are near {', '.join(lost)}")
     close = [_cores_with(cores, threads_near_card(topology, card)) for card in used]
     found = _divide_pools(close, each)
     if found is not None:
@@ -44,7 +44,9 @@ def cores_near_gpus(
     sockets = [_cores_with(cores, _threads_of_socket(topology, card)) for card in used]
     found = _divide_pools(sockets, each)
     if found is not None:
-        notes.append("the NUMA nodes of the GPUs have too few cores: the socket's others are used")
+        notes.append(
+            "the NUMA nodes of the GPUs have too few cores: other cores of the socket are used"
+        )
         return _swap_for_proximity(found, sockets, close), notes
     raise ValueError(_too_few_cores_message(topology, cores, used, sockets, each))
 
@@ -114,25 +116,27 @@ def _swap_for_proximity(
 def _check(gpus: Sequence[GPU], ranks: int) -> None:
     if not gpus:
         raise ValueError(
-            "--bind device: no GPU is visible here. HINT: --bind core or --bind socket"
+            "--bind device: no GPU is visible on this node. HINT: --bind core or --bind socket"
         )
     if ranks > len(gpus):
         there = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "1 GPU is"
         raise ValueError(
-            f"--bind device: {ranks} ranks need a GPU each, and {there} visible here. "
+            f"--bind device: {ranks} ranks need a GPU each, and {there} visible on this node. "
             f"HINT: -n {len(gpus)} or --bind core"
         )
     unknown = [gpu.number for gpu in gpus[:ranks] if gpu.card is None]
     if UNKNOWN in unknown:
         raise ValueError(
             "--bind device: CUDA_VISIBLE_DEVICES or CUDA_DEVICE_ORDER hides which cards the GPUs "
-            "are. HINT: GPU numbers in CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER=PCI_BUS_ID, or "
+            "are. HINT: use GPU numbers in CUDA_VISIBLE_DEVICES and "
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or "
             "--bind core"
         )
     if unknown:
         raise ValueError(
-            f"--bind device: this host's PCI bus does not show GPU {format_ranges(unknown)}, so "
-            "nobody knows which cores are near it. HINT: --bind core or --bind socket"
+            "--bind device: the PCI bus of this node does not show GPU "
+            f"{format_ranges(unknown)}, so the cores near it are unknown. HINT: --bind core or "
+            "--bind socket"
         )
 
 
@@ -151,8 +155,9 @@ def _too_few_cores_message(
         ranks = [other.name for other, its in zip(used, sockets, strict=True) if its == pool]
         if not pool:
             return (
-                f"--bind device: no core of {where}, where the GPU {card.name} is, is allowed here "
-                f"({granted} are). HINT: --bind core, or ask the scheduler for cores of {where}"
+                f"--bind device: no core of {where}, where the GPU {card.name} is, is granted to "
+                f"the job ({granted} are). HINT: --bind core, or ask the scheduler for cores of "
+                f"{where}"
             )
         if len(pool) // (each or 1) < len(ranks):
             break

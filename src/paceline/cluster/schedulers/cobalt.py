@@ -18,7 +18,9 @@ def allocation(environment: Environment) -> Allocation | None:
         try:
             names = [f"nid{int(n):05d}" for n in expand_numbers(environment[source])]
         except ValueError as mistake:
-            raise ValueError(f"{source}={environment[source]}: {mistake}. HINT: as 3-5,8") from None
+            raise ValueError(
+                f"{source}={environment[source]}: {mistake}. HINT: write it as in 3-5,8"
+            ) from None
     else:
         return None
     size = number(environment, "COBALT_JOBSIZE")

@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> list[Host]:
     """
     parts = [part.strip() for part in text.split(",")]
     if "" in parts:
-        raise ValueError(f"-H {text!r}: a host's name is empty. HINT: -H host1:4,host2:4")
+        raise ValueError(f"-H {text!r}: a host name is empty. HINT: -H host1:4,host2:4")
     try:
         return merge(_host(part) for part in parts)
     except ValueError as mistake:
@@ -60,10 +60,12 @@ def read_hostfile(path: str | Path) -> list[Host]:
     except OSError as error:
         raise ValueError(
             f"the hostfile {path} can't be read: {error.strerror}. "
-            "HINT: the path of a file, as --hostfile hosts.txt"
+            "HINT: name a file: --hostfile hosts.txt"
         ) from None
     except UnicodeDecodeError:
-        raise ValueError(f"the hostfile {path} is not text. HINT: one host a line") from None
+        raise ValueError(
+            f"the hostfile {path} is not text. HINT: write one host per line"
+        ) from None
     hosts = []
     for count, line in enumerate(lines, start=1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
@@ -74,7 +76,9 @@ def read_hostfile(path: str | Path) -> list[Host]:
         except ValueError as mistake:
             raise ValueError(f"{path}, line {count}: {line.strip()!r}: {mistake}") from None
     if not hosts:
-        raise ValueError(f"the hostfile {path} names no host. HINT: one host a line, as host1:4")
+        raise ValueError(
+            f"the hostfile {path} names no host. HINT: write one host per line, such as host1:4"
+        )
     return merge(hosts)
 
 
@@ -111,23 +115,27 @@ def _line(words: list[str]) -> Host:
 def _host(text: str) -> Host:
     """Parse one word: [user@]name[:slots]."""
     if text.startswith("-"):
-        raise ValueError(f"{text!r} looks like an option. HINT: a host's name, as host1:4")
+        raise ValueError(f"{text!r} looks like an option. HINT: give a host name, such as host1:4")
     user, at, rest = text.rpartition("@")
     if at and not USER.fullmatch(user):
-        raise ValueError(f"{user!r} is no user's name. HINT: user@host1:4")
+        raise ValueError(f"{user!r} is not a user name. HINT: user@host1:4")
     if rest.startswith("["):
         name, bracket, tail = rest[1:].partition("]")
         if not bracket or not _is_ipv6(name) or (tail and not tail.startswith(":")):
-            raise ValueError(f"{rest!r} is not an IPv6 address. HINT: as [fe80::1]:4")
+            raise ValueError(f"{rest!r} is not an IPv6 address. HINT: write it as in [fe80::1]:4")
         slots = tail[1:] if tail else None
     else:
         if rest.count(":") > 1:
-            raise ValueError(f"{rest!r} has several colons. HINT: IPv6 in brackets, as [::1]:4")
+            raise ValueError(
+                f"{rest!r} has several colons. HINT: write an IPv6 address in brackets: [::1]:4"
+            )
         name, colon, tail = rest.partition(":")
         slots = tail if colon else None
         if not NAME.fullmatch(name):
-            what = f"{name!r} is no host's name" if name else "a host's name is empty"
-            raise ValueError(f"{what}. HINT: letters, digits, '.', '-' and '_', as host1:4")
+            what = f"{name!r} is not a host name" if name else "a host name is empty"
+            raise ValueError(
+                f"{what}. HINT: use letters, digits, '.', '-' and '_', such as host1:4"
+            )
     return Host(user + at + name, None if slots is None else _slots(slots))
 
 

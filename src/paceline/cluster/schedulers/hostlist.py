@@ -17,7 +17,7 @@ def expand_hostlist(text: str) -> list[str]:
     for part in split_hostlist(text):
         pieces = re.split(r"\[([^][]*)\]", part)  # literal, inside, literal, inside, ..., literal
         if re.search(r"[\s\[\]]", "".join(pieces[::2])):
-            raise _mistake(text, f"{part!r} is not a host's name")
+            raise _mistake(text, f"{part!r} is not a host name")
         try:
             choices = [expand_numbers(p) if index % 2 else [p] for index, p in enumerate(pieces)]
         except ValueError as mistake:
@@ -38,7 +38,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part, re.ASCII)
         if match is None:
-            raise ValueError(f"{text!r} is not a list of counts. HINT: as 2(x3),1")
+            raise ValueError(f"{text!r} is not a list of counts. HINT: write it as in 2(x3),1")
         times = int(match[2] or 1)
         if len(found) + times > MAX_EXPANDED:
             raise ValueError(f"{text!r} counts more than {MAX_EXPANDED} hosts")
@@ -63,7 +63,7 @@ def expand_numbers(text: str) -> list[str]:
         if last < first:
             raise ValueError(f"the range {part!r} runs backwards")
         if len(found) + last - first >= MAX_EXPANDED:
-            raise ValueError(f"{text!r} is more than {MAX_EXPANDED} numbers")
+            raise ValueError(f"{text!r} has more than {MAX_EXPANDED} numbers")
         found += [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
     return found
 
@@ -92,4 +92,6 @@ def split_hostlist(text: str) -> list[str]:
 
 
 def _mistake(text: str, what: str) -> ValueError:
-    return ValueError(f"the host list {text!r} is not understood: {what}. HINT: as n[1-3,7],m01")
+    return ValueError(
+        f"the host list {text!r} is not understood: {what}. HINT: write it as in n[1-3,7],m01"
+    )

@@ -20,11 +20,14 @@ def read_nodefile(environment: Environment, variable: str) -> dict[str, int]:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(
             f"the hosts of this allocation can't be read from {variable}={path}: {why}. "
-            "HINT: has the allocation ended? Outside of it, unset its variables or name hosts by -H"
+            "HINT: if the allocation has ended, unset its environment variables, or name hosts "
+            "with -H"
         ) from None
     names = [line.strip() for line in lines if line.strip()]
     if not names:
-        raise ValueError(f"{variable}={path} names no host. HINT: has the allocation ended?")
+        raise ValueError(
+            f"{variable}={path} names no host. HINT: check whether the allocation has ended"
+        )
     return count_hosts(names)
 
 

@@ -54,7 +54,7 @@ def _left_out_components(environment: Environment, job: str, used: list[str]) ->
     named = ",".join(others[:8]) + (",..." if len(others) > 8 else "") if others else "the others"
     both = ",".join([*used, *others]) if others and len(every) <= 8 else "HOST1,HOST2,..."
     return (
-        f"Slurm job {job} is heterogeneous: of its {count} components only the hosts of one "
+        f"Slurm job {job} is heterogeneous: of its {count} components, only the nodes of one "
         f"({','.join(used[:8])}{',...' if len(used) > 8 else ''}) are used, and {named} "
         f"left out. HINT: -H {both} starts ranks on all of them over ssh, and `srun "
         f"--het-group=0-{count - 1} python SCRIPT` those of a script with paceline.init()"
@@ -88,7 +88,7 @@ def _check(environment: Environment, hosts: int) -> None:
     if tasks is not None and most is not None and tasks > most * hosts:
         raise ValueError(
             f"the environment has SLURM_NTASKS={tasks} beside SLURM_NTASKS_PER_NODE={most} on "
-            f"{counted(hosts, 'host')}, which have room for {most * hosts}. "
+            f"{counted(hosts, 'host')}, which is at most {most * hosts} tasks. "
             "HINT: unset the one that was set by hand"
         )
 
@@ -130,7 +130,7 @@ def _devices(environment: Environment) -> int | None:
             return len(expand_numbers(environment["SLURM_JOB_GPUS"]))
         except ValueError as mistake:
             raise ValueError(
-                f"the environment has SLURM_JOB_GPUS: {mistake}. HINT: as 0-3"
+                f"the environment has SLURM_JOB_GPUS: {mistake}. HINT: write it as in 0-3"
             ) from None
     asked = environment.get("SLURM_GPUS_PER_NODE")  # "2", "a100:2" or "a100:2,v100:1"
     if not asked:
@@ -138,7 +138,7 @@ def _devices(environment: Environment) -> int | None:
     parts = [part.rpartition(":")[2] for part in asked.split(",")]
     if not all(is_number(part) for part in parts):
         raise ValueError(
-            f"the environment has SLURM_GPUS_PER_NODE={asked!r}, which is no number of GPUs. "
-            "HINT: as 2 or a100:2"
+            f"the environment has SLURM_GPUS_PER_NODE={asked!r}, which is not a number of GPUs. "
+            "HINT: write it as 2 or a100:2"
         )
     return sum(int(part) for part in parts)

@@ -20,6 +20,6 @@ def end_time(environment: Environment) -> float | None:
         return float(environment[name])
     except ValueError:
         raise ValueError(
-            f"the environment has {name}={environment[name]!r}, which is no time. HINT: seconds "
-            "since 1970, as of `date -d '+2 hours' +%s`"
+            f"the environment has {name}={environment[name]!r}, which is not a time. HINT: give "
+            "seconds since 1970, such as the output of `date -d '+2 hours' +%s`"
         ) from None

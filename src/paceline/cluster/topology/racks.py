@@ -35,8 +35,8 @@ def spread_over_switches(racks: Mapping[str, str]) -> str:
     ]
     more = f"; {len(parts) - MAX_LISTED} more" if len(parts) > MAX_LISTED else ""
     return (
-        f"the hosts are at {len(parts)} leaf switches ({'; '.join(parts[:MAX_LISTED])}{more}). "
-        "HINT: paceline submit --switches 1 (sbatch --switches=1) asks for hosts at one"
+        f"the nodes are at {len(parts)} leaf switches ({'; '.join(parts[:MAX_LISTED])}{more}). "
+        "HINT: paceline submit --switches 1 (sbatch --switches=1) requests nodes at one leaf switch"
     )
 
 
@@ -56,7 +56,7 @@ def rack_of(host: str, environment: Mapping[str, str] = os.environ) -> str:
             if {host, short} & set(expand_hostlist(one)):
                 return one
         raise ValueError(
-            f"{RACKS_VARIABLE}={said} does not have {host}. HINT: every host in one rack"
+            f"{RACKS_VARIABLE}={said} does not contain {host}. HINT: list every node in one rack"
         )
     *switches, node = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     # An environment variable that was inherited from another host does not describe this one.

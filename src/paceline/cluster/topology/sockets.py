@@ -31,9 +31,9 @@ def socket_of(
         try:
             each = [set(parse_ranges(one)) for one in said.split()]
         except ValueError:
-            hint = 'a list for each socket, as in "0-31 32-63"'
+            hint = 'give a list for each socket, as in "0-31 32-63"'
             raise ValueError(
-                f"{SOCKET_VARIABLE}={said}: no hardware threads. HINT: {hint}"
+                f"{SOCKET_VARIABLE}={said} is not a list of hardware threads. HINT: {hint}"
             ) from None
         return next(
             (at for at, one in enumerate(each) if cpus and set(cpus) <= one), UNKNOWN_SOCKET

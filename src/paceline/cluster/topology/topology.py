@@ -119,20 +119,21 @@ def topology(root: Path = Path("/")) -> Topology:
     guessed = ""
     if silent:
         guessed = (
-            f"{system / 'cpu'} does not say which cores the hardware threads "
-            f"{format_ranges(silent)} are: each is taken for a core of its own"
+            f"{system / 'cpu'} does not report the cores of the hardware threads "
+            f"{format_ranges(silent)}: Paceline treats each as one core"
         )
     return Topology(tuple(cpus), tuple(nodes), guessed)
 
 
 def _guess_topology(folder: Path) -> Topology:
     mine = tuple(sorted(os.sched_getaffinity(0)))
-    why = "can't be read" if folder.exists() else "is not there"
+    why = "can't be read" if folder.exists() else "does not exist"
     return Topology(
         tuple(Cpu(number, number, 0, 0) for number in mine),
         (Node(0, mine, 0, {0: 10}),),
-        f"{folder} {why}, as in some containers: the hardware threads {format_ranges(list(mine))}, "
-        "which this process may use, are taken for cores of one socket and one NUMA node",
+        f"{folder} {why}, as in some containers: Paceline treats the hardware threads "
+        f"{format_ranges(list(mine))}, which this process may use, as cores of one socket and "
+        "one NUMA node",
     )
 
 

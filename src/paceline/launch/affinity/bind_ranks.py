@@ -55,15 +55,15 @@ def unasked(job: Job, host: Topology, allowed: set[int], environment: Mapping[st
     if allowed < online:
         return ""  # a scheduler, a container or taskset has reserved these cores for the job
     if job.granted is None:
-        return "no scheduler says that these cores are this job's alone"
+        return "no scheduler reserves these cores for this job"
     if job.granted >= len(online):
         return ""
     cores = len(host.cores(online))
     if job.granted < cores or cores < len(online):  # schedulers may count hardware threads
         threads = f" and {len(online)} hardware threads" if cores < len(online) else ""
         return (
-            f"the scheduler has granted {job.granted} CPUs of this host's {cores} cores{threads}, "
-            "and does not say which"
+            f"the scheduler has granted {job.granted} CPUs of this node's {cores} cores{threads}, "
+            "without naming them"
         )
     return ""
 

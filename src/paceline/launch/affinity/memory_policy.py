@@ -23,7 +23,7 @@ def prefer(node: int) -> str:
     """
     call = _CALL.get(platform.machine())
     if call is None:
-        return f"not known how on {platform.machine()}"
+        return f"set_mempolicy is not known on {platform.machine()}"
     mask = (ctypes.c_ulong * (_BITS // _WORD))()
     mask[node // _WORD] = 1 << (node % _WORD)
     libc = ctypes.CDLL(None, use_errno=True)

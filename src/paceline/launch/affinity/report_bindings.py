@@ -86,11 +86,13 @@ def misplaced(planned: RankBinding, found: Process, below: Sequence[Process]) ->
     said = []
     wanted = set(planned.cpus)
     if wanted and set(parse_ranges(found.cpus)) != wanted:
-        said.append(f"is on {found.cpus}, not where it was put")
+        said.append(f"is bound to {found.cpus}, not to the planned cores")
     for where, count in found.others.items():
-        said.append(f"{count} of its {found.threads} threads on {where}")
+        said.append(f"{count} of its {found.threads} threads are bound to {where}")
     return said + [
-        f"{child.name} {child.pid} on {child.cpus}" for child in below if child.cpus != found.cpus
+        f"its child process {child.name} {child.pid} is bound to {child.cpus}"
+        for child in below
+        if child.cpus != found.cpus
     ]
 
 
@@ -133,6 +135,6 @@ class BindingsReport:
         """Print a message if the ranks ended before the report."""
         if not self._told:
             self._say(
-                "paceline: --report-bindings: the ranks ended before they could be looked at, half "
-                "a second after their first step. HINT: more steps\n"
+                "paceline: --report-bindings: the ranks ended before their bindings were read, "
+                "half a second after the first step. HINT: run more steps\n"
             )

@@ -118,12 +118,13 @@ def describe_failure(failed_rank: RankStatus, tail: list[str], others: int) -> s
         lines.append(f"  last lines of rank {failed_rank.rank}:")
         lines += [f"    {printable(line)}" for line in tail]
     if failed_rank.exit_code == -signal.SIGKILL and not failed_rank.host_failure:
-        lines.append("  HINT: where nobody killed it, the system was out of memory (dmesg says so)")
+        lines.append(
+            "  HINT: if no user or scheduler killed it, the node was probably out of "
+            "memory: see dmesg"
+        )
     if others:
         lines.append(
-            f"  The other {others} ranks were ended."
-            if others > 1
-            else "  The other rank was ended."
+            f"  Paceline ended the {'other rank' if others == 1 else f'{others} other ranks'}."
         )
     return "\n".join(lines) + "\n"
 

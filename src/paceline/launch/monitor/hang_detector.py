@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...plurals import named_ranks
 from ..job import DEFAULT_HANG_TIMEOUT_S
 from .live_records import JobSnapshot, rank_of
 from .progress import ProgressReport
@@ -83,8 +84,9 @@ class HangDetector:
         if longest_idle_s > self._timeout and not self._announced_longer_limit:
             self._announced_longer_limit = True
             write_message(
-                f"paceline: --hang-timeout {self._timeout:g}: ranks are silent for "
-                f"{longest_idle_s:.1f} s and go on, so a hang is reported after {limit:.1f} s\n"
+                f"paceline: --hang-timeout {self._timeout:g}: the ranks made no progress for "
+                f"{longest_idle_s:.1f} s and then continued, so Paceline reports a hang after "
+                f"{limit:.1f} s\n"
             )
         if idle_s < limit:
             self._reported_limit_s = 0.0
@@ -128,16 +130,18 @@ class HangDetector:
         self._reported_limit_s = max(limit, _NEXT_REPORT_FACTOR * self._reported_limit_s)
         if may_end:
             extra_s = _NEXT_REPORT_FACTOR * limit - idle_s
-            ranks = ", ".join(map(str, computing_ranks))
+            computes = "computes" if len(computing_ranks) == 1 else "compute"
+            ranks = f"{named_ranks(computing_ranks)} {computes}".capitalize()
             write_message(
-                f"{text}  Rank {ranks} computes, so it may be slow and not stuck: it has "
-                f"{extra_s:.0f} s more. HINT: a longer --hang-timeout, or 0 for none\n"
+                f"{text}  {ranks}, so the job may be slow and not hung. Paceline waits "
+                f"{extra_s:.0f} s longer. HINT: increase --hang-timeout, or set it to 0 for no "
+                "hang detection\n"
             )
         elif idle_s >= _NEXT_REPORT_FACTOR * self._longest_warned_s:
             self._longest_warned_s = idle_s
             write_message(
-                f"{text}  The job goes on: no rank is known to wait in a collective that can't "
+                f"{text}  The job continues: no rank is known to wait in a collective that can't "
                 f"complete. HINT: --hang-timeout {self._timeout:g} ends such a job, "
-                "--hang-timeout 0 turns this warning off\n"
+                "--hang-timeout 0 disables this warning\n"
             )
         return None

@@ -295,8 +295,8 @@ def _query_launcher_once(run: str, max_events: int) -> JobSnapshot | None:
 
 
 _LAUNCHER_SILENT = (
-    "the launcher of the job does not answer. HINT: is it stopped (Ctrl-Z), or do "
-    "many look at once?"
+    "the launcher of the job does not answer. HINT: check whether it is stopped (Ctrl-Z), or "
+    "whether many paceline top run"
 )
 
 

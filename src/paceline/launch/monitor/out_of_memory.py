@@ -25,8 +25,8 @@ class OomKillCounter:
         limits = memory_limits()
         if limits:
             allowed = min(limit for limit, _ in limits)
-            told += f"; its control group allows {_gib(allowed)} for all ranks here"
-        return f"{told}. HINT: fewer ranks on a host, a smaller batch, or more memory for the job"
+            told += f"; its control group allows {_gib(allowed)} for all ranks of this node"
+        return f"{told}. HINT: use fewer ranks per node or a smaller batch, or request more memory"
 
 
 def _kills() -> int:

@@ -37,7 +37,8 @@ def load_so_far(folder: Path) -> Run:
     host = about.host
     if host and host != socket.gethostname():
         raise ValueError(
-            f"{folder} has no record yet: its job was started on {host}, and may still run. HINT: "
+            f"{folder} has no record yet. Its job was started on {host} and may still be "
+            "running. HINT: "
             f"ssh {host} paceline report {folder.resolve()}"
         )
     return load_run(folder)

@@ -59,7 +59,9 @@ def find(folder: Path | None, name: str | None) -> RunningJob:
     if name is not None:
         found = [job for job in jobs if job.name == name]
         if not found:
-            raise ValueError(f"--job {name}: no such job of yours runs here.{_listed(jobs)}")
+            raise ValueError(
+                f"--job {name}: you have no job of this name on this node.{_listed(jobs)}"
+            )
         return found[0]
     if folder is not None:
         return _of_folder(folder, jobs)
@@ -67,10 +69,10 @@ def find(folder: Path | None, name: str | None) -> RunningJob:
         return jobs[0]
     if not jobs:
         raise ValueError(
-            "no job of yours runs on this host. HINT: paceline top on the host where paceline run "
-            "was started"
+            "you have no running job on this node. HINT: run paceline top on the node where you "
+            "started paceline run"
         )
-    raise ValueError(f"{len(jobs)} jobs of yours run on this host.{_listed(jobs)}")
+    raise ValueError(f"you have {len(jobs)} running jobs on this node.{_listed(jobs)}")
 
 
 def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
@@ -87,18 +89,21 @@ def _of_folder(folder: Path, jobs: list[RunningJob]) -> RunningJob:
         here, host = socket.gethostname(), about.host
         if host == here:
             raise ValueError(
-                f"{folder}: no job runs on this host ({here}) that records there. HINT: it may be "
-                "just starting; of one that was killed the next paceline run here keeps the record"
+                f"{folder}: no job on this node ({here}) records into this folder. HINT: if the "
+                "job is starting, try again; if it was killed, the next paceline run on this "
+                "node saves its record"
             )
         raise ValueError(
-            f"{folder}: the job was started on {host}, and this is {here}. HINT: ssh {host} "
+            f"{folder}: the job was started on {host}, not on this node ({here}). HINT: ssh {host} "
             f"paceline top {target}"
         )
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder. HINT: the one given to paceline run --record")
+        raise ValueError(
+            f"{folder} is not a folder. HINT: name the folder of paceline run --record"
+        )
     raise ValueError(
-        f"{folder}: no job records there. HINT: the folder given to paceline run --record, or "
-        "none for the only job on this host"
+        f"{folder}: no job records into this folder. HINT: name the folder of paceline run "
+        "--record, or none if you have one job on this node"
     )
 
 
@@ -116,8 +121,8 @@ def _running() -> list[RunningJob]:
             if run not in _reported and len(_reported) < MAX_NAMED:
                 _reported.add(run)
                 sys.stderr.write(
-                    f"paceline: a launcher's socket for job {printable(run)} takes no connection: "
-                    "it may be another user's, and is left out\n"
+                    f"paceline: the launcher's socket of job {printable(run)} accepts no "
+                    "connection, and is ignored: it may belong to another user\n"
                 )
             continue
         except ValueError:
@@ -154,7 +159,7 @@ def _name(folder: Path) -> str:
 
 def _listed(jobs: list[RunningJob]) -> str:
     if not jobs:
-        return " HINT: without --job and DIR the only job on this host is shown"
+        return " HINT: without --job and DIR, paceline top shows the only job on this node"
     lines = [
         f"\n    {job.name}  {' '.join(job.command)}" + (f"  -> {job.target}" if job.target else "")
         for job in jobs

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...analyze.live.live_view import View, view
+from ...plurals import named_ranks
 from ...report.console import PlainConsole
 from ...report.numbers import elapsed
 from ...report.terminal.top import MAX_LISTED_RANKS as MOST_RANKS
@@ -50,7 +51,7 @@ def top(folder: Path | None, name: str | None, every: float, once: bool, as_json
         ValueError: There is no such job, or there are several, or ``every`` is not positive.
     """
     if not every > 0:
-        raise ValueError(f"--every {every:g}: HINT: more than 0 seconds")
+        raise ValueError(f"--every must be more than 0 seconds; this is {every:g}. HINT: --every 2")
     job = find(folder, name)
     os.nice(19)
     frames = _frames(job)
@@ -90,7 +91,7 @@ def _frames(job: RunningJob) -> Iterator[Frame]:
         if seen is None:
             return
         if seen.ending:
-            yield Frame(shown, "the job is ending: its records are being kept")
+            yield Frame(shown, "the job is ending: Paceline saves its records")
             continue
         fresh = _view(job, seen)
         if fresh is not None and fresh.size and most != (wanted := _events(fresh.size)):
@@ -118,9 +119,9 @@ def _silence(seen: live_records.JobSnapshot) -> str:
     hosts, on_each = seen.job.get("hosts", []), seen.job.get("on_each", [])
     for host, count in zip(hosts, on_each, strict=True):
         if host in seen.silent_hosts:
-            last = first + count - 1
-            ranks = f"ranks {first}-{last} are" if count > 1 else f"rank {first} is"
-            told.append(f"{host} does not answer: its {ranks} not shown")
+            ranks = named_ranks(range(first, first + count))
+            are = "is" if count == 1 else "are"
+            told.append(f"node {host} does not answer: its {ranks} {are} not shown")
         first += count
     return "; ".join(told)
 
@@ -129,7 +130,7 @@ def _elsewhere(job: RunningJob, shown: View | None) -> str:
     if not job.home or shown is None or not shown.missing_ranks:
         return ""
     hint = f"HINT: ssh {job.home} paceline top {job.target}"
-    return f"only this host's ranks are shown: the job was started on {job.home}. {hint}"
+    return f"only the ranks of this node are shown: the job was started on {job.home}. {hint}"
 
 
 def _renderable(

@@ -162,7 +162,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         if self.hang_report is not None:  # reported before any rank is ended
-            self.output.say(f"{self.hang_report.text}  The job hangs: its ranks are ended.\n")
+            self.output.say(f"{self.hang_report.text}  The job hangs: Paceline ends its ranks.\n")
         self.end_ranks()
         self.output.drain()
         if self.cause is not None and self.hang_report is None:
@@ -232,9 +232,9 @@ class ElasticAgent(SimpleElasticAgent):
     def _announce_restart(self, spec: WorkerSpec) -> None:
         """Print which hosts the next attempt uses, and how many restarts are used up."""
         changes = self.remaining.take_changes() if self.remaining is not None else ""
-        used = f" ({spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
+        used = f" (restart {spec.max_restarts - self._remaining_restarts} of {spec.max_restarts})"
         self.output.say(
-            f"paceline: {changes or 'starting again'} from the last checkpoint"
+            f"paceline: {changes or 'the job restarts'} from the last checkpoint"
             f"{used if self.cause is not None else ''}\n"
         )
 
@@ -281,7 +281,7 @@ class ElasticAgent(SimpleElasticAgent):
             if kind == signal.SIGTERM:
                 self._request_early_stop()
                 continue
-            self.output.say(f"paceline: {signal.Signals(kind).name} is passed on to the ranks\n")
+            self.output.say(f"paceline: {signal.Signals(kind).name} is forwarded to the ranks\n")
             for rank in self.ranks:
                 if rank.running:
                     self._signal(rank, kind)
@@ -313,8 +313,8 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _request_early_stop(self) -> None:
         self.output.say(
-            "paceline: SIGTERM: the ranks write a checkpoint and leave, within "
-            f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second one ends them at once.\n"
+            "paceline: SIGTERM: the ranks write a checkpoint and stop within "
+            f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second SIGTERM ends them at once.\n"
         )
         for rank in self.ranks:
             if rank.running:

@@ -200,7 +200,7 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise ValueError(
             f"{count} free ports are needed on {socket.gethostname()}, and {len(found)} were "
-            f"found. HINT: fewer ranks on that host"
+            "found. HINT: use fewer ranks on that node"
         )
     return found
 

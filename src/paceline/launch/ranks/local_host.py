@@ -144,7 +144,8 @@ class LocalHost:
             if port == 0:
                 raise
             raise ValueError(
-                f"port {port} is in use. HINT: another --port, or none: a free one is found"
+                f"port {port} is in use. HINT: choose another --port, or leave it out: Paceline "
+                "then selects a free one"
             ) from error
         port = listening.getsockname()[1]
         self._store = TCPStore(
@@ -203,7 +204,7 @@ class LocalHost:
         while True:  # exits of other ranks may come first
             reply = self._receive()
             if reply is None:
-                raise RuntimeError("the process that ranks are forked from has ended")
+                raise RuntimeError("the rank server, from which ranks are forked, has ended")
             if "pid" in reply:
                 break
             self._pending_exits.append(reply)

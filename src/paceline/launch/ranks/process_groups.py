@@ -106,9 +106,9 @@ def end_remaining_children() -> None:
     """
     for process in end_children(0.0):
         sys.stderr.write(
-            f"paceline: process {process} has not ended {KILL_TIMEOUT_S:.0f} s after SIGKILL, and "
-            "is left. HINT: in state D it waits in the kernel for a device or file system, and "
-            "ends when that answers\n"
+            f"paceline: process {process} has not ended {KILL_TIMEOUT_S:.0f} s after SIGKILL, "
+            "and Paceline leaves it. HINT: in state D, it waits in the kernel for a device or "
+            "file system, and ends when that answers\n"
         )
 
 

@@ -99,8 +99,9 @@ def _too_large(environment: Mapping[str, str]) -> str:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     named = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
     return (
-        f"the environment of {sum(sizes.values()):,} bytes is too large for a new interpreter; the "
-        f"largest variables are {named}. HINT: start without those that the script does not need "
+        f"the environment has {sum(sizes.values()):,} bytes, too many for a new interpreter; the "
+        f"largest environment variables are {named}. HINT: unset those that the script does not "
+        "need "
         f"(env -u {largest[0]} paceline run ...), or without --fresh"
     )
 

@@ -37,13 +37,17 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
         try:
             data = folder.read(name, MAX_RECORD_BYTES)
         except OSError as error:
-            sys.stderr.write(f"paceline: {printable(str(path))} {error.strerror}: left out\n")
+            sys.stderr.write(
+                f"paceline: the record {printable(str(path))} was not copied: {error.strerror}\n"
+            )
             continue
         try:
             record = parse_record(data, str(path))
             data = data[: used_bytes(data)]
         except ValueError as error:
-            sys.stderr.write(f"paceline: {printable(str(error))}: it is kept as it is\n")
+            sys.stderr.write(
+                f"paceline: {printable(str(error))}. Paceline copies the file unchanged\n"
+            )
             replace_file(target / name, data)
             continue
         key = (int(record.meta.get("attempt", 0)), record.rank)

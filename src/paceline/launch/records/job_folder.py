@@ -77,14 +77,16 @@ def check(target: Path) -> None:
         ValueError: The folder already contains a record, or can't be written.
     """
     if target.is_dir() and any(target.rglob("*.ring")):
-        raise ValueError(f"{target}: there is a record already. HINT: another folder, or remove it")
+        raise ValueError(
+            f"{target} already contains a record. HINT: choose another folder, or remove this one"
+        )
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target):
             pass
     except OSError as error:
         raise ValueError(
-            f"{target}: {error.strerror}. HINT: a folder that can be written"
+            f"{target}: {error.strerror}. HINT: choose a folder that you can write to"
         ) from None
 
 
@@ -114,8 +116,8 @@ def job_folder() -> Path:
             return folder.path
     raise ValueError(
         f"no folder for a job's records: neither {' nor '.join(map(str, _PLACES))} can be written "
-        "to by you and is safe from other users. HINT: TMPDIR=DIR, a folder of your own or one "
-        "with the sticky bit (chmod 1777)"
+        "to by you and is safe from other users. HINT: set TMPDIR to a folder that only you can "
+        "write to, or to one with the sticky bit (chmod 1777)"
     )
 
 
@@ -177,11 +179,9 @@ def _folders(prefix: str) -> Iterator[Folder]:
 
 def _report(path: Path, error: OSError) -> None:
     if len(_reported) <= MAX_NAMED:
-        sys.stderr.write(
-            f"paceline: {path} {error.strerror}: it is not one of your jobs, and is left alone\n"
-        )
+        sys.stderr.write(f"paceline: {path} {error.strerror}: Paceline does not use or remove it\n")
     elif len(_reported) == MAX_NAMED + 1:
-        sys.stderr.write(f"paceline: and more of the kind in {path.parent}\n")
+        sys.stderr.write(f"paceline: {path.parent} has more such folders\n")
 
 
 def _lock(folder: Folder) -> int | None:
@@ -346,7 +346,9 @@ def clear(folder: Path, orphan: bool = False) -> bool:
                 DESTINATION_FILE, Destination, MAX_LABEL_BYTES, dir_fd=opened.fd, escape=False
             )
             if found.sent and orphan:
-                sys.stderr.write("paceline: the records of this host are lost with its agent\n")
+                sys.stderr.write(
+                    "paceline: the records of this node are lost: its agent has ended\n"
+                )
             elif found.sent:
                 _set_aside(opened)
                 return True
@@ -372,9 +374,9 @@ def remove(folder: Path) -> None:
 
 def _report_copy_failure(folder: Folder, error: Exception) -> None:
     sys.stderr.write(
-        f"paceline: the record could not be kept ({printable(str(error))}). It is in "
-        f"{folder.path}; the next paceline run on this host tries again. HINT: make room there, or "
-        f"cp {folder.path}/*.ring to another folder\n"
+        f"paceline: the record could not be saved ({printable(str(error))}). It is in "
+        f"{folder.path}; the next paceline run on this node tries again. HINT: free space at the "
+        f"destination, or cp {folder.path}/*.ring to another folder\n"
     )
     try:
         os.close(folder.open_file(FAILED, os.O_WRONLY | os.O_CREAT))

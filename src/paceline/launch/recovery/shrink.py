@@ -23,8 +23,8 @@ def check_min_hosts(min_hosts: int | None, hosts: int) -> None:
     """Raise ValueError if --min-hosts asks for more hosts than the job has."""
     if min_hosts is not None and min_hosts > hosts:
         raise ValueError(
-            f"--min-hosts {min_hosts}: the job has {counted(hosts, 'host')}. "
-            f"HINT: --min-hosts {hosts}{' or fewer' if hosts > 1 else ''}"
+            f"--min-hosts {min_hosts}: the job has {counted(hosts, 'node')}. HINT: --min-hosts "
+            f"{hosts}{' or fewer' if hosts > 1 else ''}"
         )
 
 
@@ -93,14 +93,16 @@ class RemainingHosts:
         names = [self._all_hosts[host_index].name for host_index in ready]
         if names and can_leave:
             say(
-                f"paceline: {_names(names)} {_are(len(names))} back: the ranks write a checkpoint, "
-                "and the job goes on at its full size\n"
+                f"paceline: {_names(names)} {_are(len(names))} back: the ranks write a "
+                "checkpoint, and the job continues at full size\n"
             )
         elif any(name not in self._announced for name in names):
             self._announced.update(names)
+            takes = "it takes" if len(names) == 1 else "they take"
             say(
-                f"paceline: {_names(names)} {_are(len(names))} back; it takes part in the next "
-                "attempt, or once the ranks can leave (world.epochs with checkpoint=)\n"
+                f"paceline: {_names(names)} {_are(len(names))} back; {takes} part in the next "
+                "attempt, or as soon as the ranks can stop with a checkpoint (world.epochs with "
+                "checkpoint=)\n"
             )
         return names if can_leave else []
 
@@ -160,8 +162,8 @@ class RemainingHosts:
         self._all_hosts[returned[0]].send(end=END_GRACE_S)
         self._exclude(
             returned[:1],
-            f"{cause.host} is left out: in two attempts in a row a rank on it was the first to "
-            "be killed",
+            f"{cause.host} is excluded: in two consecutive attempts, a rank on it was the first "
+            "to be killed",
         )
         return True
 
@@ -184,9 +186,9 @@ class RemainingHosts:
         if not changes:
             return ""
         return (
-            f"{changes}; going on with {len(self._remaining)} of "
-            f"{counted(len(self._all_hosts), 'host')}, "
-            f"{sum(self.ranks_per_host)} of {counted(self.full_ranks, 'rank')},"
+            f"{changes}; the job continues on {len(self._remaining)} of "
+            f"{counted(len(self._all_hosts), 'node')}, with {sum(self.ranks_per_host)} of "
+            f"{counted(self.full_ranks, 'rank')},"
         )
 
     def _exclude(self, host_indices: list[int], reason: str) -> None:
@@ -203,12 +205,12 @@ class RemainingHosts:
         self._changes += f"; {reason}" if self._changes else reason
 
     def _too_few(self, reason: str, left: int) -> str:
-        hint = "start it again when all are back, and it goes on from the last checkpoint"
+        hint = "start the job again when all nodes are back; it continues from the last checkpoint"
         if not left:
-            return f"{reason}, and no other is left. HINT: {hint}"
-        count_left = f"{left} of {counted(len(self._all_hosts), 'host')} {_are(left)} left"
+            return f"{reason}, and no other node is left. HINT: {hint}"
+        count_left = f"{left} of {counted(len(self._all_hosts), 'node')} {_are(left)} left"
         if self._min_hosts is None:
-            return f"{reason}; {count_left}. HINT: --min-hosts {left} goes on with those, or {hint}"
+            return f"{reason}; {count_left}. HINT: --min-hosts {left} continues on these; or {hint}"
         return f"{reason}; {count_left}, fewer than --min-hosts {self._min_hosts}. HINT: {hint}"
 
 

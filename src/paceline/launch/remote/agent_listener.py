@@ -98,7 +98,7 @@ class AgentListener:
     def _place(self, host: RemoteHost, answer: dict[str, object] | None) -> None:
         place = answer.get("place") if answer is not None else None
         if not isinstance(place, int) or place < 0:
-            raise ValueError(f"an agent says that its number is {place!r}")
+            raise ValueError(f"an agent sent the number {place!r}")
         if place in self.found:
             self.twice = place
         if place < self._number:

@@ -50,8 +50,12 @@ def parse_env_options(wanted: list[str]) -> dict[str, str]:
     for text in wanted:
         name, given, value = text.partition("=")
         if not name.isidentifier():
-            raise ValueError(f"--env {text}: HINT: NAME, or NAME=VALUE")
+            raise ValueError(
+                f"--env must be NAME or NAME=VALUE; this is {text!r}. HINT: --env NAME=VALUE"
+            )
         if not given and name not in os.environ:
-            raise ValueError(f"--env {name}: it is not set here. HINT: --env {name}=VALUE")
+            raise ValueError(
+                f"--env {name}: {name} is not set in this environment. HINT: --env {name}=VALUE"
+            )
         found[name] = value if given else os.environ[name]
     return found

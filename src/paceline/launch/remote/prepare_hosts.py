@@ -62,8 +62,8 @@ def version_mismatch(host: RemoteHost) -> str:
         theirs = host.hello["versions"].get(package, "none")
         if theirs != version:
             return (
-                f"{host.name} has {package} {theirs}, the launcher has {version}. HINT: the same "
-                "virtual environment on all hosts"
+                f"{host.name} has {package} {theirs}, the launcher has {version}. HINT: use the "
+                "same virtual environment on all nodes"
             )
     return ""
 

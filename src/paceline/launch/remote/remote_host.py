@@ -142,7 +142,7 @@ class RemoteHost:
 
     def give_up(self) -> None:
         """Consider the host lost because it does not answer."""
-        self._mark_lost("was lost with its host, which does not answer")
+        self._mark_lost("was lost with its node, which does not answer")
         self._abort()
 
     def exit_reason(self, rank: int) -> str:
@@ -198,8 +198,8 @@ class RemoteHost:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise HostTimeoutError(
-                        f"{self.name} did not answer within {seconds:.0f} s ({key}). HINT: is "
-                        "the host overloaded, or its file system slow?"
+                        f"{self.name} did not answer within {seconds:.0f} s ({key}). HINT: check "
+                        "whether the node is overloaded, or its file system slow"
                     )
                 self._changed.wait(min(left, 0.5))
 
@@ -253,12 +253,12 @@ class RemoteHost:
                 for message, raw in messages:
                     self._handle_message(message, raw)
                 self._handling_messages, self._missed_heartbeats = False, 0
-            self._mark_lost("was lost with its host: its agent has ended, or the connection broke")
+            self._mark_lost("was lost with its node: its agent has ended, or the connection broke")
         except InvalidMessageError as error:
-            self._mark_lost(f"was lost with its host: it sent {error}")
+            self._mark_lost(f"was lost with its node: the agent sent {error}")
         except Exception as error:  # for example a full disk: nothing else would report it
             told = f"{type(error).__name__}: {error}"
-            self._mark_lost(f"was lost: what its host sent could not be handled ({told})")
+            self._mark_lost(f"was lost: a message of its node could not be handled ({told})")
         finally:
             self._drop_incoming()
             self._reader_done.set()
@@ -318,9 +318,9 @@ class RemoteHost:
             if not self.record_error:
                 self.record_error = error.strerror or str(error)
                 sys.stderr.write(
-                    f"paceline: the record of {self.name} could not be kept in "
-                    f"{self.record_folder} ({self.record_error}), and is lost. "
-                    "HINT: --record to a disk with room\n"
+                    f"paceline: the record of {self.name} could not be written to "
+                    f"{self.record_folder} ({self.record_error}), and is lost. HINT: use "
+                    "--record with a folder on a disk with free space\n"
                 )
 
     def _write(self, path: Path, start: int, last: bool, raw: bytes) -> None:
@@ -355,8 +355,8 @@ class RemoteHost:
                 and not self._handling_messages
             ):
                 self._mark_lost(
-                    f"was lost with its host: {MAX_MISSED_HEARTBEATS} questions in "
-                    f"{MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:.0f} s were not answered"
+                    f"was lost with its node: it did not answer {MAX_MISSED_HEARTBEATS} "
+                    f"heartbeats in {MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:.0f} s"
                 )
                 self._abort()
                 return
@@ -367,7 +367,7 @@ class RemoteHost:
             wait = min(wait * 2, self.heartbeat_interval_s)
 
     def _connection_broke(self, error: OSError) -> None:
-        self._mark_lost(f"was lost with its host: the connection broke ({error.strerror})")
+        self._mark_lost(f"was lost with its node: the connection broke ({error.strerror})")
 
     def _mark_lost(self, reason: str) -> None:
         if not self._closing and not self._failure:

@@ -24,31 +24,35 @@ NOTICE_INTERVAL_S = 10.0  # between two messages about missing hosts
 
 # Patterns in the output of ssh and the shells behind it, and explanations.
 KNOWN_FAILURES = (
-    ("resolve hostname|Name or service not known", "no such host. HINT: getent hosts {host}"),
+    (
+        "resolve hostname|Name or service not known",
+        "its name does not resolve. HINT: getent hosts {host}",
+    ),
     (
         "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
-        "its host key was never seen, or has changed. HINT: run `ssh {host}` once by hand",
+        "ssh does not know its host key, or the key has changed. HINT: run `ssh {host}` once",
     ),
     (
         r"Permission denied \(",
-        "ssh refused our key. HINT: `ssh {host}` must work without a password (ssh-copy-id)",
+        "ssh accepts none of your keys. HINT: `ssh {host}` must work without a password "
+        "(ssh-copy-id)",
     ),
     (
         "Connection (timed out|refused)|No route to host|port 22: Connection",
-        "ssh can't reach it ({said}). HINT: is it up, and does it run sshd?",
+        "ssh can't reach it ({said}). HINT: check that it is up and runs sshd",
     ),
     (
         "No module named .?paceline",
-        "{python} is there, but has no Paceline. HINT: the same virtual environment on all hosts",
+        "{python} has no Paceline. HINT: use the same virtual environment on all nodes",
     ),
     (
         "error while loading shared libraries",
-        "{python} does not start there ({said}). HINT: LD_LIBRARY_PATH travels; is the library "
-        "on that host?",
+        "{python} does not start on it ({said}). HINT: install the library on that node; "
+        "LD_LIBRARY_PATH is forwarded",
     ),
     (
         "{python}.*(not found|No such file or directory)",
-        "there is no {python}. HINT: the same virtual environment on all hosts, at the same path",
+        "it has no {python}. HINT: use the same virtual environment on all nodes, at the same path",
     ),
 )
 
@@ -228,13 +232,13 @@ class AgentConnections:
             now = time.monotonic()
             missing = ", ".join(self._missing(listener)[:8])
             if now - begun > START_TIMEOUT_S:
-                hint = "can these hosts reach this one? --launcher ssh needs no way back"
+                hint = "check that these nodes can reach this one, or use --launcher ssh"
                 if strangers := listener.strangers():
-                    hint = f"{strangers}; end these, or use --launcher ssh, which opens no port"
+                    hint = f"{strangers}; end these programs, or use --launcher ssh"
                 raise ValueError(
-                    f"no agent came from {missing} within {START_TIMEOUT_S:.0f} s to "
-                    f"{listener.where}. {self.tool.name} says: "
-                    f"{started.wait_for_output() or 'nothing'}. HINT: {hint}"
+                    f"no agent of {missing} connected to {listener.where} within "
+                    f"{START_TIMEOUT_S:.0f} s. Output of {self.tool.name}: "
+                    f"{started.wait_for_output() or 'none'}. HINT: {hint}"
                 )
             if now - last_notice > NOTICE_INTERVAL_S and not self._quiet:
                 last_notice = now
@@ -249,15 +253,14 @@ class AgentConnections:
             raise ValueError("interrupted")
         if listener.twice is not None:
             raise ValueError(
-                f"two agents say that they are number {listener.twice}: {self.tool.name} does "
-                "not tell its processes apart by a variable that is known here. HINT: "
-                "--launcher ssh"
+                f"two agents have the number {listener.twice}: {self.tool.name} numbers its "
+                "processes by no environment variable that Paceline knows. HINT: --launcher ssh"
             )
         if len(listener.found) == len(self.names):
             return
         strangers = listener.strangers()
         if started.process.poll() is not None:
-            lines = started.wait_for_output() or "without a word"
+            lines = started.wait_for_output() or "without any output"
             note = f" ({strangers})" if strangers else ""
             raise ValueError(f"{self.tool.name} has ended: {lines}{note}")
         ended = started.ended_numbers(self.tool) - listener.found.keys()
@@ -267,7 +270,7 @@ class AgentConnections:
             names = ", ".join([self.names[place] for place in sorted(ended)][:8])
             last_lines = [*started.output_lines()[-8:], *([strangers] if strangers else [])]
             raise ValueError(
-                f"the agent of {names} has ended before it said a word: " + "\n".join(last_lines)
+                f"the agent of {names} ended before it connected: " + "\n".join(last_lines)
             )
 
 
@@ -375,4 +378,4 @@ def explain_failure(host: str, output: str) -> str:
             return explanation.format(
                 host=host, python=shlex.quote(sys.executable), said=line.strip()
             )
-    return output or "its agent ended without a word. HINT: ssh to it and start paceline there"
+    return output or "its agent ended without any output. HINT: run paceline on that node, over ssh"

@@ -141,7 +141,9 @@ def find_tool(name: str) -> LaunchTool:
             f"--launcher {name} is not known. HINT: one of {', '.join(TOOLS)}, mpirun, mpiexec"
         )
     if shutil.which(program) is None:
-        raise ValueError(f"{program} is not on this machine. HINT: --launcher takes another one")
+        raise ValueError(
+            f"{program} is not installed on this machine. HINT: name another tool with --launcher"
+        )
     return found
 
 
@@ -159,5 +161,6 @@ def _mpi_tool(program: str) -> LaunchTool:
         return TOOLS["palsrun"]
     first = said.strip().splitlines()[:1]
     raise ValueError(
-        f"--launcher {program}: of which MPI? It says {first or 'nothing'}. HINT: --launcher ssh"
+        f"--launcher {program}: Paceline does not recognize this MPI by its version "
+        f"({first or 'no output'}). HINT: --launcher ssh"
     )

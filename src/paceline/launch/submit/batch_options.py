@@ -141,7 +141,7 @@ def seconds(text: str) -> int:
     days, hours, minutes, rest = (int(part or 0) for part in match.groups())
     total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     if total == 0:
-        raise ValueError(f"--time {text!r} is no time at all. HINT: 2h")
+        raise ValueError(f"--time must be more than 0; this is {text!r}. HINT: --time 2h")
     return total
 
 
@@ -166,9 +166,11 @@ def memory(text: str) -> str:
     match = re.fullmatch(r"(\d+)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
     if match is None:
         why = "has no unit" if text.isdigit() else "can't be read as whole K, M, G or T"
-        raise ValueError(f"--memory {text!r} {why}. HINT: 64G, for each host")
+        raise ValueError(f"--memory {text!r} {why}. HINT: --memory 64G, for each node")
     if int(match[1]) == 0:  # Slurm would reserve all memory of the node
-        raise ValueError(f"--memory {text!r}: HINT: more than 0, or leave it out")
+        raise ValueError(
+            f"--memory must be more than 0; this is {text!r}. HINT: --memory 64G, or leave it out"
+        )
     return match[1] + match[2].upper()
 
 
@@ -199,8 +201,8 @@ def switches(text: str) -> Switches:
     match = re.fullmatch(r"([1-9]\d{0,5})(?:@(.+))?", text)
     if match is None:
         raise ValueError(
-            f"--switches {text!r}: a number of leaf switches, and how long to wait for so few. "
-            "HINT: 1, or 1@30min"
+            "--switches must be a number of leaf switches, and optionally the time to wait for "
+            f"them; this is {text!r}. HINT: --switches 1 or 1@30min"
         )
     try:
         return Switches(int(match[1]), seconds(match[2]) if match[2] else None)
@@ -218,8 +220,8 @@ def one_line(option: str, value: str) -> str:
     """
     if any(ord(letter) < 32 and letter != "\t" for letter in value):
         raise ValueError(
-            f"{option} {value!r}: a line's end or another control character can't stand in a "
-            "batch script's line. HINT: take it out"
+            f"{option} {value!r} contains a line end or another control character, which a line "
+            "of a batch script can't have. HINT: remove it"
         )
     return value
 
@@ -235,8 +237,8 @@ def job_name(given: str | None, script: str) -> str:
         return stem if re.match("[A-Za-z]", stem) else f"run-{stem}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*", given):
         raise ValueError(
-            f"--name {given!r}: schedulers take a letter first, then letters, digits, '.', '_' "
-            "and '-'. HINT: --name train-1"
+            "--name must be a letter, then letters, digits, '.', '_' and '-'; this is "
+            f"{given!r}. HINT: --name train-1"
         )
     return given
 

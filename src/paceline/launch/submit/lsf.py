@@ -9,13 +9,13 @@ def _options(batch: Batch) -> list[str]:
     want = batch.want
     if batch.array is not None and batch.array.first == 0:
         raise ValueError(
-            f"--array {batch.array}: LSF's numbers begin at 1. HINT: --array 1-16 for 0-15"
+            f"--array {batch.array}: the indices of LSF begin at 1. HINT: --array 1-16 for 0-15"
         )
     if batch.goes_on:
         raise ValueError(
-            "--min-hosts: LSF ends a job with the first host that it loses, unless its application "
-            "profile has DJOB_COMMFAIL_ACTION=KILL_TASKS. HINT: with one that has, --option '-app "
-            "NAME' and --run-option=--min-hosts=N"
+            "--min-hosts: LSF ends a job that loses a node, unless its application "
+            "profile has DJOB_COMMFAIL_ACTION=KILL_TASKS. HINT: with such a profile, --option "
+            "'-app NAME' and --run-option=--min-hosts=N"
         )
     # Sites may configure memory as per task instead of per host; "/host" makes it explicit.
     memory = f" rusage[mem={want.memory}B/host]" if want.memory else ""
@@ -24,7 +24,8 @@ def _options(batch: Batch) -> list[str]:
     if batch.switches is not None:
         if batch.switches.wait is not None:
             raise ValueError(
-                f"--switches {batch.switches}: LSF does not start on more after a time. HINT: "
+                f"--switches {batch.switches}: LSF can't start a job on more switches after a "
+                "time. HINT: "
                 f"--switches {batch.switches.count}"
             )
         units = f" cu[maxcus={batch.switches.count}]"

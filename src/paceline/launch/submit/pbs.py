@@ -5,8 +5,8 @@ from .scheduler import Scheduler
 
 # Both send SIGTERM at the time limit and SIGKILL some seconds later, but no earlier signal.
 NO_WARNING = (
-    "PBS sends nothing before the time limit, only SIGTERM at it; with --time a run with "
-    "checkpoints leaves before it by itself"
+    "PBS sends no signal before the time limit, only SIGTERM at the limit; with --time, a job "
+    "with checkpoints stops automatically before the limit"
 )
 
 
@@ -14,7 +14,7 @@ def _pro(batch: Batch) -> list[str]:
     want = batch.want
     if batch.array is not None and ("," in batch.array.indices or "-" not in batch.array.indices):
         raise ValueError(
-            f"--array {batch.array}: PBS Pro takes one range only. HINT: 1-7, or 1-7:2 for a step"
+            f"--array {batch.array}: PBS Pro accepts one range only. HINT: 1-7, or 1-7:2 for a step"
         )
     chunk = {
         "{}": want.hosts,
@@ -27,8 +27,8 @@ def _pro(batch: Batch) -> list[str]:
     if batch.switches is not None:
         if batch.switches.count > 1 or batch.switches.wait is not None:
             raise ValueError(
-                f"--switches {batch.switches}: PBS Pro can ask for one switch only, without a "
-                "time. HINT: --switches 1, or leave it out"
+                f"--switches {batch.switches}: PBS Pro supports one switch only, without a time. "
+                "HINT: --switches 1, or leave it out"
             )
         together = ":group=switch"  # all nodes have one value of this resource
     table = {
@@ -48,13 +48,13 @@ def _torque(batch: Batch) -> list[str]:
         raise ValueError(f"--array {batch.array}: Torque has no steps. HINT: 1,3,5")
     if batch.goes_on:
         raise ValueError(
-            "--min-hosts: Torque ends a job with the first host that it loses. HINT: "
+            "--min-hosts: Torque ends a job that loses a node. HINT: "
             "--option=-f (its fault tolerance, if your qsub has it) and --run-option=--min-hosts=N"
         )
     if batch.switches is not None:
         raise ValueError(
-            f"--switches {batch.switches}: Torque has no such request. HINT: a node property of "
-            "the site, as --option '-l nodes=2:ppn=4:PROPERTY'"
+            f"--switches {batch.switches}: Torque can't limit the number of switches. HINT: use "
+            "a node property of your site: --option '-l nodes=2:ppn=4:PROPERTY'"
         )
     nodes = {"{}": want.hosts, "ppn={}": want.slots, "gpus={}": want.gpus}
     needs = {

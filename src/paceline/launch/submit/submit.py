@@ -44,13 +44,13 @@ def _found() -> str:
             found.append(kind)
         elif not found:  # next to sbatch, qsub is Slurm's wrapper
             raise ValueError(
-                "the qsub here names neither PBS nor Torque in its --version. "
+                "qsub --version names neither PBS nor Torque. "
                 "HINT: --scheduler pbs or torque, or --dry-run with one of them to see the script"
             )
     if len(found) == 1:
         return found[0]
     what = f"the commands of {' and '.join(found)} are" if found else "no sbatch, bsub or qsub is"
-    where = "" if found else "; on the cluster's own hosts it is found by itself"
+    where = "" if found else "; on the login nodes of the cluster, Paceline finds it automatically"
     raise ValueError(f"{what} on PATH. HINT: {_CHOICE}{where}")
 
 
@@ -83,12 +83,14 @@ def _check(batch: Batch, setup: list[str]) -> None:
     limit = batch.want.seconds
     if batch.warn < 0 or (limit is not None and batch.warn >= limit):
         raise ValueError(
-            f"--warn {batch.warn}: seconds before the limit, fewer than the job's. HINT: --warn 120"
+            f"--warn must be between 0 and the seconds of --time; this is {batch.warn}. HINT: "
+            "--warn 120"
         )
     folder = Path(batch.output or ".").parent
     if "%" not in str(folder) and not folder.is_dir():
         raise ValueError(
-            f"--output {batch.output}: there is no folder {folder}, and the scheduler makes none. "
+            f"--output {batch.output}: there is no folder {folder}, and the scheduler does not "
+            "create it. "
             f"HINT: mkdir -p {shlex.quote(str(folder))}"
         )
 
@@ -177,8 +179,8 @@ def _run_words(batch: Batch, job: Job, record: Path | None, more: list[str]) -> 
     if record is not None:
         if batch.requeue:
             raise ValueError(
-                f"--record {record} with --requeue: the second start would find the first one's "
-                "record. HINT: one of the two"
+                f"--record {record} can't be used with --requeue: the second start would find "
+                "the record of the first. HINT: leave out one of them"
             )
         own = '/"$PACELINE_TRIAL"' if batch.array is not None else ""
         line.append(f"--record {shlex.quote(one_line('--record', str(record)))}{own}")
@@ -212,18 +214,20 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
             )
         except FileNotFoundError:
             raise ValueError(
-                f"there is no {command[0]} on PATH. HINT: submit on a host of the cluster, or "
-                "--dry-run prints the script"
+                f"there is no {command[0]} on PATH. HINT: submit on a login node of the cluster, "
+                "or print the script with --dry-run"
             ) from None
     words = (told.stdout + told.stderr).strip()
     if told.returncode:
         raise ValueError(
-            f"{command[0]} took no job (exit code {told.returncode}):\n{words}\n"
-            "HINT: --dry-run shows the script, --option adds what the site asks for"
+            f"{command[0]} did not accept the job (exit code {told.returncode}):\n{words}\n"
+            "HINT: --dry-run prints the script, --option adds options that your site requires"
         )
     number = re.search(kind.identity, told.stdout, re.M)
     if number is None:
-        raise ValueError(f"{command[0]} named no job: {words!r}. HINT: --dry-run shows the script")
+        raise ValueError(
+            f"{command[0]} printed no job number: {words!r}. HINT: --dry-run prints the script"
+        )
     if told.stderr.strip():  # messages of the site to its users
         sys.stderr.write(told.stderr)
     return number[1]

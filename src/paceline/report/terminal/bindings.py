@@ -46,7 +46,7 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
         ended = set(range(ranks)) - {one["rank"] for _, told in hosts for one in told["ranks"]}
         if ended:
             which = named_ranks(ended)
-            line = f"{which}: ended before this look, so not in the table. HINT: more steps"
+            line = f"{which} ended before the bindings were read. HINT: run more steps"
             console.print(Text(line, style="bold red"))
         for line in _notes(hosts):
             console.print(Text(line, style="bright_black"))
@@ -54,8 +54,8 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
 
 
 def _table(hosts: Sequence[Host]) -> Table:
-    table = Table(box=None, pad_edge=False, title="Bindings, as the kernel has them")
-    for heading in ("rank", "host", "socket", "NUMA", "hardware threads", "GPU", "network"):
+    table = Table(box=None, pad_edge=False, title="Bindings reported by the kernel")
+    for heading in ("rank", "node", "socket", "NUMA", "hardware threads", "GPU", "network"):
         table.add_column(heading)
     for heading in ("memory", "threads", "workers"):
         table.add_column(heading)
@@ -76,7 +76,7 @@ def _table(hosts: Sequence[Host]) -> Table:
             _workers(one),
         )
     if len(shown) < len(rows):
-        table.caption = f"and {counted(len(rows) - len(shown), 'more rank')}, nothing odd"
+        table.caption = f"and {counted(len(rows) - len(shown), 'more rank')} without problems"
     return table
 
 
@@ -87,7 +87,7 @@ def _workers(one: dict[str, Any]) -> str:
     if not children:
         return "-"
     if not away:
-        return f"{len(children)} with it"
+        return f"{len(children)} on same cores"
     named = ", ".join(f"{child['pid']} on {child['cpus']}" for child in away[:_CHILDREN])
     return f"{len(children)}: {named}{' ...' if len(away) > _CHILDREN else ''}"
 
@@ -122,7 +122,7 @@ def draw_host(told: dict[str, Any]) -> list[str]:
         lines.append(f"socket {package}{numa:9} {' '.join(parts)}")
     last = max((one["rank"] for one in told["ranks"]), default=0)
     if last - lowest >= len(SIGNS):
-        lines.append(f"signs count ranks from {lowest}, and begin again after {len(SIGNS)}")
+        lines.append(f"signs number the ranks from {lowest}, and repeat after {len(SIGNS)} ranks")
     elif lowest or last > 9:
         lines.append(f"signs: {SIGNS[0]} is rank {lowest}, {SIGNS[last - lowest]} is rank {last}")
     return lines
@@ -153,7 +153,7 @@ def _global(odd: str, numbers: Sequence[int]) -> str:
     """Add the global rank number: messages of a plan count the ranks of a host from 0."""
     if not numbers or numbers[0] == 0:
         return odd
-    return f"{odd} (ranks of this host, counted from 0: rank 0 is rank {numbers[0]})"
+    return f"{odd} (local ranks of this node: local rank 0 is rank {numbers[0]})"
 
 
 def _notes(hosts: Sequence[Host]) -> list[str]:
@@ -167,4 +167,4 @@ def _notes(hosts: Sequence[Host]) -> list[str]:
 def _hosts(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
-    return f"{names[0]} and {counted(len(names) - 1, 'more host')} like it"
+    return f"{names[0]} and {counted(len(names) - 1, 'other node')} like it"

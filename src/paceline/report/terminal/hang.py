@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
+from ...plurals import named_ranks
 from ...security.text import printable
 from ..numbers import counted, elapsed
-from .top import doing_in_words, numbered, standing_in_words
+from .top import doing_in_words, standing_in_words
 
 MAX_LISTED_RANKS = 32
 
@@ -28,14 +29,14 @@ def hang_report(
     still_s: Seconds without progress on any rank.
     silent: Hosts that do not answer.
     """
-    lines = [f"paceline: no rank has begun or ended anything for {elapsed(still_s)}"]
+    lines = [f"paceline: no rank has made progress for {elapsed(still_s)}"]
     lines += [f"  {line}" for line in likely_causes(view, silent)]
     ranks = view.ranks if view is not None else sorted(stacks)
     now = {one.rank: one for one in view.now} if view is not None else {}
     several = bool(silent) or (view is not None and len(set(view.hosts)) > 1)
     for rank in _ordered_ranks(ranks, view)[:MAX_LISTED_RANKS]:
         what = doing_in_words(now[rank]) if rank in now else "no record"
-        using = ", using its processor" if rank in busy else ""
+        using = ", using CPU time" if rank in busy else ""
         where = _position(stacks.get(rank, ""))
         host = f" ({now[rank].host})" if several and rank in now else ""
         lines.append(f"    rank {rank}{host}: {what}{using}{where}")
@@ -47,52 +48,64 @@ def hang_report(
 def _position(stack: str) -> str:
     frame = innermost_user_frame(stack)
     if frame is not None:
-        return f"; stands at {frame}"
+        return f"; at {frame}"
     return f"; {STACK_NOT_PERMITTED}" if stack == STACK_NOT_PERMITTED else ""
 
 
 def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
     """Return sentences about what the job waits for, the likeliest cause first."""
-    found = [f"{host} does not answer: it may have lost power or its network" for host in silent]
+    found = [
+        f"Node {host} does not answer: it may have lost power or its network connection."
+        for host in silent
+    ]
     if view is None:
         return [
             *found,
-            "The script neither calls paceline.init() nor is recorded: only its stacks are known. "
-            "HINT: paceline run --record tells more",
+            "Paceline knows only the stacks: the script does not call paceline.init() and is not "
+            "recorded. HINT: paceline run --record DIR also shows each rank's operation",
         ]
     mismatches = _mismatches(view.standing)
     found += mismatches
     if not mismatches:
         found += [standing_in_words(one, view) for one in view.standing[:3]]
     if view.missing_ranks:
-        why = "nothing is seen" if silent else "it has not joined: no record"
-        found.append(f"{why} of rank {numbered(view.missing_ranks)}")
+        has = "it has" if len(view.missing_ranks) == 1 else "they have"
+        why = "." if silent else f": {has} not joined the job."
+        found.append(f"Paceline has no record of {named_ranks(view.missing_ranks)}{why}")
     if not found:
         found += [_stopped_sentence(now) for now in view.now if now.process == "stopped"]
     if not found and all(now.doing == "input" for now in view.now):
-        found.append("every rank waits for its batch: the loader gives none")
+        found.append("Every rank waits for a batch: the data loaders return none.")
     waits = [now for now in view.now if now.doing == "input" and now.for_s is not None]
     if not found and waits:
-        found.append(f"rank {numbered([now.rank for now in waits])} waits for a batch")
+        verb = "waits" if len(waits) == 1 else "wait"
+        found.append(f"{named_ranks([now.rank for now in waits])} {verb} for a batch.".capitalize())
     if view.standing and all(not one.absent for one in view.standing) and not silent:
         complete = [one for one in view.standing if len(one.inside) == len(view.ranks)]
         if complete and not mismatches:
-            found.append("all members are in it: a link between them may be down")
-    return found or ["no collective stands: see where each rank is"]
+            found.append(
+                "All ranks of the group have entered the collective: the network between them may "
+                "be down."
+            )
+    return found or ["No rank is known to wait in a collective. See the line of each rank below."]
 
 
 def _mismatches(standing: Sequence[BlockedCollective]) -> list[str]:
     """Name the ranks that are in different collectives with the same number in one group."""
     return [
-        f"ranks disagree about collective {one.number}: rank {numbered(one.inside)} in "
-        f"{one.collective}, rank {numbered(other.inside)} in {other.collective}"
+        f"Ranks disagree about collective {one.number}: {_are_in(one)}, {_are_in(other)}."
         for one, other in itertools.combinations(standing, 2)
         if (one.group, one.number) == (other.group, other.number)
     ]
 
 
+def _are_in(one: BlockedCollective) -> str:
+    are = "is" if len(one.inside) == 1 else "are"
+    return f"{named_ranks(one.inside)} {are} in {one.collective}"
+
+
 def _stopped_sentence(now: RankState) -> str:
-    return f"rank {now.rank} is stopped by a signal (SIGSTOP)"
+    return f"Rank {now.rank} is stopped by a signal (SIGSTOP)."
 
 
 def suspected_rank(view: View | None) -> int | None:

@@ -4,7 +4,6 @@ Each state has a sign in addition to its colour, so that the bars can be read wi
 """
 
 import shlex
-from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,7 +12,7 @@ from rich.text import Text
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
-from ...plurals import format_ranges, named_ranks
+from ...plurals import named_ranks
 from ..numbers import amount, counted, elapsed
 from .run_report import COLOURS
 
@@ -51,24 +50,23 @@ def render(view: View, width: int, rows: int = MAX_RANK_ROWS + MAX_LISTED_RANKS)
     if view.states:
         parts += [Text(), _table(view, width, rows), Text()]
     elif view.step > 0:
-        parts.append(Text("fewer than two steps on every rank in what was read: no shares yet"))
+        parts.append(Text("no shares yet: they need two steps on every rank"))
     else:
-        parts.append(Text("starting: no step yet"))
+        parts.append(Text("starting: no step has ended yet"))
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="bright_black")
     facts.add_column()
     for head, lines, style in (
         ("slowest", _slowest(view), ""),
         ("waits", _waits(view), ""),
-        ("stands", [standing_in_words(one, view) for one in view.standing[:3]], "bold red"),
+        ("blocked", [standing_in_words(one, view) for one in view.standing[:3]], "bold red"),
         ("now", _doing(view), ""),
     ):
         for i, line in enumerate(lines):
             facts.add_row("" if i else head, Text(line, style=style))
     parts.append(facts)
     if view.missing_ranks and not view.silent_hosts:
-        several = "ranks" if len(view.missing_ranks) > 1 else "rank"
-        parts.append(_warning(f"no record of {several} {numbered(view.missing_ranks)}"))
+        parts.append(_warning(f"no record of {named_ranks(view.missing_ranks)}"))
     parts += [_warning(note) for note in view.notes]
     return Group(*parts)
 
@@ -78,7 +76,7 @@ def _head(view: View) -> list[Text]:
     command.overflow = "ellipsis"
     hosts = [_short(host) for host in dict.fromkeys(view.hosts)]
     named = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-    where = f" on {named}" if len(hosts) == 1 else f" on {len(hosts)} hosts ({named})"
+    where = f" on {named}" if len(hosts) == 1 else f" on {len(hosts)} nodes ({named})"
     facts = [f"{counted(view.size, 'rank')}{where}"]
     since = "since its last restart" if view.attempt else "since its start"
     facts.append(f"{elapsed(view.elapsed_s)} {since}")
@@ -183,7 +181,7 @@ def _slowest(view: View) -> list[str]:
     if view.slowest_rank is None or excess < _SLOWER:
         return []
     more = f"{100 * excess:.0f} % more time outside communication than the mean"
-    return [f"rank {view.slowest_rank}, {more}"]
+    return [f"rank {view.slowest_rank} spends {more}"]
 
 
 def _waits(view: View) -> list[str]:
@@ -200,36 +198,43 @@ def standing_in_words(one: BlockedCollective, view: View) -> str:
     halted = [rank for rank in one.inside if now[rank].process == "stopped"]
     waiting = [rank for rank in one.inside if rank not in halted] or one.inside
     have = "has" if len(waiting) == 1 else "have"
-    told = f"{one.collective} {one.number}{_of(one.group)}: {named_ranks(waiting)} {have} waited "
-    told += f"for {elapsed(one.for_s)}"
-    for rank in one.absent[:3]:
-        told += f"; rank {rank}{_at(now[rank], view)} is not there: {_absent(now[rank])}"
+    where = f"{one.collective} {one.number}{_of(one.group)}"
+    said = [f"{named_ranks(waiting)} {have} waited in {where} for {elapsed(one.for_s)}."]
+    said += [
+        f"rank {rank}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}."
+        for rank in one.absent[:3]
+    ]
     if len(one.absent) > 3:
-        told += f"; {len(one.absent) - 3} more are not there ({named_ranks(one.absent[3:])})"
+        have = "has" if len(one.absent) == 4 else "have"
+        said.append(f"{named_ranks(one.absent[3:])} {have} not entered it either.")
     if halted:
-        told += f"; {named_ranks(halted)} in it too, but stopped by a signal (SIGSTOP)"
+        are = "is" if len(halted) == 1 else "are"
+        said.append(f"{named_ranks(halted)} {are} in it, but stopped by a signal (SIGSTOP).")
     if one.unseen:
-        told += f"; of {counted(one.unseen, 'more member')} nothing is seen"
-    return told
+        said.append(f"Paceline has no record of {counted(one.unseen, 'other member')}.")
+    return " ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in said)
 
 
 def _absent(now: RankState) -> str:
     if now.process == "ended":
-        return f"it has ended{_since(now)}"
-    halted = "its process is stopped by a signal (SIGSTOP); " if now.process == "stopped" else ""
-    if now.doing in ("script", "starting"):
-        return f"{halted}{_newest(now)}"
-    return f"{halted}it is {_in(now)}"
+        return f"its process has ended{_since(now)}"
+    doing = _newest(now)
+    if now.doing not in ("script", "starting"):
+        has_been = now.for_s is not None and now.for_s >= _AT_ONCE
+        doing = f"{'has been' if has_been else 'is'} {_told(_plain(now), now)}"
+    if now.process == "stopped":
+        return f"its process is stopped by a signal (SIGSTOP). The rank {doing}"
+    return f"it {doing}"
 
 
 def _newest(now: RankState) -> str:
     if now.last is None or now.last_s is None:
-        return "it has not done anything that is recorded"
-    return f"it last ended {now.last}, {elapsed(now.last_s)} ago"
+        return "has not ended any recorded operation"
+    return f"last ended {now.last}, {elapsed(now.last_s)} ago"
 
 
 def _since(now: RankState) -> str:
-    return f" (last: {now.last})" if now.last is not None else ""
+    return f" (last operation: {now.last})" if now.last is not None else ""
 
 
 def _doing(view: View) -> list[str]:
@@ -266,20 +271,16 @@ def _plain(now: RankState) -> str:
     if now.doing == "starting":
         return "starting"
     if now.doing == "input":
-        return "waiting for its batch"
+        return "waiting for a batch"
     if now.doing == "checkpoint":
-        return "saving"
+        return "saving a checkpoint"
     if now.doing == "exchange" or (now.doing == "flight" and long):
         return f"in {what if long else now.collective}{_of(now.group)}"
     if now.doing == "flight":
-        return f"computing, {now.collective}{_of(now.group)} under way"
+        return f"computing, {now.collective}{_of(now.group)} in flight"
     if now.last_s is not None and now.last_s >= _AT_ONCE:
         return f"last ended {now.last}"
     return "computing"
-
-
-def _in(now: RankState) -> str:
-    return _told(_plain(now), now)
 
 
 def _told(kind: str, now: RankState) -> str:
@@ -302,9 +303,3 @@ def _at(now: RankState, view: View) -> str:
 
 def _warning(text: str) -> Text:
     return Text(text, style="yellow")
-
-
-def numbered(ranks: Sequence[int]) -> str:
-    """Return rank numbers as ranges, such as "0,2-4"; at most eight ranges."""
-    parts = format_ranges(list(ranks)).split(",")
-    return ",".join(parts[:8]) + (" ..." if len(parts) > 8 else "")

@@ -17,12 +17,11 @@ import numpy as np
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import Ints, Window
-from ...plurals import counted
+from ...plurals import counted, named_ranks
 from ...record.ring.states import State
 from ...security.error_reason import error_reason
 from ...security.outputs import open_output, output_target
 from ...version import __version__
-from ..terminal.top import numbered
 from .chrome_trace import MAX_LANES
 from .tracks import Tracks
 
@@ -140,7 +139,7 @@ def _longest_fitting_range(
 def _left_out(report: Report, m: MeasuredWindow, samples: int) -> list[str]:
     left_out = []
     if report.missing_ranks:
-        left_out.append(f"rank {numbered(report.missing_ranks)}: no record")
+        left_out.append(f"{named_ranks(report.missing_ranks)}: no record")
     if samples > MAX_SAMPLES:
         left_out.append(f"the script's lines ({samples:,} samples of them)")
     if m.clocks_unaligned:
