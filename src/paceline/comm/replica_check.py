@@ -52,8 +52,8 @@ def compare(model: torch.nn.Module, group: Any) -> None:
     not checked.
 
     Raises:
-        ValueError: The models differ. It is raised on all ranks, and the message says which is the
-            first parameter that differs, and what it is on which ranks.
+        ValueError: The models differ. It is raised on all ranks, and the message names the first
+            parameter that differs, with its dtype and shape on each rank.
     """
     inner = group.inner if isinstance(group, RecordedGroup) else group
     if not isinstance(group, (RecordedGroup, SharedMemoryGroup)) or _elsewhere(model):
@@ -75,19 +75,19 @@ def differing(each: list[Rows], ranks: list[int]) -> str:
     for rank, rows in zip(ranks, each, strict=True):
         sides.setdefault(_at(rows, at), []).append(rank)
     names = {name for name, _ in sides}
-    first = f"{next(iter(names))} is" if len(names) == 1 else f"number {at} of its tensors is"
-    said = ", ".join(
+    first = f"{next(iter(names))} is" if len(names) == 1 else f"tensor {at} is"
+    variants = ", ".join(
         f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {named_ranks(members)}"
         for (name, what), members in sides.items()
     )
     return (
-        f"ranks differ in the model for DistributedDataParallel: {first} {said}. HINT: the same "
-        "model on all ranks, whatever of its making hangs on the rank, a file or the data"
+        f"the models for DistributedDataParallel differ between ranks: {first} {variants}. HINT: "
+        "build the same model on all ranks, independent of the rank, files and data"
     )
 
 
 def _at(rows: Rows, i: int) -> tuple[str, str]:
-    return (rows[i][0], rows[i][1]) if i < len(rows) else ("", "not there")
+    return (rows[i][0], rows[i][1]) if i < len(rows) else ("", "missing")
 
 
 def _elsewhere(model: torch.nn.Module) -> bool:

@@ -238,7 +238,7 @@ class Accumulations:
             kind = type(optimizer).__name__
             raise ValueError(
                 f"world.step: the {kind} trains models that were distributed with accumulate="
-                f"{' and '.join(map(str, numbers))}. HINT: the same accumulate for the models of "
-                "one optimizer, or an optimizer for each"
+                f"{' and '.join(map(str, numbers))}. HINT: set the same accumulate for all "
+                "models of an optimizer, or create an optimizer for each model"
             )
         return found or self.models

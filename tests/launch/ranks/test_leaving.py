@@ -60,7 +60,7 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
     first = start(tmp_path, *SLOW, launcher="paceline --max-restarts 2")
     ranks.wait_until(lambda: (tmp_path / "ckpt").exists())
     said = left(first, signal.SIGUSR1)
-    assert "a warning came (SIGUSR1): a checkpoint, and the run leaves early\n" in said
+    assert "rank 0 received SIGUSR1: Paceline saves a checkpoint and ends the run early\n" in said
     (one,) = checkpoints(tmp_path)
     assert (one["epoch"], one["inside"]) == (0, True)
     assert f"paceline: a checkpoint of step {one['step']} was written; the job left early" in said
@@ -69,7 +69,7 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
 
     second = start(tmp_path, *SLOW)
     for line in second.stderr:
-        if f"going on from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
+        if f"resuming from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
             break
     said = left(second, signal.SIGTERM)
     assert "paceline: SIGTERM: the ranks write a checkpoint and leave, within 25 s." in said
@@ -193,7 +193,7 @@ def test_job_near_time_limit_checkpoints_and_exits_without_signal(tmp_path):
     args = [tmp_path / "out.pt", *ARGS, "--checkpoint", tmp_path / "ckpt", *SLOW]
     result = ranks.run(script, *args, ranks=1, launcher="python", check=False)
     assert result.returncode == 75, result.stderr
-    assert "s are left of the job's time: a checkpoint, and the run leaves early" in result.stderr
+    assert "s of the job's time limit remain: Paceline saves a checkpoint" in result.stderr
     (one,) = checkpoints(tmp_path)
     assert one["step"] < 60
 
@@ -229,7 +229,7 @@ def test_warned_slurm_job_is_requeued_and_completes(slurm, shared_folder, whole)
     assert state == "COMPLETED", said
     assert f"paceline: job {job} is put back in the queue (scontrol requeue)\n" in said
     assert "the job left early (exit code 75)" in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert_same_bits(whole, torch.load(shared_folder / "out.pt"))
     assert slurm.left_over() == []
 
