@@ -59,12 +59,12 @@ def compare(model: torch.nn.Module, group: Any) -> None:
     if not isinstance(group, (RecordedGroup, SharedMemoryGroup)) or _elsewhere(model):
         return
     rows = _rows(model)
-    told = json.dumps(rows).encode()
-    digest = hashlib.blake2b(told, digest_size=LENGTH).digest()
+    text = json.dumps(rows).encode()
+    digest = hashlib.blake2b(text, digest_size=LENGTH).digest()
     if len(set(_gathered(inner, digest, LENGTH))) == 1:
         return
-    length = max(map(int, _gathered(inner, b"%20d" % len(told), 20)))
-    each = [json.loads(one) for one in _gathered(inner, told.ljust(length), length)]
+    length = max(map(int, _gathered(inner, b"%20d" % len(text), 20)))
+    each = [json.loads(one) for one in _gathered(inner, text.ljust(length), length)]
     raise ValueError(differing(each, dist.get_process_group_ranks(group)))
 
 

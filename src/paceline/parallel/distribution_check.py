@@ -2,7 +2,7 @@
 
 Ranks train a model apart that ``world.distribute`` has not seen.
 Parameters are accepted if they were trainable in a model of ``world.distribute``, or if the script
-has taken care of them: a DistributedDataParallel or FSDP of its own, distributed tensors, or hooks
+has taken care of them: a DistributedDataParallel or FSDP of the script, distributed tensors, or hooks
 on their gradients. The first loss is checked by its graph, and each optimizer at its first step.
 """
 

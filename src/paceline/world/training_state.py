@@ -216,7 +216,7 @@ class TrainingState:
                 )
             elif len(own) != size:
                 others = (
-                    f"{named_ranks(range(len(own), size))} keep the initial state"
+                    f"the initial state of {named_ranks(range(len(own), size))} remains"
                     if size > len(own)
                     else f"the states of {named_ranks(range(size, len(own)))} are not restored"
                 )

@@ -142,7 +142,7 @@ class CKernel:
     def set_socket(self, socket: int, wanted: bool) -> None:
         """Publish the socket of this rank; call it before any rank calls detect_sockets().
 
-        wanted: whether this rank was told to reduce by sockets.
+        wanted: whether the user requests reduction by sockets on this rank.
         """
         self._library.paceline_on_socket(self._comm, socket, wanted)
 
@@ -150,7 +150,7 @@ class CKernel:
         """Set ``sockets`` to the number of sockets that the ranks run on.
 
         It is 0 unless there are several, at least one of them with several ranks. Return whether
-        all ranks were told the same about reducing by sockets.
+        all ranks have the same setting for reduction by sockets.
         """
         count = self._library.paceline_sockets(self._comm)
         self.sockets = max(count, 0)

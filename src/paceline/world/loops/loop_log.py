@@ -52,16 +52,16 @@ class LoopLog:
         """Note that the script leaves a loop before its end, at or after this line.
 
         An exception leaves loops as well, which is not visible here. So it is published only when
-        the script goes on. Of nested loops that are left together, the innermost counts.
+        the script continues. Of nested loops that are left together, the innermost counts.
         """
         self._leaving = self._leaving or (f"{what} {where}", line)
 
     def warn_later(self, message: str) -> None:
-        """Warn about a loop that is being left, if the script goes on after it."""
+        """Warn about a loop that is being left, if the script continues after it."""
         self._warnings.append(message)
 
     def go_on(self) -> None:
-        """Publish the loop that was left, now that the script goes on after it."""
+        """Publish the loop that was left, now that the script continues after it."""
         for message in self._warnings:
             self.warn(message)
         self._warnings.clear()
