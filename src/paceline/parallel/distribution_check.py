@@ -1,8 +1,9 @@
 """Detection of models and loaders that are not distributed over the ranks.
 
 Each rank trains a separate copy of a model that was not given to ``world.distribute``. Parameters
-are accepted if they were trainable in a model of ``world.distribute``, or if the script synchronizes
-them: DistributedDataParallel, FSDP, distributed tensors, or hooks on their gradients. The first loss is checked by its graph, and each optimizer at its first step.
+are accepted if they were trainable in a model of ``world.distribute``, or if the script
+synchronizes them: DistributedDataParallel, FSDP, distributed tensors, or hooks on their gradients.
+The first loss is checked by its graph, and each optimizer at its first step.
 """
 
 import gc
