@@ -236,7 +236,7 @@ def test_loop_left_by_one_rank_is_named_with_world_any(tmp_path, what):
             "rank 1 left the loop over DataLoader(TensorDataset) after batch 18 of epoch 1" in said
         )
     assert "script.py:" in said
-    assert "rank 0 did not. HINT: if world.any(condition): break" in said
+    assert "rank 0 did not. HINT: `if world.any(condition): break`" in said
     assert "Traceback" not in said
     assert len(said.splitlines()) < 30
 
