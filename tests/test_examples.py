@@ -85,7 +85,7 @@ def test_demo_with_killed_rank_gives_same_result():
     done = run(sys.executable, "examples/demo.py")
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
-    assert "going on from run/demo/step-00000400" in done.stderr
+    assert "resuming from run/demo/step-00000400" in done.stderr
     assert "parallel efficiency" in done.stderr
     assert figure(done.stdout) == reached("2 ranks", "digits.py") >= 0.98  # as its docstring states
 

@@ -118,7 +118,7 @@ def test_checkpoint_without_all_shards_is_not_committed(tmp_path, change):
     savers[0].save(4, SharedState({"weight": torch.ones(3)}), {}, {})
     savers[0].wait()
     (line,) = warned
-    assert "rank 0 does not see the complete shard of rank 1 in" in line
+    assert "rank 0 finds no complete shard of rank 1 in" in line
     assert "same folder on all nodes" in line
     assert names(tmp_path) == ["step-00000001"]
 

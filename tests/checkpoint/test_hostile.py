@@ -121,7 +121,7 @@ def test_compressed_shard_is_rejected(folder):
         for name, data in members.items():
             packed.writestr(name, data)
     with pytest.raises(
-        DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \(its parts are comp"
+        DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded \(its members are comp"
     ):
         checkpoint_folder.read_shard(folder, shard.name)
 
@@ -208,5 +208,5 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
         saver.wait()
     assert said == [
         "the checkpoint of step 7 could not be written (ranks 0-2: No space left on device); "
-        "training goes on, and the previous checkpoint is kept"
+        "the training continues, and the previous checkpoint remains"
     ]

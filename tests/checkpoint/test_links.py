@@ -69,7 +69,7 @@ def test_symlink_as_temporary_folder_is_rejected_once(directory, tmp_path, ranks
     elsewhere.mkdir()
     (directory / ".step-00000007.1.tmp").symlink_to(elsewhere)
     (warning,) = save(directory, ranks=ranks)
-    assert ".step-00000007.1.tmp is a symbolic link and no folder" in warning
+    assert ".step-00000007.1.tmp is a symbolic link, not a folder" in warning
     assert list(elsewhere.iterdir()) == []
     assert checkpoint_folder.list_checkpoints(directory) == []
 
@@ -133,6 +133,6 @@ def test_symlink_with_name_of_checkpoint_is_replaced(directory, tmp_path, dangli
 def test_file_with_name_of_checkpoint_is_kept(directory):
     (directory / "step-00000007").write_text("precious")
     (warning,) = save(directory)
-    assert re.search("step-00000007 is a regular file and no folder", warning)
+    assert re.search("step-00000007 is a regular file, not a folder", warning)
     assert [path.name for path in directory.iterdir()] == ["step-00000007"]
     assert Path(directory / "step-00000007").read_text() == "precious"

@@ -170,7 +170,9 @@ def test_state_that_cannot_be_loaded_is_not_saved(tmp_path, monkeypatch):
     saver = CheckpointSaver(tmp_path, 0, 1, None, said.append)
     saver.save(1, SharedState({}), {"own": list(range(2000))}, {})
     saver.wait()
-    assert "can't be loaded again: its data.pkl has more than 1,000 opcodes" in said[0]
+    assert (
+        "torch could not load the state again: its data.pkl has more than 1,000 opcodes" in said[0]
+    )
     assert list(tmp_path.iterdir()) == []
 
 

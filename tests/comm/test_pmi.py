@@ -101,19 +101,21 @@ def test_value_from_rank_0_reaches_all_ranks(server):
 def test_pmi_error_is_reported_with_server_response(server):
     launcher = server(1)
     pmi = Pmi(launcher.environment(0))
-    with pytest.raises(ValueError, match=r"PMI_FD=\d+: get was answered .*'rc': '-1'.*not_found"):
+    with pytest.raises(
+        ValueError, match=r"PMI_FD=\d+: the launcher answered get with .*'rc': '-1'.*not_found"
+    ):
         pmi.get("nobody_put_it")
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"", "the launcher has closed it"),
-        (b"cmd=response_to_init", "the launcher has closed it"),  # incomplete line
-        (b"cmd=response_to_init rc=-1\n", "init was answered"),
-        (b"cmd=init_ack pmi_version=2\n", "init was answered"),
-        (b"220 smtp ready\n", "init was answered"),
-        (b"\xff\xfe\n", "init was answered"),
+        (b"", "the launcher has closed the connection"),
+        (b"cmd=response_to_init", "the launcher has closed the connection"),  # incomplete line
+        (b"cmd=response_to_init rc=-1\n", "the launcher answered init with"),
+        (b"cmd=init_ack pmi_version=2\n", "the launcher answered init with"),
+        (b"220 smtp ready\n", "the launcher answered init with"),
+        (b"\xff\xfe\n", "the launcher answered init with"),
     ],
     ids=["closed", "cut", "refused", "other", "no PMI", "no text"],
 )

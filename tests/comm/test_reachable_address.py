@@ -69,7 +69,7 @@ def test_different_host_with_same_address_is_detected(host):
     """The private address of a bridge can exist on every host."""
     meant, other = host("127.0.0.1"), host("127.0.0.1")
     offer = {**meant.offer(), "links": links_of(other)}
-    assert try_all({1: offer}, other) == {1: {"127.0.0.1": "another host has this address too"}}
+    assert try_all({1: offer}, other) == {1: {"127.0.0.1": "another host has this address as well"}}
 
 
 def test_unreachable_address_is_reported_with_reason(host):
@@ -168,7 +168,8 @@ def test_unreachable_host_is_reported_with_tried_addresses():
         "host2 can't be reached by the other hosts. Tried:\n"
         "    from host1: eth0 10.0.0.2: No route to host\n"
         "    from host1: eth1 10.78.0.2: no answer in 3 s\n"
-        "HINT: is there a firewall between these hosts? GLOO_SOCKET_IFNAME=NAME takes one interface"
+        "HINT: open the firewall between these hosts, or select an interface: "
+        "GLOO_SOCKET_IFNAME=NAME"
     )
 
 

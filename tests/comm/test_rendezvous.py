@@ -158,14 +158,16 @@ def test_missing_ranks_are_reported_within_timeout():
     came = threading.Thread(target=lambda: join(appointment(1, 4, key=key), 5.0), daemon=True)
     came.start()
     begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"ranks 2, 3 did not come within 1 s to .*HINT: are they"):
+    with pytest.raises(
+        ValueError, match=r"ranks 2-3 did not connect to rank 0 .* within 1 s. HINT"
+    ):
         join(appointment(0, 4, key=key), 1.0)
     assert time.monotonic() - begun < 4.0
     came.join(10.0)
 
 
 def test_many_missing_ranks_are_reported_in_short():
-    with pytest.raises(ValueError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more did not come"):
+    with pytest.raises(ValueError, match=r"ranks 1-99 did not connect to rank 0"):
         join(appointment(0, 100), 0.2)
 
 
@@ -189,7 +191,7 @@ def test_unknown_host_is_reported_within_seconds(monkeypatch, closing):
     with pytest.raises(ValueError, match="did not find rank 0") as raised:
         join(when, 300.0)
     assert time.monotonic() - begun < 10.0
-    assert "\n    no-such-host.invalid: the name is not known (" in str(raised.value)
+    assert "\n    no-such-host.invalid: the name can't be resolved (" in str(raised.value)
     assert "\n    127.0.0.9: no answer in 1 s\n" in str(raised.value)
 
 
@@ -210,10 +212,10 @@ def test_rank_0_reports_that_other_hosts_are_unreachable(monkeypatch, closing):
     when = appointment(0, 2, hosts=["no-such-host.invalid", "127.0.0.9"], one_host=False)
     full(closing, "127.0.0.9", when.ports[0])
     begun = time.monotonic()
-    with pytest.raises(ValueError, match="rank 1 did not come to") as raised:
+    with pytest.raises(ValueError, match="rank 1 did not connect to rank 0") as raised:
         join(when, 300.0)
     assert time.monotonic() - begun < 10.0
-    assert "does not reach the other hosts either:\n" in str(raised.value)
+    assert "can't reach the other hosts either:\n" in str(raised.value)
     assert "    127.0.0.9: no answer in 1 s\n" in str(raised.value)
 
 

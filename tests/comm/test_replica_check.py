@@ -40,11 +40,8 @@ DIFFERS = """
             print(f"{name}: {error}", flush=True)
     dist.destroy_process_group()
     """
-SAID = "ranks differ in the model for DistributedDataParallel: "
-HINT = (
-    ". HINT: the same model on all ranks, whatever of its making hangs on the rank, a file or the "
-    "data"
-)
+SAID = "the models for DistributedDataParallel differ between ranks: "
+HINT = ". HINT: build the same model on all ranks, independent of the rank, files and data"
 
 
 @pytest.mark.parametrize(
@@ -59,12 +56,12 @@ def test_different_ddp_parameter_is_reported_on_each_rank(tmp_path, backend, opt
         f"type: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, float64 of 8 x 8 on rank 1{HINT}",
         f"shape: {SAID}0.weight is float32 of 8 x 8 on ranks 0, 2, "
         f"float32 of 6 x 6 on rank 1{HINT}",
-        f"more: {SAID}number 4 of its tensors is not there on ranks 0, 2, "
+        f"more: {SAID}tensor 4 is missing on ranks 0, 2, "
         f"2.weight (float32 of 8 x 8) on rank 1{HINT}",
-        f"frozen: {SAID}number 0 of its tensors is 0.weight (float32 of 8 x 8) on ranks 0, 2, "
+        f"frozen: {SAID}tensor 0 is 0.weight (float32 of 8 x 8) on ranks 0, 2, "
         f"0.bias (float32 of 8) on rank 1{HINT}",
-        f"buffer: {SAID}number 4 of its tensors is 2.running_mean (float32 of 8) on ranks 0, 2, "
-        f"not there on rank 1{HINT}",
+        f"buffer: {SAID}tensor 4 is 2.running_mean (float32 of 8) on ranks 0, 2, "
+        f"missing on rank 1{HINT}",
         "late: made",
     }
     assert expected <= ranks.untagged(done.stdout)

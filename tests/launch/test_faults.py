@@ -57,7 +57,7 @@ def test_first_failed_rank_is_reported_and_sets_exit_code(tmp_path, how, code, w
 
 def test_lost_peer_is_reported_in_one_line_without_traceback(tmp_path):
     result = ranks.run(ranks.write(tmp_path, DIE), "os._exit(3)", check=False)
-    assert "error: another rank has gone" in result.stderr
+    assert "error: another rank has ended" in result.stderr
     assert "Traceback" not in result.stderr
 
 

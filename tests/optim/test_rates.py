@@ -35,9 +35,9 @@ def test_warmup_rises_from_original_to_scaled_learning_rate():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rule": "cubic"}, "'cubic' is not known. HINT"),
+        ({"rule": "cubic"}, "rule must be one of 'linear', 'sqrt'; this is 'cubic'. HINT"),
         ({"reference_batch": 0}, "reference_batch=0.*HINT"),
-        ({"warmup": -1}, "warmup=-1 is negative. HINT"),
+        ({"warmup": -1}, "warmup must be at least 0; this is -1. HINT"),
     ],
 )
 def test_invalid_learning_rate_options_are_rejected(options, message):

@@ -85,13 +85,13 @@ def test_mismatched_collectives_are_reported_on_every_rank_with_lines(tmp_path):
     assert said["sizes"].partition(" of group ")[0] == "ranks disagree about collective 1"
     assert (
         f": rank 0 all-reduce of 1024 float32 (script.py:{sizes}), ranks 1-2 all-reduce of 512 "
-        f"float32 (script.py:{sizes}). HINT: the same shape"
+        f"float32 (script.py:{sizes}). HINT: use the same shape"
     ) in said["sizes"]
     assert "ranks 0, 2 broadcast of 8 float32" in said["dtypes"]
     assert "rank 1 broadcast of 8 float64" in said["dtypes"]
     kinds = said["kinds"]
     assert f"ranks 0-1 all-reduce of 4 float32 (script.py:{sizes + 11})" in kinds
-    assert f"rank 2 barrier (script.py:{sizes + 9}). HINT: the same collectives" in kinds
+    assert f"rank 2 barrier (script.py:{sizes + 9}). HINT: call the same collectives" in kinds
     assert "rank 1 broadcast of 4 float32 from rank 1" in said["roots"]
     assert "ranks 0-1 all-reduce of 4 float32 with SUM" in said["operations"]
     assert "rank 1 all-gather of 2 float32" in said["asynchronous"]

@@ -135,7 +135,7 @@ def test_dispatch_mode_left_open_by_script_is_preserved(capsys):
         assert counted(own.__enter__) == {}
     finally:
         own.__exit__(None, None, None)
-    assert "warning: the FLOPs of step 0 could not be counted" in capsys.readouterr().err
+    assert "warning: Paceline could not count the FLOPs of step 0" in capsys.readouterr().err
     torch.utils._python_dispatch._pop_mode()  # the sampler's mode, which now only forwards calls
 
 

@@ -99,8 +99,8 @@ def test_ranks_killed_or_stopped_in_collective_are_reported():
     before, times = set(Path("/dev/shm").iterdir()), []
     for seed in range(SEED, SEED + 100):
         victim, how, said = once(seed)
-        gone = f"can't go on: rank {victim} has died"
-        silent = f": rank {victim} did not come within {SILENT_SECONDS:g} s"
+        gone = f"can't continue: rank {victim} has died"
+        silent = f": rank {victim} did not join within {SILENT_SECONDS:g} s"
         for text, after in said:
             assert (gone if how == signal.SIGKILL else silent) in text, (seed, text)
             if how == signal.SIGKILL:

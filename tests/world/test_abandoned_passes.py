@@ -73,7 +73,7 @@ def test_validation_whose_iterator_is_kept_ends_before_the_training_loop(world, 
         assert net.training
         world.backward(net(x).mean())
         assert world.step(optimizer)
-    with pytest.raises(ValueError, match=r"validation pass over .* has been ended.*HINT"):
+    with pytest.raises(ValueError, match=r"inside the validation pass over .* and ended it. HINT"):
         next(kept)
 
 

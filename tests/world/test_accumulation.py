@@ -58,7 +58,7 @@ def test_optimizer_of_models_that_accumulate_differently_is_rejected(world):
     world.distribute(other)
     optimizer = torch.optim.SGD([one.weight, other.weight], lr=1.0)
     world.backward(one(torch.ones(1)) + other(torch.ones(1)))
-    with pytest.raises(ValueError, match=r"accumulate=1 and 2.*HINT: the same accumulate"):
+    with pytest.raises(ValueError, match=r"accumulate=1 and 2.*HINT: set the same accumulate"):
         world.step(optimizer)
 
 

@@ -24,5 +24,5 @@ def test_checkpoint_interval_is_parsed(text, number, unit):
 
 @pytest.mark.parametrize("text", ["", "often", "0", 0, "-3", "1.5 steps", "10 parsecs", "0s"])
 def test_invalid_checkpoint_interval_is_rejected_with_hint(text):
-    with pytest.raises(ValueError, match=r"not understood. HINT: 'epoch'"):
+    with pytest.raises(ValueError, match=r"this is .*HINT: every='epoch'"):
         CheckpointInterval.parse(text)

@@ -61,7 +61,7 @@ def test_state_per_rank_is_restored_on_its_rank(tmp_path):
     assert values == [[20.0] * 9, [21.0] * 9]
     values, said = restored(tmp_path, "per_rank", 3, number=3)
     assert values == [[20.0] * 9, [21.0] * 9, [1.0] * 9]
-    assert said.count("world.keep(thing=...) has the state of 2 ranks") == 1
+    assert said.count("the checkpoint contains the state of world.keep(thing=...) for 2 ranks") == 1
     values, said = restored(tmp_path, "per_rank", 3, number=1)
     assert values == [[20.0] * 9]
     failed = run(tmp_path, "plain", 3, check=False)
@@ -75,7 +75,9 @@ def test_state_of_rank_0_is_restored_on_all_ranks(tmp_path):
     assert restored(tmp_path, "plain", 3)[0] == [[20.0] * 9] * 2
     values, said = restored(tmp_path, "per_rank", 3)
     assert values == [[20.0] * 9] * 2
-    assert said.count("world.keep(thing=...) was saved as one state for all ranks") == 1
+    assert (
+        said.count("the checkpoint contains one state of world.keep(thing=...) for all ranks") == 1
+    )
 
 
 NODES = """
@@ -96,7 +98,7 @@ def test_folder_that_is_local_to_nodes_is_rejected_before_training(tmp_path):
     result = ranks.run(ranks.write(tmp_path, NODES), ranks=3, check=False)
     assert result.returncode == 1
     assert "rank 2 (node1)" in result.stderr
-    assert "does not see" in result.stderr
+    assert "is not visible to rank" in result.stderr
     assert "HINT" in result.stderr
     assert not list(tmp_path.glob("node*/ckpt/*"))
     assert not list(tmp_path.glob("node*/ckpt/.*"))
@@ -150,5 +152,5 @@ def test_kept_objects_need_state_dict(how):
     import paceline
     from paceline.world.kept_state import KeptState
 
-    with pytest.raises(ValueError, match=rf"paceline.{how}\(\.\.\.\).*a int has no state_dict"):
+    with pytest.raises(ValueError, match=rf"paceline.{how}\(\.\.\.\).*this is of type int"):
         KeptState.of("thing", getattr(paceline, how)(3))

@@ -1,6 +1,7 @@
 """Loops of a script that do something else than they seem to: each gets a line with the way out."""
 
 import copy
+import re
 
 import pytest
 import ranks
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from paceline.record.hooks import error_messages
 from paceline.world.loops.loop_log import LoopLog
 
 DATA = TensorDataset(torch.ones(8, 2))
@@ -95,7 +97,7 @@ def test_gradients_of_a_loop_left_before_its_step_are_reported(world, model, cap
     said = capfd.readouterr().err
     left = "DataLoader(TensorDataset) (test_loop_mistakes.py:"
     assert (f"the loop over {left}" in said) != steps_after
-    assert ("was left between world.backward and world.step" in said) != steps_after
+    assert ("between world.backward and world.step, so its gradients" in said) != steps_after
 
 
 def test_optimizer_made_anew_after_distribute_is_an_error(world, model):
@@ -125,7 +127,7 @@ def test_backwards_without_a_known_step_are_reported(world, capfd):
         optimizer.zero_grad()
     said = capfd.readouterr().err
     assert "2 backwards and no step of an optimizer that Paceline knows" in said
-    assert "HINT: world.step(optimizer)" in said
+    assert "HINT: call world.step(optimizer)" in said
 
 
 def test_optimizer_that_a_checkpoint_could_not_restore_is_reported(world, capfd, tmp_path):
@@ -137,6 +139,32 @@ def test_optimizer_that_a_checkpoint_could_not_restore_is_reported(world, capfd,
     said = capfd.readouterr().err
     assert "the SGD was not known when world.epochs(checkpoint=...) began" in said
     assert "HINT: model, optimizer = world.distribute(model, optimizer)" in said
+
+
+def test_backward_without_gradients_names_the_validation_pass_that_has_not_ended(world, model):
+    net, _ = model
+    kept = world.batches(world.shard(DataLoader(DATA, batch_size=4), every_sample_once=True))
+    next(kept)
+    loss = net(torch.ones(1, 2)).mean()  # a loop that is not one of world.batches
+    pattern = (
+        r"the validation pass over DataLoader\(TensorDataset\) \(test_loop_mistakes.py:\d+\) has "
+        r"not ended and disables gradients. HINT: .*close\(\)"
+    )
+    with pytest.raises(ValueError, match=rf"^world.backward: the loss .*{pattern}"):
+        world.backward(loss)
+    with pytest.raises(RuntimeError) as plain:
+        loss.backward()
+    assert re.search(pattern, error_messages.format_error(plain.value))
+    kept.close()
+    world.backward(net(torch.ones(1, 2)).mean())
+
+
+def test_backward_of_a_loss_without_gradient_is_an_error(world, model):
+    loss = model[0](torch.ones(1, 2)).mean()
+    with pytest.raises(ValueError, match=r"no parameter with requires_grad.*HINT"):
+        world.backward(loss.detach())
+    assert error_messages.explain_error(RuntimeError("does not require grad")) is None
+    world.backward(loss)
 
 
 def test_accumulation_outside_of_batches_is_reported(world, capfd):
@@ -208,7 +236,7 @@ def test_loop_left_by_one_rank_is_named_with_world_any(tmp_path, what):
             "rank 1 left the loop over DataLoader(TensorDataset) after batch 18 of epoch 1" in said
         )
     assert "script.py:" in said
-    assert "rank 0 did not. HINT: if world.any(condition): break" in said
+    assert "rank 0 did not. HINT: `if world.any(condition): break`" in said
     assert "Traceback" not in said
     assert len(said.splitlines()) < 30
 
@@ -219,16 +247,16 @@ def test_loop_left_by_one_rank_is_named_with_world_any(tmp_path, what):
 )
 def test_validation_on_one_rank_is_an_error_that_names_loader_and_line(tmp_path, what):
     said = run(tmp_path, what)
-    assert "rank 0 alone" in said
+    assert "only rank 0 iterated over" in said
     assert "DataLoader(TensorDataset)" in said
     assert "script.py:" in said
-    assert "HINT: all ranks call world.batches(validation)" in said
+    assert "HINT: call world.batches(validation) on all ranks" in said
     assert "Traceback" not in said
 
 
 def test_raw_loop_over_all_samples_is_reported(tmp_path):
     said = run(tmp_path, "raw", fails=False)
-    assert said.count("each of 2 ranks goes through all samples of DataLoader(TensorDataset)") == 1
+    assert said.count("each of 2 ranks processes all samples of DataLoader(TensorDataset)") == 1
     assert "HINT: for batch in world.batches(world.shard(loader))" in said
 
 
@@ -246,7 +274,7 @@ def test_loader_that_is_not_sharded_is_reported_on_several_ranks(world, capfd):
         for _ in world.batches(DataLoader(DATA, batch_size=4, sampler=sampler)):
             pass
         said = capfd.readouterr().err
-        assert ("that is not sharded: each of 2 ranks goes through all of it" in said) == warns
+        assert ("is not sharded, so each of 2 ranks processes all of its batches" in said) == warns
         assert ("DataLoader(TensorDataset) (test_loop_mistakes.py:" in said) == warns
 
 
@@ -276,7 +304,7 @@ def test_rank_that_is_ahead_is_not_taken_for_a_validation_alone(monkeypatch):
     Ranks(monkeypatch, log, ahead)
     ahead.begin_pass("validation", "loader")  # of the next epoch
     log.compare()
-    assert "rank 1 alone went through list" in said[0]
+    assert "only rank 1 iterated over list" in said[0]
 
 
 def test_store_that_is_gone_does_not_end_a_comparison(monkeypatch):
@@ -287,5 +315,5 @@ def test_store_that_is_gone_does_not_end_a_comparison(monkeypatch):
     log, other = (LoopLog(rank, 2, Gone(), True, print) for rank in range(2))
     other.begin_pass("validation", "loader")
     Ranks(monkeypatch, log, other)
-    with pytest.raises(ValueError, match="rank 1 alone went through loader"):
+    with pytest.raises(ValueError, match="only rank 1 iterated over loader"):
         log.compare()

@@ -51,7 +51,7 @@ def said_by(tmp_path, *args, number=2, fails=True, **options):
 
 def test_nonfinite_gradient_is_reported_with_rank_step_and_layer(tmp_path):
     said = said_by(tmp_path, "rounding,gradient")
-    first = "the gradient of 0.bias (and of 1 more that come after it in the backward)"
+    first = "the gradient of 0.bias (and of 1 more, which the backward reaches later)"
     assert f"rank 1 failed: ValueError: {first} is not finite on rank 1 at step 13" in said
     assert "Traceback" not in said
     assert "warning: rank 1's parameters differ from rank 0's in rounding" in said
@@ -66,12 +66,12 @@ def test_nonfinite_and_replica_checks_can_warn_or_be_ignored(tmp_path):
     assert "warning: rank 1's parameters differ from rank 0's at step 10" in said
     assert "warning: the loss is nan on rank 1 at step 13" in said
     # Two ranks warn: rank 1's loss makes rank 0's gradient non-finite.
-    assert said.count("No more is said of such on this rank.") == 2
+    assert said.count("This rank prints no further warnings of this kind.") == 2
     said = said_by(tmp_path, "apart,loss", "nonfinite=ignore", "replicas=ignore", fails=False)
     assert "nan" not in said
     assert "differ" not in said
     said = said_by(tmp_path, "loss", "nonfinite=no", launcher="python")
-    assert "nonfinite='no' is not known" in said
+    assert "nonfinite must be one of 'raise', 'warn', 'ignore'; this is 'no'" in said
 
 
 def test_rank_with_diverged_parameters_is_reported_with_layer(tmp_path):

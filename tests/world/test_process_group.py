@@ -6,11 +6,13 @@ Some tests add networks that reach no host.
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ranks
 
 import bed
+from paceline.world import process_group
 
 SHOW = """
     import os, torch, torch.distributed as dist, paceline
@@ -108,9 +110,12 @@ def test_host_names_on_unreachable_network_are_reported_on_all_ranks(started, ho
     assert result.returncode
     assert "rank 1 on host2 did not find rank 0 in" in result.stderr
     assert "    host1 = 10.78.0.1: no answer in 2 s" in result.stderr
-    assert "rank 1 did not come to host1, which does not reach the other hosts" in result.stderr
+    assert (
+        "rank 1 did not connect to rank 0 on host1, which can't reach the other hosts"
+        in result.stderr
+    )
     assert "    host2 = 10.78.0.2: no answer in 2 s" in result.stderr
-    assert result.stderr.count("MASTER_ADDR=ADDRESS MASTER_PORT=PORT") == 2
+    assert result.stderr.count("set MASTER_ADDR=ADDRESS and MASTER_PORT=PORT") == 2
     assert seconds < 25
 
 
@@ -136,3 +141,23 @@ def test_unreachable_hosts_are_reported_on_all_ranks(started, hosts):
     assert len(unreached) == 2  # one line from each rank
     assert f" eth1 10.78.0.{unreached[0]}: no answer in 3 s" in result.stderr
     assert seconds < 25
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("PMI_FD=5: no answer. HINT: wait", "wait"),
+        ("no port", "start with `paceline run` or torchrun"),
+    ],
+)
+def test_error_before_the_process_group_has_one_hint(monkeypatch, error, hint):
+    def fail(*_):
+        raise ValueError(error)
+
+    monkeypatch.setattr(process_group, "_store", fail)
+    monkeypatch.setattr(process_group, "set_torchrun_variables", lambda _: None)
+    monkeypatch.setattr(process_group.backend, "record", lambda _: None)
+    identity = SimpleNamespace(alone=False)
+    with pytest.raises(ValueError, match=rf"^paceline.init: {error.partition('.')[0]}") as raised:
+        process_group.join_process_group(identity, None, 1.0)
+    assert str(raised.value).split(" HINT: ")[1:] == [hint]

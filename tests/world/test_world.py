@@ -104,11 +104,20 @@ def test_user_error_shows_script_line_without_traceback(tmp_path, launcher):
             "world.shard(DataLoader(TensorDataset(torch.ones(9))), global_batch=3)",
             "global_batch=3 can't be divided by 2 ranks. HINT: global_batch=4",
         ),
-        ("world.keep(thing=3)", "a int has no state_dict"),
-        ("world.epochs(3, checkpoint='c', every='often')", "every='often' is not understood"),
-        ("world.distribute(torch.nn.Linear(1, 1), layout='tensor')", "'tensor' is not there yet"),
-        ("world.backward(torch.ones(3))", "got (3,). HINT: loss.mean()"),
-        ("world.meter().add(x=torch.ones(3))", "HINT: x=tensor.sum()"),
+        ("world.keep(thing=3)", "must have state_dict and load_state_dict; this is of type int"),
+        (
+            "world.epochs(3, checkpoint='c', every='often')",
+            "every must be a number of epochs, steps or a time; this is 'often'",
+        ),
+        (
+            "world.distribute(torch.nn.Linear(1, 1), layout='tensor')",
+            "layout must be 'data'; this is 'tensor'",
+        ),
+        (
+            "world.backward(torch.ones(3))",
+            "this has the shape (3,). HINT: world.backward(loss.mean())",
+        ),
+        ("world.meter().add(x=torch.ones(3))", "HINT: meter.add(x=tensor.sum())"),
         ("world.meter().ratio('a', 'b')", "the sum of 'b' over all ranks is 0"),
     ],
 )
@@ -126,7 +135,11 @@ def test_invalid_arguments_are_rejected_with_hint(tmp_path, call, message):
 @pytest.mark.parametrize(
     ("call", "env", "message"),
     [
-        ("paceline.init(precision='int4')", {}, "precision='int4' is not known"),
+        (
+            "paceline.init(precision='int4')",
+            {},
+            "precision must be one of 'fp32', 'bf16', 'fp16'; this is 'int4'",
+        ),
         ("paceline.init(precision='fp16', device='cpu')", {}, "HINT: precision='bf16'"),
         ("paceline.init()", {"RANK": "1"}, "WORLD_SIZE=nothing"),
         ("paceline.init()", {"RANK": "3", "WORLD_SIZE": "2"}, "RANK=3 is not below WORLD_SIZE=2"),
@@ -170,8 +183,8 @@ def test_unweighted_backward_of_uneven_batch_warns_once(tmp_path):
     """,
     )
     said = ranks.run(script).stderr
-    assert said.count("was not weighted. HINT: world.backward") == 1
-    assert said.count("that is not sharded: each of 2 ranks goes through all of it. HINT") == 1
+    assert said.count("did not weight its gradient. HINT: call world.backward") == 1
+    assert said.count("is not sharded, so each of 2 ranks processes all of its batches. HINT") == 1
 
 
 ACCUMULATE = """

@@ -108,8 +108,8 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> b
     entries = manifest["files"]
     if absent := [rank for rank, entry in enumerate(entries) if not _has_shard(folder.fd, entry)]:
         raise OSError(
-            f"rank 0 does not see the complete shard{'s' if len(absent) > 1 else ''} of "
-            f"{named_ranks(absent)} in {final.parent}: is that the same folder on all nodes?"
+            f"rank 0 finds no complete shard of {named_ranks(absent)} in {final.parent}, which "
+            "must be the same folder on all nodes"
         )
     body = {"format": "paceline-checkpoint", "version": VERSION, **manifest}
     body["check"] = checksum(body)
@@ -206,5 +206,5 @@ def check_writable(directory: Path) -> None:
     except OSError as error:
         raise ValueError(
             f"checkpoints can't be written to {directory}: {error.strerror}. "
-            "HINT: another folder in world.epochs(..., checkpoint=...)"
+            "HINT: set checkpoint=... of world.epochs to another folder"
         ) from None

@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
         reason = f"has version {str(version)[:20]}, newer than this Paceline's ({VERSION})"
         raise DamagedCheckpointError(path, reason)
     if expected != checksum(body):
-        raise DamagedCheckpointError(path, "is damaged (its checksum does not fit)")
+        raise DamagedCheckpointError(path, "is damaged (its checksum does not match)")
     try:
         manifest = check(body, Manifest, path)
     except InvalidFileError as error:
@@ -115,7 +115,7 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
     if size != entry["bytes"]:
         raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
     if crc != entry["crc32"]:
-        raise DamagedCheckpointError(path, "is damaged (its checksum does not fit)")
+        raise DamagedCheckpointError(path, "is damaged (its checksum does not match)")
 
 
 def read_shard(folder: Path, name: str) -> Any:
@@ -159,8 +159,8 @@ def check_readable(path: Path, folder_fd: int) -> None:
                 check_pickle(pickled, records)
             except PickleError as error:
                 raise ValueError(
-                    f"the state can't be loaded again: {error}. "
-                    "HINT: keep large lists of numbers in tensors or arrays"
+                    f"torch could not load the state again: {error}. "
+                    "HINT: store large lists of numbers as tensors or arrays"
                 ) from None
 
 
@@ -184,13 +184,13 @@ def _check_archive(file: BinaryIO, path: Path) -> None:
     size = os.fstat(file.fileno()).st_size
     # Without this prefix torch reads the file as a plain pickle, even if an archive follows.
     if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
-        raise DamagedCheckpointError(path, "can't be loaded (it is no archive)")
+        raise DamagedCheckpointError(path, "can't be loaded (it is not an archive)")
     try:
         archive = zipfile.ZipFile(file)
         members = archive.infolist()
         stored = all(one.compress_type == zipfile.ZIP_STORED for one in members)
         if not stored or sum(one.file_size for one in members) > size:
-            reason = "can't be loaded (its parts are compressed, or larger than it)"
+            reason = "can't be loaded (its members are compressed, or larger than the file)"
             raise DamagedCheckpointError(path, reason)
         check_pickle(_pickle_of(archive, members), _records(members))
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
@@ -210,9 +210,9 @@ def _pickle_of(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> byte
     prefix = names[0].partition("/")[0] if names else ""
     plain = all(MEMBER.fullmatch(name) and name.startswith(f"{prefix}/") for name in names)
     if not plain or len({name.lower() for name in names}) < len(names):
-        raise PickleError("its parts have other names than torch gives")
+        raise PickleError("its members have names that torch.save does not write")
     if archive.comment or min((one.header_offset for one in members), default=1):
-        raise PickleError("it is no archive of torch")
+        raise PickleError("it is not an archive of torch.save")
     entry = next((one for one in members if one.filename == f"{prefix}/data.pkl"), None)
     if entry is None or entry.file_size > MAX_PICKLE_BYTES:
         raise PickleError(f"it has no data.pkl of at most {MAX_PICKLE_BYTES:,} bytes")

@@ -148,12 +148,12 @@ class _Machine:
 
     def append(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            raise PickleError("its data.pkl appends to what is no list")
+            raise PickleError("its data.pkl appends to a value that is not a list")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         if self.stack[-1] is not _DICT or len(items) % 2:
-            raise PickleError("its data.pkl sets items of what is no dict")
+            raise PickleError("its data.pkl sets items of a value that is not a dict")
         for key in items[::2]:
             self.key(key)
 
@@ -171,7 +171,7 @@ class _Machine:
             same = self.large_keys.setdefault(hash(key), set())
             same.add(key)
             if len(same) > MAX_EQUAL_HASHES:
-                raise PickleError("keys that are made to have the same hash value")
+                raise PickleError("keys that were made to have the same hash value")
 
     def push_global(self, name: str) -> None:
         module, _, attribute = name.partition(" ")
@@ -197,7 +197,7 @@ class _Machine:
         length = text.length if isinstance(text, _LongText) else len(text)
         self.bytes_left -= length
         if not isinstance(text, str | _LongText) or encoding != "latin1" or self.bytes_left < 0:
-            raise PickleError("its data.pkl encodes other text than that of bytes")
+            raise PickleError("its data.pkl encodes a text that is not that of bytes")
         return _OTHER
 
     def make_set(self, items: Any) -> Any:

@@ -138,15 +138,15 @@ class CheckpointSaver:
             if folder is not None and folder.has_final_name:
                 self.warn(
                     f"the checkpoint of step {step} was written, but flushing its name or removing "
-                    f"older checkpoints failed ({error_reason(error)}); training goes on, and "
-                    "older checkpoints are kept"
+                    f"older checkpoints failed ({error_reason(error)}); the training "
+                    "continues, and older checkpoints remain"
                 )
                 return
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
             self.warn(
                 f"the checkpoint of step {step} could not be written ({error_reason(error)}); "
-                "training goes on, and the previous checkpoint is kept"
+                "the training continues, and the previous checkpoint remains"
             )
         finally:
             if folder is not None:
@@ -164,7 +164,10 @@ class CheckpointSaver:
         # Polled, because a blocking wait would hold the store's lock against the training thread.
         while not self.store.check(keys):
             if time.monotonic() > deadline:
-                raise OSError(f"not every rank wrote its shard within {self.timeout:.0f} s")
+                late = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise OSError(
+                    f"{named_ranks(late)} did not write the shard within {self.timeout:.0f} s"
+                )
             time.sleep(0.005)
         return [json.loads(self.store.get(key)) for key in keys]
 
@@ -193,11 +196,11 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
             checkpoint_folder.verify_checkpoint(folder)
             return folder
         except checkpoint_folder.DamagedCheckpointError as problem:
-            warn(f"checkpoint {folder.name} is left out: {problem}")
+            warn(f"checkpoint {folder.name} is skipped: {problem}")
     if candidates:
         raise ValueError(
-            f"no whole checkpoint is left in {directory} ({len(candidates)} damaged). HINT: move "
-            "that folder away to start from the beginning"
+            f"{directory} contains no valid checkpoint ({len(candidates)} damaged). HINT: to start "
+            f"from the beginning, mv {directory} {directory}.damaged"
         )
     return None
 
@@ -235,7 +238,7 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
         each = [*(tensors or {}).values(), *(own or ())]
         if all(isinstance(tensor, torch.Tensor) for tensor in each):
             return parts
-    raise DamagedCheckpointError(path, "is no shard of a checkpoint")
+    raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
 
 
 def _joined(skeleton: Any, tensors: list[torch.Tensor], path: Path) -> Any:

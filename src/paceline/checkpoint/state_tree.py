@@ -33,7 +33,7 @@ _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 _LAYOUTS = (torch.strided, torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS)
 _KEYS = (int, float, str, bytes, bool, type(None))
-_VALUES_HINT = "let state_dict() give numbers, strings, tensors, arrays and containers of them"
+_VALUES_HINT = "return from state_dict() numbers, strings, tensors, arrays and containers of them"
 
 
 def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
@@ -58,7 +58,7 @@ def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
 
 def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise _unsupported(path, f"on level {depth}", f"at most {MAX_DEPTH} levels")
+        raise _unsupported(path, f"on level {depth}", f"nest at most {MAX_DEPTH} levels")
     if isinstance(value, torch.Tensor):
         return number(_plain_tensor(value, path))
     if isinstance(value, (Counter, OrderedDict, defaultdict, dict)):
@@ -74,7 +74,7 @@ def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any], depth: i
         try:
             return set(_walk_each(value, path, number, depth))
         except TypeError:  # a tensor or an array is no item of a set here
-            raise _unsupported(path, "a set of tensors or arrays", "a list of them") from None
+            raise _unsupported(path, "a set of tensors or arrays", "use a list of them") from None
     return _array(value, path, number) if _is_numpy(value, "ndarray") else _scalar(value, path)
 
 
@@ -105,7 +105,8 @@ def _key(key: Any, path: str) -> Any:
     if type(plain) not in _KEYS or long or plain in _MARKERS:
         shown = f"integer of over {MAX_INTEGER_BITS} bits" if long else repr(key)
         raise ValueError(
-            f"{path} has the key {shown}, which a checkpoint can't hold. HINT: numbers and strings"
+            f"{path} has the key {shown}, which a checkpoint can't hold. "
+            "HINT: use numbers and strings as keys"
         )
     return plain
 
@@ -113,7 +114,9 @@ def _key(key: Any, path: str) -> Any:
 def _array(value: Any, path: str, number: Callable[[torch.Tensor], Any]) -> Any:
     dtype = str(value.dtype)
     if dtype not in _DTYPES:
-        raise _unsupported(path, f"an array of dtype {dtype}", f"one of {', '.join(_DTYPES)}")
+        raise _unsupported(
+            path, f"an array of dtype {dtype}", f"convert it to one of {', '.join(_DTYPES)}"
+        )
     view = value if dtype not in ("uint16", "uint32", "uint64") else value.view(dtype[1:])
     return {_ARRAY: (dtype, number(torch.from_numpy(view.copy())))}
 
@@ -125,11 +128,15 @@ def _plain_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
     tensor = value.detach()
     if type(tensor) is not torch.Tensor:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise _unsupported(path, f"a {kind}", "a plain tensor: of a DTensor full_tensor()")
+        raise _unsupported(
+            path, f"a {kind}", "keep a plain tensor, such as full_tensor() of a DTensor"
+        )
     if tensor.is_meta:
-        raise _unsupported(path, "on the device meta, without values", "allocate it first")
+        raise _unsupported(
+            path, "on the device meta, which has no values", "allocate the tensor first"
+        )
     if tensor.layout not in _LAYOUTS:
-        raise _unsupported(path, f"a tensor of layout {tensor.layout}", "tensor.to_dense()")
+        raise _unsupported(path, f"a tensor of layout {tensor.layout}", "keep tensor.to_dense()")
     return tensor
 
 
@@ -181,7 +188,7 @@ class _Joining:
             return type(part)(self.each(part, depth))
         if type(part) is set:
             if not all(isinstance(item, Hashable) for item in part):
-                raise SkeletonError("a set of what can't be in one")
+                raise SkeletonError("a set with an item that a set can't contain")
             return set(self.each(part, depth))
         return part
 

@@ -54,7 +54,7 @@ class UnfinishedFolder:
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             kind = kind_of_file(path.lstat().st_mode)
-            raise self._unsafe(f"is {kind} and no folder") from None
+            raise self._unsafe(f"is {kind}, not a folder") from None
 
     def new_file(self, name: str) -> NewFile:
         """Open a new file, which replaces an existing file or link of that name when complete.
@@ -88,7 +88,7 @@ class UnfinishedFolder:
         if os.path.lexists(final):  # saved again: at an epoch's end, or after a restart
             mode = final.lstat().st_mode
             if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
-                reason = f"{final.name} is {kind_of_file(mode)} and no folder"
+                reason = f"{final.name} is {kind_of_file(mode)}, not a folder"
                 raise FileExistsError(errno.EEXIST, reason, str(final))
             if exchange_names(self.path, final):
                 replaced = self.path

@@ -15,6 +15,7 @@ import threading
 import time
 from typing import Any
 
+from ..plurals import named_ranks
 from .reachable_address import Listener, asked, choose, others_of, try_all, variables
 
 NOTICE_INTERVAL_S = 10.0
@@ -41,6 +42,7 @@ def agree_on_interface(store: Any, rank: int, size: int, timeout: float) -> str:
         listener = Listener(asked())
         store.set(f"offer/{me}", json.dumps({"host": host, **listener.offer()}))
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
+    store.set(f"here/{rank}", "")
     if store.add("ranks", 1) == size:
         store.set("all", "here")
     try:
@@ -96,7 +98,7 @@ def _get(store: Any, key: str, timeout: float) -> bytes:
 
 
 def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
-    """Wait until all ranks have started; with ``say``, print their number from time to time."""
+    """Wait until all ranks have started; with ``say``, print the missing ones every 10 s."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -104,14 +106,15 @@ def _wait(store: Any, key: str, size: int, timeout: float, say: bool) -> None:
             store.wait([key], datetime.timedelta(seconds=max(0.1, min(left, NOTICE_INTERVAL_S))))
             return
         except RuntimeError:
-            here = store.add("ranks", 0)
+            started = {rank for rank in range(size) if store.check([f"here/{rank}"])}
+            absent = named_ranks(set(range(size)) - started)
             if left < NOTICE_INTERVAL_S:
                 raise ValueError(
-                    f"paceline.init: {here} of {size} ranks came within {timeout:.0f} s. HINT: "
-                    "are the others running? paceline.init(timeout=...) waits longer"
+                    f"paceline.init: {absent} did not join within {timeout:.0f} s. HINT: check "
+                    "that all ranks run; paceline.init(timeout=SECONDS) waits longer"
                 ) from None
             if say:
-                sys.stderr.write(f"paceline: {here} of {size} ranks are here, waiting ...\n")
+                sys.stderr.write(f"paceline: waiting for {absent} ...\n")
 
 
 def _answer(listener: Listener) -> None:

@@ -49,7 +49,9 @@ class Pmi:
         except OSError as error:
             raise ValueError(f"PMI_FD={self._fd}: {error.strerror}") from None
         if answer.get("cmd") != expected or answer.get("rc", "0") != "0":
-            raise ValueError(f"PMI_FD={self._fd}: {command.split()[0]} was answered {answer}")
+            raise ValueError(
+                f"PMI_FD={self._fd}: the launcher answered {command.split()[0]} with {answer}"
+            )
         return answer
 
     def _line(self) -> str:
@@ -59,11 +61,11 @@ class Pmi:
             if not poll.poll(self._timeout * 1000):
                 raise ValueError(
                     f"PMI_FD={self._fd}: the launcher has not answered for {self._timeout:.0f} s. "
-                    "HINT: do all ranks call paceline.init()?"
+                    "HINT: call paceline.init() on all ranks"
                 )
             data = os.read(self._fd, READ_BYTES)
             if not data:
-                raise ValueError(f"PMI_FD={self._fd}: the launcher has closed it")
+                raise ValueError(f"PMI_FD={self._fd}: the launcher has closed the connection")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode(errors="replace")

@@ -203,9 +203,12 @@ def _unreachable(
         for who, why in list(failed.items())[:3]:
             lines.append(f"    from {names[who]}: {interface} {address}: {why}")
     if not offer["links"]:
-        lines.append("    it has no network interface that is up, or none of GLOO_SOCKET_IFNAME")
+        lines.append(
+            f"    {names[host]} has no network interface that is up, or none of GLOO_SOCKET_IFNAME"
+        )
     lines.append(
-        "HINT: is there a firewall between these hosts? GLOO_SOCKET_IFNAME=NAME takes one interface"
+        "HINT: open the firewall between these hosts, or select an interface: "
+        "GLOO_SOCKET_IFNAME=NAME"
     )
     return "\n".join(lines)
 
@@ -216,7 +219,7 @@ def _verdict(attempt: socket.socket, token: str) -> str:
         said = attempt.recv(TOKEN_BYTES)
     except OSError as error:
         return error.strerror or str(error)
-    return "" if said.hex() == token else "another host has this address too"
+    return "" if said.hex() == token else "another host has this address as well"
 
 
 def _named(interface: str, only: str) -> bool:

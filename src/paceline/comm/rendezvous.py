@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..cluster.topology.network_interfaces import network_links
+from ..plurals import named_ranks
 from ..security.handshake import (
     DROPPED_CONNECTION_ERRORS,
     Acceptor,
@@ -146,16 +147,17 @@ class _Rank0Server:
                 now = time.monotonic()
                 if now > self.deadline:
                     raise ValueError(
-                        f"paceline.init: {self._absent()} did not come within {self.timeout:.0f} s "
-                        f"to {socket.gethostname()}. HINT: are they running, and is there a "
-                        "firewall? MASTER_ADDR=HOST MASTER_PORT=PORT takes an address by hand"
+                        f"paceline.init: {named_ranks(self.missing)} did not connect to rank 0 on "
+                        f"{socket.gethostname()} within {self.timeout:.0f} s. HINT: check that "
+                        "all ranks run and that no firewall blocks them, or set MASTER_ADDR=HOST "
+                        "and MASTER_PORT=PORT"
                     )
                 if now - begun > UNREACHABLE_TIMEOUT_S and self.where is None and not asked:
                     asked = True
                     self._are_they_there()
                 if now - said > NOTICE_INTERVAL_S:
                     said = now
-                    sys.stderr.write(f"paceline: waiting for {self._absent()} ...\n")
+                    sys.stderr.write(f"paceline: waiting for {named_ranks(self.missing)} ...\n")
         finally:
             acceptor.close()
             for visitor in self._waiting():
@@ -176,7 +178,7 @@ class _Rank0Server:
                 return doors
         raise ValueError(
             f"paceline.init: ports {self.when.ports[0]} to {self.when.ports[-1]} are all in use on "
-            f"{socket.gethostname()}. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT"
+            f"{socket.gethostname()}. HINT: set MASTER_ADDR=HOST and MASTER_PORT=PORT"
         )
 
     def handshake(self) -> Handshake[int]:
@@ -185,7 +187,7 @@ class _Rank0Server:
             (yield HandshakeStep(read=MAX_LINE_BYTES, line=True)), _JoinRequest, "knock"
         )
         if knock.tag != self.when.tag or not 0 < knock.rank < self.when.size:
-            raise HandshakeError("the visitor is of another job")
+            raise HandshakeError("the visitor belongs to another job")
         yield HandshakeStep(send=self.when.tag.encode() + b"\n")
         return knock.rank
 
@@ -246,16 +248,10 @@ class _Rank0Server:
         if tried:
             lines = "".join(f"\n    {where}: {why}" for where, why in tried.items())
             raise ValueError(
-                f"paceline.init: {self._absent()} did not come to {socket.gethostname()}, which "
-                f"does not reach the other hosts either:{lines}\nHINT: MASTER_ADDR=ADDRESS "
-                "MASTER_PORT=PORT takes an address by hand"
+                f"paceline.init: {named_ranks(self.missing)} did not connect to rank 0 on "
+                f"{socket.gethostname()}, which can't reach the other hosts either:{lines}\n"
+                "HINT: set MASTER_ADDR=ADDRESS and MASTER_PORT=PORT"
             )
-
-    def _absent(self) -> str:
-        some = ", ".join(str(rank) for rank in sorted(self.missing)[:8])
-        more = len(self.missing) - 8
-        many = "s" if len(self.missing) > 1 else ""
-        return f"rank{many} {some}{f' and {more} more' if more > 0 else ''}"
 
 
 def _find_rank_0(when: RendezvousSpec, timeout: float) -> tuple[str, int]:
@@ -287,8 +283,8 @@ def _find_rank_0(when: RendezvousSpec, timeout: float) -> tuple[str, int]:
             raise ValueError(
                 f"paceline.init: rank {when.rank} on {socket.gethostname()} did not find rank 0 in "
                 f"{waited:.0f} s. Tried ports {when.ports[0]} to {when.ports[-1]} of:{lines}\n"
-                "HINT: did rank 0 start, and can this host reach it? MASTER_ADDR=ADDRESS "
-                "MASTER_PORT=PORT takes an address by hand"
+                "HINT: check that rank 0 runs and that this node can reach it, or set "
+                "MASTER_ADDR=ADDRESS and MASTER_PORT=PORT"
             )
         time.sleep(0.05)
 
@@ -297,7 +293,7 @@ def _addresses(host: str, tried: dict[str, str]) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        tried[host] = f"the name is not known ({error.strerror})"
+        tried[host] = f"the name can't be resolved ({error.strerror})"
         return []
     addresses = []
     for entry in found:

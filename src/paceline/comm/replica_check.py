@@ -52,19 +52,19 @@ def compare(model: torch.nn.Module, group: Any) -> None:
     not checked.
 
     Raises:
-        ValueError: The models differ. It is raised on all ranks, and the message says which is the
-            first parameter that differs, and what it is on which ranks.
+        ValueError: The models differ. It is raised on all ranks, and the message names the first
+            parameter that differs, with its dtype and shape on each rank.
     """
     inner = group.inner if isinstance(group, RecordedGroup) else group
     if not isinstance(group, (RecordedGroup, SharedMemoryGroup)) or _elsewhere(model):
         return
     rows = _rows(model)
-    told = json.dumps(rows).encode()
-    digest = hashlib.blake2b(told, digest_size=LENGTH).digest()
+    text = json.dumps(rows).encode()
+    digest = hashlib.blake2b(text, digest_size=LENGTH).digest()
     if len(set(_gathered(inner, digest, LENGTH))) == 1:
         return
-    length = max(map(int, _gathered(inner, b"%20d" % len(told), 20)))
-    each = [json.loads(one) for one in _gathered(inner, told.ljust(length), length)]
+    length = max(map(int, _gathered(inner, b"%20d" % len(text), 20)))
+    each = [json.loads(one) for one in _gathered(inner, text.ljust(length), length)]
     raise ValueError(differing(each, dist.get_process_group_ranks(group)))
 
 
@@ -75,19 +75,19 @@ def differing(each: list[Rows], ranks: list[int]) -> str:
     for rank, rows in zip(ranks, each, strict=True):
         sides.setdefault(_at(rows, at), []).append(rank)
     names = {name for name, _ in sides}
-    first = f"{next(iter(names))} is" if len(names) == 1 else f"number {at} of its tensors is"
-    said = ", ".join(
+    first = f"{next(iter(names))} is" if len(names) == 1 else f"tensor {at} is"
+    variants = ", ".join(
         f"{what if len(names) == 1 or not name else f'{name} ({what})'} on {named_ranks(members)}"
         for (name, what), members in sides.items()
     )
     return (
-        f"ranks differ in the model for DistributedDataParallel: {first} {said}. HINT: the same "
-        "model on all ranks, whatever of its making hangs on the rank, a file or the data"
+        f"the models for DistributedDataParallel differ between ranks: {first} {variants}. HINT: "
+        "build the same model on all ranks, independent of the rank, files and data"
     )
 
 
 def _at(rows: Rows, i: int) -> tuple[str, str]:
-    return (rows[i][0], rows[i][1]) if i < len(rows) else ("", "not there")
+    return (rows[i][0], rows[i][1]) if i < len(rows) else ("", "missing")
 
 
 def _elsewhere(model: torch.nn.Module) -> bool:

@@ -181,8 +181,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         if self._pid != os.getpid():
             raise RuntimeError(
-                "paceline: this process was forked from a rank, and can't exchange for it. HINT: "
-                "collectives belong to the rank itself, not to the loader's workers"
+                "paceline: this process was forked from a rank and can't call its collectives. "
+                "HINT: call collectives in the rank, not in a worker of the DataLoader"
             )
         where = self._where()
 

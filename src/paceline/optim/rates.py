@@ -28,15 +28,21 @@ def scale_learning_rate(
     Raises ValueError for an unknown rule, a batch below one, or a negative warm-up.
     """
     if rule not in RULES:
-        raise ValueError(f"learning-rate rule {rule!r} is not known. HINT: one of {list(RULES)}")
+        raise ValueError(
+            f"world.scale_learning_rate: rule must be one of {', '.join(map(repr, RULES))}; this "
+            f"is {rule!r}. HINT: rule='linear'"
+        )
     if reference_batch < 1 or global_batch < 1:
         raise ValueError(
-            f"batches must be at least 1: reference_batch={reference_batch}, "
-            f"global_batch={global_batch}. HINT: reference_batch is the batch that the learning "
-            "rate was tuned with"
+            "world.scale_learning_rate: reference_batch and global_batch must be at least 1; these "
+            f"are reference_batch={reference_batch}, global_batch={global_batch}. HINT: "
+            "reference_batch is the batch size for which the learning rate was tuned"
         )
     if warmup < 0:
-        raise ValueError(f"warmup={warmup} is negative. HINT: optimizer steps, 0 for none")
+        raise ValueError(
+            f"world.scale_learning_rate: warmup must be at least 0; this is {warmup}. HINT: "
+            "warmup=500 optimizer steps, or 0 for none"
+        )
     factor = RULES[rule](global_batch / reference_batch)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor

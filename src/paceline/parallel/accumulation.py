@@ -3,7 +3,7 @@
 A group is a number of consecutive batches of one loop, which belongs to a model
 (``world.distribute(model, accumulate=4)``). It also ends with the last batch of the loop's pass.
 A loop that is left inside a group (``break``) discards the group's gradients. A loop inside another
-one has groups of its own; those of the outer loop wait until it ends.
+one has separate groups; those of the outer loop wait until it ends.
 
 The loss of each batch is weighted so that the sum over a group, averaged over ranks, is the mean
 over its samples. Where the number of samples is unknown in advance, or differs between models, the
@@ -67,7 +67,7 @@ class Group:
 
     Attributes:
         loop: The pass that the group belongs to, compared by identity.
-        batches: Batches of the group so far.
+        batches: Batches of the group until now.
         units: Sum of ``LoadedBatch.units`` over them.
         is_complete: Whether the group has its last batch, so that the optimizer may step.
         correction: Factor for the gradients of a complete group.
@@ -238,7 +238,7 @@ class Accumulations:
             kind = type(optimizer).__name__
             raise ValueError(
                 f"world.step: the {kind} trains models that were distributed with accumulate="
-                f"{' and '.join(map(str, numbers))}. HINT: the same accumulate for the models of "
-                "one optimizer, or an optimizer for each"
+                f"{' and '.join(map(str, numbers))}. HINT: set the same accumulate for all "
+                "models of an optimizer, or create an optimizer for each model"
             )
         return found or self.models

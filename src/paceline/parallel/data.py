@@ -86,7 +86,7 @@ def explain_ddp_error(error: BaseException) -> str | None:
         return (
             "a parameter got its gradient twice in one backward. HINT: use_reentrant=False in "
             "torch.utils.checkpoint; or world.distribute(model, optimizer, static_graph=True) "
-            "where every step uses the same parameters in the same way"
+            "if every step uses the same parameters in the same way"
         )
     if "Expected to have finished reduction in the prior iteration" not in text:
         return None

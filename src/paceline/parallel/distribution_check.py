@@ -1,9 +1,9 @@
 """Detection of models and loaders that are not distributed over the ranks.
 
-Ranks train a model apart that ``world.distribute`` has not seen.
-Parameters are accepted if they were trainable in a model of ``world.distribute``, or if the script
-has taken care of them: a DistributedDataParallel or FSDP of its own, distributed tensors, or hooks
-on their gradients. The first loss is checked by its graph, and each optimizer at its first step.
+Each rank trains a separate copy of a model that was not given to ``world.distribute``. Parameters
+are accepted if they were trainable in a model of ``world.distribute``, or if the script
+synchronizes them: DistributedDataParallel, FSDP, distributed tensors, or hooks on their gradients.
+The first loss is checked by its graph, and each optimizer at its first step.
 """
 
 import gc
@@ -54,7 +54,7 @@ class DistributionCheck:
         reached = [leaf for leaf in reached_leaves(loss) if isinstance(leaf, nn.Parameter)]
         unknown = self._unknown(reached)
         if unknown and len(unknown) == len(reached):
-            self._report("world.backward: the loss reaches only parameters that no", unknown)
+            self._report("world.backward: the loss reaches only parameters", unknown)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check the parameters that an optimizer is about to step; raises ValueError."""
@@ -67,7 +67,7 @@ class DistributionCheck:
         unknown = self._unknown(p for p in parameters_of(optimizer) if p.grad is not None)
         if unknown:
             kind = type(optimizer).__name__
-            self._report(f"world.step: the {kind} trains parameters that no", unknown)
+            self._report(f"world.step: the {kind} trains parameters", unknown)
 
     def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         found = [p for p in parameters if id(p) not in self._distributed and not _has_hooks(p)]
@@ -91,11 +91,10 @@ class DistributionCheck:
     def _report(self, what: str, parameters: list[torch.Tensor]) -> None:
         more = f" (and {len(parameters) - 1} more)" if len(parameters) > 1 else ""
         message = (
-            f"{what} world.distribute has made data parallel: {_name(parameters[0])}{more}. Each "
-            "rank would train its own. HINT: model, optimizer = world.distribute(model, optimizer) "
-            "before the loop, with all trained parameters inside of the model; "
-            "replicas='ignore' in paceline.init for ranks that are meant to differ or a script "
-            "that averages gradients itself"
+            f"{what} that are not distributed: {_name(parameters[0])}{more}. Each rank would train "
+            "a different model. HINT: model, optimizer = world.distribute(model, optimizer) before "
+            "the loop, with all trained parameters inside the model; or set replicas='ignore' in "
+            "paceline.init if ranks are meant to differ or the script averages gradients"
         )
         if self.mode == "raise":
             raise ValueError(message)

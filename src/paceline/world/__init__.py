@@ -19,6 +19,7 @@ from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import Autocast, data_parallel, explain_ddp_error
+from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
@@ -56,17 +57,23 @@ def init(
 ) -> "World":
     """Initialize this rank, and return its World; without a launcher, a world of one rank.
 
-    seed: of the random number generators of torch, Python and numpy (rank 0 uses it unchanged, each
-    other rank one derived from it), and of the order of samples. precision: "fp32", "bf16"
-    (autocast) or "fp16" (autocast and loss scaling, on a GPU). device: "cpu" or "cuda"; default the
-    local rank's GPU, else the CPU. record: write the record that the summary is made from.
-    progress: print progress on rank 0. timeout: seconds until a collective without an answer is an
-    error. nonfinite: "raise", "warn" or "ignore" where a loss or a gradient is not finite.
-    replicas: the same where the ranks' parameters have diverged, and for models that were not
-    distributed.
+    A second call returns the same world.
 
-    A second call returns the same world. Raises ValueError for contradictory environment variables
-    of the launcher, an unknown precision, a rank without a GPU, or a port in use.
+    Args:
+        seed: Seed of the random number generators of torch, Python and numpy, and of the order of
+            samples. Rank 0 uses it unchanged, each other rank one derived from it.
+        precision: "fp32", "bf16" (autocast), or "fp16" (autocast and loss scaling, on a GPU).
+        device: "cpu" or "cuda". Default: the GPU of the local rank if there is one, else the CPU.
+        record: Write the record from which the summary is made.
+        progress: Print progress on rank 0.
+        timeout: Seconds that a rank waits in a collective for the other ranks; then it is an error.
+        nonfinite: "raise", "warn" or "ignore" a loss or a gradient that is not finite.
+        replicas: The same for ranks whose parameters have diverged, and for models that were not
+            distributed.
+
+    Raises:
+        ValueError: The launcher's environment variables contradict each other, an argument has an
+            unknown value, there is no GPU for this rank, a port is in use, or ranks do not connect.
     """
     global _world
     if _world is None:
@@ -79,7 +86,11 @@ def init(
 class World:
     """One rank's view of the job, created by ``paceline.init()``.
 
-    rank, size, local_rank: of this process. device: for batches and models.
+    Attributes:
+        rank: Global rank of this process.
+        size: World size.
+        local_rank: Rank of this process within its node.
+        device: The torch.device of models and batches.
     """
 
     def __init__(
@@ -110,22 +121,15 @@ class World:
             self._progress.say(launch_text)
         self._printed_lines: set[str] = set()
         phases = PhaseRecorder(self._recorder)
-        self._training = OptimizerSteps(
-            self.rank,
-            self.size,
-            self.device,
-            self._dtype,
-            phases,
-            nonfinite,
-            replicas,
-            self._warn_once,
-        )
+        about = (self.rank, self.size, self.device, self._dtype)
+        self._training = OptimizerSteps(*about, phases, nonfinite, replicas, self._warn_once)
         self._state = TrainingState(self._training, Position())
         self._log = LoopLog(
             self.rank, self.size, self._store, replicas != "ignore", self._warn_once
         )
         self._collectives = Collectives(self.size, self._log.go_on)
-        error_messages.explanations += [self._log.explain, explain_ddp_error]
+        explain = self._training.explain_missing_gradient
+        error_messages.explanations += [self._log.explain, explain_ddp_error, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
         )
@@ -162,11 +166,11 @@ class World:
         Raises ValueError for another layout or ``accumulate`` below 1.
         """
         if layout != "data":
-            raise ValueError(f"world.distribute: layout={layout!r} is not there yet. HINT: 'data'")
+            reason = f"layout must be 'data'; this is {layout!r}. HINT: layout='data'"
+            raise ValueError(f"world.distribute: {reason}")
         if accumulate < 1:
-            raise ValueError(
-                f"world.distribute: accumulate={accumulate} is below 1. HINT: 1 for no accumulation"
-            )
+            reason = f"accumulate must be at least 1; this is {accumulate}. HINT: accumulate=1"
+            raise ValueError(f"world.distribute: {reason}")
         model.to(self.device)
         if self._dtype is not None:
             model.forward = Autocast(model.forward, self.device.type, self._dtype)
@@ -217,14 +221,15 @@ class World:
         self._loops.loaders.append(sharded)
         if self._full_size > self.size and global_batch is None and not every_sample_once:
             self._say_once(
-                f"{self.size} of {self._full_size} ranks are left: the global batch stays "
-                f"{loader.batch_size * self._full_size} samples ({loader.batch_size} a rank "
-                f"before, now up to {-(-loader.batch_size * self._full_size // self.size)})"
+                f"the job continues with {self.size} of {self._full_size} ranks; the global batch "
+                f"remains {counted(loader.batch_size * self._full_size, 'sample')}: up to "
+                f"{-(-loader.batch_size * self._full_size // self.size)} per rank instead of "
+                f"{loader.batch_size}"
             )
         return sharded
 
     def keep(self, **things: Any) -> None:
-        """Add objects to the checkpoint: anything with state_dict and load_state_dict.
+        """Add objects to the checkpoint: any objects with state_dict and load_state_dict.
 
         An object's state must be equal on all ranks; a save compares it. ``paceline.per_rank(x)``
         keeps each rank's state instead, ``paceline.from_rank_0(x)`` rank 0's. A model or optimizer
@@ -249,6 +254,8 @@ class World:
 
         rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt". warmup: optimizer steps from the
         original to the scaled rate; ``world.step`` advances it, and checkpoints include it.
+
+        Raises ValueError for an unknown rule, a batch size below 1, or a negative warm-up.
         """
         scheduler = scale_learning_rate(
             optimizer,
@@ -271,11 +278,14 @@ class World:
         every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". A checkpoint is always saved
         after the last epoch. On SIGUSR1, or when the job's time limit is close, a checkpoint is
         written and the script ends on all ranks with exit code 75 (SystemExit), unless it handles
-        SIGUSR1 itself; started again it resumes. Raises ValueError before training where the folder
-        can't be written.
+        SIGUSR1 itself; started again it resumes. Raises ValueError before training if the folder
+        can't be written or is not the same on all nodes, if the state can't be saved or does not
+        fit the checkpoint, and if all checkpoints are damaged.
         """
         if count < 0:
-            raise ValueError(f"world.epochs({count}): HINT: 0 or more")
+            raise ValueError(
+                f"world.epochs: count must be at least 0; this is {count}. HINT: world.epochs(10)"
+            )
         if checkpoint is None:
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
@@ -284,13 +294,9 @@ class World:
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._warn)
+        interval, say = CheckpointInterval.parse(every), self._progress.say
         checkpointer = Checkpointer(
-            saver,
-            CheckpointInterval.parse(every),
-            self._state,
-            self._recorder,
-            self._collectives,
-            self._progress.say,
+            saver, interval, self._state, self._recorder, self._collectives, say
         )
         self._finish.saver = saver
         return self._loops.epochs(count, checkpointer)
@@ -304,12 +310,14 @@ class World:
         return self._loops.batches(loader)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward of the batch's mean loss.
+        """Run backward of the batch's mean loss, a floating-point tensor of one element.
 
         The loss is weighted so that the ranks' gradients average to that of the global batch, also
-        where its shards are uneven. loss: one element. Raises ValueError where it or a gradient is
-        not finite, naming rank, step and layer, where the ranks' parameters have diverged, and
-        where neither ``world.distribute`` nor the script distributes the model.
+        if its shards are uneven.
+
+        Raises ValueError if the loss has another shape or no gradient, if it or a gradient is not
+        finite (the message names rank, step and layer), if the ranks' parameters have diverged, and
+        if neither ``world.distribute`` nor the script distributes the model.
         """
         self._training.backward(loss)
 
@@ -317,15 +325,18 @@ class World:
         """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
         It does not step inside an accumulation, and where loss scaling found an infinite gradient.
-        clip: maximum norm of all gradients together. Raises ValueError where the optimizer's models
-        accumulate different numbers of batches.
+        clip: maximum L2 norm of all gradients together, above 0; None for no clipping.
+
+        Raises ValueError if the optimizer's models accumulate different numbers of batches, if the
+        optimizer trains parameters that are not distributed, if a gradient is not finite, and if no
+        parameter has a gradient in the optimizer's first step.
         """
         is_new = self._training.add_optimizer(optimizer, in_step=True)
         if is_new and self._loops.checkpointer is not None:
             self._warn_once(
-                f"the {type(optimizer).__name__} was not known when world.epochs(checkpoint=...) "
-                "began, so a run can't resume from its checkpoints. HINT: model, optimizer = "
-                "world.distribute(model, optimizer) before world.epochs"
+                f"world.step: the {type(optimizer).__name__} was not known when "
+                "world.epochs(checkpoint=...) began, so no run can resume from these checkpoints. "
+                "HINT: model, optimizer = world.distribute(model, optimizer) before world.epochs"
             )
         return self._training.step(optimizer, clip)
 
@@ -338,17 +349,21 @@ class World:
         return meter
 
     def mean(self, total: Any, count: Any) -> float:
-        """Return ``sum of total / sum of count`` over all ranks. Collective."""
+        """Return the sum of ``total`` over all ranks, divided by that of ``count``. Collective.
+
+        total, count: numbers or tensors of one element. Raises ValueError if the sum of counts is
+        zero.
+        """
         meter = Meter(self._collectives.sum, lambda: not self._training.is_filler)
         meter.add(total=total, count=count)
         return meter.ratio("total", "count")
 
     def any(self, flag: Any) -> bool:
-        """Return whether ``flag`` is true on any rank, the same on all ranks. Collective."""
+        """Return whether ``flag`` is true on any rank. Collective: every rank must call it."""
         return self._collectives.any(flag)
 
     def log(self, **values: Any) -> None:
-        """Print values on rank 0, with epoch and step."""
+        """Print values on rank 0, with epoch and step: numbers, text or tensors of one element."""
         shown = "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
         epoch = min(self._state.position.epoch + 1, self._loops.count)
         where = f"epoch {epoch}  " if epoch else ""

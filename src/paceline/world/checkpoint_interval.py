@@ -28,6 +28,6 @@ class CheckpointInterval:
         if value >= 1 and value == int(value) and unit in ("epoch", "step"):
             return cls(value, unit)
         raise ValueError(
-            f"every={text!r} is not understood. HINT: 'epoch', '2 epochs', 500 (steps), '30s', "
-            "'10min' or '1h'"
+            f"world.epochs: every must be a number of epochs, steps or a time; this is {text!r}. "
+            "HINT: every='epoch', '2 epochs', 500 (steps), '30s', '10min' or '1h'"
         )

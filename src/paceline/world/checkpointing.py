@@ -14,6 +14,7 @@ from pathlib import Path
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
 from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
 from ..checkpoint.shared_state import SharedState, differences
+from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
@@ -72,10 +73,10 @@ class Checkpointer:
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:
             problem = error
-        if self.collectives.any(problem is not None):
+        reasons = self.collectives.gather(str(problem or ""))
+        if failed := [rank for rank, reason in enumerate(reasons) if reason]:
             raise problem or ValueError(
-                f"checkpoints can't be written to {self.saver.directory}: the message of another "
-                "rank has the reason"
+                f"{named_ranks(failed)} can't save checkpoints: {reasons[failed[0]]}"
             )
         if self.saver.size > 1:
             self._check_shared_folder()
@@ -83,7 +84,7 @@ class Checkpointer:
     def _check_shared_folder(self) -> None:
         """Raise ValueError on all ranks where one does not see the folder of rank 0."""
         directory = self.saver.directory
-        number, reason = -1, "the message of rank 0 has the reason"
+        number, reason = -1, "see the message of rank 0"
         if self.saver.rank == 0:
             try:
                 number = shared_folder.write_token(directory)
@@ -92,8 +93,8 @@ class Checkpointer:
         (number,) = self.collectives.from_rank_0([number])
         if number < 0:
             raise ValueError(
-                f"checkpoints can't be written to {directory}: {reason}. "
-                "HINT: another folder in world.epochs(..., checkpoint=...)"
+                f"rank 0 can't write to the checkpoint folder {directory}: {reason}. "
+                "HINT: set checkpoint=... of world.epochs to another folder"
             )
         seen = shared_folder.sees_token(directory, number)
         answers = self.collectives.gather((seen, socket.gethostname()))
@@ -102,10 +103,10 @@ class Checkpointer:
         nodes = [node for _, node in answers]
         if blind := [rank for rank, (seen, _) in enumerate(answers) if not seen]:
             raise ValueError(
-                f"the checkpoint folder {directory} is not the same on all nodes: what rank 0 "
-                f"({nodes[0]}) writes there {shared_folder.describe_ranks(nodes, blind)} does not "
-                "see. HINT: checkpoint=... in a folder that all nodes share, not in node-local "
-                "storage such as /tmp"
+                f"the checkpoint folder {directory} is not the same on all nodes: a file that rank "
+                f"0 ({nodes[0]}) wrote to it is not visible to "
+                f"{shared_folder.describe_ranks(nodes, blind)}. HINT: set checkpoint=... to a "
+                "folder that all nodes share, not to node-local storage such as /tmp"
             )
 
     def find_newest(self) -> Path | None:
@@ -123,8 +124,7 @@ class Checkpointer:
                 problem = error
         if self.collectives.any(problem is not None):
             raise problem or ValueError(
-                f"no whole checkpoint is left in {self.saver.directory}: the message of rank 0 "
-                "has the reason"
+                f"{self.saver.directory} contains no valid checkpoint: see the message of rank 0"
             )
         step = int(chosen.name.removeprefix("step-")) if chosen else -1
         (step,) = self.collectives.from_rank_0([step])
@@ -188,7 +188,7 @@ class Checkpointer:
 
     def _exit_early(self) -> None:
         """Save, wait until the checkpoint is complete, and end the script on all ranks."""
-        self.say(f"{self._exit_reason}: a checkpoint, and the run leaves early")
+        self.say(f"{self._exit_reason}: Paceline saves a checkpoint and ends the run early")
         step = self.recorder.step
         if step != self._saved_step:
             self.save()
@@ -199,8 +199,9 @@ class Checkpointer:
         (is_complete,) = map(bool, self.collectives.from_rank_0([int(is_complete)]))
         if not is_complete:
             raise ValueError(
-                f"the checkpoint of step {step} could not be written before leaving; the one "
-                f"before it is kept. HINT: is there room in {self.saver.directory}?"
+                f"Paceline could not write the checkpoint of step {step} before the early exit; "
+                "the previous checkpoint remains. HINT: check the free space: "
+                f"df -h {self.saver.directory}"
             )
         send_to_launcher(left=step)
         raise EarlyExit

@@ -100,7 +100,7 @@ class EarlyExitMonitor:
     def exit_reason(self, save_duration_s: float | None) -> str:
         """Return why it is time to exit, or "". save_duration_s: of the last checkpoint."""
         if self.warned:
-            return f"a warning came ({self.warned})"
+            return f"rank 0 received {self.warned}"
         if self._end_time is None:
             return ""
         left_s = self._end_time - time.time()
@@ -109,4 +109,4 @@ class EarlyExitMonitor:
             UNSAVED_MARGIN_S if save_duration_s is None else 2 * save_duration_s + SAVE_MARGIN_S,
         ):
             return ""
-        return f"{max(0.0, left_s):.0f} s are left of the job's time"
+        return f"{max(0.0, left_s):.0f} s of the job's time limit remain"

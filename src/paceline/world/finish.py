@@ -13,11 +13,11 @@ from ..record.ring.recorder import Recorder
 from ..security.outputs import write_output
 from .process_group import leave_process_group
 
-RECORD_TIMEOUT_S = 20.0  # a rank that sends nothing for so long is missing in the summary
+RECORD_TIMEOUT_S = 20.0  # then the summary lacks the rank
 
 
 class RunFinalizer:
-    """What ``world.close`` does, once. A run that failed prints no summary."""
+    """The tasks of ``world.close``. A run that failed prints no summary."""
 
     def __init__(self, rank: int, size: int, store: Any, recorder: Recorder) -> None:
         self.rank, self.size, self.store = rank, size, store
@@ -33,7 +33,7 @@ class RunFinalizer:
                 self._summarize()
         # training has succeeded: do not fail the run because of its summary
         except Exception as error:
-            notify(f"warning: no summary ({error})\n")
+            notify(f"warning: Paceline could not compute the summary ({error})\n")
         finally:
             leave_process_group()
 

@@ -1,4 +1,4 @@
-"""How the states of a kept object on the ranks relate to each other: said with ``world.keep``."""
+"""Scope of the state of an object that ``world.keep`` adds to checkpoints."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -32,8 +32,8 @@ class KeptState:
         if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
             shown = "..." if kept.scope is Scope.REPLICATED else f"paceline.{kept.scope.value}(...)"
             raise ValueError(
-                f"world.keep({name}={shown}): a {type(thing).__name__} has no state_dict and "
-                "load_state_dict. HINT: keep objects that have both"
+                f"world.keep({name}={shown}): the object must have state_dict and load_state_dict; "
+                f"this is of type {type(thing).__name__}. HINT: keep an object that has both"
             )
         return kept
 
@@ -41,15 +41,15 @@ class KeptState:
 def per_rank(thing: Any) -> KeptState:
     """Mark an object for ``world.keep`` whose state differs between ranks by design.
 
-    A checkpoint then holds the state of each rank, and each rank restores its own. With another
-    number of ranks, ranks that did not exist keep their initial state, and the states of ranks that
-    no longer exist are not restored; a warning names the object.
+    Checkpoints then contain the state of each rank, and each rank restores the state of its number.
+    If the number of ranks changes, new ranks keep their initial state, the states of missing ranks
+    are not restored, and a warning names the object.
     """
     return KeptState(thing, Scope.PER_RANK)
 
 
 def from_rank_0(thing: Any) -> KeptState:
-    """Mark an object for ``world.keep`` of which rank 0's state is saved.
+    """Mark an object for ``world.keep``, so that checkpoints contain the state of rank 0.
 
     All ranks restore it. The states of other ranks may differ and are lost.
     """

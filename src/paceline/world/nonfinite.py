@@ -24,13 +24,18 @@ from ..record.ring.recorder import Recorder
 
 MODES = ("raise", "warn", "ignore")
 MAX_WARNINGS = 5  # of one rank
-_NO_STEP_TAKEN = "No rank has stepped with it: parameters and the last checkpoint are as they were."
+_NO_STEP_TAKEN = (
+    "No optimizer has stepped with it; the parameters and the last checkpoint are valid."
+)
 
 
 def validate_mode(option: str, value: str) -> str:
     """Return ``value`` if it is one of MODES. Raises ValueError otherwise."""
     if value not in MODES:
-        raise ValueError(f"paceline.init: {option}={value!r} is not known. HINT: one of {MODES}")
+        raise ValueError(
+            f"paceline.init: {option} must be one of {', '.join(map(repr, MODES))}; "
+            f"this is {value!r}. HINT: {option}={MODES[0]!r}"
+        )
     return value
 
 
@@ -100,7 +105,7 @@ class FiniteCheck:
         """On a GPU: report what was not finite in the previous step."""
         loss, exchanged, layers = self._loss, self._exchanged, self._layers
         self._loss, self._exchanged, self._layers = None, [], None
-        where = f"on rank {self.rank} at step {self._step}. The last checkpoint is from before it."
+        where = f"on rank {self.rank} at step {self._step}. The last checkpoint is older."
         if loss is not None and not loss.all_true():
             self._report(f"the loss was not finite {where}")
         elif not all(answer.all_true() for answer in exchanged) or (layers and not exchanged):
@@ -138,14 +143,16 @@ class FiniteCheck:
     def _report(self, what: str) -> None:
         if self.mode == "raise":
             raise ValueError(
-                f"{what} HINT: a lower learning rate or a warm-up, clip=1.0 in world.step, or a "
-                "look at this batch"
+                f"{what} HINT: lower the learning rate, add a warm-up, set clip=1.0 in world.step, "
+                "or check the samples of this batch"
             )
         self._warnings += 1
         if self._warnings <= MAX_WARNINGS:
             what = what.replace(f" {_NO_STEP_TAKEN}", "")
             last = (
-                " No more is said of such on this rank." if self._warnings == MAX_WARNINGS else ""
+                " This rank prints no further warnings of this kind."
+                if self._warnings == MAX_WARNINGS
+                else ""
             )
             notify(f"paceline: warning: {what}{last}\n")
 
@@ -191,5 +198,5 @@ def named_parameters(models: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 def _gradient_owner(names: list[str]) -> str:
     """Name the first parameter that backward reached; later ones have inherited its values."""
     more = len(names) - 1
-    below = f" (and of {more} more that come after it in the backward)" if more > 0 else ""
+    below = f" (and of {more} more, which the backward reaches later)" if more > 0 else ""
     return f" of {names[0]}{below}" if names else ""

@@ -53,6 +53,7 @@ class OptimizerSteps:
             LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
         )
         self.evaluation_share: BatchShare | None = None  # of the current batch of an evaluation
+        self.validation_loop = ""  # the innermost validation pass that has not ended, for messages
         self.last_loss: torch.Tensor | float | None = None
         self.last_total = 0  # samples of the last batch over all ranks
         recorder = phases.recorder
@@ -92,9 +93,9 @@ class OptimizerSteps:
         if in_step and replaced is not None and id(replaced) not in self._stepped:
             kind, known = type(optimizer).__name__, type(replaced).__name__
             raise ValueError(
-                f"world.step: this {kind} is not the {known} that world.distribute knows, and has "
-                "the same parameters. HINT: make the optimizer once, before model, optimizer = "
-                "world.distribute(model, optimizer)"
+                f"world.step: this {kind} is not the {known} that was given to world.distribute, "
+                "but has the same parameters. HINT: create the optimizer once, before model, "
+                "optimizer = world.distribute(model, optimizer)"
             )
         self.phases.watch_optimizer(optimizer, replaced)
         self.optimizers.append(optimizer)
@@ -133,11 +134,16 @@ class OptimizerSteps:
 
     def backward(self, loss: torch.Tensor) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(
-                f"world.backward takes the batch's mean loss, one number, and got {shape}. "
-                "HINT: loss.mean()"
+            is_tensor = isinstance(loss, torch.Tensor)
+            found = (
+                f"has the shape {tuple(loss.shape)}" if is_tensor else f"is a {type(loss).__name__}"
             )
+            raise ValueError(
+                "world.backward: the loss must be a tensor of one element, the batch's mean; "
+                f"this {found}. HINT: world.backward(loss.mean())"
+            )
+        if not loss.requires_grad:
+            raise ValueError(f"world.backward: {self._describe_missing_gradient()}")
         self.backwards += 1
         self._distribution_check.check_loss(loss)
         if self.accumulations.batch is None and not self._is_outside_checked:
@@ -155,8 +161,28 @@ class OptimizerSteps:
             self.phases.recorder.event(State.BACKWARD, start, now())
         self.replicas.after_backward()
 
+    def _describe_missing_gradient(self) -> str:
+        """Return why a loss has no gradient, and the way out."""
+        if self.validation_loop:
+            return (
+                f"the loss has no gradient, because the validation pass over "
+                f"{self.validation_loop} has not ended and disables gradients. HINT: train in "
+                "`for batch in world.batches(world.shard(loader))`, which ends the pass, or call "
+                "close() on the iterator of the pass before"
+            )
+        return (
+            "the loss has no gradient: it depends on no parameter with requires_grad, or was "
+            "computed without gradients. HINT: compute the loss from the model's output, without "
+            "torch.no_grad() and detach()"
+        )
+
+    def explain_missing_gradient(self, error: BaseException) -> str | None:
+        """Explain the error of a plain ``loss.backward()`` within a validation pass; else None."""
+        is_missing = self.validation_loop and "does not require grad" in str(error)
+        return self._describe_missing_gradient() if is_missing else None
+
     def _check_outside_of_batches(self) -> None:
-        """Warn of what a backward outside of ``world.batches`` leaves out."""
+        """Warn about accumulation and sharding that need ``world.batches``."""
         numbers = sorted({m.every for m in self.accumulations.models} - {1})
         if numbers:
             self._warn(
@@ -166,7 +192,7 @@ class OptimizerSteps:
         loaders = unsharded_loaders_in_use() if self.size > 1 else []
         if loaders:
             self._warn(
-                f"each of {self.size} ranks goes through all samples of {loaders[0]} "
+                f"each of {self.size} ranks processes all samples of {loaders[0]} "
                 f"({script_line()}). HINT: for batch in world.batches(world.shard(loader))"
             )
 
@@ -183,7 +209,10 @@ class OptimizerSteps:
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
         """Step an optimizer whose group of batches is complete; return whether it stepped."""
         if clip is not None and not clip > 0:
-            raise ValueError(f"world.step: clip={clip} is not above 0. HINT: clip=None")
+            raise ValueError(
+                f"world.step: clip must be above 0; this is {clip}. HINT: clip=1.0, or clip=None "
+                "for no clipping"
+            )
         self.step_calls += 1
         accumulations = self.accumulations.of(optimizer)
         if not all(model.is_complete for model in accumulations):
@@ -211,8 +240,8 @@ class OptimizerSteps:
         """Report a step without a backward; raises ValueError in the optimizer's first step."""
         message = (
             f"world.step: no parameter of the {type(optimizer).__name__} has a gradient, so it "
-            "does not step. HINT: world.backward(loss) before each world.step(optimizer), with a "
-            "loss that uses its parameters"
+            "does not step. HINT: call world.backward(loss) before each world.step(optimizer), "
+            "with a loss that uses its parameters"
         )
         if id(optimizer) not in self._stepped:
             raise ValueError(message)
@@ -235,7 +264,7 @@ class OptimizerSteps:
     # before a save or a validation
 
     def prepare_save(self) -> None:
-        """Make what will be saved equal on all ranks, and check it. Collective."""
+        """Check the previous loss and average local-SGD replicas, before a save. Collective."""
         self.check_previous_loss()
         self.average_replicas(self.optimizers)
 

@@ -3,6 +3,7 @@
 import datetime
 import os
 import secrets
+import socket
 from typing import Any
 
 import torch
@@ -39,16 +40,17 @@ def select_device(local_rank: int, wanted: str | None) -> torch.device:
     if not torch.cuda.is_available():
         if wanted == "cuda":
             raise ValueError(
-                "paceline.init(device='cuda'): PyTorch sees no GPU here. HINT: device=None takes "
-                "a GPU where there is one"
+                f"paceline.init: device='cuda' needs a GPU, and PyTorch finds none on "
+                f"{socket.gethostname()}. HINT: device=None uses a GPU if there is one, else the "
+                "CPU"
             )
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     if local_rank >= devices:
         raise ValueError(
-            f"paceline.init: local rank {local_rank} has no GPU of its own, this host has "
-            f"{devices}. HINT: at most {counted(devices, 'rank')} a host, or "
-            "paceline.init(device='cpu')"
+            f"paceline.init: there is no GPU for local rank {local_rank}, because "
+            f"{socket.gethostname()} has {counted(devices, 'GPU')}. HINT: start at most "
+            f"{counted(devices, 'rank')} per node, or paceline.init(device='cpu')"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -57,11 +59,12 @@ def select_device(local_rank: int, wanted: str | None) -> torch.device:
 def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name not in AUTOCAST_DTYPES:
         raise ValueError(
-            f"paceline.init: precision={name!r} is not known. HINT: one of {list(AUTOCAST_DTYPES)}"
+            f"paceline.init: precision must be one of {', '.join(map(repr, AUTOCAST_DTYPES))}; "
+            f"this is {name!r}. HINT: precision='fp32'"
         )
     if name == "fp16" and device.type != "cuda":
         raise ValueError(
-            f"paceline.init: precision='fp16' needs a GPU, this rank computes on {device.type}. "
+            f"paceline.init: precision='fp16' needs a GPU; this rank computes on {device.type}. "
             "HINT: precision='bf16'"
         )
     return AUTOCAST_DTYPES[name]
@@ -97,12 +100,12 @@ def join_process_group(identity: RankIdentity, recorder: Recorder, timeout: floa
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise ValueError(
                 f"paceline.init: port {port} on {address} (MASTER_PORT) is in use. "
-                "HINT: another port, or `paceline run`, which finds a free one"
+                "HINT: set MASTER_PORT to another port, or start with `paceline run`, which "
+                "chooses a free one"
             ) from None
         if isinstance(error, ValueError) and not str(error).startswith("paceline.init"):
-            raise ValueError(
-                f"paceline.init: {error}. HINT: start with `paceline run` or torchrun"
-            ) from None
+            hint = "" if "HINT: " in str(error) else ". HINT: start with `paceline run` or torchrun"
+            raise ValueError(f"paceline.init: {error}{hint}") from None
         raise
     started = launched_by(dict(os.environ))
     same = started is not None and (started.rank, started.size) == (identity.rank, identity.size)
@@ -147,8 +150,8 @@ def _store(identity: RankIdentity, timeout: float) -> Any:
     if not (hosts or one_host):
         raise ValueError(
             f"paceline.init: rank {identity.rank} of {identity.size} ({identity.source}) "
-            "does not know where rank 0 is. HINT: MASTER_ADDR=HOST MASTER_PORT=PORT, the same "
-            "for all ranks"
+            "does not know the address of rank 0. HINT: set MASTER_ADDR=HOST and "
+            "MASTER_PORT=PORT, the same on all ranks"
         )
     return join(
         RendezvousSpec(identity.rank, identity.size, hosts, key, one_host),

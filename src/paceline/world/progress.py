@@ -1,4 +1,4 @@
-"""Progress of a long run on rank 0's stderr: one updating line, or one line now and then."""
+"""Progress of a long run on rank 0's stderr: one updating line, or a line every 10 s."""
 
 import os
 import sys

@@ -2,9 +2,9 @@
 
 Every COMPARE_INTERVAL gradient exchanges, and at the first and last of an epoch, each rank sums the
 bits of its parameters and all ranks compare one number. Exchanges are counted because all ranks
-take part in them; a faulty script may take steps on some ranks only. Only where ranks differ more
-data is exchanged: which parameters, and by how much. Differences of rounding (different processors
-on some hosts) are a warning.
+take part in them; a faulty script may take steps on some ranks only. If ranks differ, they also
+exchange which parameters differ, and by how much. Differences of rounding (different processors on
+some nodes) are a warning.
 
 One comparison takes 0.5 to 2 ms in examples/digits.py on two ranks, 0.1 ms of it for the sums.
 """
@@ -113,15 +113,15 @@ class ReplicaDivergenceCheck:
                 f"{ranks_text} in rounding (by up to {difference:.1g}) at step {step}{before}, "
                 f"first in {name}"
             )
-            self._say(f"{message}. HINT: other processors or libraries on some hosts?")
+            self._say(f"{message}. HINT: use the same processors and libraries on all nodes")
             return
         message = (
             f"{ranks_text} at step {step}{before}, first in {name}, by up to {difference:.2g}. "
         )
         message += (
-            "HINT: look for what one rank does alone with the model or the optimizer (a step, "
-            "load_state_dict, clipping by its own gradients); replicas='ignore' in paceline.init "
-            "where they are meant to differ"
+            "HINT: find code that only one rank runs on the model or the optimizer (a step, "
+            "load_state_dict, clipping by local gradients), or set replicas='ignore' in "
+            "paceline.init if the ranks are meant to differ"
         )
         if self.mode == "raise":
             raise ValueError(message)

@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint.shared_state import Difference, PartPath, SharedState
 from ..parallel.data import unwrap
-from ..plurals import named_ranks
+from ..plurals import counted, named_ranks
 from .kept_state import KeptState, Scope
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
@@ -71,7 +71,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 class TrainingState:
-    """The state of one rank: what is the same on all ranks (shared), and what differs (own)."""
+    """The state of one rank: a part that is equal on all ranks (shared), and the rest (own)."""
 
     def __init__(self, training: OptimizerSteps, position: Position) -> None:
         self.training = training
@@ -127,13 +127,15 @@ class TrainingState:
                 raise ValueError(_difference_of_kept(path[1], ranks, absent))
             if absent:
                 raise ValueError(
-                    f"{_label(path)} is not on all ranks. HINT: call world.distribute, world.step "
-                    "and world.scale_learning_rate on every rank"
+                    f"{_label(path)} does not exist on all ranks: {named_ranks(ranks)} "
+                    f"{'differs' if len(ranks) == 1 else 'differ'} from rank 0. HINT: call "
+                    "world.distribute, world.step and world.scale_learning_rate on every rank"
                 )
         shared.take_from_rank_0(found)
         return [
-            f"{_label(path)} differs on {named_ranks(ranks)} from rank 0: checkpoints hold "
-            "rank 0's. HINT: world.keep(NAME=paceline.per_rank(...)) where it is meant to differ"
+            f"the state of {_label(path)} differs on {named_ranks(ranks)} from rank 0, and "
+            "checkpoints contain that of rank 0. HINT: world.keep(NAME=paceline.per_rank(...)) if "
+            "it is meant to differ"
             for path, (ranks, _) in found.items()
         ]
 
@@ -181,16 +183,26 @@ class TrainingState:
         return Position(**shared["position"])
 
     def _check_kept(self, shared: dict[str, Any], per_rank: set[str]) -> None:
-        missing = self.kept.keys() ^ (shared.keys() | per_rank)
-        if missing:
+        saved = shared.keys() | per_rank
+        if self.kept.keys() != saved:
+            only = {
+                "in the checkpoint": saved - self.kept.keys(),
+                "in world.keep": self.kept.keys() - saved,
+            }
+            found = "; ".join(
+                f"only {where}: {', '.join(sorted(names))}"
+                for where, names in only.items()
+                if names
+            )
             raise ValueError(
-                f"the checkpoint and world.keep differ in {', '.join(sorted(missing))}. "
-                "HINT: keep the same names, or another checkpoint folder"
+                f"the checkpoint does not contain the objects of world.keep ({found}). HINT: call "
+                "world.keep with the names of the run that saved it, or set another checkpoint "
+                "folder"
             )
         for name in self._kept(Scope.REPLICATED, Scope.RANK_0).keys() & per_rank:
             raise ValueError(
-                f"the checkpoint has a state of {name} for each rank. "
-                f"HINT: world.keep({name}=paceline.per_rank({name}))"
+                f"the checkpoint contains a state of {name} for each rank, but world.keep expects "
+                f"one for all ranks. HINT: world.keep({name}=paceline.per_rank({name}))"
             )
 
     def restore_warnings(self, shared: dict[str, Any], own: list[Any], size: int) -> list[str]:
@@ -199,16 +211,19 @@ class TrainingState:
         for name in self._kept(Scope.PER_RANK):
             if name in shared["kept"]:
                 warnings.append(
-                    f"world.keep({name}=...) was saved as one state for all ranks: each rank "
-                    "restores it"
+                    f"the checkpoint contains one state of world.keep({name}=...) for all ranks: "
+                    "each rank restores it"
                 )
             elif len(own) != size:
                 others = (
-                    "others keep their initial state" if size > len(own) else "the rest is lost"
+                    f"the initial state of {named_ranks(range(len(own), size))} remains"
+                    if size > len(own)
+                    else f"the states of {named_ranks(range(size, len(own)))} are not restored"
                 )
                 warnings.append(
-                    f"world.keep({name}=...) has the state of {len(own)} ranks, and {size} restore "
-                    f"it: each of the first {min(size, len(own))} its own, {others}"
+                    f"the checkpoint contains the state of world.keep({name}=...) for "
+                    f"{counted(len(own), 'rank')}, and this run has {counted(size, 'rank')}: "
+                    f"{others}"
                 )
         return warnings
 
@@ -224,8 +239,8 @@ def _load_part(part: Any, state: Any, name: str) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         first = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"the checkpoint does not fit this script's {name}: {first}. HINT: the script that "
-            "wrote it, or another checkpoint folder"
+            f"the checkpoint does not fit this script's {name}: {first}. HINT: resume with the "
+            "script that saved it, or set another checkpoint folder"
         ) from None
 
 
@@ -243,7 +258,7 @@ def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:
         return (
             f"world.keep({name}=...) was called on some ranks only, or with another scope: "
             f"{named_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank 0. "
-            "HINT: call it alike on every rank"
+            "HINT: call world.keep with the same names and scopes on every rank"
         )
     return (
         f"the state of world.keep({name}=...) differs on {named_ranks(ranks)} from rank 0. "
@@ -256,9 +271,9 @@ def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:
 def _check_count(name: str, saved: int, expected: int) -> None:
     if saved != expected:
         raise ValueError(
-            f"the checkpoint has {saved} {name}, this script {expected}. HINT: call "
-            "world.distribute (and scale_learning_rate) before world.epochs, as the run that "
-            "wrote it did"
+            f"the number of {name} is {saved} in the checkpoint and {expected} in this script. "
+            "HINT: call world.distribute (and scale_learning_rate) before world.epochs, as in the "
+            "run that saved it"
         )
 
 

@@ -98,7 +98,7 @@ def test_saved_settings_round_trip(tmp_path, best, kept_):
     assert saved_settings.load_settings(path, MINE, DEFAULT) == (best if kept_ else DEFAULT, "")
     other, said = saved_settings.load_settings(path, MINE | {"compression": True}, DEFAULT)
     assert other is None
-    assert said == f"{path} was made with compression = False, and this is True"
+    assert said == f"{path} was made with compression = False, and this run has True"
     knobs, notes = settings_for_script(path, "train.py")
     assert (knobs, notes) == (best.to_knobs() if kept_ else {}, [])
 
@@ -276,12 +276,12 @@ def test_tuning_keeps_training_bitwise_equal(tmp_path, kind):
     """
     expected, _ = trained(tmp_path, kind)
     found, said = trained(tmp_path, kind, "--tune-exchange", tmp_path / "tuned.toml")
-    assert "paceline: the exchange is tuned, in " in said, said
+    assert "paceline: the exchange is tuned after " in said, said
     assert same(found, expected)
     tree = tomllib.loads((tmp_path / "tuned.toml").read_text())
     assert tree["made"]["ranks"] == 2
     again, said = trained(tmp_path, kind, "--tune-exchange", tmp_path / "tuned.toml")
-    assert f"paceline: the exchange is set as {tmp_path}/tuned.toml says: " in said
+    assert f"paceline: the exchange uses the settings of {tmp_path}/tuned.toml: " in said
     assert "is tuned" not in said
     assert same(again, expected)
     settings, said = trained(tmp_path, kind, "--settings", tmp_path / "tuned.toml")
@@ -295,7 +295,7 @@ def test_tuning_keeps_training_with_init_bitwise_equal(tmp_path):
     script, args = ranks.write(tmp_path, scripts.TRAIN), ["--samples", 400, "--epochs", 5]
     ranks.run(script, tmp_path / "plain.pt", *args)
     found = [torch.load(tmp_path / "plain.pt")]
-    for said in ("the exchange is tuned, in ", "the exchange is set as "):
+    for said in ("the exchange is tuned after ", "the exchange uses the settings of "):
         launcher = f"paceline --tune-exchange {tmp_path / 'tuned.toml'}"
         done = ranks.run(script, tmp_path / "tuned.pt", *args, launcher=launcher)
         assert said in done.stderr, done.stderr
@@ -311,8 +311,9 @@ def test_saved_settings_of_different_model_are_ignored(tmp_path):
     trained(tmp_path, "plain", "--tune-exchange", tuned)
     expected, _ = trained(tmp_path, "deeper")
     found, said = trained(tmp_path, "deeper", "--tune-exchange", tuned)
-    assert f"paceline: {tuned} was made with gradients = 12, and this is 16: tuned anew" in said
-    assert "the exchange is tuned, in " in said
+    reason = f"paceline: {tuned} was made with gradients = 12, and this run has 16; "
+    assert f"{reason}the exchange is tuned again\n" in said
+    assert "the exchange is tuned after " in said
     assert same(found, expected)
     assert tomllib.loads(tuned.read_text())["made"]["gradients"] == 16
 
@@ -321,10 +322,14 @@ def test_saved_settings_of_different_model_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "steps", "why"),
     [
-        ("hook", 100, "is not tuned: it has a communication hook"),
+        ("hook", 100, "is not tuned: the model has a communication hook"),
         ("other torch", 100, f"is not tuned: torch {torch.__version__}: made otherwise"),
         ("join", 100, "is not tuned: ranks may end at different steps (model.join())"),
-        ("plain", 12, "--tune-exchange: the script has ended before it was done, in step 11"),
+        (
+            "plain",
+            12,
+            "--tune-exchange: the script ended in step 11, before the tuning was complete",
+        ),
     ],
 )
 def test_untunable_training_is_reported_and_unchanged(tmp_path, kind, steps, why):
@@ -350,7 +355,7 @@ def test_tune_compression_tries_bfloat16(tmp_path):
     tuned = tmp_path / "tuned.toml"
     found, said = trained(tmp_path, "plain", "--tune-exchange", tuned, "--tune-compression")
     expected, _ = trained(tmp_path, "plain")
-    assert "the exchange is tuned, in " in said
+    assert "the exchange is tuned after " in said
     assert not same(found, expected)  # some steps used bfloat16
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=0.1, atol=0.02)
@@ -394,7 +399,7 @@ def test_tuning_between_hosts_tries_algorithms(hosts, shared_folder, layout):
 
     expected, _ = run()
     found, said = run("--tune-exchange", "tuned.toml")
-    assert "paceline: the exchange is tuned, in " in said, said
+    assert "paceline: the exchange is tuned after " in said, said
     tree = tomllib.loads((shared_folder / "tuned.toml").read_text())
     assert tree["made"]["hosts"] == len(layout.split(","))
     again, said = run("--tune-exchange", "tuned.toml")

@@ -60,7 +60,7 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
     first = start(tmp_path, *SLOW, launcher="paceline --max-restarts 2")
     ranks.wait_until(lambda: (tmp_path / "ckpt").exists())
     said = left(first, signal.SIGUSR1)
-    assert "a warning came (SIGUSR1): a checkpoint, and the run leaves early\n" in said
+    assert "rank 0 received SIGUSR1: Paceline saves a checkpoint and ends the run early\n" in said
     (one,) = checkpoints(tmp_path)
     assert (one["epoch"], one["inside"]) == (0, True)
     assert (
@@ -72,7 +72,7 @@ def test_warned_job_checkpoints_exits_and_resumes_bitwise_equal(tmp_path, whole)
 
     second = start(tmp_path, *SLOW)
     for line in second.stderr:
-        if f"going on from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
+        if f"resuming from {tmp_path / 'ckpt'}/step-{one['step']:08}" in line:
             break
     said = left(second, signal.SIGTERM)
     assert "paceline: SIGTERM: the ranks write a checkpoint and stop within 25 s." in said
@@ -196,7 +196,7 @@ def test_job_near_time_limit_checkpoints_and_exits_without_signal(tmp_path):
     args = [tmp_path / "out.pt", *ARGS, "--checkpoint", tmp_path / "ckpt", *SLOW]
     result = ranks.run(script, *args, ranks=1, launcher="python", check=False)
     assert result.returncode == 75, result.stderr
-    assert "s are left of the job's time: a checkpoint, and the run leaves early" in result.stderr
+    assert "s of the job's time limit remain: Paceline saves a checkpoint" in result.stderr
     (one,) = checkpoints(tmp_path)
     assert one["step"] < 60
 
@@ -230,12 +230,12 @@ def submitted(slurm, folder, count):
 def test_warned_slurm_job_is_requeued_and_completes(slurm, shared_folder, whole):
     job = submitted(slurm, shared_folder, 1)
     slurm.cancel(job, "-s", "USR1", "--batch")
-    ranks.wait_until(lambda: "put back" in (shared_folder / "said").read_text(), 20)
+    ranks.wait_until(lambda: "is requeued" in (shared_folder / "said").read_text(), 20)
     state, said = slurm.wait(job), (shared_folder / "said").read_text()
     assert state == "COMPLETED", said
     assert f"paceline: job {job} is requeued (scontrol requeue)\n" in said
     assert "the job stopped early (exit code 75)" in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert_same_bits(whole, torch.load(shared_folder / "out.pt"))
     assert slurm.left_over() == []
 

@@ -104,9 +104,12 @@ def test_job_continues_without_lost_host_with_same_result(hosts, shared_folder, 
         "checkpoint (restart 1 of 3)\n"
     ) in said
     assert said.count("is lost; ") == 1
-    text = "2 of 3 ranks are left: the global batch stays 12 samples (4 a rank before, now up to 6)"
+    text = (
+        "the job continues with 2 of 3 ranks; the global batch remains 12 samples: up to 6 per "
+        "rank instead of 4\n"
+    )
     assert said.count(text) == 1
-    assert re.search(r"going on from .*step-00000024 \(inside epoch 2, step 24\)", said)
+    assert re.search(r"resuming from .*step-00000024 \(inside epoch 2, step 24\)", said)
     same(found, undisturbed)
     assert [one["LOCAL_RANK"] for one in found] == ["0", "1"]
     for rank, one in enumerate(found):

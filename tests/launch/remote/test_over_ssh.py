@@ -265,7 +265,7 @@ def test_delayed_report_of_killed_rank_is_still_root_cause(hosts, shared_folder)
     said = ""
     for line in process.stderr:
         said += line
-        if "another rank has gone" in said:
+        if "another rank has ended" in said:
             break
     time.sleep(1)  # delay of the report
     hosts.run("host2", "pkill", "-CONT", "-f", "-o", "paceline.launch.host_agent")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...cluster.topology.network_interfaces import Link, network_links
+from ...plurals import counted
 from ...security.handshake import (
     DROPPED_CONNECTION_ERRORS,
     Acceptor,
@@ -88,7 +89,9 @@ def exchange_links() -> list[Link]:
     if requested:
         matching = of_names(found, requested)
         if not matching:
-            raise OSError(None, f"no interface is up that GLOO_SOCKET_IFNAME={requested} names")
+            raise OSError(
+                None, f"GLOO_SOCKET_IFNAME={requested} names no network interface that is up"
+            )
         return matching
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", ""), 9))
@@ -96,7 +99,7 @@ def exchange_links() -> list[Link]:
         by_address = [link for link in found if link.address == address]
         found = by_address or found
     if not found:
-        raise OSError(None, "it has no network interface that is up")
+        raise OSError(None, "no network interface is up")
     return found[:1]
 
 
@@ -188,7 +191,8 @@ def _strangers_note(acceptor: Acceptor[int]) -> str:
     if not strangers.total:
         return ""
     return (
-        f" ({strangers.total} connections that don't know the rank's token came from {strangers})"
+        f" ({counted(strangers.total, 'connection')} without this rank's token came from "
+        f"{strangers})"
     )
 
 
@@ -231,7 +235,7 @@ def introduction(token: str, own_host: int) -> Handshake[None]:
         send=_INTRODUCTION.pack(token.encode(), own_host), read=len(_CONFIRMATION)
     )
     if answer != _CONFIRMATION:
-        raise HandshakeError("another program listens there")
+        raise HandshakeError("another program listens on this address")
 
 
 def _configure(connection: socket.socket) -> None:

@@ -5,7 +5,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..shared.collective_calls import CollectiveCall, ExchangeError, mismatch_error, rank_died_error
+from ...plurals import named_ranks
+from ..shared.collective_calls import (
+    CollectiveCall,
+    ExchangeError,
+    mismatch_error,
+    rank_died_error,
+    timeout_error,
+)
 from .c_wire import BROKEN, CLOSED, DIFFERS, NO_MEMORY, SILENT, StepError
 from .connect import Connections
 from .rank_placement import RankPlacement
@@ -73,33 +80,26 @@ class FailureAgreement:
         return reasons[-1]
 
     def _describe(self, error: StepError, call: CollectiveCall, timeout: float) -> str:
+        own = self._global_ranks[self._placement.rank]
         if error.reason == NO_MEMORY:
-            return f"{call}: no memory for what comes from other hosts"
+            return f"{call}: rank {own} has no memory for the data from other nodes"
         if error.reason == BROKEN:
-            return f"{call}: another rank of this host lost other hosts"
+            where = self._placement.host_names[self._placement.host_index]
+            return f"{call}: another rank on {where} lost its connections to other nodes"
         ranks = [self._global_ranks[rank] for rank in self._placement.ranks_by_host[error.host]]
         peer = ranks[min(self._placement.local_rank, len(ranks) - 1)]
         where = self._connections.descriptions.get(
             error.host, self._placement.host_names[error.host]
         )
         if error.reason == DIFFERS and error.peer_call is not None:
-            return str(
-                mismatch_error(
-                    [(self._global_ranks[self._placement.rank], call), (peer, error.peer_call)]
-                )
-            )
+            return str(mismatch_error([(own, call), (peer, error.peer_call)]))
         if error.reason == CLOSED:
             return f"{rank_died_error(call, peer)}, or its connection was cut: {where}"
         if error.reason == SILENT and self._connections.is_unreachable(error.host):
             return (
-                f"{call}: the link to {where} carries nothing any more, for {timeout:g} s. HINT: "
-                "is that host up, and its network?"
+                f"{call}: rank {own} received nothing from {where} for {timeout:g} s, not even an "
+                "acknowledgement of its kernel. HINT: check that this node and its network are up"
             )
-        late = f"rank {peer} on {where} did not come within {timeout:g} s"
-        if len(ranks) > 1:
-            others = ", ".join(str(rank) for rank in ranks if rank != peer)
-            late += f" (or waits for another one of its host: {others})"
-        return (
-            f"{call}: {late}. HINT: is it stopped, or does it compute for longer? A larger "
-            "timeout= in init_process_group"
-        )
+        others = [rank for rank in ranks if rank != peer]
+        also = f", or waits for another rank of its node ({named_ranks(others)})" if others else ""
+        return str(timeout_error(call, f"{peer} on {where}", timeout, also))

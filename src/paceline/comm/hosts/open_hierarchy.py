@@ -41,9 +41,9 @@ def open_hierarchy(
     Return None and the reason where one of the ranks can't take part. timeout: seconds. names: the
     ranks' numbers in the job.
 
-    Raises ValueError on all ranks where they are told to use different algorithms, or one that does
-    not exist, or racks that do not contain one of the hosts; RuntimeError of torch's store where a
-    rank does not come.
+    Raises ValueError on all ranks if the environment variables of the algorithm differ or name an
+    unknown one, if the speed of a link is not a number, or if the racks do not contain one of the
+    hosts; RuntimeError of torch's store if a rank is missing.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
@@ -140,7 +140,10 @@ def _parse_mbit(value: str | float) -> float:
     except ValueError:
         mbit = 0.0
     if not 0 < mbit < float("inf"):
-        raise ValueError(f"{LINK_MBIT_VARIABLE}={value}: a number of Mbit/s is expected")
+        raise ValueError(
+            f"{LINK_MBIT_VARIABLE} must be a number of Mbit/s above 0; this is {value}. "
+            f"HINT: {LINK_MBIT_VARIABLE}=10000"
+        )
     return mbit
 
 
@@ -157,10 +160,11 @@ def _warn_uneven_links(all_ranks: list[dict[str, Any]], speeds: list[list[float]
         if fastest >= UNEVEN_LINK_RATIO * min(mbit)
     }
     notify(
-        f"paceline: links between hosts differ, in Mbit/s: {'; '.join(sorted(slow))}; others up to "
-        f"{fastest:,.0f}. The slowest one sets the pace of every exchange. HINT: "
-        f"GLOO_SOCKET_IFNAME names other interfaces, {LINK_MBIT_VARIABLE} a rate that a link "
-        "can't know, -H the hosts without these\n"
+        "paceline: the links between nodes differ in speed. Slow links, in Mbit/s: "
+        f"{'; '.join(sorted(slow))}; the others have up to {fastest:,.0f}. The slowest link limits "
+        "every collective. HINT: GLOO_SOCKET_IFNAME=NAME selects another interface, "
+        f"{LINK_MBIT_VARIABLE}=N sets the speed of links that report a wrong one, and -H "
+        "HOST,... leaves nodes out\n"
     )
 
 
@@ -206,15 +210,20 @@ def _same_algorithm(requested: list[str], known: list[str], names: Sequence[int]
     for rank, one in enumerate(requested):
         if one != CHEAPEST and one not in known:
             racks = (
-                f", and {schedules.RACKS} where {RACKS_VARIABLE} names racks of as many hosts each"
+                f" ({schedules.RACKS} only if {RACKS_VARIABLE} describes racks with the same "
+                "number of nodes)"
             )
-            hint = f"one of {', '.join(known)}{'' if schedules.RACKS in known else racks}"
-            raise ValueError(f"{ALGORITHM_VARIABLE}={one}: no such algorithm here. HINT: {hint}")
+            note = "" if schedules.RACKS in known else racks
+            raise ValueError(
+                f"{ALGORITHM_VARIABLE} must be one of {', '.join(known)}{note}; this is {one}. "
+                f"HINT: {ALGORITHM_VARIABLE}={known[0]}, or unset it for the algorithm of the "
+                "lowest cost"
+            )
         if one != requested[0]:
             first, other = (names[0], names[rank]) if names else (0, rank)
             raise ValueError(
-                f"ranks are told to use different algorithms: rank {first} has "
-                f"{ALGORITHM_VARIABLE}={requested[0]}, and rank {other} "
-                f"{ALGORITHM_VARIABLE}={one}. HINT: the same on all ranks"
+                f"{ALGORITHM_VARIABLE} must be the same on all ranks; it is {requested[0]} on rank "
+                f"{first} and {one} on rank {other}. HINT: paceline run --env "
+                f"{ALGORITHM_VARIABLE}={requested[0]}"
             )
     return requested[0]

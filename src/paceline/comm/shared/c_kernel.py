@@ -8,6 +8,7 @@ from ctypes import POINTER, c_double, c_int, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
+from ...record.hooks.error_messages import NAMED_PEER_GONE
 from .collective_calls import (
     CollectiveCall,
     ExchangeError,
@@ -75,7 +76,7 @@ class CKernel:
     def __init__(self, fd: int, rank: int, size: int, slot: int, names: Sequence[int] = ()) -> None:
         self._library, self._fd, self._comm = library(), fd, None
         if self._library.paceline_hold(fd, rank):
-            raise OSError(ctypes.get_errno(), "the lock of this rank's byte")
+            raise OSError(ctypes.get_errno(), "this rank can't lock its byte of the shared memory")
         self._comm = self._library.paceline_open(fd, rank, size, slot, 1)
         if not self._comm:
             raise OSError(ctypes.get_errno(), "the shared memory can't be mapped")
@@ -141,7 +142,7 @@ class CKernel:
     def set_socket(self, socket: int, wanted: bool) -> None:
         """Publish the socket of this rank; call it before any rank calls detect_sockets().
 
-        wanted: whether this rank was told to reduce by sockets.
+        wanted: whether the user requests reduction by sockets on this rank.
         """
         self._library.paceline_on_socket(self._comm, socket, wanted)
 
@@ -149,7 +150,7 @@ class CKernel:
         """Set ``sockets`` to the number of sockets that the ranks run on.
 
         It is 0 unless there are several, at least one of them with several ranks. Return whether
-        all ranks were told the same about reducing by sockets.
+        all ranks have the same setting for reduction by sockets.
         """
         count = self._library.paceline_sockets(self._comm)
         self.sockets = max(count, 0)
@@ -163,7 +164,7 @@ class CKernel:
         self._library.paceline_by_socket(self._comm, enabled)
 
     def break_group(self) -> None:
-        """Fail the group on every rank of this host: this rank has lost other hosts."""
+        """Fail the group on every rank of this node: this rank has lost connections to others."""
         if self._comm:
             self._library.paceline_break(self._comm, self.rank)
 
@@ -221,6 +222,7 @@ class CKernel:
             raise timeout_error(own_call, self._names[rank], timeout)
         if reason == LOST_OTHER_HOSTS:
             raise ExchangeError(
-                f"{own_call} can't go on: rank {self._names[rank]} lost other hosts"
+                f"{own_call} {NAMED_PEER_GONE} {self._names[rank]} lost its connections to other "
+                "nodes"
             )
         raise mismatch_error([(self._names[rank], call) for rank, call in mismatch])

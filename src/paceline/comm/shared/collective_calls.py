@@ -44,10 +44,19 @@ def rank_died_error(call: CollectiveCall, rank: int) -> ExchangeError:
     return ExchangeError(f"{call} {NAMED_PEER_GONE} {rank} has died")
 
 
-def timeout_error(call: CollectiveCall, rank: int, timeout: float) -> ExchangeError:
+def timeout_error(
+    call: CollectiveCall, rank: int | str, timeout: float, also: str = ""
+) -> ExchangeError:
+    """Return the error for a rank that did not call the collective within ``timeout`` seconds.
+
+    Args:
+        rank: The rank, or a text such as "3 on node2".
+        also: Further possible cause, appended to the first sentence.
+    """
     return ExchangeError(
-        f"{call}: rank {rank} did not come within {timeout:g} s. HINT: is it stopped, or does it "
-        "compute for longer? A larger timeout= in init_process_group"
+        f"{call}: rank {rank} did not join within {timeout:g} s{also}. HINT: check whether the "
+        "rank is stopped; for longer computations, set a larger timeout= in paceline.init or "
+        "init_process_group"
     )
 
 
@@ -60,6 +69,7 @@ def mismatch_error(rank_calls: Sequence[tuple[int, CollectiveCall]]) -> Exchange
         rank_calls, key=lambda rank_call: rank_call[0]
     )
     return ExchangeError(
-        f"ranks do not exchange the same: rank {first} has {first_call}, and rank "
-        f"{second} has {second_call}"
+        f"ranks call different collectives: rank {first} calls {first_call}, and rank {second} "
+        f"calls {second_call}. HINT: call the same collectives in the same order, with the same "
+        "size and dtype, on all ranks"
     )

@@ -77,10 +77,10 @@ def _receive(store: Any, deadline: float) -> int:
         connection.settimeout(_seconds_left(deadline))
         _connect(connection, f"\0{name}", deadline)
         if _peer_uid(connection) != os.getuid():
-            raise OSError(None, f"the memory offered is of user {_peer_uid(connection)}")
+            raise OSError(None, f"the shared memory belongs to user {_peer_uid(connection)}")
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
     if not fds:
-        raise OSError(None, "rank 0 has handed on no memory")
+        raise OSError(None, "rank 0 sent no shared memory")
     os.set_inheritable(fds[0], False)
     return fds[0]
 

@@ -26,7 +26,7 @@ MIN_SLOT_BYTES = 16 << 10
 # Algorithm of all-reduces between hosts, or SOCKET_REDUCTION.
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 SOCKET_REDUCTION = "sockets"
-ON_SEVERAL_HOSTS = "its ranks are on several hosts"
+ON_SEVERAL_HOSTS = "its ranks are on several nodes"
 DISABLED_BY_USER = "PACELINE_EXCHANGE=gloo"
 
 _socket_groups = itertools.count()
@@ -55,8 +55,8 @@ def open_kernel(
     Return None and the reason where one of the ranks can't take part, or is on another host.
     timeout: seconds. names: numbers of the group's ranks in the job.
 
-    Raises RuntimeError of torch's store where a rank does not come; ValueError where the sockets
-    the user described can't be parsed, or only some ranks are told to reduce by them.
+    Raises RuntimeError of torch's store if a rank is missing; ValueError if the user's description
+    of the sockets can't be parsed, or if reduction by sockets is set on some ranks only.
     """
     socket = _own_socket()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -99,8 +99,8 @@ def _enable_socket_reduction(kernel: CKernel) -> None:
     """Detect sockets, once all ranks have published theirs, and use them where asked to."""
     if not kernel.detect_sockets():
         raise ValueError(
-            f"only some ranks of a host have {ALGORITHM_VARIABLE}={SOCKET_REDUCTION}. HINT: "
-            "the same on all ranks"
+            f"{ALGORITHM_VARIABLE}={SOCKET_REDUCTION} is set on some ranks of a node only. HINT: "
+            f"set it on all ranks: paceline run --env {ALGORITHM_VARIABLE}={SOCKET_REDUCTION}"
         )
     if os.environ.get(ALGORITHM_VARIABLE) == SOCKET_REDUCTION:
         kernel.use_socket_reduction(True)
@@ -108,17 +108,19 @@ def _enable_socket_reduction(kernel: CKernel) -> None:
         is_first = next(_socket_groups) == 0
         if is_first and not kernel.sockets and kernel.size > 1 and kernel.rank == 0:
             notify(
-                f"paceline: {ALGORITHM_VARIABLE}={SOCKET_REDUCTION} has no effect: ranks of this "
-                "host are not bound to several sockets, or to one each. HINT: paceline run --bind "
-                f"core, or {SOCKET_VARIABLE} where the host itself does not say\n"
+                f"paceline: {ALGORITHM_VARIABLE}={SOCKET_REDUCTION} has no effect, because the "
+                "ranks of this node are not bound to several sockets, each rank to one. HINT: "
+                f"paceline run --bind core, or {SOCKET_VARIABLE}='0-31 32-63' if the node does not "
+                "report its sockets\n"
             )
 
 
 @cache
 def _warn_torch_kernel() -> None:
     notify(
-        "paceline: ranks of this host exchange through torch's own operations over shared memory, "
-        "as the kernel in C was not built. HINT: a C compiler, and install Paceline again\n"
+        "paceline: the ranks of this node exchange through PyTorch's operations over shared "
+        "memory, because the kernel in C was not built. HINT: install a C compiler, then "
+        "Paceline again\n"
     )
 
 
@@ -135,7 +137,7 @@ def _available_kernel() -> tuple[type[CKernel] | type[TorchKernel], str]:
             TorchKernel,
             ""
             if machine in X86_MACHINES
-            else f"{reason}, and on {machine} torch alone can't do it",
+            else f"{reason}, and PyTorch's operations do not suffice on {machine}",
         )
     return CKernel, ""
 

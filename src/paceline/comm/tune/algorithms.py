@@ -20,7 +20,7 @@ from .choice import GLOO, PACELINE, UNCHANGED
 MEASURED_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
 REPETITIONS = 3  # measurements of each size, of which the median counts
 MAX_MEASURED_S = 0.15  # after an all-reduce that takes so long no larger ones are measured
-COMPARED_BYTES = 1 << 20  # algorithms with the same steps for so many bytes count as one
+COMPARED_BYTES = 1 << 20  # algorithms with the same steps for a vector of this size count as one
 
 
 class ExchangeMethods:

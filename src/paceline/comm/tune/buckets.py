@@ -25,21 +25,21 @@ class UnableError(Exception):
 def unsupported_reason(replica: Any) -> str:
     """Return why this replica's buckets can't be changed, or ""."""
     if torch.distributed.get_world_size(replica.process_group) == 1:
-        return "it has one rank"
+        return "the model has one rank"
     if replica._comm_hooks:
-        return "it has a communication hook, which may keep something of each bucket"
+        return "the model has a communication hook, which may store data of each bucket"
     if getattr(replica, "_join_config", None) and replica._join_config.enable:
         return "ranks may end at different steps (model.join())"
     if getattr(replica, "mixed_precision", None) is not None:
-        return "it has DDP's own mixed_precision"
+        return "the model uses mixed_precision of DDP"
     if getattr(replica, "_use_python_reducer", False):
-        return "its backward is compiled with the exchange"
+        return "the compiled backward contains the exchange"
     if getattr(replica, "_delay_all_reduce_params", None):
-        return "gradients of it are exchanged by the script's own hook"
+        return "a hook of the script exchanges gradients of the model"
     if getattr(replica, "bucket_bytes_cap_list", None):
-        return "it has buckets of its own sizes (bucket_cap_mb_list)"
+        return "the script sets the size of each bucket (bucket_cap_mb_list)"
     if any(not hasattr(replica, name) for name in REQUIRED_METHODS):
-        return f"torch {torch.__version__} makes its reducer in another way"
+        return f"DDP of torch {torch.__version__} has no replaceable reducer"
     return ""
 
 

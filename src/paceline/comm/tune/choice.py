@@ -22,7 +22,7 @@ class ExchangeSettings:
     bf16: bool = False
 
     def __str__(self) -> str:
-        size = "the script's own buckets" if self.mib is None else f"buckets of {self.mib:g} MiB"
+        size = "the script's buckets" if self.mib is None else f"buckets of {self.mib:g} MiB"
         through = {UNCHANGED: "", GLOO: " over gloo", PACELINE: " over paceline's exchange"}
         method_text = through.get(self.method, f" over paceline's exchange by {self.method}")
         return size + method_text + " as bfloat16" * self.bf16

@@ -54,7 +54,7 @@ def load_settings(
     for name, value in expected.items():
         if stored.get(name) != value:
             before = shorten(stored.get(name))
-            return None, f"{path} was made with {name} = {before}, and this is {value}"
+            return None, f"{path} was made with {name} = {before}, and this run has {value}"
     knobs, notes = fitting_settings(path, tree)
     if notes:
         return None, notes[0]

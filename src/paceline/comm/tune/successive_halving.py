@@ -27,7 +27,7 @@ COMPARISON_PAIRS = 3  # of the final comparison; the best candidate has to be fa
 
 @dataclass(frozen=True)
 class Trial:
-    """A request to run so many steps with the settings; the answer is the seconds of one step."""
+    """A request to run steps with the settings; the answer is the seconds of one step."""
 
     choice: ExchangeSettings
     steps: int = STEPS_PER_TRIAL

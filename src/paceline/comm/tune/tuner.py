@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
+from ...plurals import counted
 from ...record.ring.launcher_messages import notify
 from . import algorithms, saved_settings
 from .buckets import BucketRebuilder, UnableError, unsupported_reason
@@ -93,7 +94,7 @@ class Tuner:
         if self._hook is None and not self._done:
             self._begin()
         if not self._done and self.replica._join_config.enable:
-            self._stop("the script has begun model.join(): ranks may end at different steps")
+            self._stop("the script called model.join(), so ranks may end at different steps")
         if self._next_settings is not None:
             self._apply(self._next_settings)
             self._next_settings = None
@@ -108,8 +109,8 @@ class Tuner:
         if not self._last_step_time:
             return "no optimizer of torch.optim made a step with the model's parameters"
         return (
-            f"the script has ended before it was done, in step {self._steps}; nothing is kept. "
-            f"HINT: it takes {WARM_UP + WARM_UP_STEPS + max_steps(99)} steps"
+            f"the script ended in step {self._steps}, before the tuning was complete; no settings "
+            f"are stored. HINT: train at least {WARM_UP + WARM_UP_STEPS + max_steps(99)} steps"
         )
 
     # From here on all ranks do the same.
@@ -118,10 +119,10 @@ class Tuner:
         choice, said = self._load_settings()
         if choice is not None:
             self._done, self._next_settings = True, choice
-            _say(f"the exchange is set as {self._wanted.file} says: {choice}")
+            _say(f"the exchange uses the settings of {self._wanted.file}: {choice}")
             return
         if said:
-            _say(f"{said}: tuned anew")
+            _say(f"{said}; the exchange is tuned again")
         self._search = self._search_steps()
         self._trial = next(self._search)
         self._hook = register_optimizer_step_post_hook(self._after_step)
@@ -195,9 +196,9 @@ class Tuner:
         full = buckets(gradients, self._buckets.bucket_caps())
         exposed = finish_time(full, costs[self._default.method]) - max(at)
         _say(
-            f"the exchange is tuned: {1e3 * seconds:.1f} ms a step, {1e3 * exposed:.1f} of them "
-            f"exchange that nothing hides, by a model; in at most "
-            f"{max_steps(len(found))} steps {len(found)} other settings are tried"
+            f"tuning the exchange: a step takes {1e3 * seconds:.1f} ms, of which a model estimates "
+            f"{1e3 * exposed:.1f} ms of exposed communication; Paceline tries "
+            f"{counted(len(found), 'other setting')} in at most {max_steps(len(found))} steps"
         )
         return (yield from halving(self._default, found))
 
@@ -219,12 +220,15 @@ class Tuner:
         if result.is_faster:
             words = f"{result.best}: {took:.1f} ms a step, {before:.1f} before"
         elif result.default_step_s:
-            words = f"it stays as it was ({before:.1f} ms a step): {result.best} took {took:.1f}"
+            words = (
+                f"the original settings remain ({before:.1f} ms a step); {result.best} took "
+                f"{took:.1f}"
+            )
         else:
-            words = "nothing else is likely to be faster"
+            words = "no other setting is likely to be faster"
         if os.environ.get("RANK", "0") == "0":
             words += self._save(result)
-        _say(f"the exchange is tuned, in {self._steps} steps: {words}")
+        _say(f"the exchange is tuned after {counted(self._steps, 'step')}: {words}")
 
     def _save(self, result: TuningResult) -> str:
         file = self._wanted.file
@@ -232,7 +236,7 @@ class Tuner:
             saved_settings.save_settings(Path(file), result, self._signature, self._wanted.script)
         except OSError as error:
             return f"; {file} can't be written: {error.strerror}"
-        return f"; kept in {file}"
+        return f"; stored in {file}"
 
     def _stop(self, why: str) -> None:
         self._done = True

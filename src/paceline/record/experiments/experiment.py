@@ -197,7 +197,7 @@ class Experiment:
     def _stop(self, why: str) -> NoReturn:
         """End the experiment because the script is about to change a file of the user."""
         self._results["stopped"] = why
-        notify(f"paceline: stopped: {why}\n")
+        notify(f"paceline: the experiment stops: {why}\n")
         self._finish()
 
     def _finish(self) -> NoReturn:

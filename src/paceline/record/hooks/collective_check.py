@@ -80,8 +80,8 @@ def _warn_not_checked(group: dist.ProcessGroup) -> None:
     global _warned
     if not _warned and group.rank() == 0:
         notify(
-            "paceline: whether ranks agree on their collectives is not checked, the group has no "
-            "backend for the CPU. HINT: init_process_group('cpu:gloo,cuda:nccl')\n"
+            "paceline: ranks do not check that they call the same collectives, because the group "
+            "has no backend for the CPU. HINT: init_process_group('cpu:gloo,cuda:nccl')\n"
         )
     _warned = True
 
@@ -202,7 +202,7 @@ def _make_row(name: str, op: Op, args: Sequence[Any]) -> bytes:
     try:
         return _ROW.pack(*_signature(name, op, args), _script_line())
     except Exception:  # arguments of a type that is not known must not fail the script
-        return _ROW.pack(int(op), *[NOT_COMPARED] * 4, b"a line that is not known\n")
+        return _ROW.pack(int(op), *[NOT_COMPARED] * 4, b"unknown line\n")
 
 
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
@@ -303,15 +303,15 @@ def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
 
 def _hint(differing: list[int], rows: _ROWS) -> str:
     if any(b"\nDDP" in row[5] for row in rows) and differing != [_OP]:
-        return "the same model, the same parameters in use and the same dtype on all ranks"
+        return "use the same model, the same parameters and the same dtype on all ranks"
     if _OP in differing:
         return (
-            "the same collectives in the same order on all ranks: look for one inside an `if` on "
-            "the rank, or a loop that a rank leaves early"
+            "call the same collectives in the same order on all ranks; look for a collective "
+            "inside an `if` that depends on the rank, or a loop that one rank leaves early"
         )
     if _BYTES in differing or _DTYPE in differing:
         return (
-            "the same shape and dtype on all ranks: where a rank's batch is smaller, pad it or "
-            "leave it out (drop_last=True)"
+            "use the same shape and dtype on all ranks; if the last batch of a rank is smaller, "
+            "pad it or drop it (drop_last=True)"
         )
-    return "the same src, dst and op on all ranks"
+    return "pass the same src, dst and op on all ranks"

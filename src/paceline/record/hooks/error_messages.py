@@ -22,7 +22,7 @@ PEER_GONE_PHRASES = (
     *("NCCL communicator was aborted", "remote process exited"),
 )
 # As above, in Paceline's own exception, which also names the peer's rank.
-NAMED_PEER_GONE = "can't go on: rank"
+NAMED_PEER_GONE = "can't continue: rank"
 
 
 def find_peer_gone(text: str) -> str | None:
@@ -80,7 +80,7 @@ def format_error(error: BaseException) -> str:
     if phrase == NAMED_PEER_GONE:
         return f"{_place(frames)}error: {error}\n"
     if phrase:  # the rest of gloo's and NCCL's text adds no information
-        return f"{_place(frames)}error: another rank has gone ({phrase})\n"
+        return f"{_place(frames)}error: another rank has ended ({phrase})\n"
     # Every traceback begins with the frames that started the script, which do not help the user.
     outer = error.__traceback__
     while (

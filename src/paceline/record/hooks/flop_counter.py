@@ -63,7 +63,7 @@ class FlopCounter(TorchDispatchMode):
         inside = _get_current_dispatch_mode() is self and self._thread == threading.get_ident()
         self._thread = 0
         if not inside:  # the script entered a dispatch mode, or trains in another thread
-            notify(f"warning: the FLOPs of step {self.step} could not be counted\n")
+            notify(f"warning: Paceline could not count the FLOPs of step {self.step}\n")
             return
         seconds = time.perf_counter() - self._started
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

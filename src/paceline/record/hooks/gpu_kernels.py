@@ -114,7 +114,7 @@ class KernelSampler:
         if self._activity not in torch.profiler.supported_activities():
             return
         if _profiler_enabled():
-            notify("paceline: the script profiles by itself: kernels are left to it\n")
+            notify("paceline: the script runs a profiler, so Paceline records no GPU kernels\n")
             return
         self._starting = True
         self._profiler = torch.profiler.profile(activities=[self._activity])
@@ -134,8 +134,8 @@ class KernelSampler:
         )
         if not write_kernels(self.recorder, self._read(profiler), offset, launched):
             notify(
-                "paceline: the communication kernels could not be told by collective: their time "
-                "counts as transfer\n"
+                "paceline: the number of communication kernels differs from that of collectives, "
+                "so their time counts as transfer\n"
             )
 
     def give_way(self) -> None:
@@ -143,7 +143,7 @@ class KernelSampler:
         if self._profiler is not None and not self._starting:
             self._stopped()
             self.recorder.launched_collectives = None
-            notify("paceline: the script profiles by itself: kernels are left to it\n")
+            notify("paceline: the script runs a profiler, so Paceline records no GPU kernels\n")
 
     def _stopped(self) -> Any:
         profiler, self._profiler = self._profiler, None

@@ -19,7 +19,7 @@ def report_failure(hook: str, error: Exception) -> None:
         failed_hooks[hook] = f"{type(error).__name__}: {error}"[:MAX_FAILURE_CHARS]
         notify(
             f"warning: Paceline's hook of {hook} failed and is off ({failed_hooks[hook]}). "
-            "The script goes on; its record is incomplete\n"
+            "The script continues; its record is incomplete\n"
         )
         update_all_headers(failed_hooks=dict(failed_hooks))
     except Exception:  # an error without text, a closed stderr: must not fail the script either

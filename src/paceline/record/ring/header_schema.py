@@ -199,14 +199,14 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
     about: RecordHeader = without_line_breaks(parse_json(text, RecordHeader, name))
     if about["rank"] >= about["size"]:
         raise InvalidFileError(
-            name, f"says rank {about['rank']} of {counted(about['size'], 'rank')}"
+            name, f"is of rank {about['rank']} of {counted(about['size'], 'rank')}"
         )
     for number, group in about.get("groups", {}).items():
         if int(number) > MAX_GROUP_NUMBER:
-            raise InvalidFileError(name, f"says {number} is a process group's number")
+            raise InvalidFileError(name, f"has a process group of the number {number}")
         if group["rank"] >= group["size"]:
             said = f"rank {group['rank']} of {group['size']}"
-            raise InvalidFileError(name, f"says {said} in the process group {group['name']}")
+            raise InvalidFileError(name, f"has {said} in the process group {group['name']}")
     return about
 
 

@@ -181,7 +181,10 @@ class Recorder:
             del groups[number]
             if not self._full:
                 self._full = True
-                notify(f"warning: process group {name!r} and those after it are not recorded\n")
+                notify(
+                    f"warning: process group {name!r} and later ones are not recorded: the "
+                    "record's header is full\n"
+                )
             return 0
         return int(number)
 
@@ -345,5 +348,5 @@ def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
         return ring
     raise ValueError(
         f"no room for the record of rank {rank} in {' or '.join(map(str, folders))}: {problem}. "
-        "HINT: free some space there, or paceline.init(record=False)"
+        "HINT: free space in one of these folders, or set paceline.init(record=False)"
     )

@@ -61,7 +61,8 @@ class Ring:
         """Write the header with ``meta`` as its JSON; the counters do not change."""
         text = json.dumps(meta).encode()
         if HEADER.size + len(text) > LAST_BEGUN_OFFSET:
-            raise ValueError(f"the record's description takes {len(text)} bytes, over its header's")
+            limit = LAST_BEGUN_OFFSET - HEADER.size
+            raise ValueError(f"the record's header takes {len(text)} bytes; the limit is {limit}")
         HEADER.pack_into(
             *(self._map, 0, MAGIC, VERSION, HEADER_BYTES, EVENT.size, self.capacity),
             *(self.written, self.cost_ns, len(text)),

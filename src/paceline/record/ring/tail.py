@@ -59,7 +59,7 @@ def read_tail(path: Path, most: int) -> bytes:
     try:
         head = bytearray(os.pread(fd, HEADER_BYTES, 0))
         if len(head) < HEADER_BYTES or head[: len(MAGIC)] != MAGIC:
-            raise InvalidFileError(path, "is not a record, or not yet")
+            raise InvalidFileError(path, "is not a record, or is not complete yet")
         magic, version, header, event, capacity, written, cost, length = HEADER.unpack_from(head)
         if version > VERSION or header != HEADER_BYTES or event != EVENT.size:
             return bytes(head)  # its reader reports the error

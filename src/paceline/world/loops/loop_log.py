@@ -1,10 +1,10 @@
-"""What each rank's loops have done, compared between ranks.
+"""A log of each rank's loops, compared between ranks.
 
 Ranks that leave a loop alone, or validate alone, then call other collectives than the rest. The
 error of that collective names only the collective. So each rank publishes in the job's store where
 it has left a loop and which validation passes it has begun, and the error message says how ranks
-differ. Validation on some ranks may also stay without an error: ranks compare at an epoch's end, by
-a collective.
+differ. Validation on some ranks may also cause no error. Therefore ranks compare their passes at an
+epoch's end, by a collective.
 """
 
 import contextlib
@@ -19,13 +19,12 @@ from ...plurals import named_ranks
 from ...record.hooks.error_messages import find_peer_gone, script_line
 
 READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
-_DISAGREEMENTS = ("ranks disagree about collective", "ranks do not exchange the same")
+_DISAGREEMENTS = ("ranks disagree about collective", "ranks call different collectives")
 _WAY_OUT = {
     "validation": (
-        "all ranks call world.batches(validation): each has its own part, and world.meter() adds "
-        "them up"
+        "call world.batches(validation) on all ranks; world.meter() sums over their parts"
     ),
-    "unsharded": "world.shard(loader, every_sample_once=True) for a validation on all ranks",
+    "unsharded": "validate on all ranks, with world.shard(loader, every_sample_once=True)",
 }
 
 
@@ -53,16 +52,16 @@ class LoopLog:
         """Note that the script leaves a loop before its end, at or after this line.
 
         An exception leaves loops as well, which is not visible here. So it is published only when
-        the script goes on. Of nested loops that are left together, the innermost counts.
+        the script continues. Of nested loops that are left together, the innermost counts.
         """
         self._leaving = self._leaving or (f"{what} {where}", line)
 
     def warn_later(self, message: str) -> None:
-        """Warn about a loop that is being left, if the script goes on after it."""
+        """Warn about a loop that is being left, if the script continues after it."""
         self._warnings.append(message)
 
     def go_on(self) -> None:
-        """Publish the loop that was left, now that the script goes on after it."""
+        """Publish the loop that was left, now that the script continues after it."""
         for message in self._warnings:
             self.warn(message)
         self._warnings.clear()
@@ -145,8 +144,8 @@ def _describe_left(entries: list[Any]) -> str:
     others = [rank for rank in range(len(left)) if rank not in ranks]
     line = entries[ranks[0]][0][1]
     return (
-        f"{named_ranks(ranks)} left {first} ({line}), {named_ranks(others)} did not. HINT: if "
-        "world.any(condition): break, which is the same decision on all ranks"
+        f"{named_ranks(ranks)} left {first} ({line}), {named_ranks(others)} did not. HINT: "
+        "`if world.any(condition): break` makes the same decision on all ranks"
     )
 
 
@@ -156,8 +155,12 @@ def _describe_passes(entries: list[Any], kind: str) -> str:
     ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
     if len(ranks) == len(passes):
         return ""
-    what = "of which each rank has its own part" if kind == "validation" else "the others wait"
+    effect = (
+        "although each rank has a part of its samples"
+        if kind == "validation"
+        else "while the other ranks wait"
+    )
     return (
-        f"{named_ranks(ranks)} alone went through {text} with world.batches, {what}. "
+        f"only {named_ranks(ranks)} iterated over {text} with world.batches, {effect}. "
         f"HINT: {_WAY_OUT[kind]}"
     )

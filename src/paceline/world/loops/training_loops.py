@@ -3,17 +3,15 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DistributedSampler
 
 from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
 from ...parallel.accumulation import LoadedBatch
-from ...parallel.data import set_buffer_sync
+from ...plurals import counted
 from ...record.hooks.batch_size import samples_in
 from ...record.hooks.error_messages import script_line
 from ...record.ring.recorder import Recorder, now
@@ -22,6 +20,7 @@ from ..checkpointing import Checkpointer
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
 from ..training_state import Position, TrainingState
+from .evaluation import EvaluationPass, evaluation
 from .loop_log import LoopLog
 from .training_pass import TrainingPass
 
@@ -139,11 +138,12 @@ class TrainingLoops:
         if start is None:
             return
         training = self.training
-        this = EvaluationPass()
+        this = EvaluationPass(f"{loader.name} ({script_line()})")
         self._open_passes[number] = this
         training.average_replicas()
         self.log.begin_pass("validation", loader.name)
         self._evaluations.append(this)
+        training.validation_loop = this.name
         this.callback(self._record_validation, now())
         try:
             this.enter_context(evaluation(training.models))
@@ -152,9 +152,9 @@ class TrainingLoops:
                 yield batch
                 if this not in self._evaluations:
                     raise ValueError(
-                        f"world.batches: the validation pass over {loader.name} has been ended by "
-                        "a training loop that began before its end. HINT: leave the validation "
-                        "loop first; for a loop inside it that does not train, "
+                        f"world.batches: a training loop began inside the validation pass over "
+                        f"{loader.name} and ended it. HINT: leave the validation loop before the "
+                        "training loop; for an inner loop that does not train, use "
                         "world.shard(loader, every_sample_once=True)"
                     )
         finally:
@@ -169,6 +169,7 @@ class TrainingLoops:
             while len(passes) > first:
                 passes.pop().close()
             self.training.evaluation_share = passes[-1].share if passes else None
+            self.training.validation_loop = passes[-1].name if passes else ""
 
     def _record_validation(self, start_ns: int) -> None:
         self.recorder.event(State.VALIDATION, start_ns, now())
@@ -178,8 +179,8 @@ class TrainingLoops:
         self.log.begin_pass("unsharded", loop.name)
         if self.training.size > 1 and not is_divided(loader):
             self.warn(
-                f"world.batches got a {loop.name} ({loop.line}) that is not sharded: each of "
-                f"{self.training.size} ranks goes through all of it. HINT: loader = "
+                f"world.batches: the {loop.name} ({loop.line}) is not sharded, so each of "
+                f"{self.training.size} ranks processes all of its batches. HINT: loader = "
                 "world.shard(loader), and for validation world.shard(loader, "
                 "every_sample_once=True)"
             )
@@ -282,8 +283,9 @@ class TrainingLoops:
             if self._resume is not None:
                 self._resume = None
                 self.warn(
-                    f"epoch {epoch + 1} ended without reaching the loop that its checkpoint was "
-                    "taken in, so it ran whole. HINT: did the script change?"
+                    f"epoch {epoch + 1} did not reach the loop in which its checkpoint was saved, "
+                    "so the script repeated the whole epoch. HINT: resume with the script that "
+                    "saved the checkpoint"
                 )
             self.training.check_previous_loss()
             self.training.replicas.end_of_epoch()
@@ -311,44 +313,10 @@ class TrainingLoops:
         restore = checkpointer.load(folder)
         saved = restore()
         where = f"inside epoch {saved.epoch + 1}" if saved.inside else f"after epoch {saved.epoch}"
-        self.progress.say(f"going on from {folder} ({where}, step {self.recorder.step})")
+        self.progress.say(f"resuming from {folder} ({where}, step {self.recorder.step})")
         if saved.inside:
             self._resume = (saved, restore)
         return saved.epoch
-
-
-class EvaluationPass(ExitStack):
-    """The context of one validation pass, from its first batch until it ends.
-
-    Attributes:
-        share: This rank's part of the current batch.
-    """
-
-    share: BatchShare | None = None
-
-
-@contextmanager
-def evaluation(models: list[nn.Module]) -> Iterator[None]:
-    """Context without gradients, with modules in eval mode.
-
-    Rank 0's buffers are broadcast at the start, so that ranks may run different numbers of
-    forwards.
-    """
-    modules = [module for model in models for module in model.modules()]
-    modes = [module.training for module in modules]
-    gradients = torch.is_grad_enabled()
-    for model in models:
-        set_buffer_sync(model, False)
-        model.eval()
-    torch.set_grad_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(gradients)
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        for model in models:
-            set_buffer_sync(model, True)
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -387,7 +355,8 @@ def _convert_position(position: int, batch: int | None, loader: Sharded) -> int:
         return position
     if position * batch % current:
         raise ValueError(
-            f"the checkpoint stands after {position} global batches of {batch} samples, which is "
-            f"no whole number of batches of {current}. HINT: global_batch={batch} as before"
+            f"the checkpoint was saved after {counted(position * batch, 'sample')} of the epoch, "
+            f"which is not a multiple of the global batch of {current}. "
+            f"HINT: world.shard(loader, global_batch={batch}), as in the run that saved it"
         )
     return position * batch // current

@@ -7,6 +7,7 @@ from torch import nn
 
 from ...optim.gradients import has_gradients
 from ...parallel.accumulation import Batch, LoadedBatch
+from ...plurals import counted
 from ...record.hooks.error_messages import script_line
 from ..optimizer_step import OptimizerSteps
 
@@ -44,9 +45,10 @@ class TrainingPass:
         self.batch = None
         if self._batches == 0 and self.training.unstepped_loop:
             self.warn(
-                f"the loop over {self.training.unstepped_loop} was left between world.backward and "
-                f"world.step: its gradients are added to those of the loop over {self.name} "
-                f"({self.line}). HINT: optimizer.zero_grad(), or break after world.step"
+                f"the script left the loop over {self.training.unstepped_loop} between "
+                f"world.backward and world.step, so its gradients are added to those of the loop "
+                f"over {self.name} ({self.line}). HINT: call optimizer.zero_grad() after the first "
+                "loop, or break after world.step"
             )
             self.training.unstepped_loop = ""
         if torch.is_grad_enabled():
@@ -62,8 +64,9 @@ class TrainingPass:
         stepped = self.training.phases.recorder.step > self._step_at_begin
         if self.batch.weight != 1.0 and not self.batch.backwards and stepped:
             self.warn(
-                "a batch is uneven or accumulated, and its gradient was not weighted. "
-                "HINT: world.backward(loss) instead of loss.backward()"
+                f"a batch of the loop over {self.name} ({self.line}) is uneven or accumulated, but "
+                "loss.backward() did not weight its gradient. HINT: call world.backward(loss) "
+                "instead"
             )
         self.training.end(self.batch)
 
@@ -94,9 +97,9 @@ class TrainingPass:
         if discarded:
             self.training.unstepped_loop = ""
             self.warn(
-                f"the loop over {self.name} ({self.line}) was left after {discarded} accumulated "
-                "batches; their gradients are discarded. HINT: leave the loop after a world.step "
-                "that returned True"
+                f"the script left the loop over {self.name} ({self.line}) after {discarded} "
+                "accumulated batches, and Paceline discards their gradients. HINT: leave the loop "
+                "after a world.step that returned True"
             )
         return bool(discarded)
 
@@ -111,15 +114,15 @@ class TrainingPass:
             return
         if backwards:
             self.warn(
-                f"the loop over {self.name} ({self.line}) had {backwards} backwards and no step of "
-                "an optimizer that Paceline knows. HINT: world.step(optimizer)"
+                f"the loop over {self.name} ({self.line}) had {counted(backwards, 'backward')} and "
+                "no step of an optimizer that Paceline knows. HINT: call world.step(optimizer) "
+                "after each world.backward(loss)"
             )
         elif self._mode:
             self.warn(
                 f"the loop over {self.name} ({self.line}) had no backward, and ran the model "
-                f"{self._mode}. HINT: for a validation pass, give world.batches the loader "
-                "world.shard(loader, every_sample_once=True): eval mode, no gradients, each sample "
-                "on one rank"
+                f"{self._mode}. HINT: for a validation pass in eval mode and without gradients, "
+                "use world.batches(world.shard(loader, every_sample_once=True))"
             )
 
     def _models_with_gradients(self) -> list[nn.Module]:
