@@ -63,10 +63,10 @@ def case(hosts: Any, model: str, mbit: int, args: Any) -> dict[str, Any]:
     hosts.run("host0", *sweep, cwd=folder, timeout=3600)
     found = dict(json.loads((folder / "found.json").read_text()))
     console.print(found["choices"], highlight=False)
-    steps = re.search(r"is tuned, in (\d+) steps", told)
+    steps = re.search(r"is tuned after ([\d,]+) steps", told)
     assert steps is not None, told
     kept = tomllib.loads((folder / "tuned.toml").read_text())["knobs"]
-    return found | {"tuner_steps": int(steps[1]), "kept": kept}
+    return found | {"tuner_steps": int(steps[1].replace(",", "")), "kept": kept}
 
 
 def report(args: Any, facts: Any, found: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ def test_slow_hosts_missing_hosts_and_slow_links_are_reported(hosts, shared_fold
         text = " ".join(done.stdout.split())
         assert "host2 is slow: " in text
         assert "all links of host3 are slow: bandwidth is" in text
-        assert "host9 can't be reached: host9: no such host" in text
+        assert "host9 can't be reached: host9: its name does not resolve" in text
         assert set(load(shared_folder / "machine.toml").unreachable) == {"host9"}
     finally:
         hosts.run("host3", "tc", "qdisc", "del", "dev", "eth0", "root", check=False)

@@ -366,7 +366,7 @@ def test_tune_compression_tries_bfloat16(tmp_path):
     [
         (["--tune-compression"], "needs --tune-exchange. HINT: add --tune-exchange FILE"),
         (["--tune-exchange", "there/tuned.toml"], "is not a folder. HINT: name a file in a folder"),
-        (["--tune-exchange", "other.toml"], "--tune-exchange has not written it"),
+        (["--tune-exchange", "other.toml"], "--tune-exchange did not write it"),
         (
             ["--tune-exchange", "tuned.toml", "--settings", "other.toml"],
             "--tune-exchange searches for bucket-mb, which a setting fixes",

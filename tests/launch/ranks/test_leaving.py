@@ -121,7 +121,9 @@ def saving(tmp_path):
     ("kind", "code", "words"),
     [
         (signal.SIGTERM, 143, "SIGTERM: Paceline ended all ranks"),
-        pytest.param(signal.SIGINT, 130, "interrupted: all ranks", marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGINT, 130, "interrupted: Paceline ended all ranks", marks=pytest.mark.long
+        ),
     ],
 )
 def test_second_signal_ends_ranks_that_write_checkpoint(tmp_path, saving, kind, code, words):
@@ -130,7 +132,7 @@ def test_second_signal_ends_ranks_that_write_checkpoint(tmp_path, saving, kind, 
     _, said = saving.communicate(timeout=20)
     assert saving.returncode == code
     assert time.monotonic() - begun < 6
-    assert f"{words} were ended" in said
+    assert words in said
     assert ranks.alive(str(tmp_path / "script.py")) == []
 
 
