@@ -323,7 +323,7 @@ def test_excessive_overlapping_slices_are_skipped_and_reported(tmp_path):
     told = timeline.write(
         analyse_with_window(Run("x", [rank.record()], [])), tmp_path / "trace.json.gz"
     )
-    assert "744 slices that over 256 others overlap" in told
+    assert "744 slices that more than 256 others overlap" in told
     json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
 
 
