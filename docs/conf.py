@@ -26,6 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "command_output",
     "generated_reference",
+    "pictures",
 ]
 exclude_patterns = ["benchmarks", "pictures/*.py", "outputs", "_ext", "reference/generated"]
 nitpicky = False
