@@ -1,7 +1,7 @@
 """Show the variant of a picture that suits the theme, and link pictures to their full size.
 
-A picture is written in plain Markdown. If a file NAME-dark.png lies beside NAME.png, the dark theme
-shows that one; GitHub shows NAME.png.
+A picture is written in plain Markdown. If there is a file dark/NAME-dark.png beside NAME.png, the
+dark theme shows that one; GitHub shows NAME.png.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ class PictureVariants(SphinxTransform):
             path = Path(image["uri"])
             if isinstance(image.parent, nodes.reference) or not (folder / path).is_file():
                 continue
-            dark = path.with_name(f"{path.stem}-dark{path.suffix}")
+            dark = path.parent / "dark" / f"{path.stem}-dark{path.suffix}"
             variants = [(str(path), [])]
             if (folder / dark).is_file():
                 variants = [(str(path), ["only-light"]), (str(dark), ["only-dark"])]

@@ -1,8 +1,8 @@
 """Draw docs/pictures: report pages of real runs with one known slowdown each, shown by Chromium.
 
-Each picture has a light variant (NAME.png) and a dark one (NAME-dark.png). The script checks that
-the largest loss of each page is the one that the picture is named after. It needs Chromium (make
-test-packages), and root for the throttled link. Arguments: the runs to draw; all by default.
+Each picture has a light variant (NAME.png) and a dark one (dark/NAME-dark.png). The script checks
+that the largest loss of each page is the one that the picture is named after. It needs Chromium
+(make test-packages), and root for the throttled link. Arguments: the runs to draw; all by default.
 """
 
 import shutil
@@ -54,7 +54,7 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("this needs chromium. HINT: make test-packages")
-    PICTURES.mkdir(exist_ok=True)
+    (PICTURES / "dark").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for run, ranks, slowdown, prefix, largest in RUNS:
@@ -87,7 +87,7 @@ def open_page(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> 
 
 
 def picture(name: str, theme: Literal["light", "dark"]) -> Path:
-    return PICTURES / (f"{name}.png" if theme == "light" else f"{name}-dark.png")
+    return PICTURES / (f"{name}.png" if theme == "light" else f"dark/{name}-dark.png")
 
 
 def draw_summary(
