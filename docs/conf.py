@@ -10,6 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
+from generated_reference import glossary
+
 from paceline.version import __version__
 
 project = "Paceline"
@@ -24,11 +26,13 @@ extensions = [
     "sphinx_copybutton",
     "command_output",
     "generated_reference",
+    "pictures",
 ]
 exclude_patterns = ["benchmarks", "pictures/*.py", "outputs", "_ext", "reference/generated"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_block", "substitution"]
+myst_substitutions = glossary()  # {{ rank }}: a definition that the report page shows, too
 myst_heading_anchors = 4  # links to headings, as GitHub makes them
 
 autodoc_member_order = "bysource"

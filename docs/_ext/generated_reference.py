@@ -16,7 +16,8 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from paceline.cli import app as cli
 from paceline.knobs.registry import KNOBS
-from paceline.report.page.definitions import DEFINITIONS
+from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.terminal.diagnose import NAMES as CAUSE_NAMES
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
 
@@ -133,7 +134,28 @@ def remedies() -> str:
 
 def definitions() -> str:
     """Return the definitions that the report page shows as tooltips."""
-    return "\n".join(f"{term}\n: {text}\n" for term, text in DEFINITIONS.items())
+    return "\n".join(f"{_label(key)}\n: {text}\n" for key, text in DEFINITIONS.items())
+
+
+def glossary() -> dict[str, str]:
+    """Return the definitions that the glossary shares with the report page, by substitution."""
+    return {re.sub(r"\W+", "_", term).lower(): DEFINITIONS[key] for term, key in GLOSSARY.items()}
+
+
+_LABELS = {  # of keys that are not words of the page
+    "parallel": "parallel efficiency",
+    "communication": "communication efficiency",
+    "group": "process group",
+    "step_ms": "step (ms)",
+}
+
+
+def _label(key: str) -> str:
+    """Return a key of DEFINITIONS as the page shows it."""
+    cause = key.removeprefix("held by ")
+    if cause != key:
+        return f"{CAUSE_NAMES[cause]} (in a diagnosis)"
+    return _LABELS.get(key, key.replace("_", " "))
 
 
 def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:

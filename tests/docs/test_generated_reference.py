@@ -1,6 +1,8 @@
 """The site is built without a warning, and the generated reference is complete."""
 
+import html
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import typer
 import paceline
 from paceline.cli import app
 from paceline.knobs.registry import KNOBS
+from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
 
 ROOT = Path(paceline.__file__).parents[2]
 pytestmark = pytest.mark.skipif(
@@ -50,3 +53,20 @@ def test_pages_load_nothing_from_other_sites(site):
         for tag in ('<script src="http', '<link rel="stylesheet" href="http', '<img src="http'):
             assert tag not in text, page
     assert not [css for css in site.rglob("*.css") if "@import url(http" in css.read_text()]
+
+
+def test_glossary_has_the_definitions_of_the_report_page(site):
+    text = (site / "reference/glossary.html").read_text()
+    assert all(html.escape(DEFINITIONS[key], quote=False) in text for key in GLOSSARY.values())
+    assert "{{" not in text.partition("<main")[2]
+
+
+def test_pictures_suit_the_theme_and_link_to_their_full_size(site):
+    folder = site / "how-to/improve"
+    page = (folder / "read-the-report.html").read_text()
+    for name, theme in (("slow-rank.png", "only-light"), ("slow-rank-dark.png", "only-dark")):
+        links = re.findall(r'<a class="([^"]*)" href="([^"]*)"><img [^>]*src="([^"]*)"', page)
+        (found,) = [link for link in links if link[1].endswith(f"/{name}")]
+        assert theme in found[0]
+        assert found[1] == found[2]
+        assert (folder / found[1]).is_file()

@@ -66,7 +66,7 @@ def test_stage_copies_to_all_hosts_and_reads_each_byte_once(hosts, packed):
     assert done.returncode == 1
     assert "host2: /tmp/near: Not a directory. HINT: choose a folder of this" in said
     assert "host3: /tmp/near/paceline-stage-0/set-" in said
-    assert said.count("20 of 20 shards are there") == 2
+    assert said.count("20 of 20 shards are on the node") == 2
 
 
 def test_stage_continues_if_host_with_pending_shards_is_stopped(hosts, packed):

@@ -77,7 +77,7 @@ def test_counted_flops_of_real_run_appear_on_roofline(tmp_path):
     assert "20 GFLOP/s" in text
     assert "a step:" in text
     save(machine("another"), file)
-    assert "another stands for it" in told([record], machine=file)
+    assert "the roofline is that of another" in told([record], machine=file)
     save(machine(host, "cuda:0"), file)
     with pytest.raises(ValueError, match=r"no matrix product and triad of cpu .* HINT"):
         told([record], machine=file)

@@ -35,7 +35,7 @@ def refusal(*words):
 def test_report_of_one_record_has_states_efficiencies_and_losses(tmp_path):
     text = report(made(tmp_path / "run", size=4)).stdout
     flat = re.sub(r"[│\s]+", " ", text)
-    assert "4 ranks on 2 hosts, 41 steps" in flat
+    assert "4 ranks on 2 nodes, 41 steps" in flat
     assert re.search(r"useful +\d+\.\d %", text)
     for name in ("parallel efficiency", "load balance", "serialisation", "transfer"):
         assert re.search(rf"{name} +[01]\.\d\d", text), name
@@ -59,7 +59,7 @@ def test_steps_option_selects_range(tmp_path):
     folder = made(tmp_path / "run")
     data = json.loads(report("--json", "--steps", "10:20", folder).stdout)
     assert data["samples"] == 2 * 8 * 10
-    assert "--steps 20:10 is not understood" in refusal("--steps", "20:10", folder)
+    assert "this is '20:10'" in refusal("--steps", "20:10", folder)
     assert "were not recorded" in refusal("--steps", "900:999", folder)
 
 

@@ -113,7 +113,7 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     data = json.loads(json.dumps(as_json(told), allow_nan=False))
     assert agree(page, data) > 130
     assert page.inner_text(".lead") == (
-        "4 ranks reach 33.3 % of the ideal: 1,600 of 4,800 samples/s. What holds them back most, "
+        "4 ranks reach 33.3 % of the ideal: 1,600 of 4,800 samples/s. The largest cause, "
         "43.0 % of a step's time: the loader takes 14.2 ms per batch and mostly waits (no workers: "
         "the training process loads the batches)."
     )
@@ -121,15 +121,15 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert page.locator(".losses .share").all_inner_texts() == ["43.0 %", "12.0 %", "5.1 %"]
     first, second, script = page.locator(".losses li").all()
     assert "41.0 % to 47.0 % of a step's time" in first.inner_text()
-    assert "As the record has it" in script.inner_text()
+    assert "From the record: no experiment" in script.inner_text()
     for one in (first, second, script):
         assert not one.locator("table").is_visible()
         one.locator("summary").click()
     assert "0, 1, 2" in first.inner_text()
-    assert "39, and 20 more (--json)" in first.inner_text()
+    assert "39, and 20 more (see --json)" in first.inner_text()
     assert "busbw (GB/s)\t0.295" in second.inner_text()
     assert script.locator("code").all_inner_texts() == ["script", LINE["code"]]
-    assert "train.py:7 in step, 80.0 % of its samples" in script.inner_text()
+    assert "train.py:7 in step, 80.0 % of its stack samples" in script.inner_text()
     # The bars descend from the ideal; each begins where the previous one ends.
     (bars,) = drawn(page, "waterfall")
     names = ["sharing the machine", "slower ranks", "exchange", "input"]
@@ -143,7 +143,7 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     # Every measurement is described in words.
     text = page.inner_text("#rungs")
     assert all(WORDS[name] in text for name in (*RUNGS, "loader"))
-    assert "14.2 ms a batch" in text
+    assert "14.2 ms per batch" in text
     assert "left out: something." in page.inner_text("#how")
     assert "paceline run -n 4 --record record train.py '--x y'" in page.inner_text("#summary")
 
@@ -155,7 +155,7 @@ def test_single_round_gives_uncertain_causes_and_hatched_bars(tmp_path, opened):
     assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 40
     assert "inf" not in page.inner_text("main")
     lead = page.inner_text(".lead")
-    assert "No cause is sure: sharing the machine, exchange and input may cost time" in lead
+    assert "No cause is certain: sharing the machine, exchange and input may cost time" in lead
     drawn(page, "waterfall")
     shapes = page.evaluate(
         "document.querySelector('[data-chart=waterfall]').data[0].marker.pattern.shape"
@@ -163,15 +163,15 @@ def test_single_round_gives_uncertain_causes_and_hatched_bars(tmp_path, opened):
     assert shapes == ["", "/", "/", "/", "/", ""]
     assert "Hatched" in page.inner_text("#waterfall figcaption")
     rows = page.locator("#witnesses tbody tr").all_inner_texts()
-    assert ["too wide to tell" in row for row in rows] == [True, True, True, True, False]
+    assert ["interval too wide" in row for row in rows] == [True, True, True, True, False]
 
 
 def test_difference_within_spread_of_rounds_is_not_a_cause(tmp_path):
     noisy = RUNGS | {"cached": rung(2800, 3900, 1700)}
     text = diagnosis(found(tmp_path / "noisy", rungs=noisy, causes=[]), WORDS)
-    assert "No cause is sure: exchange and input may cost time" in text
+    assert "No cause is certain: exchange and input may cost time" in text
     text = diagnosis(found(tmp_path / "unsure", rungs=noisy), WORDS)
-    assert "Not sure, and so not listed: exchange, input." in text
+    assert "Uncertain, and not listed: exchange, input." in text
     faster = RUNGS | {"cached": rung(3700, 3710, 3720)}
     bars = chart(found(tmp_path / "faster", rungs=faster).waterfall, "samples/s")
     assert bars["text"][3].startswith("gained 110 samples/s (")
@@ -179,7 +179,7 @@ def test_difference_within_spread_of_rounds_is_not_a_cause(tmp_path):
     well = {name: rung(*(4000 for _ in range(3))) for name in RUNGS}
     well["alone"] = rung(1010, 1015, 1005, ranks=1)
     text = diagnosis(found(tmp_path / "well", rungs=well, causes=[]), WORDS)
-    assert f"Nothing holds it back that takes {100 * MIN_SHARE:.0f} % of a step" in text
+    assert f"No cause takes {100 * MIN_SHARE:.0f} % of a step" in text
 
 
 def test_missing_rung_omits_waterfall_and_reports_reason(tmp_path, opened):
@@ -187,7 +187,7 @@ def test_missing_rung_omits_waterfall_and_reports_reason(tmp_path, opened):
     told = found(tmp_path / "missing", rungs=RUNGS | {"cached": []}, causes=[], notes=[why])
     page = opened(told)
     assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 20
-    assert "can't be told" in page.inner_text(".lead")
+    assert "Paceline cannot determine the causes" in page.inner_text(".lead")
     assert f"{why}." in page.text_content("#summary .doubt")
     assert "left out" in page.inner_text("#rungs")
     assert page.locator("[data-chart]").count() == 0

@@ -87,9 +87,9 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     losses = page.inner_text(".losses")
     assert "Waiting for rank 3 (node1), which computed longer" in losses
     assert "Rank 3 needed longer to compute the same step." in losses
-    assert "the slowest rank sets the pace of all" in losses
-    assert "Where to look: what else runs on its host" in losses
-    assert "4 ranks on 2 hosts trained 41 steps" in page.inner_text(".lead")
+    assert "the slowest rank determines the step time of all ranks" in losses
+    assert "Where to look: other processes on its node" in losses
+    assert "4 ranks on 2 nodes trained 41 steps" in page.inner_text(".lead")
     assert "rank 3: 27.4 % more" in page.inner_text("#efficiencies")
 
 
@@ -111,7 +111,7 @@ def test_counted_step_is_on_the_roofline(tmp_path, opened):
     assert measured["y"] == pytest.approx([point["rate"] for point in points.values()])
     text = page.inner_text("#work")
     assert "A step computes 8 GFLOP (float32) and moves 2 GB through memory, 4 FLOP/byte" in text
-    assert "FLOPs nobody knows of: own::<b>op." in text
+    assert "Operators with unknown FLOPs: own::<b>op." in text
     assert page.get_by_role("link", name="FLOPs").count() == 1
 
 
@@ -132,12 +132,14 @@ def test_outlier_steps_are_marked_and_explained(tmp_path, opened):
             begin = end
     page = opened(folder)
     text = page.inner_text("#steps")
-    assert "3 of 60 steps stand out" in text
+    assert "3 outliers in 60 steps" in text
     assert "Steps 10, 30, 50: rank 0 saved, about 200 ms longer than usual" in text
     marks = drawn(page, "steps")[-1]
     assert marks["x"] == [10, 30, 50]
     assert marks["text"] == ["rank 0 saved"] * 3
-    assert "Rank 0 saved a checkpoint while the others stood still." in page.inner_text(".losses")
+    assert "Rank 0 saved a checkpoint while the other ranks waited for it." in page.inner_text(
+        ".losses"
+    )
 
 
 def test_hostile_record_text_is_not_executed(tmp_path, opened):
@@ -201,7 +203,7 @@ def test_page_is_accessible(tmp_path, opened, theme, width):
 def test_ranks_are_sorted_by_loss_and_all_charts_are_printed(tmp_path, opened):
     page = opened(made(tmp_path / "run", size=4), theme="dark")
     assert drawn(page, "states")[0]["x"] == ["0", "1", "2", "3"]
-    page.get_by_label("what they lost").check()
+    page.get_by_label("lost time").check()
     assert drawn(page, "states")[0]["x"][-1] == "3"  # the rank that never waits
     page.pdf(path=tmp_path / "page.pdf")
     assert undrawn(page) == []
@@ -262,8 +264,8 @@ def test_512_ranks_are_aggregated_and_outliers_kept(tmp_path, opened):
     assert page.locator("[data-chart=waiting]").bounding_box()["height"] > size
     (pairs,) = drawn(page, "pairs")
     assert len(pairs["z"]) == 64  # blocks of 8 ranks
-    assert "Neighbouring ranks are one cell" in page.inner_text("#whom")
-    assert "128 hosts" in page.inner_text("#places")
+    assert "Each cell is the mean of neighbouring ranks." in page.inner_text("#whom")
+    assert "128 nodes" in page.inner_text("#places")
     assert "rank 300 computed, 100 ms longer than usual" in page.inner_text("#steps")
     page.wait_for_function(f"({UNDRAWN})().length === 0")  # also those that nobody scrolls to
 
@@ -284,7 +286,9 @@ def test_comparison_page_of_two_runs(tmp_path, opened):
     page = opened(before, after)
     data = json.loads(told([before, after], as_json=True))
     assert agree(page, data) > 15
-    assert re.search(r"After is 1\.\d\d times as fast as before", page.inner_text("#lead"))
+    assert re.search(
+        r'The run "after" is 1\.\d\d times as fast as the run "before"', page.inner_text("#lead")
+    )
     assert "better" in page.inner_text("#figures")
     assert "It is explained by useful -10 ms" in page.inner_text("#summary")
     assert "shorter" in page.inner_text("#summary .changes")
@@ -302,7 +306,7 @@ def test_scaling_page_has_speedup_curves_and_main_loss(tmp_path, opened):
     assert measured["y"] == pytest.approx([row["speedup"] for row in data["rows"]], abs=1e-3)
     assert ideal["y"] == [1, 2, 4]
     assert "From 1 to 2 ranks" in page.inner_text("#summary")
-    assert "What falls most is" in page.inner_text("#summary")
+    assert "The factor that decreases most is" in page.inner_text("#summary")
 
 
 def refusal(folder, path):
@@ -341,7 +345,7 @@ def test_full_disk_is_reported_and_leaves_no_file(tmp_path):
 
 def test_run_compared_with_itself_has_no_change(tmp_path):
     run = analyse_with_window(load_run(made(tmp_path / "run", size=4)))
-    assert "No change beyond noise" in before_and_after(run, run)
+    assert "The change is within the noise" in before_and_after(run, run)
 
 
 def test_page_modules_do_not_import_torch():

@@ -124,7 +124,7 @@ def test_late_exchange_does_not_claim_another_group(tmp_path):
     report = report_of(job(tmp_path, EVERY_30TH, ranks=2))
     loss = Loss("wait", 0.1, 1, "host", "transfer", "0", "all-reduce")
     text = sentence(loss, report)
-    assert "waiting for rank 1, which came late out of the exchange before" in text
+    assert "waiting for rank 1, which was late after its previous collective" in text
     assert not [words for words in (text, LONGER["transfer"]) if "elsewhere" in words]
 
 
@@ -174,9 +174,9 @@ def test_standstill_in_a_call_of_the_script_names_its_line(tmp_path):
     assert (one.line["line"], one.state) == (20, "other")
     (line,) = troubles(report)
     assert line == (
-        "host stood still for 1.9 s in step 1: nothing of its ranks ran (ranks 0-1), as when "
-        "train.py:20 (profiler.stop()) calls C code that keeps the interpreter's lock, or a host "
-        "is paused, or all of a job"
+        "host stood still for 1.9 s in step 1: no thread of its ranks ran (ranks 0-1), as when "
+        "train.py:20 (profiler.stop()) calls C code that holds the interpreter lock (GIL), or a "
+        "node or a whole job is paused"
     )
 
 
@@ -186,7 +186,7 @@ def test_line_of_a_loss_is_the_one_that_took_longest(tmp_path):
     (other,) = [loss for loss in report.losses if loss.kind == "other"]
     assert [line["line"] for line in other.lines] == [20, 10]
     assert other.lines[0]["share"] > 0.99
-    assert "Seen there: train.py:20  profiler.stop()" in sentence(other, report)
+    assert "Seen at train.py:20  profiler.stop()" in sentence(other, report)
 
 
 def test_slow_job_has_a_rate_above_zero(tmp_path):
@@ -253,7 +253,7 @@ def test_runs_with_other_batches_are_compared_per_sample(tmp_path):
     useful = data["states"]["rows"][0]
     assert useful["before_s"] == pytest.approx(0.025 / 8, rel=0.01)
     assert useful["after_s"] == pytest.approx(0.065 / 16, rel=0.01)
-    assert "time a sample" in text
+    assert "time per sample" in text
 
 
 def test_no_message_has_an_ordinal_of_its_own():

@@ -42,13 +42,16 @@ def report_text(
     """
     step_range = _parse_step_range(steps) if steps is not None else None
     if timeline is not None and len(folders) > 1:
-        raise ValueError(f"--timeline takes one record, not {len(folders)}. HINT: one at a time")
+        raise ValueError(
+            f"--timeline takes one record; {len(folders)} are given. HINT: run paceline report "
+            "once per record"
+        )
     machine_facts = load_machine(machine) if machine is not None else None
     examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in folders]
     if machine_facts is not None and not any(one.report.work for one in examined):
         raise ValueError(
-            f"--machine {machine}: no step of {folders[0]} was counted. HINT: paceline run "
-            "--record DIR --count-flops, and more than 11 steps"
+            f"--machine {machine}: no step of {folders[0]} was counted. HINT: record the run "
+            "again with paceline run --record DIR --count-flops and more than 11 steps"
         )
     written = []
     if html is not None:
@@ -112,7 +115,10 @@ def _to_json(
 def _parse_step_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
-        raise ValueError(f"--steps {text} is not understood. HINT: as in 100:200, for 100 to 199")
+        raise ValueError(
+            f"--steps must be FIRST:END with FIRST below END; this is '{text}'. HINT: --steps "
+            "100:200 selects the steps 100 to 199"
+        )
     return int(first), int(last)
 
 

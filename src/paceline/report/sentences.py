@@ -18,11 +18,11 @@ from .numbers import counted, duration, ordinal
 _LATE_BECAUSE = {
     "useful": "computed longer",
     "input": "had waited for its batch",
-    "checkpoint": "had been saving",
-    "validation": "had been evaluating",
-    "other": "had been in the script's own work",
-    "wait": "had been waiting itself",
-    "transfer": "came late out of the exchange before",
+    "checkpoint": "had saved a checkpoint",
+    "validation": "had evaluated the model",
+    "other": "had done other work of the script",
+    "wait": "had waited for another rank",
+    "transfer": "was late after its previous collective",
     STILL: "had stood still",
 }
 
@@ -31,7 +31,7 @@ _DID_LONGER = {
     "input": "waited for a batch",
     "checkpoint": "saved",
     "validation": "evaluated",
-    "other": "did the script's own work",
+    "other": "did other work of the script",
     "transfer": "exchanged data",
     STILL: "stood still",
 }
@@ -46,7 +46,7 @@ _MIN_WAIT_S = 0.1  # a shorter wait for a rank that stood still is not mentioned
 def sentence(loss: Loss, report: Report) -> str:
     """Explain a loss to a reader who knows the script but not Paceline."""
     if loss.kind == "wait" and loss.rank is None:
-        return "waiting that can't be booked to one rank (see below)."
+        return "short waits that no single rank caused."
     if loss.kind == "wait":
         late_because = _LATE_BECAUSE[doing(loss, report)]
         return (
@@ -54,14 +54,14 @@ def sentence(loss: Loss, report: Report) -> str:
             f"{_collective_in_words(loss)}{_steps_in_words(loss, report)}."
         )
     if loss.kind == "transfer":
-        ending = "" if report.clocks_aligned else " (waits among them)"
+        ending = "" if report.clocks_aligned else " (waits included)"
         when = f"after the last rank had arrived{ending}{_steps_in_words(loss, report)}"
         return f"{_collective_in_words(loss)} itself, {when}."
     what = {
         "input": "waiting for the next batch",
-        "checkpoint": "standing still for checkpoints",
+        "checkpoint": "waiting for checkpoints",
         "validation": "evaluating",
-        "other": "the script's own work outside of all that was recognised",
+        "other": "other work of the script, outside of the recognised phases",
     }[loss.kind]
     most = ""
     if len(report.ranks) > 1 and loss.most is not None:
@@ -140,7 +140,7 @@ def _source_line(loss: Loss) -> str:
         return ""
     line = loss.lines[0]
     inside = f" (in {line['inside']})" if line.get("inside") else ""
-    return f" Seen there: {_place(line)}{inside}  {line['code']}"
+    return f" Seen at {_place(line)}{inside}  {line['code']}"
 
 
 def _place(line: dict[str, object]) -> str:
@@ -178,11 +178,11 @@ def _standstill_sentence(one: Standstill, several: bool) -> str:
     evidence = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
     as_when = "a process is stopped or swapped out"
     if one.whole:
-        who, evidence = one.host, f"nothing of its ranks ran ({ranks})"
-        as_when = "a host is paused, or all of a job"
+        who, evidence = one.host, f"no thread of its ranks ran ({ranks})"
+        as_when = "a node or a whole job is paused"
     if one.line is not None and one.state in _STATES_OF_SCRIPT:
         place = f"{_place(one.line)} ({one.line['code']})"
-        as_when = f"{place} calls C code that keeps the interpreter's lock, or {as_when}"
+        as_when = f"{place} calls C code that holds the interpreter lock (GIL), or {as_when}"
     waited = ""
     if one.waited_s is not None and one.waited_s >= _MIN_WAIT_S:
         whom = "it" if one.whole or len(one.ranks) == 1 else "them"
@@ -195,8 +195,8 @@ def _stall_sentence(one: Stall) -> str:
     group = "" if one.group in ("0", "default_pg") else f" of group {one.group}"
     number = "" if one.number is None else f" {one.number}"
     took = f"{one.collective[0].upper()}{one.collective[1:]}{number}{group} took"
-    although = f"though all its ranks were there (usual: {duration(one.usual_s)})"
-    culprit = "network" if one.hosts > 1 else "exchange itself"
+    although = f"although all its ranks had arrived (usual: {duration(one.usual_s)})"
+    culprit = "network" if one.hosts > 1 else "collective itself"
     return f"{took} {duration(one.seconds)} in step {one.step} {although}: the {culprit} stalled"
 
 
@@ -229,7 +229,7 @@ def cause(one: Outlier) -> str:
     if one.state is None:
         return "no rank and no state explains it alone"
     if one.state == STALLED:
-        return "an exchange stalled"
+        return "a collective stalled"
     who = "the ranks" if one.rank is None else f"rank {one.rank}"
     return f"{who} {_DID_LONGER.get(one.state, one.state)}"
 

@@ -26,9 +26,9 @@ def test_loader_cores_are_mean_and_maximum_over_ranks(tmp_path):
     assert (loading.workers, loading.processes, loading.left_out) == (2, False, 4)
     assert (loading.cores, loading.most, loading.rank) == (0.4, 0.6, 1)
     said = " ".join(render(found).replace("│", "").split())
-    assert "the loader's 2 threads kept 0.40 cores busy beside each rank's training" in said
-    assert "(most 0.60, rank 1)" in said
-    assert "4 samples could not be read, and left out" in said
+    assert "the 2 loader threads of each rank used 0.40 cores on average" in said
+    assert "at most 0.60 (rank 1)" in said
+    assert "4 samples could not be read and were skipped" in said
 
 
 def test_other_loaders_have_no_totals(tmp_path):

@@ -72,7 +72,7 @@ def test_standstill_is_reported_with_rank_step_and_waiting_ranks(tmp_path):
     assert sentence(report.losses[0], report) == (
         "waiting for rank 2 (host1), which had stood still; mostly in all-reduce, in step 7."
     )
-    assert "who stopped the rank or its host" in largest_losses(report)[0].look
+    assert "signals that stopped the rank" in largest_losses(report)[0].look
 
 
 def test_standstill_of_all_ranks_of_a_host_is_attributed_to_host(tmp_path):
@@ -83,8 +83,8 @@ def test_standstill_of_all_ranks_of_a_host_is_attributed_to_host(tmp_path):
         ([2], False),
     ]
     assert lines[0] == (
-        "host1 stood still for 3 s in step 7: nothing of its ranks ran (ranks 2-3), as when a host "
-        "is paused, or all of a job; others waited 2.99 s for it"
+        "host1 stood still for 3 s in step 7: no thread of its ranks ran (ranks 2-3), as when a "
+        "node or a whole job is paused; others waited 2.99 s for it"
     )
     assert [one.state for one in report.step_times.outliers] == ["still", "still"]
 
@@ -95,18 +95,18 @@ def test_stalled_exchange_is_reported_with_usual_duration(tmp_path):
     assert (one.collective, one.number, one.step, one.hosts) == ("all-reduce", 9, 9, 2)
     assert (one.seconds, one.usual_s) == (pytest.approx(5.002), pytest.approx(0.002))
     assert line == (
-        "All-reduce 9 took 5 s in step 9 though all its ranks were there (usual: 2 ms): the "
+        "All-reduce 9 took 5 s in step 9 although all its ranks had arrived (usual: 2 ms): the "
         "network stalled"
     )
     (outlier,) = report.step_times.outliers
     assert (outlier.state, outlier.rank) == ("stalled", None)
-    assert cause(outlier) == "an exchange stalled"
+    assert cause(outlier) == "a collective stalled"
     assert outliers(report) == []
 
 
 def test_stalled_exchange_on_one_host_is_not_the_network(tmp_path):
     _, (line,) = said(job(tmp_path, stalled={9: 2000}, ranks=2))
-    assert line.endswith("(usual: 2 ms): the exchange itself stalled")
+    assert line.endswith("(usual: 2 ms): the collective itself stalled")
 
 
 def test_standstill_during_exchange_is_not_a_stalled_exchange(tmp_path):

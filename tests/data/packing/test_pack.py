@@ -432,7 +432,7 @@ def test_check_finds_corrupted_sample(tmp_path):
     pack(folder, tmp_path / "out")
     done = command("--check", tmp_path / "out")
     assert "40 samples" in done.stdout
-    assert "all as they were packed" in done.stdout
+    assert "all samples are unchanged" in done.stdout
     shard = tmp_path / "out" / "shard-00000.bin"
     data = bytearray(shard.read_bytes())
     row = Shards(tmp_path / "out").row(7)

@@ -230,7 +230,7 @@ def test_job_continues_after_short_network_outage_which_report_shows(hosts, shar
     (stall,) = found["stalled"]
     assert (stall["collective"], stall["step"], stall["hosts"]) == ("all-reduce", 5, 2)
     assert 2.5 < stall["seconds"] < 15  # TCP doubles its retransmission interval
-    assert "though all its ranks were there" in " ".join(said.split())
+    assert "although all its ranks had arrived" in " ".join(said.split())
 
 
 # paceline run, with another default of --hang-timeout than 300 s. (The ranks import torch.)

@@ -328,7 +328,7 @@ def test_record_contains_ranks_of_all_hosts(slurm, shared_folder):
         jobs[name] = slurm.batch(text, "-N2", cwd=shared_folder)
     for name, job in jobs.items():
         state, said = slurm.wait(job), (shared_folder / f"slurm-{job}.out").read_text()
-        assert (state, "Paceline: 4 ranks on 2 hosts, 20 steps" in said) == ("COMPLETED", True), (
+        assert (state, "Paceline: 4 ranks on 2 nodes, 20 steps" in said) == ("COMPLETED", True), (
             said
         )
         assert "record. HINT: paceline report" in said

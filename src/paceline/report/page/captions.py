@@ -18,12 +18,14 @@ def of(report: Report, charts: dict[str, Any]) -> dict[str, str]:
     if "waiting" in charts:
         found["waiting"] = _waiting(report, charts["waiting"]["together"])
     if "pairs" in charts:
-        found["pairs"] = "Who waited for whom, of the waiting rank's time."
+        found["pairs"] = "Share of its time that each rank waited for each other rank."
         if charts["pairs"]["together"]:
-            found["pairs"] += " Neighbouring ranks are one cell, with their mean."
+            found["pairs"] += " Each cell is the mean of neighbouring ranks."
         found["most"] = _most(report)
         late = charts["late"]["names"]
-        found["late"] = f"Most waiting was caused by {late[0]}" if late else "Nobody was late"
+        found["late"] = (
+            f"{late[0].capitalize()} caused the most waiting" if late else "No rank was late"
+        )
     return found
 
 
@@ -37,24 +39,24 @@ def _states(report: Report) -> str:
 
 
 def _steps(times: StepTimes) -> str:
-    out = "none stands out"
-    if times.outlier_count:
-        stand = "stands" if times.outlier_count == 1 else "stand"
-        steps = counted(times.last - times.first + 1, "step")
-        out = f"{times.outlier_count} of {steps} {stand} out"
-    between = f"{duration(times.p5_s)} and {duration(times.p95_s)}"
-    return f"Median {duration(times.median_s)}, nine of ten steps between {between}; {out}."
+    steps = counted(times.last - times.first + 1, "step")
+    percentiles = f"{duration(times.p5_s)} to {duration(times.p95_s)}"
+    return (
+        f"Median {duration(times.median_s)}, 5th to 95th percentile {percentiles}, "
+        f"{counted(times.outlier_count, 'outlier')} in {steps}."
+    )
 
 
 def _marks(times: StepTimes, together: bool) -> str:
     shown, parts = len(times.outliers), []
     if shown < times.outlier_count:
-        parts.append(f"Diamonds are the {shown} longest of those that stand out.")
+        parts.append(f"Diamonds mark the {shown} longest outliers.")
     elif shown:
-        parts.append("Diamonds are steps that stand out.")
+        parts.append("Diamonds mark outliers.")
     if together:
         parts.append(
-            "The line is the median of neighbours, the band from their least to their most."
+            "The line is the median of neighbouring steps. The band reaches from their minimum to "
+            "their maximum."
         )
     return " ".join(parts)
 
@@ -62,15 +64,16 @@ def _marks(times: StepTimes, together: bool) -> str:
 def _waiting(report: Report, together: bool) -> str:
     wait = [rank["wait"] for rank in report.states]
     return (
-        "A rank that waits little while the others wait is the late one. Waiting is "
-        f"{percent(min(wait))} to {percent(max(wait))} of a rank's time."
-        + (" Neighbouring steps or ranks are one cell." if together else "")
+        "The rank that waits least while the others wait is the straggler. Ranks wait for "
+        f"{percent(min(wait))} to {percent(max(wait))} of their time."
+        + (" Each cell combines neighbouring steps or ranks." if together else "")
     )
 
 
 def _most(report: Report) -> str:
     if not report.waited_for:
-        return "Nobody waited for anybody"
+        return "No rank waited for another rank"
     first = report.waited_for[0]
     share = percent(first.share)
-    return f"Most: rank {first.rank} waited for rank {first.waited_for} during {share} of its time"
+    waited = f"rank {first.rank} waited for rank {first.waited_for}"
+    return f"Largest wait: {waited} during {share} of its time"

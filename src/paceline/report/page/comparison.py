@@ -45,7 +45,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
     context = {
         "title": "Paceline: before and after",
         "heading": "Before and after",
-        "parts": [*parts, ("places", "Hosts")],
+        "parts": [*parts, ("places", "Nodes")],
         "reports": reports,
         "labels": ["before", "after"],
         "lead": _lead(changes),
@@ -57,7 +57,8 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
         "losses": _changed(*reports),
         "differences": _differences(*reports),
         "rows": [
-            (NAMES[one.figure].strip(), _defined(one.figure), one, *verdict(one)) for one in changes
+            (NAMES[one.figure].strip(), definition_key(one.figure), one, *verdict(one))
+            for one in changes
         ],
         "states": [(name, name) for name in STATES],
         "steps_label": "Step times of both runs",
@@ -72,7 +73,7 @@ def scales(runs: list[RunAnalysis]) -> str:
     found = scaling(reports)
     labels = [counted(report.size, "rank") for report in reports]
     rows = [
-        (NAMES[name].strip(), name, _defined(name), [getattr(scale, name) for scale in found])
+        (NAMES[name].strip(), name, definition_key(name), [getattr(scale, name) for scale in found])
         for name in (*FACTORS, "samples_per_s", "speedup", "scaling_efficiency")
     ]
     data = {**_data(runs, labels), **_curves(found)}
@@ -80,7 +81,7 @@ def scales(runs: list[RunAnalysis]) -> str:
     context = {
         "title": "Paceline: scaling",
         "heading": f"Scaling from {labels[0]} to {labels[-1]}",
-        "parts": [*parts, ("steps", "Step times"), ("places", "Hosts")],
+        "parts": [*parts, ("steps", "Step times"), ("places", "Nodes")],
         "reports": reports,
         "labels": labels,
         "lead": _scaling_lead(found),
@@ -94,7 +95,8 @@ def scales(runs: list[RunAnalysis]) -> str:
     return page("scaling.html", data, context)
 
 
-def _defined(figure: str) -> str:
+def definition_key(figure: str) -> str:
+    """Return the key of a figure's definition."""
     return _DEFINED.get(figure, figure)
 
 
@@ -128,20 +130,19 @@ def _lead(changes: list[FigureChange]) -> str:
     rate = next((one for one in changes if one.figure == "samples_per_s"), None)
     rate = rate or next((one for one in changes if one.figure == "step_ms"), None)
     if rate is None or not rate.before or not rate.after:
-        return "One of the runs has too few steps to compare them."
+        return "One of the runs has too few steps for a comparison."
     times = rate.after / rate.before
     if rate.figure == "step_ms":
-        times, told = 1 / times, f"{rate.after:.3g} ms a step instead of {rate.before:.3g} ms"
+        times, told = 1 / times, f"{rate.after:.3g} ms per step instead of {rate.before:.3g} ms"
     else:
         told = f"{amount(rate.after)} samples/s instead of {amount(rate.before)}"
     if rate.real is None:
-        sure = "; too few steps to tell that from noise"
+        sure = " The runs have too few steps to distinguish the change from noise."
     elif not rate.real:
-        return f"No change beyond noise: {told}, {100 * (times - 1):+.1f} %."
+        return f"The change is within the noise: {told}, {100 * (times - 1):+.1f} %."
     else:
-        sure = ", more than noise"
-    how = f"{times:.2f} times as fast as" if times >= 1 else f"at {times:.2f} of the speed of"
-    return f"After is {how} before: {told}{sure}."
+        sure = " The change exceeds the noise."
+    return f'The run "after" is {times:.2f} times as fast as the run "before": {told}.{sure}'
 
 
 def _changed(before: Report, after: Report) -> list[dict[str, Any]]:
@@ -158,7 +159,7 @@ def _changed(before: Report, after: Report) -> list[dict[str, Any]]:
         ]
         told, report = (both[1], after) if both[1] is not None else (both[0], before)
         assert told is not None
-        what = sentence(told, report).partition(" Seen there:")[0]
+        what = sentence(told, report).partition(" Seen at ")[0]
         rows.append({"what": what[0].upper() + what[1:], "before": seconds[0], "after": seconds[1]})
     rows.sort(key=lambda row: -abs(row["after"] - row["before"]))
     least = _TOLD * max(step_s(before), step_s(after))
@@ -176,10 +177,10 @@ def _differences(before: Report, after: Report) -> list[str]:
     """Return other differences between the runs that may explain changes of the figures."""
     found = []
     if before.command != after.command:
-        found.append(f"The command: {_command(before)} before, {_command(after)} after.")
+        found.append(f"Command: {_command(before)} before, {_command(after)} after.")
     for name, what in (
         *(("paceline", "Paceline"), ("torch", "PyTorch"), ("python", "Python")),
-        *(("threads", "Threads a rank"), ("cores", "Cores"), ("device", "Device")),
+        *(("threads", "Threads per rank"), ("cores", "Cores"), ("device", "Device")),
     ):
         values = [
             sorted({str(getattr(place, name)) for place in report.places} - {"None"})
@@ -190,7 +191,7 @@ def _differences(before: Report, after: Report) -> list[str]:
     hosts = [sorted(set(report.hosts)) for report in (before, after)]
     if hosts[0] != hosts[1]:
         named = [joined(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
-        found.append(f"Hosts: {named[0]} before, {named[1]} after.")
+        found.append(f"Nodes: {named[0]} before, {named[1]} after.")
     return found
 
 
@@ -201,16 +202,19 @@ def _command(report: Report) -> str:
 def _scaling_lead(found: list[ScalingRow]) -> str:
     first, last = found[0], found[-1]
     if last.speedup is None or last.scaling_efficiency is None:
-        return f"From {first.ranks} to {last.ranks} ranks; the runs do not say how many samples."
+        return (
+            f"From {first.ranks} to {last.ranks} ranks. The records have no number of samples, so "
+            "Paceline cannot compute the speed-up."
+        )
     below = next((s.ranks for s in found if (s.scaling_efficiency or 1) < GOOD_EFFICIENCY), None)
     knee = (
-        f" From {below} ranks on the efficiency is below {GOOD_EFFICIENCY}."
+        f" It is below {GOOD_EFFICIENCY} from {below} ranks on."
         if below is not None
-        else f" The efficiency stays at {GOOD_EFFICIENCY} or above."
+        else f" It is at least {GOOD_EFFICIENCY} for all numbers of ranks."
     )
     return (
-        f"{last.ranks} ranks are {last.speedup:.2f} times as fast as {first.ranks}: a scaling "
-        f"efficiency of {last.scaling_efficiency:.2f}.{knee}"
+        f"{last.ranks} ranks are {last.speedup:.2f} times as fast as {first.ranks}. The scaling "
+        f"efficiency is {last.scaling_efficiency:.2f}.{knee}"
     )
 
 
@@ -227,9 +231,10 @@ def _stage(first: ScalingRow, then: ScalingRow) -> str:
             falls[name] = new / old
     worst = min(falls, key=falls.__getitem__)
     if falls[worst] > 0.99:
-        return f"{what}. No factor falls by more than 1 %."
+        return f"{what}. No factor decreases by more than 1 %."
     old, new = getattr(first, worst), getattr(then, worst)
-    return f"{what}. What falls most is {NAMES[worst].strip()}: {old:.2f} to {new:.2f}."
+    name = NAMES[worst].strip()
+    return f"{what}. The factor that decreases most is {name}: {old:.2f} to {new:.2f}."
 
 
 def _curves(found: list[ScalingRow]) -> dict[str, Any]:

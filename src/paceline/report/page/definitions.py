@@ -1,162 +1,231 @@
-"""Definition of each figure in one or two sentences, shown as a tooltip.
+"""Definitions of the terms of the report page, in one or two sentences each.
 
-The full definitions are in docs/reference/measures.md.
+The page shows them as tooltips. docs/reference/glossary.md includes those of ``GLOSSARY``, and
+docs/reference/measures.md lists all of them.
 """
 
 DEFINITIONS = {
     # states
-    "useful": "Computing for the model: forward, loss, backward, optimizer. On a GPU: the kernels "
-    "that do not communicate.",
-    "input": "Waiting for the next batch: the loader was not ahead.",
-    "checkpoint": "Standing still for a save.",
-    "validation": "Evaluating.",
-    "other": "What no state explains, the script's own work between its steps' phases included.",
-    "wait": "Blocked in a communication before the last member of its group has arrived.",
-    "transfer": "Blocked in a communication after the last member arrived, and in the calls that "
-    "launch one: the exchange itself.",
-    "hidden": "Communication in flight while the rank did something else: it costs nothing.",
-    "background": "Collectives that another thread than the training one waited for (an "
-    "asynchronous checkpoint's), beside the states.",
-    # the tree
-    "useful share": "Useful time of all ranks over all their time: mean(u) / T. Parallel "
-    "efficiency times the four factors below it, exactly.",
+    "state": "What a rank does at an instant: useful, input, checkpoint, validation, other, wait "
+    "or transfer. The states of a rank add up to its time.",
+    "useful": "Time in which a rank computes for the model: forward, loss, backward, optimizer. On "
+    "a GPU: the kernels that do not communicate.",
+    "input": "Time in which a rank waits for the next batch of its loader.",
+    "checkpoint": "Time in which training waits while a checkpoint is copied or written.",
+    "validation": "Time in which a rank evaluates the model.",
+    "other": "Time that no other state explains, such as work of the script between the phases of "
+    "a step.",
+    "wait": "Time in a collective before its last rank arrived.",
+    "transfer": "Time in a collective after its last rank arrived, and in the calls that start a "
+    "collective: the communication itself.",
+    "exposed communication": "Communication time in which a rank does nothing else: wait and "
+    "transfer. Its counterpart is overlap.",
+    "hidden": "Communication that is in flight while the rank computes. It costs no time. Reports "
+    "call it hidden.",
+    "background": "Collectives that a thread other than the training thread waited for, such as "
+    "those of an asynchronous checkpoint. They are counted beside the states.",
+    # efficiencies
+    "POP efficiencies": "Factors between 0 and 1, defined by the POP Centre of Excellence. Their "
+    "product is the useful share.",
+    "useful share": "Useful time of all ranks over the whole time of all ranks: mean(u) / T. It is "
+    "the product of the parallel efficiency and the four factors below it.",
     "parallel": "PE = LB x CommE = mean(b) / T, where b is a rank's time outside communication "
-    "(POP Centre of Excellence). 0.8 and above is called good.",
-    "load_balance": "LB = mean(b) / max(b), where b is a rank's time outside communication. Below "
-    "1 where one rank has more to do, or is slower, than the others.",
-    "communication": "CommE = max(b) / T = serialisation x transfer: how much of the time even "
-    "the busiest rank spends outside communication.",
-    "serialisation": "SerE = max(b) / T_id, with T_id the run replayed on a network that takes no "
-    "time. Below 1 where ranks wait for each other in turns.",
-    "transfer efficiency": "TE = T_id / T, with T_id the run replayed on a network that takes no "
-    "time. Below 1 where the exchange itself takes time that nothing hides.",
-    "no checkpoint": "Time outside communication without saves, over time outside communication.",
-    "no validation": "What is left without validation, over what was left before.",
-    "no input": "What is left without waiting for batches, over what was left before.",
-    "no other": "What is left without the script's other work (that is the useful time), over "
-    "what was left before.",
+    "(POP Centre of Excellence). 0.8 and above is good.",
+    "load_balance": "Mean over maximum of the ranks' time outside communication: LB = mean(b) / "
+    "max(b). It is below 1 if a rank has more work than the others, or is slower.",
+    "communication": "CommE = max(b) / T = serialisation x transfer, where b is a rank's time "
+    "outside communication: the share of the time that the busiest rank spends outside "
+    "communication.",
+    "serialisation": "SerE = max(b) / T_id, where T_id is the time of the run replayed on an ideal "
+    "network that takes no time. It is below 1 if ranks wait for each other alternately.",
+    "transfer efficiency": "TE = T_id / T, where T_id is the time of the run replayed on an ideal "
+    "network that takes no time. It is below 1 if the communication itself takes time that does "
+    "not overlap with computing.",
+    "no checkpoint": "Share of the time outside communication that remains without checkpoints.",
+    "no validation": "Share of the remaining time that remains without validation.",
+    "no input": "Share of the remaining time that remains without waits for batches.",
+    "no other": "Share of the remaining time that remains without other work of the script. The "
+    "rest is the useful time.",
     # the run
-    "window": "The measured part, the same for all ranks: from the end of the first optimizer step "
-    "(the warm-up) of the last rank to have finished it, to the last event of all.",
-    "samples/s": "Samples of all ranks in the window's steps, over the window. Validation and "
-    "saves in it count as time.",
-    "start-up": "From the command (without paceline run: from the process's start) to the first "
-    "training step's start.",
+    "rank": "One process of the training. World size is the number of ranks.",
+    "node": "One computer of a cluster.",
+    "step": "One optimizer step of all ranks.",
+    "window": "The measured part of a run: from the end of the first optimizer step of the last "
+    "rank to the last event. It is the same for all ranks.",
+    "samples/s": "Samples of all ranks in the steps of the window, over the length of the window. "
+    "The window includes validation and checkpoints.",
+    "start-up": "Time from the command to the start of the first training step. Without paceline "
+    "run, it begins with the start of the process.",
     "steps": "Optimizer steps of this run, or since its last restart.",
-    "wall time": "From the command (without paceline run: from the process's start) to the last "
-    "event of all.",
-    "slowest": "The rank with the most time outside communication (b), and by how much that is "
-    "over the mean of all ranks.",
-    "step time": "From the last rank's end of one optimizer step to the last rank's end of the "
-    "next: a validation or a save between them belongs to the later step.",
-    "outlier": "A step that took longer than the median by 5 scaled median absolute deviations, "
-    "and by half of the median. It is explained by what ranks did longer in it than in their "
-    "median step.",
+    "wall time": "Time from the command to the last event. Without paceline run, it begins with "
+    "the start of the process.",
+    "slowest": "The rank with the most time outside communication, and how much more that is than "
+    "the mean of all ranks.",
+    "step time": "Time from the end of an optimizer step on the last rank to the end of the next "
+    "one on the last rank. A validation or a checkpoint between them belongs to the later step.",
+    "percentile": "90 % of the steps take a time between the 5th and the 95th percentile.",
+    "outlier": "A step that is longer than the median by 5 scaled median absolute deviations, and "
+    "by half of the median. Its cause is the state in which ranks were longer than in their median "
+    "step.",
     "waiting map": "The share of a rank's step in which it waited for the last rank to arrive.",
-    "waited for": "Every wait is booked to the rank that arrived last in its collective, or to the "
-    "root or peer. Waits not longer than the clocks' residual are booked to nobody.",
-    "did longer": "A wait is explained by what the late rank did more than the waiting one since "
-    "both were last together.",
-    "loss": "A share of all ranks' time (P x T) that was not useful. All losses add up to 1 minus "
-    "the useful share.",
+    "straggler": "A rank that repeatedly arrives later than the others.",
+    "waited for": "Paceline attributes each wait to the rank that arrived last in the collective, "
+    "or to the root or the peer. Waits that are not longer than the clock residual have no rank.",
+    "did longer": "The state in which the late rank was longer than the waiting rank since both "
+    "last left a common collective.",
+    "loss": "A share of all ranks' time that was not useful. All losses add up to 1 minus the "
+    "useful share. This is not the loss of the model.",
     # collectives
-    "group": "A torch.distributed process group. Shares are of its members' time.",
-    "count": "How often the collective was called in the window, all members together once.",
-    "bytes": "Of the whole vector, one call on average: an all-reduce's tensor, an all-gather's "
-    "output, a reduce-scatter's input.",
-    "algbw": "Algorithm bandwidth: bytes over the time from the last start to the last end. Median "
-    "over those of at least 64 KiB.",
-    "busbw": "Bus bandwidth, as in nccl-tests: algbw x 2(p-1)/p for all-reduce, x (p-1)/p for "
-    "reduce-scatter, all-gather and all-to-all. Compare it with the link's.",
+    "collective": "An operation of all ranks of a process group: all-reduce, broadcast, barrier, "
+    "...",
+    "all-reduce": "The collective that gives every rank the sum (or mean) of all ranks' vectors.",
+    "broadcast": "The collective that copies the vector of one rank to all ranks.",
+    "all-gather": "The collective that gives every rank the vectors of all ranks.",
+    "reduce-scatter": "The collective that gives every rank one part of the sum of all ranks' "
+    "vectors.",
+    "all-to-all": "The collective in which every rank sends a part of its vector to every rank.",
+    "barrier": "The collective that every rank leaves after all ranks have entered it.",
+    "group": "The ranks that take part in a collective. torch.distributed creates them. Shares are "
+    "of the time of its ranks.",
+    "count": "Number of calls of the collective in the window. A call of all ranks counts once.",
+    "bytes": "Size of the whole vector, mean of all calls: the tensor of an all-reduce, the output "
+    "of an all-gather, the input of a reduce-scatter.",
+    "algbw": "Algorithm bandwidth: bytes of the whole vector over the time from the last start to "
+    "the last end of a collective. Median over collectives of at least 64 KiB.",
+    "busbw": "Bus bandwidth: algorithm bandwidth times the factor of nccl-tests, which is 2(p-1)/p "
+    "for all-reduce and (p-1)/p for reduce-scatter, all-gather and all-to-all. Comparable with the "
+    "bandwidth of a link.",
     # the roofline
-    "FLOPs": "Of matrix products, convolutions and attention, a multiply-add as two "
-    "(torch.utils.flop_counter); elementwise work counts none. Counted in one step, operator by "
-    "operator.",
-    "traffic": "Inputs and outputs of every operator once, as if nothing stayed in a cache between "
-    "two of them.",
-    "roofline": "Attainable FLOP/s = min(peak, FLOP/byte x memory bandwidth) (Williams, Waterman, "
-    "Patterson 2009), with the peak and the bandwidth that paceline check measured.",
-    # where and how sure
-    "cores": "The cores that a rank's process may run on.",
-    "threads": "Threads that PyTorch computes with in a rank.",
-    "recording cost": "What recording itself took, of the time after start-up, on the rank where "
-    "it is largest: every event, hook and wrapped collective times its cost measured in the "
-    "process before it trained.",
-    "clock residual": "How far the clock of another host may be off after the alignment, by the "
-    "bounds that collectives give: nobody can leave one before the last one has entered it.",
-    "missing": "Ranks of the job without a record: the figures leave them out.",
-    "unmatched": "Collectives and messages that lack a member's record.",
-    "events": "What the ranks have written down: a phase, a step, a collective, a wait.",
-    "confidence": "The share of ranks with a record x the share of blocked time whose collectives "
-    "have all members' records x the share of blocked time not in waits below the clocks' residual "
-    "x the share of undamaged events.",
+    "FLOPs": "Floating-point operations of matrix products, convolutions and attention, as "
+    "torch.utils.flop_counter counts them in one step. A multiply-add counts as two; elementwise "
+    "operations count as none.",
+    "traffic": "Bytes of the inputs and outputs of every operator, each counted once. Caches "
+    "between operators are ignored.",
+    "roofline": "Attainable arithmetic rate at a given ratio of arithmetic to memory traffic: "
+    "min(peak, FLOP/byte x memory bandwidth). paceline check measures the peak and the bandwidth.",
+    # reliability
+    "cores": "The cores on which the process of a rank may run.",
+    "threads": "Number of threads with which PyTorch computes in a rank.",
+    "recording cost": "Share of the time after start-up that the recording itself took, on the "
+    "rank where it is largest. Each event, hook and wrapped collective counts with its measured "
+    "cost.",
+    "clock residual": "Maximum error of the clock of another node after the alignment. The bounds "
+    "follow from collectives: no rank leaves a barrier before the last rank has entered it.",
+    "missing": "Ranks of the job without a record. The figures do not include them.",
+    "unmatched": "Collectives and messages for which the record of a member is missing.",
+    "events": "Entries of the records: a phase, a step, a collective, a wait.",
+    "confidence": "Share of ranks with a record x share of blocked time in collectives that all "
+    "participating ranks recorded x share of blocked time outside of waits below the clock "
+    "residual x share of undamaged events.",
     # several runs
-    "noise": "A change is more than noise where it exceeds twice its standard error, from the "
-    "figure's spread over tenths of each run.",
+    "noise": "A change is larger than the noise if it exceeds twice its standard error. The "
+    "standard error follows from the spread of the figure over ten parts of each run.",
     "speed-up": "Samples/s over those of the run with the fewest ranks.",
-    "scaling efficiency": "Speed-up over the ratio of the ranks: GE(P) / GE(P_ref).",
-    "computation scalability": "CS = (useful time a sample on the fewest ranks) / (useful time a "
-    "sample here). Below 1 where the same work takes longer: smaller batches a rank, memory "
-    "bandwidth shared by more ranks.",
+    "scaling efficiency": "Speed-up over the ratio of the numbers of ranks: GE(P) / GE(P_ref).",
+    "computation scalability": "CS = (useful time per sample on the fewest ranks) / (useful time "
+    "per sample of this run). It is below 1 if the same work takes longer, because of smaller "
+    "batches per rank or memory bandwidth that more ranks share.",
     "global efficiency": "GE = useful share x computation scalability.",
-    "step_ms": "The window over its steps, in milliseconds.",
+    "step_ms": "Length of the window over its number of steps, in milliseconds.",
     # a diagnosis
-    "ideal": "What one rank does alone, its batches kept in memory, times the number of ranks: no "
-    "loader, no exchange, the machine to itself.",
-    "measured rate": "All ranks with everything switched on, at the pace of the slowest.",
-    "of the ideal": "Samples/s over those of the ideal. What the bars take of it adds up.",
-    "step share": "Of the time that a step takes with everything switched on: about what a step "
-    "would be shorter by without it. Percentages of the ideal's samples/s are others.",
-    "interval": "Of the mean over the rounds, by Student's t: in nine of ten diagnoses it holds "
-    "the true mean, as far as rounds differ by chance.",
-    "cause interval": "The experiment's 90 % interval, wide enough to hold what the record says "
-    "as well.",
-    "held by sharing": "The ideal, minus all ranks at once without exchange, as if all had the "
-    "pace of the fastest: they share cores, caches and the bandwidth of memory.",
-    "held by uneven": "All ranks without exchange: as if all had the pace of the fastest, minus "
-    "all at the pace of the slowest.",
-    "held by exchange": "All ranks with their batches in memory: without the exchange, minus with "
-    "it.",
-    "held by input": "All ranks with the exchange: their batches in memory, minus everything.",
-    "held by validation": "All ranks without exchange, at the pace of the slowest: without the "
-    "steps' validation, minus with it. The ideal has none.",
-    "held by checkpoint": "All ranks without exchange, at the pace of the slowest: without the "
-    "steps' saving, minus with it. The ideal has none.",
-    "held by standing": "What all ranks are on no core within their steps, without exchange, "
-    "without a loader to wait for and without a thread that holds them.",
-    "held by noise": "What each rank at least waits for a core while other programs than the job "
-    "keep some of them.",
-    "held by threads": "All ranks without exchange: a step, minus one with a single thread a rank.",
-    "held by layout": "One rank with its batch in memory: a step, minus one in which convolutions "
-    "have weights and images as channels-last.",
-    "held by precision": "The useful share, times what a product of matrices takes longer in "
-    "float64 than in float32 on these cores.",
-    "held by allocator": "Pages that were touched for the first time, times what one takes, or the "
-    "time inside the kernel where that is less.",
-    "held by memory": "That some process of the host waited for memory, as the kernel tells it.",
-    "held by interpreter": "What other threads of Python computed while the training one did "
-    "neither compute nor wait for a core.",
-    "held by search": "DDP's search after each forward, and the exchange of its map of parameters "
-    "that were used; where all are.",
-    "held by script": "What the script does between the phases of its steps. The record alone "
-    "tells it.",
-    "remedy": "One thing that can be changed: from outside, or by an edit of the script.",
-    "predicted gain": "By how much more samples/s there would be with it and nothing else changed, "
-    "from before it was tried, and between which bounds.",
-    "prediction": "The ladder has switched the cause off; the record says how long it takes; a "
-    "formula combines both; a few steps with it were measured.",
-    "measured gain": "With it and without it in turns, besides all that was kept before: the mean "
-    "of the rounds and its 90 % interval. It is kept where all of that is above nothing.",
-    "experiment": "By how much a step was shorter with it switched off: the mean of all rounds, "
+    "cause": "Something that makes steps longer, with its share of a step's time, as paceline "
+    "diagnose names it.",
+    "waterfall": "The throughput from the ideal to the measured one, with the share of each loss.",
+    "ideal": "The throughput of one rank alone with its batches in memory, times the number of "
+    "ranks: no loader, no communication, and no other rank on the machine.",
+    "measured rate": "The throughput of all ranks with all parts on, at the rate of the slowest "
+    "rank.",
+    "of the ideal": "Samples/s over those of the ideal. The shares of all bars add up.",
+    "step share": "Share of the time of a step with all parts on: approximately how much shorter a "
+    "step would be without this part. It differs from the share of the ideal throughput.",
+    "interval": "90 % interval of the mean over the rounds, by Student's t. Nine of ten diagnoses "
+    "have an interval that contains the true mean.",
+    "cause interval": "The 90 % interval of the experiment, extended to contain the value of the "
+    "record.",
+    "held by sharing": "Throughput of the ideal, minus that of all ranks without communication, "
+    "both at the rate of the fastest rank. Ranks share cores, caches and memory bandwidth.",
+    "held by uneven": "Throughput of all ranks without communication at the rate of the fastest "
+    "rank, minus that at the rate of the slowest rank.",
+    "held by exchange": "Throughput of all ranks with their batches in memory: without "
+    "communication, minus with communication.",
+    "held by input": "Throughput of all ranks with communication: with batches in memory, minus "
+    "with the loader.",
+    "held by validation": "Throughput of all ranks without communication, at the rate of the "
+    "slowest rank: without validation, minus with validation. The ideal has no validation.",
+    "held by checkpoint": "Throughput of all ranks without communication, at the rate of the "
+    "slowest rank: without checkpoints, minus with checkpoints. The ideal has no checkpoints.",
+    "held by standing": "Time within steps without communication in which the training thread ran "
+    "on no core, did not wait for its loader, and no other thread blocked it.",
+    "held by noise": "Minimum time that each rank waits for a core while programs outside of the "
+    "job use some of the cores.",
+    "held by threads": "Time of a step of all ranks without communication, minus that of a step "
+    "with one thread per rank.",
+    "held by layout": "Time of a step of one rank with its batch in memory, minus that of a step "
+    "whose convolutions have weights and images in the channels-last layout.",
+    "held by precision": "Useful share, times the additional time of a matrix product in float64 "
+    "compared with float32 on these cores.",
+    "held by allocator": "Number of memory pages that were touched for the first time, times the "
+    "time of one such page fault; the time inside the kernel if that is less.",
+    "held by memory": "Time in which a process of the node waited for memory, as the kernel "
+    "reports it.",
+    "held by interpreter": "Time in which other Python threads computed while the training thread "
+    "neither computed nor waited for a core.",
+    "held by search": "Search of DDP for unused parameters after each forward, and the all-reduce "
+    "of its map of used parameters, if all parameters are used.",
+    "held by script": "Work of the script between the phases of its steps. Only the record "
+    "measures it.",
+    "remedy": "A change that addresses a cause, with a predicted gain: a knob or an edit of the "
+    "script.",
+    "predicted gain": "Relative increase of samples/s with this remedy alone, as predicted before "
+    "the remedy is tried, with its interval.",
+    "prediction": "Source of the prediction: the ladder switched the cause off; the record "
+    "contains its time; a formula combines both; or Paceline measured a few steps with the remedy.",
+    "measured gain": "Mean over the rounds and its 90 % interval, measured with and without the "
+    "remedy alternately, in addition to all remedies that were kept before. Paceline keeps a "
+    "remedy if the whole interval is above zero.",
+    "experiment": "How much shorter a step is with this part switched off: mean over all rounds, "
     "and its 90 % interval.",
-    "record": "The share of the ranks' time in it, and in waits for ranks that were in it, in the "
-    "last measurement with everything.",
-    "differ": "They differ where the record is outside the experiment's interval by more than is "
-    "worth a word.",
-    "rung": "What was on. Batches in memory: the loader's first ones, given in turns.",
-    "rung step": "The mean of the measured steps.",
-    "round": "Everything in the table of measurements once, one after the other.",
+    "record": "Share of the ranks' time in this state, and in waits for ranks in this state, in "
+    "the last measurement with all parts on.",
+    "differ": "They differ if the record is outside of the interval of the experiment by a "
+    "relevant amount.",
+    "rung": "One experiment of the ladder. Batches in memory are the first batches of the loader, "
+    "used repeatedly.",
+    "rung step": "Mean of the measured steps.",
+    "round": "One measurement of every rung.",
     "measured steps": "Optimizer steps that each measurement takes, after the warm-up.",
-    "warm-up": "Optimizer steps before those that are measured, which are left out.",
-    "diagnosis time": "Everything, starting the runs included.",
+    "warm-up": "Optimizer steps before the measured ones. They are not measured.",
+    "interleaved": "Measured in alternation (A, B, A, B), so that slow changes of the machine "
+    "affect both.",
+    "diagnosis time": "Duration of the whole diagnosis, including the start of the runs.",
+}
+
+# Terms of the glossary that the page shows, with their keys in DEFINITIONS.
+GLOSSARY = {
+    "all-reduce": "all-reduce",
+    "bandwidth, algorithm": "algbw",
+    "bandwidth, bus": "busbw",
+    "cause": "cause",
+    "collective": "collective",
+    "exposed communication": "exposed communication",
+    "ideal": "ideal",
+    "interleaved": "interleaved",
+    "load balance": "load_balance",
+    "loss, of time": "loss",
+    "node": "node",
+    "overlap": "hidden",
+    "POP efficiencies": "POP efficiencies",
+    "process group": "group",
+    "rank": "rank",
+    "remedy": "remedy",
+    "roofline": "roofline",
+    "rung": "rung",
+    "state": "state",
+    "step": "step",
+    "straggler": "straggler",
+    "transfer": "transfer",
+    "useful time": "useful",
+    "wait": "wait",
+    "waterfall": "waterfall",
+    "window": "window",
 }

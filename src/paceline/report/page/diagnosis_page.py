@@ -37,16 +37,16 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
     command = shlex.join(found.command)
     there = {
         "summary": "Summary",
-        "waterfall": "From ideal to measured" if w is not None else "",
-        "remedies": "What helps" if found.tried or found.remedies else "",
-        "witnesses": "Two witnesses" if found.witnesses else "",
-        "rungs": "Every measurement",
-        "how": "How it was measured",
-        "places": "Hosts",
+        "waterfall": "Waterfall" if w is not None else "",
+        "remedies": "Remedies" if found.tried or found.remedies else "",
+        "witnesses": "Experiment and record" if found.witnesses else "",
+        "rungs": "Measurements",
+        "how": "Method",
+        "places": "Nodes",
     }
     context = {
         "title": f"Paceline: diagnosis of {found.command[0]}",
-        "heading": f"What holds {counted(size, 'rank')} back",
+        "heading": f"Causes of lost time on {counted(size, 'rank')}",
         "parts": [(key, name) for key, name in there.items() if name],
         "command": command,
         "record_command": f"paceline run -n {size} --record record {command}",
@@ -109,14 +109,14 @@ def verdict(one: Witness) -> str:
     if one.differ:
         return "they differ"
     wide = one.ladder.low <= 0 and max(one.ladder.mean, one.record) >= MIN_SHARE
-    return "too wide to tell" if wide else "they agree"
+    return "interval too wide" if wide else "they agree"
 
 
 def _lead(found: Diagnosis, unit: str) -> str:
     """Return the share of the ideal that is reached, and the largest cause, in words."""
     w, size = found.waterfall, found.report.size
     if w is None:
-        return "What holds it back can't be told, as runs that it takes are missing."
+        return "Paceline cannot determine the causes, because some of the measurements are missing."
     reach = "reaches" if size == 1 else "reach"
     reached = (
         f"{counted(size, 'rank')} {reach} {percent(w.measured.mean / w.ideal.mean)} of the ideal: "
@@ -125,14 +125,14 @@ def _lead(found: Diagnosis, unit: str) -> str:
     if found.causes:
         first = found.causes[0]
         share = percent(first.share)
-        return f"{reached} What holds them back most, {share} of a step's time: {first.sentence}."
+        return f"{reached} The largest cause, {share} of a step's time: {first.sentence}."
     if doubtful := uncertain_bars(w):
         return (
-            f"{reached} No cause is sure: {joined(NAMES[name] for name in doubtful)} may cost "
-            "time, but the rounds are too few, or differ too much, to tell. HINT: more --minutes, "
-            "or a quieter machine"
+            f"{reached} No cause is certain: {joined(NAMES[name] for name in doubtful)} may cost "
+            "time, but the rounds are too few or differ too much. HINT: use a larger --minutes, "
+            "or a machine without other load"
         )
-    return f"{reached} Nothing holds it back that takes {100 * MIN_SHARE:.0f} % of a step's time."
+    return f"{reached} No cause takes {100 * MIN_SHARE:.0f} % of a step's time."
 
 
 @dataclass(frozen=True)
@@ -259,11 +259,11 @@ def _between(interval: Interval) -> str:
 
 def _caption(w: Waterfall) -> str:
     text = (
-        "Percentages are of the ideal's samples/s, not of a step's time. Lines are 90 % "
+        "Percentages are shares of the ideal throughput, not of a step's time. Lines are 90 % "
         f"intervals over {counted(w.repetitions, 'round')}."
     )
     if any(bar.loss.low <= 0 <= bar.loss.high for bar in w.bars):
-        text += " Hatched: within the spread of the rounds, so it may be nothing."
+        text += " Hatched bars are within the spread of the rounds, so they may be zero."
     return text
 
 

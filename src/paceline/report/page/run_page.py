@@ -21,14 +21,14 @@ _KEYS = {
     "useful": "useful share",
     **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "other")},
 }
-LONGER = {  # what a late rank did longer, shown when the pointer is over its bar
+LONGER = {  # what a late rank did longer, as the tooltip of its bar
     "useful": "it computed longer",
-    "input": "it had waited for its batch",
-    "checkpoint": "it had been saving",
-    "validation": "it had been evaluating",
-    "other": "the script's own work",
-    "wait": "it had waited itself",
-    "transfer": "the exchange before took longer for it",
+    "input": "it waited longer for its batch",
+    "checkpoint": "it saved a checkpoint",
+    "validation": "it evaluated the model",
+    "other": "it did other work of the script",
+    "wait": "it waited for another rank",
+    "transfer": "its previous collective took longer",
 }
 _PARTS = (
     ("summary", "Summary", lambda found: True),
@@ -36,12 +36,12 @@ _PARTS = (
     ("states", "Ranks", lambda found: found["report"].efficiencies),
     ("steps", "Step times", lambda found: found["report"].step_times),
     ("waiting", "Waiting", lambda found: found["charts_of"].get("waiting")),
-    ("whom", "For whom", lambda found: found["charts_of"].get("pairs")),
+    ("whom", "Stragglers", lambda found: found["charts_of"].get("pairs")),
     ("collectives", "Collectives", lambda found: found["report"].groups),
     ("moments", "Timeline", lambda found: found["charts_of"].get("moments")),
     ("work", "FLOPs", lambda found: found["report"].work),
-    ("places", "Hosts", lambda found: True),
-    ("trust", "Trust", lambda found: True),
+    ("places", "Nodes", lambda found: True),
+    ("trust", "Reliability", lambda found: True),
 )
 
 

@@ -13,68 +13,72 @@ from ..terminal.run_report import MAX_DESCRIBED_LOSSES
 # Why a loss occurs, and where to look: by kind of the loss, or by what the late rank did longer.
 _OWN = {
     "input": (
-        "The model stood still because its next batch was not there yet: the loader was not ahead.",
-        "the loader: its number of workers, what it does to each sample, the files' place and size",
+        "The model waited because its next batch was not ready: the loader was not fast enough.",
+        "the number of workers of the loader, its work for each sample, and the location and size "
+        "of the files",
     ),
     "checkpoint": (
-        "Training stood still while a checkpoint was copied or written.",
-        "how often it saves, how much, and to which file system",
+        "Training waited while a checkpoint was copied or written.",
+        "the number, the size and the file system of the checkpoints",
     ),
     "validation": (
-        "Training stood still while the model was evaluated.",
-        "how often it evaluates, on how many samples, and whether all ranks share them",
+        "Training waited while the script evaluated the model.",
+        "the frequency of the validation, its number of samples, and whether all ranks share them",
     ),
     "other": (
-        "The script did work of its own between the phases of its steps.",
-        "the lines named above: logging, metrics, waiting for files, copies to the device",
+        "The script did other work between the phases of its steps.",
+        "the lines named above: logging, metrics, waits for files, copies to the device",
     ),
 }
 _LATE = {
     "useful": (
-        "{rank} needed longer to compute the same step. All others stood still at the next "
-        "exchange until it arrived: the slowest rank sets the pace of all.",
-        "what else runs on its host or its cores, its binding, its clock rate, and whether it got "
-        "more or longer samples than the others",
+        "{rank} needed longer to compute the same step. All other ranks waited for it "
+        "in the next collective: the slowest rank determines the step time of all ranks.",
+        "other processes on its node or its cores, its binding, its clock rate, and whether it has "
+        "more or longer samples than the other ranks",
     ),
     "input": (
-        "{rank} got its batches late, and all others waited for it at the next exchange.",
-        "this rank's loader and the host it reads from",
+        "{rank} got its batches late, and all other ranks waited for it in the next collective.",
+        "the loader of this rank and the storage of its node",
     ),
     "checkpoint": (
-        "{rank} saved a checkpoint while the others stood still.",
-        "saving beside the training, or all ranks writing their part",
+        "{rank} saved a checkpoint while the other ranks waited for it.",
+        "asynchronous checkpoints, or checkpoints of which each rank writes its part",
     ),
     "validation": (
-        "{rank} evaluated alone while all others stood still: a part of the run that more ranks "
-        "do not make shorter.",
-        "evaluating on all ranks, each its share of the samples",
+        "{rank} evaluated alone while all other ranks waited for it. More ranks do not shorten "
+        "this part of the run.",
+        "validation on all ranks, each with a part of the samples",
     ),
     "other": (
-        "{rank} did work of the script's own while the others stood still.",
-        "what the script does on this rank only: logging, plots, writing files",
+        "{rank} did other work of the script while the other ranks waited for it.",
+        "work that the script does on this rank only: logging, plots, files",
     ),
     STILL: (
-        "{rank} stood still for a while: none of its threads ran. All others waited for it at the "
-        "next exchange.",
-        "the line of the script that ran then, who stopped the rank or its host, whether its "
-        "memory was swapped out, and the host's log",
+        "{rank} stood still for a while: none of its threads ran. All other ranks waited for "
+        "it in the next collective.",
+        "the line of the script that ran at this time, signals that stopped the rank, pauses of "
+        "its node, swapped-out memory, and the system log of the node",
     ),
-    "wait": ("{rank} came late because it had waited itself.", "whom {rank} waited for"),
+    "wait": (
+        "{rank} arrived late because it had waited for another rank.",
+        "the rank for which {rank} waited",
+    ),
     "transfer": (
-        "{rank} came late because an exchange before this one, of this group or another, took "
-        "longer for it than for the others.",
-        "where its group's ranks are placed, and whether its host's link is slower",
+        "{rank} arrived late because a previous collective, of this or another process group, "
+        "took longer for it than for the other ranks.",
+        "the placement of the ranks of its group, and the bandwidth of the link of its node",
     ),
 }
 _TRANSFER = (
-    "All ranks were there, and the exchange itself took this long{rate}: the data had to go "
-    "through the network, or through the host's memory.",
-    "the bandwidth in the table of collectives against what the link can do, which interface is "
-    "used, and how much is sent how often",
+    "All ranks had arrived, and the communication itself took this time{rate}. Its data went "
+    "through the network, or through the memory of the node.",
+    "the bandwidth in the table of collectives compared with the bandwidth of the link, the "
+    "network interface, and the number and size of the collectives",
 )
-_NOBODY = (
-    "Short waits, which can't be booked to one rank.",
-    "the spread of step times below: small differences from step to step, on all ranks",
+_NO_RANK = (
+    "These waits are short, and no single rank causes them.",
+    "the spread of the step times below: small differences from step to step on all ranks",
 )
 
 
@@ -110,7 +114,7 @@ def _explain(loss: Loss, report: Report) -> Explanation:
         why, look = _TRANSFER
         why = why.format(rate=_rate(loss, report))
     elif loss.kind == "wait" and loss.rank is None:
-        why, look = _NOBODY
+        why, look = _NO_RANK
     elif loss.kind == "wait":
         why, look = (part.format(rank=rank) for part in _LATE[doing(loss, report)])
     else:
@@ -142,18 +146,18 @@ def achieved(report: Report) -> str:
     """Return what the job did, in one or two sentences."""
     ranks = counted(report.size, "rank")
     hosts = len(set(report.hosts))
-    on = f" on {hosts} hosts" if hosts > 1 else ""
+    on = f" on {hosts} nodes" if hosts > 1 else ""
     if report.window_s is None or report.efficiencies is None:
         return f"{ranks}{on} ran for {duration(report.wall_s)}: too few steps to measure."
     rate = f", {amount(report.samples_per_s)} samples/s" if report.samples_per_s else ""
     median = report.step_times
-    step = f", {duration(median.median_s)} a step" if median is not None else ""
+    step = f", {duration(median.median_s)} per step" if median is not None else ""
     useful = report.efficiencies.useful
     return (
         f"{ranks}{on} trained {counted(report.steps, 'step')} in "
         f"{duration(report.wall_s)}{rate}{step}. "
-        f"{percent(useful)} of the ranks' time went into computing for the model, "
-        f"{percent(1 - useful)} did not."
+        f"{percent(useful)} of the ranks' time was useful (computing for the model), "
+        f"{percent(1 - useful)} was lost."
     )
 
 

@@ -47,6 +47,7 @@ def page(template: str, data: dict[str, Any], context: dict[str, Any]) -> str:
         number=number,
         same=lambda: last[0],
         definition=DEFINITIONS.__getitem__,
+        definitions=DEFINITIONS,
         percent=percent,
         bytes=size,
         duration=duration,
@@ -77,8 +78,8 @@ def save(text: str, path: Path) -> str:
         write_output(path, text)
     except OSError as error:
         raise ValueError(
-            f"{path} can't be written: {error_reason(error)}. HINT: a file in a folder that can be "
-            "written, on a file system with some MB of room"
+            f"{path} cannot be written: {error_reason(error)}. HINT: name a file in a folder that "
+            "you can write to, on a file system with 10 MB of free space"
         ) from None
     return f"{path}: {size(len(text.encode()))}. HINT: open it in any browser; it needs no network"
 

@@ -25,7 +25,7 @@ def render(
     where = (
         f"on {first.hosts[0]}"
         if len(first.hosts) == 1
-        else f"on {counted(len(first.hosts), 'host')}"
+        else f"on {counted(len(first.hosts), 'node')}"
     )
     table = Table(
         title=f"{first.operation} of {counted(first.ranks, 'rank')} {where}",
@@ -33,8 +33,8 @@ def render(
         pad_edge=False,
         title_justify="left",
     )
-    for heading in ("size", "over", "time", "spread", "algbw", "busbw", "of gloo's", "copies"):
-        left = heading == "over"
+    for heading in ("size", "backend", "time", "spread", "algbw", "busbw", "of gloo's", "copies"):
+        left = heading == "backend"
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for at, one in enumerate(first.sizes):
         for collective in found:
@@ -43,7 +43,7 @@ def render(
     latencies = ", ".join(
         f"{one.backend} {format_value(one.latency.median, 's')}" for one in found if one.latency
     )
-    said = [Text(f"Latency, of 8 bytes: {latencies}.")]
+    said = [Text(f"Latency of 8 bytes: {latencies}.")]
     return Group(table, *said, *(Text(note, style="bright_black") for note in notes))
 
 

@@ -42,7 +42,7 @@ def render(machine: Machine, found: Sequence[Outlier], notes: Sequence[str]) -> 
         parts += [Text(), Text(lines)]
     parts += [Text(one.sentence, style="bold red") for one in found]
     if not found:
-        parts.append(Text("nothing is odd", style="green"))
+        parts.append(Text("No anomaly found.", style="green"))
     parts += [Text(note, style="bright_black") for note in notes]
     return Group(*parts)
 
@@ -63,7 +63,7 @@ def _hardware(host: HostFacts) -> str:
     parts = [host.processor or "processor unknown"]
     for count, noun in ((host.sockets, "socket"), (host.cores, "core"), (host.threads, "thread")):
         parts += [counted(count, noun)] if count is not None else []
-    parts.append(f"may use {host.mask or '?'}")
+    parts.append(f"available cores {host.mask or '?'}")
     gpus = ", ".join(dict.fromkeys(gpu.name for gpu in host.gpus))
     parts += [f"{counted(len(host.gpus), 'GPU')} ({gpus})"] if host.gpus else []
     return ", ".join(parts)
@@ -84,7 +84,7 @@ def _import(host: HostFacts) -> str:
     if host.import_torch_first_s is not None:
         parts.append(f"{format_value(host.import_torch_first_s, 's')} the first time")
     if host.import_torch_busy is not None:
-        parts.append(f"{format_value(host.import_torch_busy.median, 's')} of a core")
+        parts.append(f"{format_value(host.import_torch_busy.median, 's')} of CPU time")
     if host.import_torch_calls is not None:
         parts.append(f"{host.import_torch_calls:,} calls to the file system")
     return f"import torch: {', '.join(parts)}" if parts else ""
@@ -146,8 +146,8 @@ def _rates(machine: Machine, found: Sequence[Outlier]) -> Table:
 def _median_and_worst(machine: Machine, found: Sequence[Outlier]) -> Table:
     """Return a table with the median and the worst host of each rate, for many hosts."""
     table = Table(title="Rates", box=None, pad_edge=False, title_justify="left")
-    for heading in ("", "middle", "worst", "host", "catalogue"):
-        table.add_column(heading, justify="left" if heading in ("", "host") else "right")
+    for heading in ("", "median", "worst", "node", "catalogue"):
+        table.add_column(heading, justify="left" if heading in ("", "node") else "right")
     odd = _slow_figures(found)
     for (device, what), cells in _rows(machine).items():
         order = sorted(cells, key=lambda name: cells[name].median)
@@ -187,7 +187,15 @@ def _catalogue_peak(host: HostFacts, device: str, what: str) -> str:
 
 def _collectives(machine: Machine) -> Table:
     table = Table(title="Collectives", box=None, pad_edge=False, title_justify="left")
-    for heading in ("group", "operation", "ranks", "over", "latency", "best bus bandwidth", "at"):
+    for heading in (
+        "group",
+        "operation",
+        "ranks",
+        "backend",
+        "latency",
+        "best bus bandwidth",
+        "at",
+    ):
         table.add_column(heading)
     seen: dict[tuple[str, str], int] = {}
     for one in machine.collectives:
@@ -216,8 +224,8 @@ def _collectives(machine: Machine) -> Table:
 
 def _pairs(machine: Machine, found: Sequence[Outlier]) -> Table:
     """Return a table with the slowest links, and the median of the others."""
-    table = Table(title="Links between hosts", box=None, pad_edge=False, title_justify="left")
-    for heading in ("hosts", "latency", "bandwidth"):
+    table = Table(title="Links between nodes", box=None, pad_edge=False, title_justify="left")
+    for heading in ("nodes", "latency", "bandwidth"):
         table.add_column(heading)
     odd = {frozenset(one.hosts) for one in found if one.kind == "link"}
 
@@ -235,7 +243,7 @@ def _pairs(machine: Machine, found: Sequence[Outlier]) -> Table:
         middle = machine.pairs[order[len(order) // 2]]
         left = counted(len(order) - 8, "faster link")
         table.add_row(
-            f"{left}; the middle one",
+            f"{left}, median",
             _format_figure(middle.latency),
             _format_figure(middle.bandwidth),
         )
@@ -252,7 +260,7 @@ def _render_roofline(host: HostFacts) -> str:
 def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]) -> Table:
     """Return the table of ``--compare``: figures that changed by more than their spread."""
     table = Table(title=f"{before.made} and {after.made}", box=None, pad_edge=False)
-    for heading in ("hosts", "what", "before", "after", "change"):
+    for heading in ("nodes", "figure", "before", "after", "change"):
         table.add_column(heading)
     for one in changes:
         style = {True: "green", False: "bold red", None: ""}[one.better]
@@ -260,7 +268,7 @@ def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]
         change = percent(one.by) if one.by else ""
         table.add_row(names, one.what, one.before, one.after, Text(change, style=style))
     if not changes:
-        table.add_row("", "nothing changed by more than its spread", "", "", "")
+        table.add_row("", "No figure changed by more than its spread.", "", "", "")
     return table
 
 

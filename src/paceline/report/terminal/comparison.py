@@ -74,13 +74,13 @@ def _states(found: StateChanges | None) -> list[RenderableType]:
     if found is None:
         return []
     table = Table(box=None, pad_edge=False)
-    for heading in (f"time a {found.unit}", "before", "after", "change", "noise", ""):
+    for heading in (f"time per {found.unit}", "before", "after", "change", "noise", ""):
         table.add_column(
-            heading, justify="right" if heading not in ("", f"time a {found.unit}") else "left"
+            heading, justify="right" if heading not in ("", f"time per {found.unit}") else "left"
         )
     for row in [*found.rows, found.whole]:
         told, kind = state_verdict(row)
-        name = f"a {found.unit}" if row is found.whole else row.state
+        name = f"whole {found.unit}" if row is found.whole else row.state
         times = (duration(row.before_s), duration(row.after_s), signed_duration(row.longer_s))
         table.add_row(name, *times, noise_of(row), Text(told, style=_STYLES[kind]))
     return [Text(), table, Text(f"\n{explanation(found)}", style="bold")]
@@ -94,7 +94,7 @@ def noise_of(row: StateChange) -> str:
 def state_verdict(row: StateChange) -> tuple[str, str]:
     """Return whether a state's time has changed, as ``verdict`` does."""
     if row.real is None:
-        return "too few steps to tell it from noise", "none"
+        return "too few steps to distinguish it from noise", "none"
     if not row.real:
         return "within the noise", "none"
     return ("longer", "worse") if row.longer_s > 0 else ("shorter", "better")
@@ -106,7 +106,9 @@ def explanation(found: StateChanges) -> str:
     if whole.real is False or not whole.longer_s:
         return f"A {found.unit} takes as long as before, within the noise."
     how = "longer" if whole.longer_s > 0 else "less"
-    sure = "; too few steps to tell that from noise" if whole.real is None else ""
+    sure = (
+        "; the runs have too few steps to distinguish that from noise" if whole.real is None else ""
+    )
     took = f"A {found.unit} takes {duration(abs(whole.longer_s))} {how}{sure}"
     if not found.explained_by:
         return f"{took}. No state alone explains it."
@@ -125,7 +127,7 @@ _STYLES = {"better": "bold green", "worse": "bold red", "none": "bright_black"}
 def verdict(change: FigureChange) -> tuple[str, str]:
     """Return whether a change exceeds the noise, in words, and "better", "worse" or "none"."""
     if change.real is None:
-        return "too few steps to tell it from noise", "none"
+        return "too few steps to distinguish it from noise", "none"
     if not change.real:
         return "within the noise", "none"
     better = (change.after > change.before) != (change.figure == "step_ms")

@@ -24,15 +24,15 @@ NAMES = {
     "input": "input",
     "validation": "validation",
     "checkpoint": "checkpoints",
-    "script": "the script's own",
-    "standing": "standing still",
+    "script": "other work of the script",
+    "standing": "time off the CPU",
     "noise": "other programs",
     "threads": "threads",
     "layout": "memory layout",
     "precision": "precision",
-    "allocator": "memory touched anew",
+    "allocator": "page faults",
     "memory": "lack of memory",
-    "interpreter": "the interpreter's lock",
+    "interpreter": "interpreter lock",
     "search": "search for unused parameters",
 }
 
@@ -114,9 +114,14 @@ def computing(found: Diagnosis) -> list[str]:
     useful = line.points.get("its useful time") if line is not None else None
     if line is None or useful is None:
         return []
-    said = [f"While it computes it reaches {reaches(useful)} on {line.host} ({line.device})"]
+    said = [
+        f"While the model computes, it reaches {reaches(useful)} on {line.host} ({line.device})"
+    ]
     if line.assumed:
-        said.append(f"No roof was measured on {found.report.hosts[0]}: {line.host} stands for it")
+        said.append(
+            f"paceline check has not measured {found.report.hosts[0]}: the roofline is that of "
+            f"{line.host}"
+        )
     return said
 
 
@@ -185,12 +190,12 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
     doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
     if not found.causes:
         share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
-        said = f"It runs at {share} of the ideal, and nothing that takes {MIN_SHARE:.0%} "
-        said += "holds it back."
+        said = f"Training runs at {share} of the ideal. No cause takes {100 * MIN_SHARE:.0f} % of "
+        said += "a step's time."
         if doubtful:
-            said = f"It runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
+            said = f"Training runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
         return [Text(said, style="bold")]
-    lines: list[RenderableType] = [Text("What holds it back, of a step's time:", style="bold")]
+    lines: list[RenderableType] = [Text("Largest causes, of a step's time:", style="bold")]
     for number, cause in enumerate(found.causes, 1):
         text = Text(f"{number}. ").append(percent(cause.share), style="bold")
         lines.append(text.append(f"  {cause.sentence}."))
@@ -198,8 +203,8 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
 
 
 _DOUBT = (
-    "Not sure: {} may cost time, but the rounds are too few, or differ too much, to tell. "
-    "HINT: more --minutes, or a quieter machine."
+    "Uncertain: {} may cost time, but the rounds are too few or differ too much. HINT: use a "
+    "larger --minutes, or a machine without other load."
 )
 
 

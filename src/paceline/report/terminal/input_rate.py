@@ -16,11 +16,14 @@ from ..numbers import amount, counted
 LIMITS = {
     "processor": "the processors",
     "interpreter": "one process, whose threads wait for each other",
-    "threads": "the loaders' threads",
+    "threads": "the loader threads",
     "bandwidth": "the storage's bandwidth",
-    "operations": "the storage's reads a second",
+    "operations": "the storage's reads per second",
 }
-STATES = {"storage": "from storage, as in a first epoch", "memory": "from memory, as later on"}
+STATES = {
+    "storage": "from storage, as in a first epoch",
+    "memory": "from memory, as in later epochs",
+}
 
 
 def render(told: dict[str, Any]) -> Group:
@@ -45,13 +48,13 @@ def _terms(told: dict[str, Any]) -> list[str]:
     lines = [
         f"{counted(t['samples'], 'sample')} of {size(t['bytes'])}{where}; "
         f"{counted(t['cores'], 'core')}",
-        f"a sample takes {1e6 * cpu:,.0f} us of a processor ({parts})",
+        f"CPU time per sample: {1e6 * cpu:,.0f} us ({parts})",
     ]
     if t["bandwidth"] is not None:
         lines.append(
-            f"storage: {size(t['bandwidth'])}/s in large pieces, "
-            f"{amount(t['operations'])} samples/s each by itself, "
-            f"{1e6 * t['wait_s']:,.0f} us one after the other"
+            f"storage: {size(t['bandwidth'])}/s in large reads, "
+            f"{amount(t['operations'])} samples/s in parallel single reads, "
+            f"{1e6 * t['wait_s']:,.0f} us per sequential read"
         )
     return lines
 
@@ -67,7 +70,7 @@ def _table(told: dict[str, Any], state: str, rates: list[dict[str, Any]]) -> Tab
             found = told["measured"][state]
             measured = f"{amount(found)} ({100 * (one['samples_s'] / found - 1):+.0f} %)"
         table.add_row(f"{one['ranks']}", amount(one["samples_s"]), LIMITS[one["limit"]], measured)
-    table.caption = "samples/s of all ranks; by how much the prediction is off"
+    table.caption = "samples/s of all ranks; in brackets: error of the prediction"
     table.caption_justify = "left"
     return table
 
@@ -78,11 +81,11 @@ def _sentences(told: dict[str, Any]) -> list[Text]:
         text = f"{one['id']}: {amount(one['samples_s'])} samples/s predicted: {one['sentence']}"
         found.append(Text(text, style="green"))
     if not told["remedies"]:
-        found.append(Text("nothing that is known here would gain a tenth", style="bold"))
+        found.append(Text("No known remedy gains 10 % or more.", style="bold"))
     if told["terms"]["bandwidth"] is not None and told["fits"]:
-        found.append(Text("memory holds the whole set: later epochs do not come from storage"))
+        found.append(Text("The dataset fits into memory: later epochs are not read from storage."))
     if told["hosts"] is not None:
         found.append(
-            Text(f"from {told['hosts']} such hosts on, their storage limits, if it is one for all")
+            Text(f"From {told['hosts']} such nodes on, the storage is the limit if all share it.")
         )
     return found

@@ -49,8 +49,14 @@ def render_check(folder: str, meta: dict[str, Any], bad: list[str], seconds: flo
     read = f"{samples} read back in {format_value(seconds, 's')}"
     folder = printable(folder)
     if not bad:
-        return Group(Text(f"{folder}: {read}: all as they were packed", style="green"))
-    return Group(Text(f"{folder}: {read}: {len(bad):,} are not", style="bold red"), *_some(bad))
+        return Group(Text(f"{folder}: {read}: all samples are unchanged", style="green"))
+    return Group(
+        Text(
+            f"{folder}: {read}: changed: {counted(len(bad), 'sample')}",
+            style="bold red",
+        ),
+        *_some(bad),
+    )
 
 
 def progress(
@@ -77,7 +83,7 @@ def render_staged(hosts: list[dict[str, Any]]) -> list[tuple[str, str]]:
     for one in hosts:
         rate = one["bytes"] / one["seconds"] if one["seconds"] else 0.0
         where = f"{one['host']}: {one['folder']}" if several else str(one["folder"])
-        line = f"{where}: {one['here']:,} of {one['shards']:,} shards are there"
+        line = f"{where}: {one['here']:,} of {one['shards']:,} shards are on the node"
         if one["copied"]:
             line += f", {one['copied']:,} copied ({size(one['bytes'])}, {size(round(rate))}/s)"
         lines.append((line, "green" if one["copied"] else ""))
@@ -92,13 +98,13 @@ def render_staged_hosts(source: str, hosts: list[dict[str, Any]]) -> str:
     read, came = (sum(one[name] for one in hosts) for name in ("read", "bytes"))
     copied, fetched = (sum(one[name] for one in hosts) for name in ("copied", "fetched"))
     took = max(one["seconds"] for one in hosts)
-    what = f"{source} on {counted(len(hosts), 'host')}" if source else counted(len(hosts), "host")
+    what = f"{source} on {counted(len(hosts), 'node')}" if source else counted(len(hosts), "host")
     if not copied:
-        return f"{what}: nothing had to come"
+        return f"{what}: no shard had to be copied"
     return (
-        f"{what}: {counted(copied, 'shard')} came ({size(came)}) in {format_value(took, 's')}, "
-        f"{copied - fetched:,} of them ({size(read)}) from where the set is, the others from each "
-        "other"
+        f"{what}: {counted(copied, 'shard')} copied ({size(came)}) in {format_value(took, 's')}, "
+        f"{copied - fetched:,} of them ({size(read)}) from the source, the others from other "
+        "nodes"
     )
 
 
@@ -107,12 +113,12 @@ def concerns(one: dict[str, Any]) -> list[str]:
     lines = [f"{one['host']}: {one['error']}"] if one["error"] else []
     lines += one["notes"]
     if one["evicted"]:
-        lines.append(f"{one['host']}: gone, to make room: {', '.join(one['evicted'])}")
+        lines.append(f"{one['host']}: removed to free space: {', '.join(one['evicted'])}")
     if one["left"] and not one["error"]:
         count, share = len(one["left"]), len(one["left"]) / one["shards"]
         lines.append(
-            f"{one['host']}: no room for {counted(count, 'shard')}, read from where the set is: a "
-            f"shuffle reaches all of the set, so about {share:.0%} of what is read"
+            f"{one['host']}: no space for {counted(count, 'shard')}. The ranks read them from the "
+            f"source: about {share:.0%} of a shuffled dataset"
         )
     return [printable(line) for line in lines]
 
@@ -127,11 +133,11 @@ def _rows(meta: dict[str, Any], seconds: float) -> list[tuple[str, str]]:
     )
     rows = [
         ("samples", f"{count:,} {meta['packed'].get('kind', 'arrays')}"),
-        ("shards", f"{len(meta['shards']):,}, {size(whole)} in all"),
-        ("a sample", _array(meta["array"]) or f"{size(whole / count)} in the mean"),
+        ("shards", f"{len(meta['shards']):,}, {size(whole)} in total"),
+        ("sample", _array(meta["array"]) or f"{size(whole / count)} on average"),
         ("labels", _labels(meta)),
         *_moments(meta["statistics"]),
-        ("took", f"{format_value(seconds, 's')}: {rate}" if seconds else ""),
+        ("duration", f"{format_value(seconds, 's')}: {rate}" if seconds else ""),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -173,5 +179,5 @@ def _numbers(values: Any) -> str:
 def _some(lines: list[str]) -> list[RenderableType]:
     shown: list[RenderableType] = [Text(f"  {printable(line)}") for line in lines[:SHOWN]]
     if len(lines) > SHOWN:
-        shown.append(Text(f"  and {len(lines) - SHOWN:,} more: --json has them all"))
+        shown.append(Text(f"  and {len(lines) - SHOWN:,} more: see --json"))
     return shown

@@ -21,7 +21,7 @@ def render(found: Packed) -> Group:
     parts.append(Text(_of_calls(found)))
     parts += [Text(), Text("On a node:"), *(Text(f"  {one}") for one in commands(found.file))]
     if found.outside:
-        parts += [Text(), Text("Not in the file, and needed on a node as it is here:")]
+        parts += [Text(), Text("Not in the file, and required on a node at the same path:")]
         parts += [Text(f"  {one}") for one in found.outside]
     parts += [Text(note, style="bright_black") for note in [*found.notes, *_of_memory(found)]]
     return Group(*parts)
@@ -43,7 +43,7 @@ def commands(file: str) -> list[str]:
 
 def _table(found: Packed) -> Table:
     table = Table(title="import torch", box=None, pad_edge=False, title_justify="left")
-    for heading in ("", "as it is", found.how or "packed"):
+    for heading in ("", "original", found.how or "packed"):
         table.add_column(heading, justify="right" if heading else "left")
     own, other = found.as_it_is, found.load
     if other is not None:
@@ -52,7 +52,7 @@ def _table(found: Packed) -> Table:
     for what, one, two in (
         ("first", own.first, other.first if other else None),
         ("repeated", own.repeated, other.repeated if other else None),
-        ("of that a core's", own.busy, other.busy if other else None),
+        ("CPU time of it", own.busy, other.busy if other else None),
     ):
         table.add_row(what, _figure(one), _figure(two))
     table.add_row("to pack", "", format_value(found.pack_s, "s"))
@@ -72,27 +72,30 @@ def _figure(figure: Figure | None) -> str:
 
 
 def _of_calls(found: Packed) -> str:
-    one = "its file is opened once" if found.file.endswith(".tar") else "the file is opened once"
     return (
-        f"As it is, a start asks the file system {found.calls:,} times ({found.counted_by}), the "
-        f"standard library's files included. Packed, {one} by the node, and what is asked of the "
-        "environment is answered there. When many nodes start at once, each of their questions "
-        "waits for the same servers: that is not measured here."
+        f"With the original environment, a start makes {found.calls:,} calls to the file system "
+        f"({found.counted_by}), including those for the standard library. With the packed "
+        "environment, each node opens one file, and the node itself serves all other calls. When "
+        "many nodes start at the same time, their calls wait for the same servers: this "
+        "measurement does not include that wait."
     )
 
 
 def _of_memory(found: Packed) -> list[str]:
     """Return notes on whether the first import really read its files from storage."""
-    notes = ["first: after the pages of its files were asked to be dropped; names stay cached."]
+    notes = [
+        "first: Paceline asked the kernel to drop the pages of the files; file names stay cached."
+    ]
     stayed = found.as_it_is.in_memory
     if stayed is None:
         notes.append(
-            f"Nobody can say what {found.filesystem or 'this file system'} itself keeps in "
-            "memory: the first import may have been from there."
+            f"Paceline cannot determine what {found.filesystem or 'this file system'} itself "
+            "caches in memory: the first import may have read from this cache."
         )
     elif stayed > STAYED:
         notes.append(
             f"{percent(stayed)} of the environment's bytes stayed in memory (other processes use "
-            "them, or the file system is in memory): first is less than on a fresh node."
+            "them, or the file system is in memory): the first import takes longer on a fresh "
+            "node."
         )
     return notes

@@ -81,7 +81,7 @@ def render_proposed(
     if not remedies:
         return []
     table = Table(box=None, pad_edge=False)
-    for heading in ("would gain, of the throughput", "predicted", "from", ""):
+    for heading in ("remedy", "predicted gain", "from", "how"):
         table.add_column(heading, no_wrap=bool(heading))
     for one in remedies:
         sets = f"--try {one.knob}, or " if one.settable else ""
@@ -103,9 +103,13 @@ def render_proposed(
 def render_tried(tried: Any) -> list[RenderableType]:
     """Return the table of tried remedies, with predicted and measured gains."""
     if not tried.trials:
-        return [Text("Nothing was tried: no cause has a remedy that can be set from outside.")]
+        return [
+            Text(
+                "Paceline tried no remedy: no cause has one that it can set without a script edit."
+            )
+        ]
     table = Table(box=None, pad_edge=False)
-    for heading in ("tried", "predicted", "measured", ""):
+    for heading in ("tried remedy", "predicted gain", "measured gain", ""):
         table.add_column(heading, no_wrap=bool(heading))
     for one in tried.trials:
         kept = Text("kept", style="green") if one.kept else Text(one.why)
@@ -116,7 +120,7 @@ def render_tried(tried: Any) -> list[RenderableType]:
 
 
 def loss_changes(tried: Any) -> list[str]:
-    """Say how the knobs that change numerical results changed the training loss."""
+    """Return how the knobs that change numerical results changed the training loss, in words."""
     lines = []
     for one in tried.trials:
         if one.loss is not None:

@@ -39,12 +39,12 @@ COLOURS = {
 MEANING = {
     "useful": "computing for the model",
     "input": "waiting for a batch",
-    "checkpoint": "standing still for a save",
+    "checkpoint": "waiting for a checkpoint",
     "validation": "evaluating",
-    "other": "not explained by a state",
-    "wait": "for the last rank to arrive",
-    "transfer": "after the last one arrived",
-    BACKGROUND: "other threads' collectives, meanwhile",
+    "other": "in no other state",
+    "wait": "waiting for the last rank",
+    "transfer": "after the last rank arrived",
+    BACKGROUND: "collectives of other threads",
 }
 # Tree of efficiencies: name, field of Efficiencies, depth.
 EFFICIENCY_TREE = (
@@ -110,7 +110,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))
     since = f" since step {report.first_step}" if report.first_step else ""
     hosts = len(set(report.hosts))
-    on = f" on {hosts} hosts" if hosts > 1 else ""
+    on = f" on {hosts} nodes" if hosts > 1 else ""
     title = f"Paceline: {counted(report.size, 'rank')}{on}, {counted(report.steps, 'step')}{since}"
     return Panel(Group(*parts), title=title, expand=False)
 
@@ -131,7 +131,7 @@ def _states(report: Report, explained: bool) -> Table:
     table.add_column("state")
     table.add_column("mean", justify="right")
     if many:
-        for heading in ("least", "most"):
+        for heading in ("minimum", "maximum"):
             table.add_column(heading, justify="right")
     else:
         for rank in report.ranks if len(report.ranks) > 1 else []:
@@ -229,12 +229,11 @@ def _step_time_lines(report: Report) -> list[Text]:
     times, brief = report.step_times, troubles(report)
     if times is None:
         return [Text(f"{line}.") for line in brief]
-    text = f"step time {duration(times.median_s)}, nine of ten {duration(times.p5_s)} to "
-    text += duration(times.p95_s)
+    text = f"step time: median {duration(times.median_s)}, 5th to 95th percentile "
+    text += f"{duration(times.p5_s)} to {duration(times.p95_s)}"
     if times.outlier_count:
-        stand = "stands" if times.outlier_count == 1 else "stand"
         steps = counted(times.last - times.first + 1, "step")
-        text += f"; {times.outlier_count} of {steps} {stand} out:"
+        text += f"; {counted(times.outlier_count, 'outlier')} in {steps}:"
     lines = [*brief, *outliers(report)[:MAX_DESCRIBED_LOSSES]]
     return [Text(text), *(Text(f"  {_uncapitalize(line)}") for line in lines), Text()]
 
@@ -265,7 +264,7 @@ def _groups(report: Report) -> list[RenderableType]:
             for field in ("wait", "transfer", "hidden")
         )
         name = f"{counted(len(more), 'more group')} (--json)"
-        table.add_row(name, "", *map(percent, sums), "mean of their members")
+        table.add_row(name, "", *map(percent, sums), "mean of their ranks")
     return [table, Text()]
 
 
@@ -274,7 +273,7 @@ def _collective(one: Collective) -> str:
     if not one.count:  # it began before the window, or its launch is not known
         return one.name
     rate = f", {one.busbw:.2g} GB/s bus" if one.busbw is not None else ""
-    return f"{one.count} {one.name} ({size(one.bytes / one.count)}{rate})"
+    return f"{counted(one.count, one.name)} ({size(one.bytes / one.count)}{rate})"
 
 
 def _losses(report: Report) -> list[RenderableType]:
@@ -302,18 +301,17 @@ def _loading(report: Report) -> list[Text]:
     told = report.loading
     if told is None:
         return []
-    kind = ("process" if told.processes else "thread") if told.workers else "batch"
+    kind, plural = ("process", "es") if told.processes else ("thread", "s")
     lines = []
     if told.workers:
-        most = f" (most {told.most:.2f}, rank {told.rank})" if len(report.ranks) > 1 else ""
-        lines.append(
-            Text(
-                f"the loader's {counted(told.workers, kind)} kept {told.cores:.2f} cores busy "
-                f"beside {'each' if len(report.ranks) > 1 else 'the'} rank's training{most}"
-            )
-        )
+        whose, most = "the rank", ""
+        if len(report.ranks) > 1:
+            whose = "each rank"
+            most = f" on average, at most {told.most:.2f} (rank {told.rank})"
+        workers = counted(told.workers, f"loader {kind}", f"loader {kind}{plural}")
+        lines.append(Text(f"the {workers} of {whose} used {told.cores:.2f} cores{most}"))
     if told.left_out:
-        what = f"{counted(told.left_out, 'sample')} could not be read, and left out"
+        what = f"{counted(told.left_out, 'sample')} could not be read and were skipped"
         lines.append(Text(what, style="yellow"))
     return lines
 

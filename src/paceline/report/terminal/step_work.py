@@ -19,11 +19,11 @@ def sentences(report: Report) -> list[str]:
     found = [
         f"A step computes {format_value(work.flops, 'FLOP')} ({work.precision}) and moves "
         f"{format_value(work.bytes, 'B')} through memory, {work.flops / work.bytes:.3g} FLOP/byte: "
-        f"counted on {counted(len(work.ranks), 'rank')} in step {work.step}, which was slower for "
-        "it"
+        f"counted on {counted(len(work.ranks), 'rank')} in step {work.step}, which the "
+        "counting made slower"
     ]
     if work.uncounted:
-        found.append(f"FLOPs nobody knows of: {join_words(work.uncounted)}")
+        found.append(f"Operators with unknown FLOPs: {join_words(work.uncounted)}")
     line = report.roofline
     if line is None:
         return found
@@ -32,7 +32,10 @@ def sentences(report: Report) -> list[str]:
         found.append(f"A step reaches {reaches(whole)} on {line.host} ({line.device})")
     found += _above(line)
     if line.assumed:
-        found.append(f"No roof was measured on {report.hosts[0]}: {line.host} stands for it")
+        found.append(
+            f"paceline check has not measured {report.hosts[0]}: the roofline is that "
+            f"of {line.host}"
+        )
     return found
 
 
@@ -42,13 +45,13 @@ def _above(line: Roofline) -> list[str]:
     found = []
     if "compute" in above:
         found.append(
-            f"{above['compute']} is above the roof: paceline check had less of the machine than "
-            "this run. HINT: check it again while nothing else runs"
+            f"{above['compute']} is above the roof: other processes slowed paceline check down. "
+            "HINT: repeat paceline check while no other process runs"
         )
     if "memory" in above:
         found.append(
-            f"{above['memory']} is above the memory's roof: what counts as traffic came from "
-            "caches in part"
+            f"{above['memory']} is above the memory roof: part of its memory traffic came from "
+            "caches"
         )
     return found
 

@@ -58,8 +58,8 @@ def write(examined: RunAnalysis, path: Path, steps: tuple[int, int] | None = Non
     m, report = examined.measured, examined.report
     if m is None:
         raise ValueError(
-            f"{report.name} has fewer than two optimizer steps of every rank: no timeline. "
-            "HINT: paceline report without --timeline says what is there"
+            f"{report.name} has fewer than two optimizer steps of every rank, so it has no "
+            "timeline. HINT: use paceline report without --timeline"
         )
     samples = sum(record.count(State.SAMPLE) for record in m.records)
     tracks = Tracks(m, samples <= MAX_SAMPLES)
@@ -78,7 +78,7 @@ def choose_part(
     steps_found = m.steps
     if steps_found is None or report.step_times is None:
         if steps is not None:
-            raise ValueError(f"{report.name}: no step is whole on all ranks. HINT: no --steps")
+            raise ValueError(f"{report.name}: no step is complete on all ranks. HINT: omit --steps")
         return _choose_by_time(m, tracks)
     first, last = steps_found.first, steps_found.first + len(steps_found) - 1
     edges = steps_found.bounds.max(axis=0)
@@ -91,8 +91,8 @@ def choose_part(
         a, b = max(steps[0], first), min(steps[1] - 1, last)
     if steps is not None and a > b:
         raise ValueError(
-            f"{report.name}: steps {steps[0]}:{steps[1]} are not there. "
-            f"HINT: two numbers between {first} and {last + 1}"
+            f"--steps {steps[0]}:{steps[1]} selects no step of {report.name}, which has the steps "
+            f"{first} to {last}. HINT: --steps {first}:{last + 1} selects all of them"
         )
     typical = min(max(report.step_times.typical, a), b)
     i, j = _longest_fitting_range(
@@ -120,7 +120,7 @@ def _longest_fitting_range(
 ) -> tuple[int, int]:
     """Return the longest range around ``middle`` with at most MAX_EVENTS events.
 
-    begun, over: Events begun and ended before each edge, from ``Tracks.count_until``.
+    begun, ended: Events begun and ended before each edge, from ``Tracks.count_until``.
     middle: Index of the part that the range contains in any case.
     allowed: First part, and the end of the parts, that may be drawn.
     """
@@ -139,13 +139,15 @@ def _longest_fitting_range(
 def _left_out(report: Report, m: MeasuredWindow, samples: int) -> list[str]:
     left_out = []
     if report.missing_ranks:
-        left_out.append(f"{named_ranks(report.missing_ranks)}: no record")
+        left_out.append(f"{named_ranks(report.missing_ranks)}, which have no record")
     if samples > MAX_SAMPLES:
-        left_out.append(f"the script's lines ({samples:,} samples of them)")
+        left_out.append(f"the lines of the script ({counted(samples, 'stack sample')})")
     if m.clocks_unaligned:
-        left_out.append("arrows to who waited: the clocks of some hosts could not be aligned")
+        left_out.append(
+            "arrows to waiting ranks, because the clocks of some nodes could not be aligned"
+        )
     if any(record.on_gpu for record in m.records):
-        left_out.append("the host's calls of collectives: their kernels are there")
+        left_out.append("the CPU calls of collectives, because the trace has their kernels")
     return left_out
 
 
@@ -174,13 +176,15 @@ def _write_events(
     for position, i in enumerate(order):
         tracks.write(i, part.within, position, put)
     if tracks.dropped:
-        left_out.append(f"{tracks.dropped:,} slices that over {MAX_LANES} others overlap")
+        left_out.append(
+            f"{counted(tracks.dropped, 'slice')} that more than {MAX_LANES} others overlap"
+        )
     metadata = {
         "command": " ".join(report.command),
         "record": report.name,
         "paceline": __version__,
         "shown": part.words,
-        "of": part.of or "all that was chosen",
+        "of": part.of or "all selected steps",
         "left out": "; ".join(left_out) or "nothing",
     }
     file.write(b'\n],"otherData":' + json.dumps(metadata).encode() + b"}\n")
@@ -197,7 +201,9 @@ def _open_atomically(path: Path) -> Iterator[Any]:
         ValueError: The path is a directory, or cannot be written.
     """
     if path.is_dir():
-        raise ValueError(f"{path} is no file. HINT: --timeline run.json or run.json.gz")
+        raise ValueError(
+            f"--timeline {path} is a directory. HINT: --timeline {path / 'run.json.gz'}"
+        )
     try:
         name = output_target(path).name
         with open_output(path) as raw:
@@ -208,20 +214,20 @@ def _open_atomically(path: Path) -> Iterator[Any]:
                 yield raw
     except OSError as error:
         raise ValueError(
-            f"the timeline can't be written to {path}: {error_reason(error)}. "
-            "HINT: another folder, or --steps for fewer steps"
+            f"--timeline cannot write {path}: {error_reason(error)}. "
+            "HINT: name a file in another folder, or select fewer steps with --steps"
         ) from None
 
 
 def _summary_line(path: Path, part: Part, ranks: int, events: int, left_out: list[str]) -> str:
     text = f"{path}: {part.words}"
-    text += f" of {part.of}, the most that fit," if part.of else ""
+    text += f" of {part.of}, the maximum that fits," if part.of else ""
     text += f" of {counted(ranks, 'rank')}, {counted(events, 'event')}"
     text += f", {path.stat().st_size / 1e6:.3g} MB." if path.is_file() else "."
     text += f" Left out: {'; '.join(left_out)}." if left_out else ""
     text += " HINT: "
     if part.of and part.words.startswith("step"):
-        text += "--steps a:b chooses others; "
+        text += "--steps FIRST:END selects other steps; "
     return text + "open it in https://ui.perfetto.dev or chrome://tracing"
 
 

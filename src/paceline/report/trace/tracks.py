@@ -23,6 +23,7 @@ from ...analyze.records.match_collectives import (
 )
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
+from ...plurals import named_ranks
 from ...record.ring.states import Op, State
 from .chrome_trace import Process, Put, slice_label
 
@@ -32,7 +33,7 @@ PHASES = {
 }
 PHASES |= {int(s): s.name.lower() for s in (State.INPUT, State.VALIDATION, State.CHECKPOINT)}
 MIN_RATED_BYTES = 1 << 16  # the rate of a smaller collective is meaningless
-MAX_LISTED_RANKS = 16
+MAX_RANGES = 16  # of ranks that waited, in the arguments of a slice
 
 
 class Tracks:
@@ -191,9 +192,12 @@ class Tracks:
         groups = [json.dumps(name) for name in self.m.matched.groups]
         group, op = held["group"][first].tolist(), held["op"][first].tolist()
 
+        def waiting_ranks(n: int) -> str:
+            return named_ranks([ranks[r] for r in np.unique(waiting[n]).tolist()], MAX_RANGES)
+
         def args(at: Ints) -> list[str]:
             return [
-                f'"by":"{_ranks_in_words([ranks[r] for r in np.unique(waiting[n]).tolist()])}",'
+                f'"by":"{waiting_ranks(n)}",'
                 f'"collective":"{collective_name(op[n])}","group":{groups[group[n]]}'
                 for n in at.tolist()
             ]
@@ -382,11 +386,6 @@ def _state_names(apart: bool) -> list[str]:
         slice_label("wait or transfer", name) if apart and name == "transfer" else slice_label(name)
         for name in STATES
     ]
-
-
-def _ranks_in_words(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - MAX_LISTED_RANKS} more" if len(ranks) > MAX_LISTED_RANKS else ""
-    return f"rank {', '.join(map(str, ranks[:MAX_LISTED_RANKS]))}{more}"
 
 
 def _sample_event(line: dict[str, Any] | None) -> str:

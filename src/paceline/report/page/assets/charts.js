@@ -58,7 +58,7 @@
     }));
     return [traces, layout(320, {
       barmode: "stack", bargap: ranks.length > 64 ? 0 : 0.15,
-      xaxis: category("rank"), yaxis: { title: { text: "share of its time" }, tickformat: ".0%", range: [0, 1] },
+      xaxis: category("rank"), yaxis: { title: { text: "share of the rank's time" }, tickformat: ".0%", range: [0, 1] },
     })];
   }
 
@@ -99,7 +99,7 @@
     const trace = {
       type: "heatmap", z, x: map.columns, y: map.rows, zmin: 0, zmax: most, colorscale: scale(),
       colorbar: { tickformat: ".0%", thickness: 12, outlinewidth: 0, title: { text: "waiting", side: "right" } },
-      hovertemplate: "rank %{y}, step %{x}<br>waited %{z:.1%} of it<extra></extra>",
+      hovertemplate: "rank %{y}, step %{x}<br>waited for %{z:.1%} of the step<extra></extra>",
     };
     return [[trace], layout(tall(map.rows.length, 220), {
       xaxis: category("step", { tickangle: 0, nticks: 10 }), yaxis: category("rank", { autorange: "reversed" }),
@@ -113,7 +113,7 @@
       hovertemplate: `%{y} was late: ${data.longer[state]}<br>%{x:.1%} of all ranks' time<extra></extra>`,
     }));
     return [traces, layout(Math.max(220, 26 * names.length + 80), {
-      barmode: "stack", xaxis: { title: { text: "of all ranks' time" }, tickformat: ".1%", rangemode: "tozero" },
+      barmode: "stack", xaxis: { title: { text: "share of all ranks' time" }, tickformat: ".1%", rangemode: "tozero" },
       yaxis: { type: "category", autorange: "reversed" },
     })];
   }
@@ -123,10 +123,10 @@
     const trace = {
       type: "heatmap", z: rows(shares, names.length, (v) => (v / FULL) * most), x: names, y: names,
       colorscale: scale(), zmin: 0, zmax: most || 1, colorbar: { tickformat: ".1%", thickness: 12, outlinewidth: 0 },
-      hovertemplate: "rank %{y} waited for rank %{x}<br>%{z:.1%} of its time<extra></extra>",
+      hovertemplate: "rank %{y} waited for rank %{x}<br>%{z:.1%} of the time of rank %{y}<extra></extra>",
     };
     return [[trace], layout(Math.min(560, tall(names.length, 260)), {
-      xaxis: category("for rank"), yaxis: category("rank that waited", { autorange: "reversed" }),
+      xaxis: category("late rank"), yaxis: category("waiting rank", { autorange: "reversed" }),
     })];
   }
 
@@ -153,10 +153,10 @@
     const [sign, times] = unit(Math.max(...whole));
     const traces = data.states.map((state) => ({
       type: "bar", orientation: "h", y: names, x: seconds[state].map((v) => v * times), name: state,
-      marker: { color: css(state) }, hovertemplate: `%{y}<br>${state} %{x:.3~g} ${sign} a step<extra></extra>`,
+      marker: { color: css(state) }, hovertemplate: `%{y}<br>${state} %{x:.3~g} ${sign} per step<extra></extra>`,
     }));
     return [traces, layout(Math.max(180, 48 * names.length + 90), {
-      barmode: "stack", xaxis: { title: { text: `a step, mean of all ranks (${sign})` } },
+      barmode: "stack", xaxis: { title: { text: `time per step, mean of all ranks (${sign})` } },
       yaxis: { type: "category", autorange: "reversed" },
     })];
   }

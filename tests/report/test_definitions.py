@@ -1,0 +1,85 @@
+"""Every term of the page has its definition on hover and keyboard focus, shared with the docs."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from pages import watched
+from records import made
+
+import paceline
+from paceline.analyze.figures.losses import collective_name
+from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.records.load_run import load_run
+from paceline.analyze.records.state_timeline import STATES
+from paceline.record.ring.states import Op
+from paceline.report.page.comparison import definition_key
+from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.page.run_page import tree
+from paceline.report.page.write_page import ASSETS
+from paceline.report.report_command import report_text
+from paceline.report.terminal.comparison import NAMES as FIGURES
+from paceline.report.terminal.diagnose import NAMES as CAUSES
+
+DOCS = Path(paceline.__file__).parents[2] / "docs"
+UNEXPLAINED = """words => [...document.querySelectorAll("th, dt, h2, .legend .key")]
+  .filter((one) => !one.querySelector(".term"))
+  .map((one) => one.textContent.trim().toLowerCase()).filter((text) => words.includes(text))"""
+TERMS = """() => [...document.querySelectorAll(".term")].map((one) => [
+  one.tabIndex, document.getElementById(one.getAttribute("aria-describedby")).textContent])"""
+
+
+def used_keys():
+    """Return the keys of the definitions that templates and tables of the page refer to."""
+    text = "".join(path.read_text() for path in ASSETS.glob("*.html"))
+    keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
+    keys |= {f"held by {name}" for name in CAUSES} | set(STATES)
+    keys |= {definition_key(name) for name in FIGURES}
+    return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)
+
+
+def test_every_definition_is_used_and_every_used_one_is_defined():
+    assert used_keys() == set(DEFINITIONS)
+
+
+def test_glossary_of_the_docs_has_the_definitions_of_the_page():
+    text = (DOCS / "reference" / "glossary.md").read_text()
+    shared = dict(re.findall(r"^(\S.*)\n  \{\{ (\w+) \}\}", text, re.MULTILINE))
+    assert set(shared) == set(GLOSSARY)
+    assert {re.sub(r"\W+", "_", term).lower() for term in shared} == set(shared.values())
+    assert set(GLOSSARY.values()) <= set(DEFINITIONS)
+    # A term of the page that the glossary has comes from the common table.
+    own = re.findall(r"^(\S.*)\n  (?!\{\{)", text.partition("```{glossary}\n")[2], re.MULTILINE)
+    assert not set(own) & set(DEFINITIONS) - {"checkpoint", "record"}  # two meanings each
+
+
+@pytest.mark.parametrize("count", [1, 2, 3], ids=["run", "comparison", "scaling"])
+def test_terms_of_a_page_are_explained_on_hover_and_focus(tmp_path, browser, count):
+    sizes = {1: [4], 2: [2, 2], 3: [1, 2, 4]}[count]
+    folders = [made(tmp_path / f"run{n}", size=size) for n, size in enumerate(sizes)]
+    path = tmp_path / "page.html"
+    report_text(folders, html=path)
+    with watched(browser) as show:
+        page = show(path)
+        words = {*GLOSSARY, *itertools.chain(DEFINITIONS, FIGURES.values())}
+        words = {word.strip().lower() for word in words}
+        assert page.evaluate(UNEXPLAINED, sorted(words | {f"{word}s" for word in words})) == []
+        terms = page.evaluate(TERMS)
+        assert len(terms) > 20
+        assert {index for index, _ in terms} == {0}
+        assert {text for _, text in terms} <= set(DEFINITIONS.values())
+        for term in page.locator(".term:visible").all():
+            tip = term.locator(".tip")
+            assert not tip.is_visible()
+            term.focus()
+            assert tip.is_visible()
+            term.blur()
+            term.hover()
+            assert tip.is_visible()
+            page.mouse.move(0, 0)
+
+
+def test_efficiencies_of_the_tree_are_defined(tmp_path):
+    report = analyse_with_window(load_run(made(tmp_path / "run", size=2))).report
+    assert {key for _, _, key, _, _ in tree(report)} <= set(DEFINITIONS)
