@@ -19,6 +19,8 @@ from paceline.knobs.registry import KNOBS
 from paceline.report.page.definitions import DEFINITIONS
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
+DEFAULT = re.compile(r"Default: (.+?)\.(?:\s+|$)")  # in the help of an option
+MAX_DEFAULT_LENGTH = 100  # of a default in its column; a longer one stays in the help
 
 
 def commands() -> str:
@@ -71,16 +73,27 @@ def _kind(parameter: TyperOption | TyperArgument) -> str:
 
 def _row(parameter: TyperOption | TyperArgument, context: Any) -> tuple[str, str, str]:
     if isinstance(parameter, TyperArgument):
-        return f"`{(parameter.metavar or parameter.name or '').upper()}`", "", _help(parameter)
-    assert isinstance(parameter, TyperOption)
+        return (f"`{(parameter.metavar or parameter.name or '').upper()}`", *_default(parameter))
     names = [*parameter.opts, *parameter.secondary_opts]
     value = "" if parameter.is_flag else f" {parameter.metavar or _type(parameter, context)}"
-    default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
-    return (
-        ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)),
-        default,
-        _help(parameter),
-    )
+    default, meaning = _default(parameter)
+    return ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)), default, meaning
+
+
+def _default(parameter: TyperOption | TyperArgument) -> tuple[str, str]:
+    """Return the default of an option as Markdown, and its help without the default.
+
+    A default that depends on the machine or the job is a sentence of the help ("Default: ...").
+    """
+    meaning = _help(parameter)
+    if parameter.default not in (None, [], ()) and not getattr(parameter, "is_flag", False):
+        return f"`{parameter.default}`", meaning
+    found = DEFAULT.search(meaning)
+    if found is None:
+        return "", meaning
+    if len(found[1]) > MAX_DEFAULT_LENGTH:
+        return re.split(r"[,;]", found[1])[0], meaning
+    return found[1], (meaning[: found.start()] + meaning[found.end() :]).strip()
 
 
 def _type(option: TyperOption, context: Any) -> str:

@@ -1,6 +1,7 @@
 """The site is built without a warning, and the generated reference is complete."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_reference_has_every_option_of_every_command(site):
         for option in command.params:
             for spelling in option.opts if not getattr(option, "hidden", False) else ():
                 assert not spelling.startswith("--") or spelling in page, (name, spelling)
+
+
+def test_reference_has_the_default_of_every_option(site):
+    page = (site / "reference/commands.html").read_text()
+    rows = [re.findall(r"<td>(.*?)</td>", row, re.DOTALL) for row in page.split("<tr ")]
+    cells = {re.sub("<.*?>", "", row[0]): re.sub("<.*?>", "", row[1]) for row in rows if row}
+    assert cells["--max-restarts N"] == "0"
+    assert cells["--statistics N"] == "4096"
+    assert cells["--out FILE"] == "machine.toml"
+    assert cells["--scheduler NAME"] == "the one whose command is in PATH"
+    assert cells["--hang-timeout SECONDS"] == "300"
+    assert cells["--dry-run"] == cells["--record DIR"] == cells["-m, --module"] == ""
 
 
 def test_reference_has_every_knob(site):
