@@ -40,8 +40,14 @@ FAR = 99  # distance of tests that no import connects to the change: soak tests,
 # has changed.
 REQUIRED = {
     "tests/docs/test_pages.py::test_commands_of_the_tutorial_print_what_it_says": (
-        ("docs/getting-started.md", "docs/outputs/", "docs/run_commands.py")
-        + ("docs/_ext/command_output.py", "examples/slow.py", "tests/docs/test_pages.py"),
+        (
+            "docs/getting-started.md",
+            "docs/outputs/",
+            "docs/run_commands.py",
+            "docs/_ext/command_output.py",
+            "examples/slow.py",
+            "tests/docs/test_pages.py",
+        ),
         ("cli/run.py", "cli/report.py", "cli/diagnose.py"),
     ),
 }
@@ -172,8 +178,9 @@ def choose(
 ) -> tuple[list[str], list[str]]:
     """Return the touched tests that fit into the budget, and the tests of this run's sixth.
 
-    The sixth and the tests of ``always`` run completely. The touched tests get what the sixth leaves of BUDGET_S, but
-    at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs between runs.
+    The sixth and the tests of ``always`` run completely. The touched tests get what they leave of
+    BUDGET_S, but at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs
+    between runs.
     """
     part = number % SLICES
     rotation = [test for test in ids if crc32(f"{SALT} {test}".encode()) % SLICES == part]

@@ -1,6 +1,7 @@
 """select_slow.py: the choice of slow tests for a CI run."""
 
 import pytest
+
 import select_slow
 
 IDS = [f"tests/{f}/test_a.py::test_{i}" for f in ("launch", "record", "soak") for i in range(20)]
