@@ -28,7 +28,7 @@ from command_output import commands_of, output_file
 
 TIMEOUT_S = 600  # of one command
 PROGRESS = re.compile(r"^paceline: run \d+: .*\n", re.MULTILINE)  # lines that are left out
-WIDTH = "96"  # columns of the outputs on the pages
+WIDTH = "90"  # columns of the outputs: those of a code block on the site
 
 
 def run_page(page: Path, check: bool, short: bool) -> None:

@@ -15,7 +15,7 @@ from sphinx.application import Sphinx
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from paceline.cli import app as cli
-from paceline.knobs.registry import KNOBS
+from paceline.knobs.registry import KNOBS, Knob
 from paceline.report.page.definitions import DEFINITIONS
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
@@ -117,21 +117,26 @@ def _markdown(text: str) -> str:
 
 
 def knobs() -> str:
-    """Return a table of all knobs: effect, values, causes, equivalent edit, and cost."""
+    """Return a table of all knobs: effect and cost, values, and equivalent edit."""
     rows = [
         (
             f"`{name}`",
-            knob.does,
+            _effect(knob),
             str(knob.value) if knob.hook and knob.value is not None else "edit of the script",
-            ", ".join(f"`{cause}`" for cause in knob.answers),
             knob.edit.replace("{value}", "N"),
-            knob.costs + (" Changes the numbers." if knob.numbers else ""),
         )
         for name, knob in KNOBS.items()
     ]
     index = "```{index} " + ", ".join(f"!{name}" for name in KNOBS) + "\n```\n\n"
-    heads = ("knob", "effect", "values", "causes", "edit of the script", "cost")
+    heads = ("knob", "effect", "values", "edit of the script")
     return index + "\n".join(_table("", heads, rows))
+
+
+def _effect(knob: Knob) -> str:
+    """Return the effect of a knob, then its cost."""
+    parts = [knob.does, f"cost: {knob.costs}" if knob.costs else ""]
+    parts.append("changes the numbers" if knob.numbers else "")
+    return "; ".join(part.rstrip(".") for part in parts if part)
 
 
 def remedies() -> str:
