@@ -52,8 +52,9 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
             panel = getattr(parameter, "rich_help_panel", None)
             panels.setdefault(panel or _kind(parameter), []).append(parameter)
     for panel, parameters in panels.items():
+        kind = "argument" if isinstance(parameters[0], TyperArgument) else "option"
         yield from _table(
-            panel, ("option", "default", "meaning"), [_row(one, context) for one in parameters]
+            panel, (kind, "default", "meaning"), [_row(one, context) for one in parameters]
         )
     if command.epilog:
         yield "\n".join(["```text", *command.epilog.split("\n\n")[1:], "```\n"])

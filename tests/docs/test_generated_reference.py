@@ -57,6 +57,39 @@ def test_reference_has_every_knob(site):
     assert not [name for name in KNOBS if name not in page]
 
 
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("which ports are opened", "explanation/security.html"),
+        ("firewall", "explanation/security.html"),
+        ("number of ranks", "reference/launchers.html"),
+        ("slurm two nodes", "how-to/run/first-cluster-job.html"),
+    ],
+)
+def test_search_finds_the_page_first(site, browser, query, page):
+    tab = browser.new_page()
+    tab.goto(f"file://{site}/search.html?q={query.replace(' ', '+')}")
+    first = tab.locator("#search-results li a").first
+    assert (first.get_attribute("href") or "").partition("#")[0] == page
+    tab.close()
+
+
+def test_code_blocks_fit_the_column(site, browser):
+    """Program output that a page quotes may be wider: it is marked as text."""
+    tab = browser.new_page(viewport={"width": 1400, "height": 900})
+    wide = []
+    for path in site.rglob("*.html"):
+        tab.goto(f"file://{path}")
+        kinds = ("console", "python", "bash", "sh", "toml")
+        blocks = ", ".join(f"article div.highlight-{kind} pre" for kind in kinds)
+        found = tab.locator(blocks).evaluate_all(
+            "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText)"
+        )
+        wide += [(path.relative_to(site), text) for text in found]
+    tab.close()
+    assert not wide
+
+
 def test_pages_load_nothing_from_other_sites(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
