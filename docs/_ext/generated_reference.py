@@ -20,6 +20,7 @@ from paceline.report.page.definitions import DEFINITIONS
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
 DEFAULT = re.compile(r"Default: (.+?)\.(?:\s+|$)")  # in the help of an option
+MAX_EXAMPLE_LENGTH = 92  # that fits into a code block of the site
 MAX_DEFAULT_LENGTH = 100  # of a default in its column; a longer one stays in the help
 
 
@@ -57,7 +58,13 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
             panel, (kind, "default", "meaning"), [_row(one, context) for one in parameters]
         )
     if command.epilog:
-        yield "\n".join(["```text", *command.epilog.split("\n\n")[1:], "```\n"])
+        examples = [_narrow(line) for line in command.epilog.split("\n\n")[1:]]
+        yield "\n".join(["```text", *examples, "```\n"])
+
+
+def _narrow(line: str) -> str:
+    """Return an example with its meaning, without the padding between if the line is too wide."""
+    return line if len(line) <= MAX_EXAMPLE_LENGTH else re.sub(r"(?<=\S) {3,}(?=\S)", "  ", line)
 
 
 def _arguments(command: TyperCommand) -> Iterable[str]:
