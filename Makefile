@@ -9,7 +9,7 @@ COLD := PACELINE_TESTS_WARM=0
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle docs clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle docs tutorial clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -143,6 +143,10 @@ picture: $(VENV)/installed
 docs: $(VENV)/docs
 	$(BIN)/sphinx-build -q -W --keep-going -d run/doctrees docs run/site
 	@echo "open run/site/index.html"
+
+# The commands of "Getting started", with a short diagnosis: they must run and print their tables.
+tutorial: $(VENV)/installed
+	$(BIN)/python docs/run_commands.py docs/getting-started.md --short
 
 clean:
 	rm -rf $(VENV) $(TF_VENV) run

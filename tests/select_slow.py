@@ -1,5 +1,5 @@
 """Choose the slow tests (bench, long, soak) of one CI run: those that the change can affect, and
-one sixth of all.
+one sixth of all. Tests in REQUIRED always run if a file that they use has changed.
 
     python tests/select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
     python tests/select_slow.py measure XML ...     write tests/durations.json from JUnit reports
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from zlib import crc32
 
@@ -34,6 +35,22 @@ MIN_TOUCHED_S = 180  # of touched tests, even if the sixth leaves less of the bu
 UNMEASURED_S = 20  # assumed duration of a test that is not in durations.json
 MAX_COMMITS = 20
 FAR = 99  # distance of tests that no import connects to the change: soak tests, examples
+
+# Tests that run whenever one of these files, or a folder whose modules the named modules import,
+# has changed.
+REQUIRED = {
+    "tests/docs/test_pages.py::test_commands_of_the_tutorial_print_what_it_says": (
+        (
+            "docs/getting-started.md",
+            "docs/outputs/",
+            "docs/run_commands.py",
+            "docs/_ext/command_output.py",
+            "examples/slow.py",
+            "tests/docs/test_pages.py",
+        ),
+        ("cli/run.py", "cli/report.py", "cli/diagnose.py"),
+    ),
+}
 
 
 def git(*words: str) -> str:
@@ -101,6 +118,36 @@ def import_distances(changed: Iterable[str], source: Path) -> dict[str, int]:
     return folders
 
 
+@cache
+def folders_used(modules: tuple[str, ...], source: Path) -> set[Path]:
+    """Return the folders of modules and of all that they import, directly or indirectly."""
+    edge = {source / name for name in modules}
+    found = set(edge)
+    while edge:
+        names = {parts for path in edge for parts in modules_imported(path, source)}
+        paths = {source.joinpath(*end) for parts in names for end in (parts, parts[:-1])}
+        files = {p for path in paths for p in (path.with_suffix(".py"), path / "__init__.py")}
+        edge = {path for path in files if path.is_file()} - found
+        found |= edge
+    return {path.parent for path in found}
+
+
+def required(ids: list[str], changed: list[str], source: Path = SOURCE) -> list[str]:
+    """Return the tests in REQUIRED that use a changed file."""
+    package = source.relative_to(source.parents[1]).as_posix()
+    inside = [source.parents[1] / f for f in changed if f.startswith(f"{package}/")]
+    # A file that is not a module (a template, C source) belongs to the next folder with modules.
+    changed_folders = {next((p for p in f.parents if any(p.glob("*.py"))), source) for f in inside}
+    found = []
+    for test in REQUIRED.keys() & set(ids):
+        files, modules = REQUIRED[test]
+        if any(f.startswith(files) for f in changed) or (
+            changed_folders and changed_folders & folders_used(modules, source)
+        ):
+            found.append(test)
+    return found
+
+
 def touched(ids: list[str], changed: list[str], source: Path = SOURCE) -> dict[str, int]:
     """Return the tests that the change can affect, with their distance from it."""
     folders = import_distances(changed, source)
@@ -123,22 +170,27 @@ def touched(ids: list[str], changed: list[str], source: Path = SOURCE) -> dict[s
 
 
 def choose(
-    ids: list[str], near: dict[str, int], durations: dict[str, float], number: int
+    ids: list[str],
+    near: dict[str, int],
+    durations: dict[str, float],
+    number: int,
+    always: Iterable[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Return the touched tests that fit into the budget, and the tests of this run's sixth.
 
-    The sixth always runs completely. The touched tests get what the sixth leaves of BUDGET_S, but
-    at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs between runs.
+    The sixth and the tests of ``always`` run completely. The touched tests get what they leave of
+    BUDGET_S, but at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs
+    between runs.
     """
     part = number % SLICES
     rotation = [test for test in ids if crc32(f"{SALT} {test}".encode()) % SLICES == part]
-    rotation_s = sum(durations.get(test, UNMEASURED_S) for test in rotation)
-    left = max(BUDGET_S - rotation_s, MIN_TOUCHED_S)
+    first = [test for test in always if test not in rotation]
+    certain_s = sum(durations.get(test, UNMEASURED_S) for test in [*rotation, *first])
+    left = max(BUDGET_S - certain_s, MIN_TOUCHED_S)
     order = sorted(near, key=lambda test: (near[test], crc32(f"{number} {test}".encode())))
-    first = []
     for test in order:
         seconds = durations.get(test, UNMEASURED_S)
-        if test not in rotation and seconds <= left:
+        if test not in {*rotation, *first} and seconds <= left:
             first.append(test)
             left -= seconds
     return first, rotation
@@ -164,7 +216,8 @@ def main(command: str, *paths: str) -> None:
     durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     number, changed = run_number(), changed_files()
     near = touched(ids, changed)
-    first, rotation = choose(ids, near, durations, number)
+    always = required(ids, changed)
+    first, rotation = choose(ids, near, durations, number, always)
     Path(paths[1]).write_text("\n".join([*first, *rotation]) + "\n")
 
     def minutes(tests: list[str]) -> str:
@@ -172,6 +225,8 @@ def main(command: str, *paths: str) -> None:
 
     print(f"slow tests, CI run {number} (PACELINE_CI_RUN={number} repeats the rotation):")
     print(f"  touched by {len(changed)} changed files: {len(first)}, {minutes(first)}")
+    for test in always:
+        print(f"  required, because a file that it uses has changed: {test}")
     print(
         f"  rotation, part {number % SLICES + 1} of {SLICES}: {len(rotation)}, {minutes(rotation)}"
     )

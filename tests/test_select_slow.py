@@ -1,5 +1,7 @@
 """select_slow.py: the choice of slow tests for a CI run."""
 
+import pytest
+
 import select_slow
 
 IDS = [f"tests/{f}/test_a.py::test_{i}" for f in ("launch", "record", "soak") for i in range(20)]
@@ -52,6 +54,40 @@ def test_selected_tests_fit_budget_nearest_first():
     assert 20 * len([*first, *rotation]) <= select_slow.BUDGET_S
     inside = [test for test in IDS if "/record/" in test]
     assert set(inside) <= {*first, *rotation}
+
+
+WALK = "tests/docs/test_pages.py::test_commands_of_the_tutorial_print_what_it_says"
+
+
+def test_walk_through_the_tutorial_is_a_slow_test_of_docs():
+    path, _, name = WALK.partition("::")
+    text = (select_slow.ROOT / path).read_text()
+    assert f"@pytest.mark.long\n@pytest.mark.alone\ndef {name}()" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        ("docs/getting-started.md", True),
+        ("docs/outputs/getting-started/report.txt", True),
+        ("docs/run_commands.py", True),
+        ("examples/slow.py", True),
+        ("src/paceline/study/diagnose/ladder.py", True),
+        ("src/paceline/report/page/assets/charts.js", True),
+        ("src/paceline/knobs/loader.py", True),
+        ("src/paceline/record/hooks/torch_patches.py", True),
+        ("docs/index.md", False),
+        ("examples/patches.py", False),
+        ("src/paceline/data/packing/pack.py", False),
+    ],
+)
+def test_walk_through_the_tutorial_runs_if_a_file_it_uses_has_changed(changed, runs):
+    always = select_slow.required([*IDS, WALK], [changed])
+    assert always == ([WALK] if runs else [])
+    durations = dict.fromkeys(IDS, 10000.0)
+    for number in range(6):
+        first, rotation = select_slow.choose([*IDS, WALK], {}, durations, number, always)
+        assert not runs or [*first, *rotation].count(WALK) == 1
 
 
 def test_run_number_increases(tmp_path, monkeypatch):

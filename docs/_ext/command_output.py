@@ -9,8 +9,9 @@
 `docs/outputs/PAGE/NAME.txt`, which this directive shows. Options:
 
     :lines: 12        show the first lines only
-    :expect: text     the output must contain the text
+    :expect: a | b    the output must contain these texts
     :status: 1        the exit code that is expected, if not 0
+    :short: command   the command of a short walk (docs/run_commands.py --short)
 """
 
 import re
@@ -35,17 +36,20 @@ class Command:
 
     name: str
     line: str
-    expect: str
+    expect: tuple[str, ...]
     status: int
+    short: str
 
 
 def commands_of(page: Path) -> list[Command]:
     """Return the commands of a page, in their order."""
     found = []
     for name, options, line in _BLOCK.findall(page.read_text()):
-        said = dict(re.findall(r"^:(\w+): *(.*)$", options, re.MULTILINE))
-        status = int(said.get("status", 0))
-        found.append(Command(name, line.strip(), said.get("expect", ""), status))
+        given = dict(re.findall(r"^:(\w+): *(.*)$", options, re.MULTILINE))
+        expect = tuple(text.strip() for text in given.get("expect", "").split("|"))
+        status = int(given.get("status", 0))
+        line = line.replace("\\\n", "").strip()
+        found.append(Command(name, line, expect, status, given.get("short", line)))
     return found
 
 
@@ -63,12 +67,13 @@ class CommandDirective(SphinxDirective):
         "lines": directives.positive_int,
         "expect": directives.unchanged,
         "status": directives.nonnegative_int,
+        "short": directives.unchanged,
     }
 
     def run(self) -> list[nodes.Node]:
         file = output_file(Path(self.env.doc2path(self.env.docname)), self.arguments[0])
         self.env.note_dependency(str(file))
-        command = "\n".join(f"$ {line}" for line in self.content)
+        command = "$ " + "\n".join(self.content)
         shown = [nodes.literal_block(command, command, language="console")]
         if not file.is_file():
             raise self.error(f"{file} is missing. HINT: docs/run_commands.py")

@@ -15,11 +15,23 @@ from sphinx.application import Sphinx
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from paceline.cli import app as cli
-from paceline.knobs.registry import KNOBS
+from paceline.knobs.registry import KNOBS, Knob
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
 from paceline.report.terminal.diagnose import NAMES as CAUSE_NAMES
 
 OTHER_OPTIONS = "Options"  # heading of options that belong to no group
+DEFAULT = re.compile(r"Default: (.+?)\.(?:\s+|$)")  # in the help of an option
+# Keys of DEFINITIONS that the tables and lists of measures.md define, with more detail.
+DEFINED_IN_MEASURES = {
+    *("input", "checkpoint", "validation", "other", "background", "hidden"),
+    *("useful share", "parallel", "communication", "serialisation", "transfer efficiency"),
+    *("no checkpoint", "no validation", "no input", "no other"),
+    *("scaling efficiency", "computation scalability", "global efficiency"),
+    *("step time", "outlier", "waited for", "did longer", "count", "bytes", "FLOPs", "traffic"),
+    *("samples/s", "start-up", "recording cost", "clock residual", "confidence", "noise"),
+}
+MAX_EXAMPLE_LENGTH = 92  # that fits into a code block of the site
+MAX_DEFAULT_LENGTH = 100  # of a default in its column; a longer one stays in the help
 
 
 def commands() -> str:
@@ -51,11 +63,18 @@ def _command(name: str, command: TyperCommand) -> Iterable[str]:
             panel = getattr(parameter, "rich_help_panel", None)
             panels.setdefault(panel or _kind(parameter), []).append(parameter)
     for panel, parameters in panels.items():
+        kind = "argument" if isinstance(parameters[0], TyperArgument) else "option"
         yield from _table(
-            panel, ("option", "default", "meaning"), [_row(one, context) for one in parameters]
+            panel, (kind, "default", "meaning"), [_row(one, context) for one in parameters]
         )
     if command.epilog:
-        yield "\n".join(["```text", *command.epilog.split("\n\n")[1:], "```\n"])
+        examples = [_narrow(line) for line in command.epilog.split("\n\n")[1:]]
+        yield "\n".join(["```text", *examples, "```\n"])
+
+
+def _narrow(line: str) -> str:
+    """Return an example with its meaning, without the padding between if the line is too wide."""
+    return line if len(line) <= MAX_EXAMPLE_LENGTH else re.sub(r"(?<=\S) {3,}(?=\S)", "  ", line)
 
 
 def _arguments(command: TyperCommand) -> Iterable[str]:
@@ -72,16 +91,27 @@ def _kind(parameter: TyperOption | TyperArgument) -> str:
 
 def _row(parameter: TyperOption | TyperArgument, context: Any) -> tuple[str, str, str]:
     if isinstance(parameter, TyperArgument):
-        return f"`{(parameter.metavar or parameter.name or '').upper()}`", "", _help(parameter)
-    assert isinstance(parameter, TyperOption)
+        return (f"`{(parameter.metavar or parameter.name or '').upper()}`", *_default(parameter))
     names = [*parameter.opts, *parameter.secondary_opts]
     value = "" if parameter.is_flag else f" {parameter.metavar or _type(parameter, context)}"
-    default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
-    return (
-        ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)),
-        default,
-        _help(parameter),
-    )
+    default, meaning = _default(parameter)
+    return ", ".join(f"`{name}{value}`" for name in sorted(names, key=len)), default, meaning
+
+
+def _default(parameter: TyperOption | TyperArgument) -> tuple[str, str]:
+    """Return the default of an option as Markdown, and its help without the default.
+
+    A default that depends on the machine or the job is a sentence of the help ("Default: ...").
+    """
+    meaning = _help(parameter)
+    if parameter.default not in (None, [], ()) and not getattr(parameter, "is_flag", False):
+        return f"`{parameter.default}`", meaning
+    found = DEFAULT.search(meaning)
+    if found is None:
+        return "", meaning
+    if len(found[1]) > MAX_DEFAULT_LENGTH:
+        return re.split(r"[,;]", found[1])[0], meaning
+    return found[1], (meaning[: found.start()] + meaning[found.end() :]).strip()
 
 
 def _type(option: TyperOption, context: Any) -> str:
@@ -105,21 +135,26 @@ def _markdown(text: str) -> str:
 
 
 def knobs() -> str:
-    """Return a table of all knobs: effect, values, causes, equivalent edit, and cost."""
+    """Return a table of all knobs: effect and cost, values, and equivalent edit."""
     rows = [
         (
             f"`{name}`",
-            knob.does,
+            _effect(knob),
             str(knob.value) if knob.hook and knob.value is not None else "edit of the script",
-            ", ".join(f"`{cause}`" for cause in knob.answers),
             knob.edit.replace("{value}", "N"),
-            knob.costs + (" Changes the numbers." if knob.numbers else ""),
         )
         for name, knob in KNOBS.items()
     ]
     index = "```{index} " + ", ".join(f"!{name}" for name in KNOBS) + "\n```\n\n"
-    heads = ("knob", "effect", "values", "causes", "edit of the script", "cost")
+    heads = ("knob", "effect", "values", "edit of the script")
     return index + "\n".join(_table("", heads, rows))
+
+
+def _effect(knob: Knob) -> str:
+    """Return the effect of a knob, then its cost."""
+    parts = [knob.does, f"cost: {knob.costs}" if knob.costs else ""]
+    parts.append("changes the numbers" if knob.numbers else "")
+    return "; ".join(part.rstrip(".") for part in parts if part)
 
 
 def remedies() -> str:
@@ -133,8 +168,11 @@ def remedies() -> str:
 
 
 def definitions() -> str:
-    """Return the definitions that the report page shows as tooltips."""
-    return "\n".join(f"{_label(key)}\n: {text}\n" for key, text in DEFINITIONS.items())
+    """Return the definitions of the report page that no other part of the reference has."""
+    elsewhere = {*GLOSSARY.values(), *DEFINED_IN_MEASURES}
+    return "\n".join(
+        f"{_label(key)}\n: {text}\n" for key, text in DEFINITIONS.items() if key not in elsewhere
+    )
 
 
 def glossary() -> dict[str, str]:
@@ -142,20 +180,12 @@ def glossary() -> dict[str, str]:
     return {re.sub(r"\W+", "_", term).lower(): DEFINITIONS[key] for term, key in GLOSSARY.items()}
 
 
-_LABELS = {  # of keys that are not words of the page
-    "parallel": "parallel efficiency",
-    "communication": "communication efficiency",
-    "group": "process group",
-    "step_ms": "step (ms)",
-}
-
-
 def _label(key: str) -> str:
     """Return a key of DEFINITIONS as the page shows it."""
     cause = key.removeprefix("held by ")
     if cause != key:
         return f"{CAUSE_NAMES[cause]} (in a diagnosis)"
-    return _LABELS.get(key, key.replace("_", " "))
+    return {"step_ms": "step (ms)"}.get(key, key)
 
 
 def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterable[str]:

@@ -42,9 +42,58 @@ def test_reference_has_every_option_of_every_command(site):
                 assert not spelling.startswith("--") or spelling in page, (name, spelling)
 
 
+def test_reference_has_the_default_of_every_option(site):
+    page = (site / "reference/commands.html").read_text()
+    rows = [re.findall(r"<td>(.*?)</td>", row, re.DOTALL) for row in page.split("<tr ")]
+    cells = {re.sub("<.*?>", "", row[0]): re.sub("<.*?>", "", row[1]) for row in rows if row}
+    assert cells["--max-restarts N"] == "0"
+    assert cells["--statistics N"] == "4096"
+    assert cells["--out FILE"] == "machine.toml"
+    assert cells["--scheduler NAME"] == "the one whose command is in PATH"
+    assert cells["--hang-timeout SECONDS"] == "300"
+    assert cells["--dry-run"] == cells["--record DIR"] == cells["-m, --module"] == ""
+
+
 def test_reference_has_every_knob(site):
     page = (site / "reference/knobs.html").read_text()
     assert not [name for name in KNOBS if name not in page]
+
+
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("which ports are opened", "explanation/security.html"),
+        ("firewall", "explanation/security.html"),
+        ("number of ranks", "reference/launchers.html"),
+        ("slurm two nodes", "how-to/run/first-cluster-job.html"),
+    ],
+)
+def test_search_finds_the_page_first(site, browser, query, page):
+    tab = browser.new_page()
+    tab.goto(f"file://{site}/search.html?q={query.replace(' ', '+')}")
+    first = tab.locator("#search-results li a").first
+    assert (first.get_attribute("href") or "").partition("#")[0] == page
+    tab.close()
+
+
+def test_code_blocks_fit_the_column(site, browser):
+    """Program output that a page quotes may be wider: it is marked as text."""
+    tab = browser.new_page(viewport={"width": 1400, "height": 900})
+    wide = []
+    for path in site.rglob("*.html"):
+        blocks = re.findall(r"<pre>(.*?)</pre>", path.read_text(), re.DOTALL)
+        lines = re.sub("<.*?>", "", "\n".join(blocks)).splitlines()
+        if not any(len(line) > 80 for line in lines):
+            continue
+        tab.goto(f"file://{path}")
+        kinds = ("console", "python", "bash", "sh", "toml")
+        selector = ", ".join(f"article div.highlight-{kind} pre" for kind in kinds)
+        found = tab.locator(selector).evaluate_all(
+            "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText)"
+        )
+        wide += [(path.relative_to(site), text) for text in found]
+    tab.close()
+    assert not wide
 
 
 def test_pages_load_nothing_from_other_sites(site):

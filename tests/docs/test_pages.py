@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,29 +22,43 @@ PAGES = sorted(
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     if "generated" not in path.parts
 )
-CONSOLE = re.compile(r"^```(?:console|sh|bash|\{command\}.*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(\S*).*?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+SHELL = ("console", "sh", "bash", "{command}")
+INLINE = re.compile(r"`([^`]+)`")  # code within a sentence or table
 
 
 def page_id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def command_lines(page: Path) -> list[list[str]]:
-    """Return the words of each ``paceline`` command in the page's console blocks."""
+def shell_lines(page: Path) -> list[str]:
+    """Return the command lines of a page: in blocks, after ``$`` in outputs, in sentences."""
+    text = page.read_text()
     found = []
-    for block in CONSOLE.findall(page.read_text()):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            words = [word.strip(";()") for word in words]
-            if "paceline" in words:
-                found.append(words[words.index("paceline") + 1 :])
+    for language, block in BLOCK.findall(text):
+        lines = re.sub(r"\\\n\s*", "", block).splitlines()
+        found += [x.strip() for x in lines if language in SHELL or x.startswith("$ ")]
+    inline = INLINE.findall(BLOCK.sub("", text))
+    return found + [re.sub(r"\s+", " ", code) for code in inline if " " in code]
+
+
+def command_lines(page: Path, program: str) -> list[list[str]]:
+    """Return the words after ``program`` of each command line of the page that contains it."""
+    found = []
+    for line in shell_lines(page):
+        if not re.search(rf"(^|\s){program}\s", line):
+            continue
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        words = [word.strip(";()") for word in words]
+        if program in words:
+            found.append(words[words.index(program) + 1 :])
     return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_on_pages_have_known_options(page):
     group = typer.main.get_command(app)
-    for words in command_lines(page):
+    for words in command_lines(page, "paceline"):
         command = group
         while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
             assert words[0] in command.commands, words
@@ -61,10 +76,25 @@ def test_commands_on_pages_have_known_options(page):
                 seen += 1
 
 
+def test_make_targets_on_pages_exist():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = [line for page in PAGES for line in shell_lines(page) if re.match(r"(\$ )?make ", line)]
+    named = {
+        word
+        for line in lines
+        for word in shlex.split(line.removeprefix("$ "), comments=True)[1:]
+        if "=" not in word
+    }
+    assert named
+    assert named <= targets
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_python_samples_on_pages_compile(page):
-    for sample in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        compile(sample, page.name, "exec")
+    """Samples that can run do so in test_samples.py."""
+    for language, sample in BLOCK.findall(page.read_text()):
+        if language == "python":
+            compile(textwrap.dedent(sample), page.name, "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -1,7 +1,7 @@
 """Definitions of the terms of the report page, in one or two sentences each.
 
 The page shows them as tooltips. docs/reference/glossary.md includes those of ``GLOSSARY``, and
-docs/reference/measures.md lists all of them.
+docs/reference/measures.md lists those that neither it nor the glossary defines elsewhere.
 """
 
 DEFINITIONS = {
