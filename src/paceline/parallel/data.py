@@ -61,6 +61,26 @@ def _as_float32(value: Any) -> Any:
     return value
 
 
+def check_layout(layout: str, accumulate: int) -> None:
+    """Raise ValueError for options of ``world.distribute`` that are not valid."""
+    if layout != "data":
+        reason = f"layout must be 'data'; this is {layout!r}. HINT: layout='data'"
+        raise ValueError(f"world.distribute: {reason}")
+    if accumulate < 1:
+        reason = f"accumulate must be at least 1; this is {accumulate}. HINT: accumulate=1"
+        raise ValueError(f"world.distribute: {reason}")
+
+
+def place_model(
+    model: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None
+) -> nn.Module:
+    """Move ``model`` to the device, and run its forward under autocast if there is a dtype."""
+    model.to(device)
+    if autocast_dtype is not None:
+        model.forward = Autocast(model.forward, device.type, autocast_dtype)
+    return model
+
+
 def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.Module:
     """Wrap ``model`` in DDP: rank 0's parameters and buffers on all ranks, gradients averaged.
 

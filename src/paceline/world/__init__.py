@@ -18,7 +18,7 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import Autocast, data_parallel, explain_ddp_error
+from ..parallel.data import check_layout, data_parallel, explain_ddp_error, place_model
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
@@ -119,19 +119,17 @@ class World:
         self._progress = Progress(self.rank, progress)
         if launch_text:
             self._progress.say(launch_text)
-        self._printed_lines: set[str] = set()
+        warn = self._progress.warn_once
         phases = PhaseRecorder(self._recorder)
         about = (self.rank, self.size, self.device, self._dtype)
-        self._training = OptimizerSteps(*about, phases, nonfinite, replicas, self._warn_once)
+        self._training = OptimizerSteps(*about, phases, nonfinite, replicas, warn)
         self._state = TrainingState(self._training, Position())
-        self._log = LoopLog(
-            self.rank, self.size, self._store, replicas != "ignore", self._warn_once
-        )
+        self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
         error_messages.explanations += [self._log.explain, explain_ddp_error, explain]
         self._loops = TrainingLoops(
-            self._training, self._state, self._recorder, self._progress, self._log, self._warn_once
+            self._training, self._state, self._recorder, self._progress, self._log, warn
         )
         self._savers = 0
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
@@ -153,28 +151,24 @@ class World:
         layout: str = "data",
         **options: Any,
     ) -> Any:
-        """Make ``model`` data parallel; return ``model``, or ``(model, optimizer)`` if one is
-        given.
+        """Make ``model`` data parallel; return it, or ``(model, optimizer)`` if one is given.
 
         Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
-        gradients. accumulate: number of batches of ``world.batches`` whose gradients are averaged
-        for one step of this model; only the last of them synchronizes. The last batches of a pass
-        form a smaller group; a loop that is left inside a group (``break``) discards its gradients.
-        layout: "data". options: those of DistributedDataParallel, for instance
-        ``find_unused_parameters=True``. The optimizer stays the same object.
+        gradients. The optimizer stays the same object.
 
-        Raises ValueError for another layout or ``accumulate`` below 1.
+        Args:
+            accumulate: Number of batches of ``world.batches`` whose gradients are averaged for one
+                step of this model; only the last of them synchronizes. The last batches of a pass
+                form a smaller group; a loop that is left inside a group (``break``) discards its
+                gradients.
+            layout: "data".
+            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``.
+
+        Raises:
+            ValueError: Another layout, or ``accumulate`` below 1.
         """
-        if layout != "data":
-            reason = f"layout must be 'data'; this is {layout!r}. HINT: layout='data'"
-            raise ValueError(f"world.distribute: {reason}")
-        if accumulate < 1:
-            reason = f"accumulate must be at least 1; this is {accumulate}. HINT: accumulate=1"
-            raise ValueError(f"world.distribute: {reason}")
-        model.to(self.device)
-        if self._dtype is not None:
-            model.forward = Autocast(model.forward, self.device.type, self._dtype)
-        distributed: nn.Module = model
+        check_layout(layout, accumulate)
+        distributed = place_model(model, self.device, self._dtype)
         if dist.is_initialized() and self.size > 1:
             distributed = data_parallel(model, self.device, **options)
         self._training.add_model(distributed, accumulate)
@@ -193,17 +187,23 @@ class World:
     ) -> Any:
         """Return this rank's shard of a DataLoader.
 
-        The loader's batch_size is per rank, or ``global_batch`` sets the total. In a job that
-        continues with fewer hosts (``--min-hosts``) the total stays unchanged. The order depends on
-        seed and epoch, not on the number of ranks; every sample is used, and uneven last batches
-        are weighted by their true size in ``world.backward``, meters and means. every_sample_once:
-        for validation. Each sample is seen by one rank, ranks may have different numbers of
-        batches, and in ``world.batches`` the models are in eval mode without gradients. split:
-        "stride" lets each rank read an IterableDataset completely and keep its shard, where the
-        dataset has no ``shard(num_shards, index)``.
+        In a job that continues with fewer hosts (``--min-hosts``) the global batch size stays
+        unchanged. The order depends on seed and epoch, not on the number of ranks; every sample is
+        used, and uneven last batches are weighted by their true size in ``world.backward``, meters
+        and means.
 
-        Raises ValueError for fewer samples than ranks, a global batch that is not divisible by the
-        ranks, a loader that is sharded already, or a stream that can't be split.
+        Args:
+            loader: DataLoader whose ``batch_size`` is per rank, unless ``global_batch`` is given.
+            global_batch: Batch size of all ranks together.
+            every_sample_once: For validation. Each sample is seen by one rank, ranks may have
+                different numbers of batches, and in ``world.batches`` the models are in eval mode
+                without gradients.
+            split: "stride" lets each rank read an IterableDataset completely and use only its
+                shard, if the dataset has no ``shard(num_shards, index)``.
+
+        Raises:
+            ValueError: Fewer samples than ranks, a global batch that is not divisible by the ranks,
+                a loader that is sharded already, or a stream that can't be split.
         """
         sharded = shard(
             loader,
@@ -220,7 +220,7 @@ class World:
         )
         self._loops.loaders.append(sharded)
         if self._full_size > self.size and global_batch is None and not every_sample_once:
-            self._say_once(
+            self._progress.say_once(
                 f"the job continues with {self.size} of {self._full_size} ranks; the global batch "
                 f"remains {counted(loader.batch_size * self._full_size, 'sample')}: up to "
                 f"{-(-loader.batch_size * self._full_size // self.size)} per rank instead of "
@@ -235,8 +235,9 @@ class World:
         keeps each rank's state instead, ``paceline.from_rank_0(x)`` rank 0's. A model or optimizer
         of ``world.distribute`` is in the checkpoint anyway, unless it is kept per rank.
 
-        Raises ValueError for an object without these methods; ``world.epochs`` raises it where the
-        ranks' states differ.
+        Raises:
+            ValueError: An object without these methods. ``world.epochs`` raises it if the states of
+                the ranks differ.
         """
         for name, thing in things.items():
             self._state.keep(name, thing)
@@ -252,10 +253,13 @@ class World:
     ) -> None:
         """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
 
-        rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt". warmup: optimizer steps from the
-        original to the scaled rate; ``world.step`` advances it, and checkpoints include it.
+        Args:
+            rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
+            warmup: Optimizer steps from the original to the scaled rate; ``world.step`` advances
+                it, and checkpoints include it.
 
-        Raises ValueError for an unknown rule, a batch size below 1, or a negative warm-up.
+        Raises:
+            ValueError: An unknown rule, a batch size below 1, or a negative warm-up.
         """
         scheduler = scale_learning_rate(
             optimizer,
@@ -272,15 +276,20 @@ class World:
     def epochs(
         self, count: int, checkpoint: str | Path | None = None, every: str | int = "epoch"
     ) -> Iterator[int]:
-        """Iterate over epochs 0 to ``count - 1``; with a ``checkpoint`` folder, resume the last
-        run, also inside an epoch.
+        """Iterate over epochs 0 to ``count - 1``; with ``checkpoint``, resume the last run.
 
-        every: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h". A checkpoint is always saved
-        after the last epoch. On SIGUSR1, or when the job's time limit is close, a checkpoint is
-        written and the script ends on all ranks with exit code 75 (SystemExit), unless it handles
-        SIGUSR1 itself; started again it resumes. Raises ValueError before training if the folder
-        can't be written or is not the same on all nodes, if the state can't be saved or does not
-        fit the checkpoint, and if all checkpoints are damaged.
+        A run resumes also inside an epoch. A checkpoint is always saved after the last epoch. On
+        SIGUSR1, or when the job's time limit is close, a checkpoint is written and the script ends
+        on all ranks with exit code 75 (SystemExit), unless it handles SIGUSR1 itself.
+
+        Args:
+            checkpoint: Folder of the checkpoints; None to save none.
+            every: Interval: "epoch", "2 epochs", 500 (steps), "30s", "10min", "1h".
+
+        Raises:
+            ValueError: Before training: the folder can't be written or is not the same on all
+                nodes, the state can't be saved or does not fit the checkpoint, or all checkpoints
+                are damaged.
         """
         if count < 0:
             raise ValueError(
@@ -293,11 +302,9 @@ class World:
             checkpoint = self._recorder.experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
-        saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._warn)
-        interval, say = CheckpointInterval.parse(every), self._progress.say
-        checkpointer = Checkpointer(
-            saver, interval, self._state, self._recorder, self._collectives, say
-        )
+        saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
+        about = (self._state, self._recorder, self._collectives, self._progress.say)
+        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about)
         self._finish.saver = saver
         return self._loops.epochs(count, checkpointer)
 
@@ -315,25 +322,29 @@ class World:
         The loss is weighted so that the ranks' gradients average to that of the global batch, also
         if its shards are uneven.
 
-        Raises ValueError if the loss has another shape or no gradient, if it or a gradient is not
-        finite (the message names rank, step and layer), if the ranks' parameters have diverged, and
-        if neither ``world.distribute`` nor the script distributes the model.
+        Raises:
+            ValueError: The loss has another shape or no gradient, it or a gradient is not finite
+                (the message names rank, step and layer), the ranks' parameters have diverged, or
+                neither ``world.distribute`` nor the script distributes the model.
         """
         self._training.backward(loss)
 
     def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
         """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
-        It does not step inside an accumulation, and where loss scaling found an infinite gradient.
-        clip: maximum L2 norm of all gradients together, above 0; None for no clipping.
+        There is no step inside an accumulation, and if loss scaling found an infinite gradient.
 
-        Raises ValueError if the optimizer's models accumulate different numbers of batches, if the
-        optimizer trains parameters that are not distributed, if a gradient is not finite, and if no
-        parameter has a gradient in the optimizer's first step.
+        Args:
+            clip: Maximum L2 norm of all gradients together, above 0; None for no clipping.
+
+        Raises:
+            ValueError: The optimizer's models accumulate different numbers of batches, the
+                optimizer trains parameters that are not distributed, a gradient is not finite, or
+                no parameter has a gradient in the optimizer's first step.
         """
         is_new = self._training.add_optimizer(optimizer, in_step=True)
         if is_new and self._loops.checkpointer is not None:
-            self._warn_once(
+            self._progress.warn_once(
                 f"world.step: the {type(optimizer).__name__} was not known when "
                 "world.epochs(checkpoint=...) began, so no run can resume from these checkpoints. "
                 "HINT: model, optimizer = world.distribute(model, optimizer) before world.epochs"
@@ -351,8 +362,11 @@ class World:
     def mean(self, total: Any, count: Any) -> float:
         """Return the sum of ``total`` over all ranks, divided by that of ``count``. Collective.
 
-        total, count: numbers or tensors of one element. Raises ValueError if the sum of counts is
-        zero.
+        Args:
+            total, count: Numbers or tensors of one element.
+
+        Raises:
+            ValueError: The sum of ``count`` is zero.
         """
         meter = Meter(self._collectives.sum, lambda: not self._training.is_filler)
         meter.add(total=total, count=count)
@@ -382,17 +396,3 @@ class World:
                 self._log.go_on()
             error_messages.explanations.clear()
             self._finish.run()
-
-    # inside
-
-    def _warn(self, message: str) -> None:
-        if self.rank == 0:
-            self._progress.say(f"warning: {message}")
-
-    def _warn_once(self, message: str) -> None:
-        self._say_once(f"warning: {message}")
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._printed_lines:
-            self._printed_lines.add(line)
-            self._progress.say(line)

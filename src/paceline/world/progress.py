@@ -26,6 +26,7 @@ class Progress:
         self._line_is_open = False
         self._since = time.monotonic()
         self._samples = 0
+        self._printed_lines: set[str] = set()
 
     def epoch(self, epoch: int, count: int) -> None:
         self._epoch = f"epoch {epoch + 1}/{count}  "
@@ -55,6 +56,20 @@ class Progress:
             return
         notify(("\r\x1b[2K" if self._line_is_open else "") + line + "\n")
         self._line_is_open = False
+
+    def say_once(self, line: str) -> None:
+        """Print a permanent line, unless it was printed before."""
+        if line not in self._printed_lines:
+            self._printed_lines.add(line)
+            self.say(line)
+
+    def warn(self, message: str) -> None:
+        """Print a warning."""
+        self.say(f"warning: {message}")
+
+    def warn_once(self, message: str) -> None:
+        """Print a warning, unless it was printed before."""
+        self.say_once(f"warning: {message}")
 
 
 def format_value(value: Any) -> str:

@@ -92,7 +92,7 @@ def test_partly_covered_communication_on_gpu_costs_what_is_exposed(tmp_path):
 
 
 def test_communication_kernels_at_the_same_time_are_counted_once(tmp_path):
-    """Kernels of two groups on two streams, side by side: the exposed time is booked to one."""
+    """Kernels of two groups on two streams, side by side: the exposed time is attributed to one."""
     made = [Rank(tmp_path, i, 2, groups={"a": (2, i), "b": (2, i)}) for i in range(2)]
     for rank in made:
         for step in range(5):

@@ -1,8 +1,8 @@
 """Attribute the time that is not useful to causes.
 
-Waits are booked to the rank that arrived last and to what it was doing, transfers to the group and
-collective, and the other losses to the ranks. All shares are of the ranks' time together (P x T),
-so they add up to 1 - useful.
+Waits are attributed to the rank that arrived last and to what it was doing, transfers to the group
+and collective, and the other losses to the ranks. All shares are of the ranks' time together
+(P x T), so they add up to 1 - useful.
 """
 
 from collections.abc import Iterable
@@ -167,7 +167,7 @@ def wait_losses(
     start = np.clip(rows["start"], within.start, within.end)
     last_arrival = np.clip(np.minimum(rows["latest"], rows["end"]), start, within.end)
     total_ns = len(records) * within.length
-    known = np.flatnonzero(booked_waits(matched, blocked, within, residual))
+    known = np.flatnonzero(attributed_waits(matched, blocked, within, residual))
     unknown = total(blocked.wait) - total(blocked.wait[known])
     together = np.clip(_last_together(rows), within.start, start)[known]
     rows, start, last_arrival, length = (
@@ -226,15 +226,15 @@ def wait_losses(
     return result
 
 
-def booked_waits(
+def attributed_waits(
     matched: MatchedCommunication, blocked: BlockedTime, within: Window, residual: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which waits are booked to a rank: exposed, and longer than the clocks' residual."""
+    """Return which waits are attributed to a rank: exposed, and longer than the residual."""
     rows = matched.waits
     start = np.maximum(rows["start"], within.start)
     length = np.minimum(np.minimum(rows["latest"], rows["end"]), within.end) - start
-    booked = (rows["culprit"] != NO_INDEX) & (length > residual) & (blocked.wait > 0)
-    return np.asarray(booked)
+    attributed = (rows["culprit"] != NO_INDEX) & (length > residual) & (blocked.wait > 0)
+    return np.asarray(attributed)
 
 
 def rows_by_value(values: Ints) -> Iterable[tuple[int, Ints]]:

@@ -1,11 +1,11 @@
-"""Compute who waited for whom: every wait is booked to the rank that arrived last."""
+"""Compute who waited for whom: every wait is attributed to the rank that arrived last."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from .losses import booked_waits
+from .losses import attributed_waits
 from .measured_window import MeasuredWindow
 
 MAX_LISTED_PAIRS = 100
@@ -27,7 +27,7 @@ def wait_matrix(m: MeasuredWindow) -> npt.NDArray[np.float64]:
     """
     count = len(m.records)
     rows = m.matched.waits
-    known = booked_waits(m.matched, m.blocked, m.within, m.residual_ns)
+    known = attributed_waits(m.matched, m.blocked, m.within, m.residual_ns)
     pair = rows["record"][known].astype(np.int64) * count + rows["culprit"][known]
     time = np.bincount(pair, m.blocked.wait[known], minlength=count * count)
     return np.asarray(time.reshape(count, count) / m.within.length, np.float64)
