@@ -24,7 +24,10 @@ class Meter:
     def add(self, **values: Any) -> None:
         """Add numbers or tensors of one element, of any dtype, on any device.
 
-        A GPU is not synchronized. Raises ValueError for a tensor of several elements.
+        A GPU is not synchronized.
+
+        Raises:
+            ValueError: A tensor has several elements.
         """
         if not self._is_counted():
             return  # this rank repeats a sample only to stay in step with the others
@@ -50,7 +53,8 @@ class Meter:
     def ratio(self, numerator: str, denominator: str) -> float:
         """Return ``sum(numerator) / sum(denominator)`` over all ranks. Collective.
 
-        Raises ValueError if the denominator is zero, for instance because nothing was added.
+        Raises:
+            ValueError: The denominator is zero, for instance because nothing was added.
         """
         numerator_sum, denominator_sum = self.sum(numerator, denominator)
         if denominator_sum == 0:
