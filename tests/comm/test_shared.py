@@ -169,7 +169,7 @@ def test_unknown_exchange_is_rejected(tmp_path):
     script = ranks.write(tmp_path, SAYS_GLOO)
     done = ranks.run(script, launcher="paceline --exchange smoke", check=False)
     assert done.returncode == 2
-    assert "--exchange smoke: HINT: 'paceline' or 'gloo'" in done.stderr
+    assert "--exchange must be 'paceline' or 'gloo'; this is 'smoke'" in done.stderr
 
 
 HAS = "rank 0 calls all-reduce of 400,000 bytes as float32 (sum), and rank 1 calls"

@@ -100,7 +100,7 @@ def test_slow_loader_is_input_time_on_all_ranks(tmp_path):
         assert rank["input"] == close(share(report, 0.03, in_window(report)))
     assert report.losses[0].kind == "input"
     assert report.efficiencies.load_balance > 0.85
-    page_says(report, "its next batch was not there yet")
+    page_says(report, "its next batch was not ready")
 
 
 @pytest.mark.long
@@ -132,7 +132,7 @@ def test_validation_or_checkpoint_on_rank_0_causes_wait_on_others(tmp_path, knob
     assert 2 * waits_for(report, 0, state) == close(share(report, 0.6, STEPS // 10 - 1))
     assert report.slowest_rank == 0
     what = {"validation": "evaluated alone", "checkpoint": "saved a checkpoint"}[state]
-    stood = {"validation": "was evaluated", "checkpoint": "copied or written"}[state]
+    stood = {"validation": "the script evaluated", "checkpoint": "copied or written"}[state]
     both = [one.why for one in largest_losses(report)[:2]]
     assert any(f"Rank 0 {what} while" in why for why in both)
     assert any(stood in why for why in both)
@@ -180,5 +180,5 @@ def test_throttled_link_is_transfer_time(tmp_path):
     assert report.losses[0].kind == "transfer"
     (reduced,) = [c for c in group.collectives if c.name == "all-reduce"]
     assert reduced.busbw < 2 * 400e6 / 8 / 1e9
-    page_says(report, "the exchange itself took this long")
+    page_says(report, "the communication itself took this time")
     page_says(report, "GB/s of bus bandwidth")

@@ -251,7 +251,7 @@ def test_rate_is_in_steps_if_samples_are_unknown(tmp_path):
 
 
 def test_unwritable_output_is_reported_before_any_run(tmp_path):
-    for path, why in ((tmp_path / "nowhere" / "page.html", "no folder"), (tmp_path, "a folder")):
+    for path, why in ((tmp_path / "nowhere" / "page.html", "not a folder"), (tmp_path, "a folder")):
         command = [ranks.PACELINE, "diagnose", "-n", "2", "--html", path, "train.py"]
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert result.returncode == 2

@@ -135,7 +135,10 @@ def test_invalid_header_sizes_are_rejected(folder, changes):
 def test_header_with_wrong_types_is_rejected(folder, changes):
     for rank in range(2):
         about(folder / f"rank-{rank}.ring", **changes)
-    assert re.search(r"rank-0\.ring: (says|does not match its format)", refusal(folder))
+    assert re.search(
+        r"rank-0\.ring: (is of rank|has rank|has a process group|does not match its format)",
+        refusal(folder),
+    )
     data = (folder / "rank-0.ring").read_bytes()
     with pytest.raises(InvalidFileError):
         read_header(data)

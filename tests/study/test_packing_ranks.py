@@ -296,7 +296,10 @@ def test_packing_without_valid_samples_leaves_no_files(folder):
             ["--launcher", "ssh", "x.npy", "out"],
             "--launcher ssh needs host names outside of an allocation. HINT",
         ),
-        (["-H", "a:1,b:1", "-n", "3", "x.npy", "out"], "-n 3: 3 ranks for 2 slots (a:1, b:1)"),
+        (
+            ["-H", "a:1,b:1", "-n", "3", "x.npy", "out"],
+            "-n 3: 3 ranks need as many slots, and the nodes have 2 slots (a:1, b:1)",
+        ),
         (["-n", "2", "nowhere", "out"], "nowhere: the file or folder does not exist"),
         (["-n", "2", "x.npy", "done"], "done contains a packed dataset. HINT"),
         (

@@ -337,7 +337,7 @@ def test_invalid_streams_and_options_are_reported(tmp_path):
             "complex128; this is 'float7'. HINT: --cast float16",
         ),
         (["x.npy", "out", "--cast", "datetime64[s]"], "; this is 'datetime64[s]'. HINT: --cast"),
-        (["x.npy", "out", "--shard-size", "big"], "--shard-size big: no size"),
+        (["x.npy", "out", "--shard-size", "big"], "--shard-size must be a size; this is 'big'"),
         (["x.npy"], "the destination folder is missing. HINT: paceline pack SOURCE DEST"),
         (["--check", "empty"], "empty: has no paceline.json"),
     ],

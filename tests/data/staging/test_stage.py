@@ -272,4 +272,4 @@ def test_run_stages_dataset_during_training(packed, tmp_path):
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True,
                           env=ranks.environment())  # fmt: skip
     assert done.returncode == 2
-    assert "the destination folder is missing. HINT: PACELINE_STAGE" in done.stderr
+    assert "the destination folder is missing. HINT: set PACELINE_STAGE" in done.stderr

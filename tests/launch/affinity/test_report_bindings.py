@@ -42,7 +42,7 @@ TRAIN = """
             world.backward(model(x).mean())
             world.step(optimizer)
             masks |= {{tuple(pair) for pair in where.tolist()}}
-            while "Bindings, as" not in open("stderr").read():  # workers exist until then
+            while "Bindings reported" not in open("stderr").read():  # workers exist until then
                 time.sleep(0.05)
     tasks = {{tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}}
     found = {{"rank": sorted(os.sched_getaffinity(0)), "threads": sorted(tasks),

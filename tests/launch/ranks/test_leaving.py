@@ -259,5 +259,5 @@ def test_cancelled_slurm_job_checkpoints_and_is_not_requeued(
     said = (shared_folder / "said").read_text()
     (one,) = checkpoints(shared_folder)
     assert f"a checkpoint of step {one['step']} was written, and the job stopped early" in said
-    assert "put back" not in said
+    assert "is requeued" not in said
     ranks.wait_until(lambda: slurm.left_over(0) == [], 10)
