@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from paceline.significance import SharedLevel, half_width, student_quantile, tail_of_look
+from paceline.significance import (
+    SharedLevel,
+    half_width,
+    is_slowest,
+    range_by_chance,
+    rank_spread,
+    student_quantile,
+    tail_of_look,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +77,63 @@ def test_shared_level_keeps_the_stated_share_over_many_tests():
                 wrong += 1
                 break
     assert wrong / cases <= level + 0.01
+
+
+def steps_of(rng, kind, ranks, steps):
+    """Return the step times of equal ranks, relative to their mean, in ten blocks."""
+    each = rng.standard_t(2.5, (ranks, steps)) if kind == "heavy tails" else None
+    each = rng.normal(size=(ranks, steps)) if each is None else each
+    if kind == "autocorrelated":
+        for i in range(1, steps):
+            each[:, i] = 0.7 * each[:, i - 1] + 0.7 * each[:, i]
+    if kind == "drift":
+        each = each + np.cumsum(rng.normal(size=steps)) / 3
+    return (1 + 0.1 * each).reshape(ranks, 10, steps // 10).mean(axis=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "autocorrelated", "drift"])
+def test_equal_ranks_are_rarely_called_slower(kind, ranks):
+    rng, cases = np.random.default_rng(7), 400
+    wrong = sum(bool(is_slowest(steps_of(rng, kind, ranks, 100))) for _ in range(cases))
+    assert wrong / cases <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_spread_of_equal_ranks_is_zero_on_average(ranks):
+    rng = np.random.default_rng(8)
+    found = [rank_spread(steps_of(rng, "normal", ranks, 40)) for _ in range(400)]
+    assert abs(np.mean([one.longest_minus_shortest for one in found])) < 0.003
+    assert abs(np.mean([one.longest_minus_mean for one in found])) < 0.003
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_slow_rank_is_found_and_measured(ranks):
+    rng, cases, found, named = np.random.default_rng(9), 100, [], 0
+    for _ in range(cases):
+        times = steps_of(rng, "normal", ranks, 40)
+        times[-1] += 0.15  # of a step; single steps differ by 10 %
+        named += bool(is_slowest(times))
+        found.append(rank_spread(times))
+    assert named / cases >= 0.95
+    assert np.mean([one.longest_minus_shortest for one in found]) == pytest.approx(0.15, abs=0.01)
+    behind = 0.15 * (ranks - 1) / ranks
+    assert np.mean([one.longest_minus_mean for one in found]) == pytest.approx(behind, abs=0.01)
+
+
+def test_rank_that_is_slow_from_some_step_on_is_measured():
+    times = np.ones((4, 10))
+    times[2, 6:] = 2
+    assert rank_spread(times).longest_minus_shortest == pytest.approx(0.4, abs=0.1)
+
+
+def test_nothing_is_said_of_few_blocks_or_one_rank():
+    assert is_slowest(np.ones((4, 3))) is None
+    assert is_slowest(np.ones((1, 10))) is None
+    assert rank_spread(np.array([[1.0], [3.0]])).longest_minus_shortest == 2  # as it is
+
+
+def test_range_of_equal_means_is_exceeded_in_stated_share():
+    rng, cases = np.random.default_rng(10), 1000
+    means = rng.normal(size=(cases, 8, 30)).mean(axis=2)
+    assert np.mean(np.ptp(means, axis=1) > range_by_chance(1.0, 30, 8)) <= 0.05

@@ -9,6 +9,9 @@ Every function states the probability of a wrong decision as ``tail`` or ``level
   dependence between them (Boole's inequality). The intervals are repeated confidence intervals
   (Jennison and Turnbull 1989): all of them are right together.
 - Several tests one after the other: the fallback procedure (Wiens 2003).
+- The slowest of several ranks: the largest of their t statistics, with the level divided by the
+  number of ranks (Bonferroni). Differences between chosen ranks: one half of the data chooses the
+  ranks, the other half measures the difference, and the other way round (cross-fitting).
 """
 
 import math
@@ -17,6 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
+FALSE_SLOWEST_LEVEL = 0.05  # probability of calling one of equal ranks slower than the others
+MIN_BLOCKS = 4  # blocks of steps; with fewer, nothing is said
 MAX_DEGREES = 200  # degrees of freedom from which on Student's t is computed with this number
 
 
@@ -102,3 +110,95 @@ class SharedLevel:
         ``handed_on``: Whether the test found an effect, or was not made.
         """
         self.carried = self.level if handed_on else 0.0
+
+
+def is_slowest(times: npt.NDArray[np.float64]) -> bool | None:
+    """Whether the rank with the longest time is slower than the others by more than chance.
+
+    Args:
+        times: Time of a step of each rank in each block of consecutive steps: (ranks, blocks).
+
+    Returns:
+        None with fewer than ``MIN_BLOCKS`` blocks, or one rank.
+    """
+    ranks, blocks = times.shape
+    if ranks < 2 or blocks < MIN_BLOCKS:
+        return None
+    slowest = int(times.sum(axis=1).argmax())
+    excess = (times - times.mean(axis=0)) * ranks / (ranks - 1)  # over the mean of the others
+    parts = _block_lengths(excess)
+    errors = [part.var(axis=1, ddof=1) / part.shape[1] for part in parts]
+    if len(errors) > 1:  # of long blocks, if each doubling of the length removes half of the error
+        errors.append(2 * errors[1] - errors[0])
+        parts.append(parts[1])
+    noise = []
+    for part, variances in zip(parts, errors, strict=True):
+        variance = max(float(variances.mean()), float(variances[slowest]), 0.0)
+        degrees = (ranks - 1) * (part.shape[1] - 1)
+        quantile = student_quantile(FALSE_SLOWEST_LEVEL / ranks, degrees)
+        noise.append(quantile * math.sqrt(variance))
+    return bool(excess[slowest].mean() > max(noise))
+
+
+def range_by_chance(deviation: float, values: int, members: int) -> float:
+    """Return the range of the means of equal members, exceeded in 5 % of cases.
+
+    Args:
+        deviation: Standard deviation of one value.
+        values: Number of values of each member's mean.
+        members: Number of members, of which each pair may be the one that differs most.
+    """
+    pairs = members * (members - 1) / 2
+    if not pairs or not values:
+        return 0.0
+    quantile = statistics.NormalDist().inv_cdf(1 - FALSE_SLOWEST_LEVEL / (2 * pairs))
+    return quantile * deviation * math.sqrt(2 / values)
+
+
+def _block_lengths(values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+    """Return the blocks (last axis), and if there are enough, the means of neighbouring blocks.
+
+    Neighbouring blocks may be alike, because what disturbs a step lasts longer than a block. Then
+    longer blocks differ more than single ones suggest.
+    """
+    count = values.shape[-1] // 2
+    if count < MIN_BLOCKS:
+        return [values]
+    pairs = values[..., : 2 * count].reshape(*values.shape[:-1], count, 2)
+    return [values, pairs.mean(axis=-1)]
+
+
+@dataclass(frozen=True)
+class RankSpread:
+    """How much the times of ranks differ all the time, without the differences by chance.
+
+    Attributes:
+        longest_minus_shortest: Of the slowest and the fastest rank; negative by chance.
+        longest_minus_mean: Of the slowest rank and the mean of all; negative by chance.
+    """
+
+    longest_minus_shortest: float
+    longest_minus_mean: float
+
+
+def rank_spread(times: npt.NDArray[np.float64]) -> RankSpread:
+    """Return the constant differences between ranks.
+
+    Ranks are chosen in one half of the blocks and compared in the other half: in the blocks that
+    choose them their difference is never negative, also of equal ranks. Blocks belong to the halves
+    two by two in turn: both halves contain the begin and the end, and few blocks of one half are
+    neighbours of the other.
+
+    Args:
+        times: Time of each rank in each block: (ranks, blocks).
+    """
+    count = times.shape[1]
+    first = np.arange(count) // (2 if count > 3 else 1) % 2 == 0
+    halves = (times[:, first], times[:, ~first]) if count > 1 else (times, times)
+    chosen, measured = ([half.mean(axis=1) for half in order] for order in (halves, halves[::-1]))
+    ranges, behind = [], []
+    for choice, taken in zip(chosen, measured, strict=True):
+        longest = taken[choice.argmax()]
+        ranges.append(longest - taken[choice.argmin()])
+        behind.append(longest - taken.mean())
+    return RankSpread(float(np.mean(ranges)), float(np.mean(behind)))

@@ -10,7 +10,7 @@ from typing import Any
 from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
-from ...analyze.diagnosis.lateness import lateness
+from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, analyse_with_window
@@ -213,6 +213,7 @@ def _evidence(
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
+        rank_spread=computing_spread(measured) if measured is not None else None,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
     )
 
