@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 FALSE_SLOWEST_LEVEL = 0.05  # probability of calling one of equal ranks slower than the others
+CHANCE_TAIL = 0.025  # probability that a difference by chance exceeds its limit, on each side
+MIN_DEGREES = 2  # degrees of freedom from which on the spread between runs is measured
 MIN_BLOCKS = 4  # blocks of steps; with fewer, nothing is said
 MAX_DEGREES = 200  # degrees of freedom from which on Student's t is computed with this number
 
@@ -140,6 +142,17 @@ def is_slowest(times: npt.NDArray[np.float64]) -> bool | None:
     return bool(excess[slowest].mean() > max(noise))
 
 
+def error_of_mean(blocks: Sequence[float]) -> float | None:
+    """Return the standard error of the mean of blocks of consecutive steps.
+
+    None with fewer than ``MIN_BLOCKS`` blocks.
+    """
+    if len(blocks) < MIN_BLOCKS:
+        return None
+    parts = _block_lengths(np.array(blocks, np.float64))
+    return max(float(part.std(ddof=1) / math.sqrt(len(part))) for part in parts)
+
+
 def range_by_chance(deviation: float, values: int, members: int) -> float:
     """Return the range of the means of equal members, exceeded in 5 % of cases.
 
@@ -202,3 +215,65 @@ def rank_spread(times: npt.NDArray[np.float64]) -> RankSpread:
         ranges.append(longest - taken[choice.argmin()])
         behind.append(longest - taken.mean())
     return RankSpread(float(np.mean(ranges)), float(np.mean(behind)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between the means of two groups of runs, and how much of it may be chance.
+
+    Attributes:
+        noise: Standard error of the difference: from the spread between the runs of a group; with
+            one run of each from the spread within the runs, and an assumed one between them. None
+            where there are too few runs, and a spread within a run is not known.
+        degrees: Degrees of freedom of ``noise``; None: it is not measured between runs.
+    """
+
+    before: float
+    after: float
+    noise: float | None
+    degrees: int | None
+
+    def limit(self, tail: float = CHANCE_TAIL) -> float | None:
+        """Return what a difference by chance exceeds with probability ``tail``, on each side."""
+        if self.noise is None:
+            return None
+        if self.degrees is None:
+            return statistics.NormalDist().inv_cdf(1 - tail) * self.noise
+        return student_quantile(tail, self.degrees) * self.noise
+
+    @property
+    def real(self) -> bool | None:
+        limit = self.limit()
+        return None if limit is None else abs(self.after - self.before) > limit
+
+
+def difference_of_runs(
+    groups: Sequence[Sequence[float]],
+    errors: Sequence[Sequence[float | None]],
+    between: Sequence[float],
+) -> Difference:
+    """Return the difference of two groups of runs.
+
+    Args:
+        groups: Value of each run before and after.
+        errors: Standard error of each value within its run.
+        between: Assumed standard deviation between runs, before and after.
+    """
+    means = [statistics.fmean(values) for values in groups]
+    degrees = sum(len(values) - 1 for values in groups)
+    if degrees >= MIN_DEGREES:
+        squares = [
+            (value - mean) ** 2
+            for values, mean in zip(groups, means, strict=True)
+            for value in values
+        ]
+        variance = sum(squares) / degrees
+        noise = math.sqrt(variance * sum(1 / len(values) for values in groups))
+        return Difference(means[0], means[1], noise, degrees)
+    variance = 0.0
+    for values, within, spread in zip(groups, errors, between, strict=True):
+        for error in within:
+            if error is None:
+                return Difference(means[0], means[1], None, None)
+            variance += (error**2 + spread**2) / len(values) ** 2
+    return Difference(means[0], means[1], math.sqrt(variance), None)

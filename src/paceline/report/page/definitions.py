@@ -91,8 +91,8 @@ DEFINITIONS = {
     "have all members' records x the share of blocked time not in waits below the clocks' residual "
     "x the share of undamaged events.",
     # several runs
-    "noise": "A change is more than noise where it exceeds twice its standard error, from the "
-    "figure's spread over tenths of each run.",
+    "noise": "A change is more than noise where equal runs differ by as much in at most 5 % of "
+    "cases: from the figure's spread over tenths of each run, and an assumed spread between runs.",
     "speed-up": "Samples/s over those of the run with the fewest ranks.",
     "scaling efficiency": "Speed-up over the ratio of the ranks: GE(P) / GE(P_ref).",
     "computation scalability": "CS = (useful time a sample on the fewest ranks) / (useful time a "
