@@ -171,7 +171,7 @@ def _state_time(state: str, report: Report, unit: str) -> tuple[float, float | N
     assert report.window_s is not None
     share = statistics.fmean(rank.get(state, 1.0) for rank in report.states)
     whole = report.window_s / units / _steps(report)
-    return share * whole, error_of_mean(times), BETWEEN_RUNS * whole * math.sqrt(share)
+    return share * whole, error_of_mean(times), BETWEEN_RUNS * whole * math.sqrt(max(share, 0.0))
 
 
 def _explaining_states(rows: list[StateChange], whole: StateChange) -> list[str]:
@@ -244,7 +244,7 @@ def check_gate(before: Reports, after: Reports, tolerance: float) -> Gate:
         ValueError: The runs cannot be compared; the message has the reason.
     """
     for report in (*before, *after):
-        if report.window_s is None or not report.ranges:
+        if not report.window_s or not report.ranges:
             raise ValueError(
                 f"--gate: {report.name} has no measured steps. HINT: record at least 3 steps"
             )
