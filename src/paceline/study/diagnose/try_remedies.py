@@ -33,9 +33,11 @@ from .paired_runs import (
 )
 from .run_script import MINUTE_S, FailedError, Runner, RunRequest
 
-# Probability that any remedy is kept although none has an effect. Each pass of trials spends half
-# of what the passes before it left, and shares it among its remedies.
+# Probability that a remedy without an effect is kept, in all passes of trials.
 FALSE_KEEP_LEVEL = 0.1
+# Part of what the passes before left that each pass spends, and shares among its remedies. There is
+# a second pass only if the first one has kept a remedy.
+SPENT_IN_PASS = 0.75
 # Probability that an end of the interval of the gain of all kept remedies together is wrong.
 CONFIRM_LEVEL = 0.05
 BUDGET_FACTOR = 1.5  # time budget of each pass of trials, relative to --minutes
@@ -185,8 +187,9 @@ def try_remedies(
     all of this time.
     """
     until = time.monotonic() + BUDGET_FACTOR * MINUTE_S * asked.minutes
-    found.level_left /= 2
-    shared = SharedLevel.among(len(remedies), found.level_left)
+    spent = SPENT_IN_PASS * found.level_left
+    found.level_left -= spent
+    shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
         _Trials(runner, steps, until, shared).all(remedies, found)
 
