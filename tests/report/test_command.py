@@ -77,6 +77,57 @@ def test_two_records_of_same_size_are_compared_with_noise(tmp_path):
     assert step["after"] < step["before"]
 
 
+def test_further_records_of_each_kind_show_noise_between_runs(tmp_path):
+    before = [made(tmp_path / f"b{i}", compute=20 + 0.1 * i) for i in range(3)]
+    after = [made(tmp_path / f"a{i}", compute=20.5 + 0.1 * i) for i in range(2)]
+    single = report(before[0], after[0]).stdout
+    flat = re.sub(r"[│\s]+", " ", single)
+    assert re.search(r"One run of each: differences of the step time below [67]\.\d % can", flat)
+    assert re.search(r"step \(ms\) +\S+ +\S+ +\S+ % +within the noise", single)
+    words = [word for folder in before for word in ("--baseline", folder)]
+    text = re.sub(r"[│\s]+", " ", report(*words, *after).stdout)
+    assert "3 runs before and 2 runs after: differences of the step time below" in text
+    assert re.search(r"step \(ms\) \S+ \S+ \+1.\d % worse", text)
+    data = json.loads(report("--json", *words, *after).stdout)
+    assert data["runs"] == {"before": 3, "after": 2}
+    assert data["chance"] < 0.02
+    assert data["gate"] is None
+    assert len(data["reports"]) == 5
+    other = made(tmp_path / "other", size=4)
+    assert "--baseline: " in refusal(*words, other)
+
+
+def test_gate_ends_with_exit_code_for_a_nightly_job(tmp_path):
+    before = made(tmp_path / "before", compute=100)
+    same = made(tmp_path / "same", compute=103)
+    slower = made(tmp_path / "slower", compute=110)
+    slow = made(tmp_path / "slow", compute=150)
+    assert "passed." in report(before, same, "--gate", "5%").stdout
+    assert "passed." in report(slow, before, "--gate", "5%").stdout
+    doubtful = report(before, slower, "--gate", "5%")  # 9 % longer, and 6 % may be chance
+    assert re.sub(r"[│\s]+", " ", doubtful.stdout).count("passed, but not sure. HINT: --baseline")
+    failed = report("--json", before, slow, "--gate", "5%", check=False)
+    assert failed.returncode == 1
+    gate = json.loads(failed.stdout)["gate"]
+    assert gate["verdict"] == "slower"
+    assert gate["tolerance"] == 0.05
+    assert gate["slower"] - gate["noise"] > 0.05
+
+
+def test_gate_refuses_what_it_cannot_compare(tmp_path):
+    before = made(tmp_path / "before")
+    others = {
+        "--gate: a step has": made(tmp_path / "batch", samples=16),
+        "has no measured steps. HINT": made(tmp_path / "none", steps=0),
+        "--gate: too few steps to know the noise": made(tmp_path / "few", steps=3),
+        "--gate compares two records with the same number": made(tmp_path / "ranks", size=4),
+    }
+    for said, other in others.items():
+        assert said in refusal(before, other, "--gate", "5%")
+    assert "--gate compares two records" in refusal(before, "--gate", "5%")
+    assert "--gate 5 is not understood. HINT" in refusal(before, before, "--gate", "5")
+
+
 def test_records_of_several_sizes_give_scaling_table(tmp_path):
     folders = [made(tmp_path / f"n{size}", size=size) for size in (1, 2, 4)]
     text = report(*folders).stdout

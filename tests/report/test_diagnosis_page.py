@@ -338,4 +338,8 @@ def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
     assert bars["x"][-1] == pytest.approx(2700)
     said = words_of(told)
     assert "From 1,600 to 2,700 samples/s: 1.69 times." in said
+    again = dataclasses.replace(told.tried, faster=1.61, confirmed=Interval(0.61, 0.55, 0.67))
+    said = words_of(dataclasses.replace(told, tried=again))
+    assert "measured again in alternation with none of them: +61 % (55 to 67)." in said
+    assert "1.69 times" not in said
     assert "loader-workers = 4 +81 % (72 to 90) +69 % (60 to 78) kept" in said

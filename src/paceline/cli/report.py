@@ -9,6 +9,8 @@ from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, Command, json_output
 from .common.options import Json
 
+MAX_GATE = 10.0  # share of the step time
+
 
 @app.command(
     cls=Command,
@@ -18,6 +20,7 @@ from .common.options import Json
         ("paceline report run/record", "states, efficiencies, losses"),
         ("paceline report run/record --html run.html", "a page for any browser"),
         ("paceline report before after", "compare two runs"),
+        ("paceline report --gate 5% --baseline a1 --baseline a2 new", "for a nightly job"),
         ("paceline report n1 n2 n4", "scaling table"),
         ("paceline report run/record --timeline run.json.gz", "a trace for Perfetto"),
     ),
@@ -27,6 +30,24 @@ def report(
         list[Path],
         typer.Argument(help="Folders written by paceline run --record.", metavar="DIR..."),
     ],
+    baseline: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Record of a run to compare DIR... with. May be repeated: with two or more runs "
+            "of each kind, or three of one, the noise between runs is measured.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help="End with exit code 1 if the second of two records, or DIR... compared with "
+            "--baseline, has longer steps by more than this and the noise.",
+            metavar="PERCENT%",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[
         str | None,
         typer.Option(
@@ -66,13 +87,39 @@ def report(
     """Show where the time of every rank went.
 
     One record gives states, efficiencies and the three largest losses. Two records of the same
-    number of ranks are compared, with the noise of each figure. Records of different numbers of
-    ranks give a scaling table. A running job is reported as far as it is recorded.
+    number of ranks are compared, with the noise of each figure; --baseline compares several.
+    Records of different numbers of ranks give a scaling table. A running job is reported as far as
+    it is recorded.
     """
     from ..launch.monitor.partial_record import load_so_far
-    from ..report.report_command import report_text
+    from ..report.report_command import make_report
 
     with exit_on_mistake():
-        text = report_text(folders, steps, json is not None, html, timeline, load_so_far, machine)
+        tolerance = _parse_gate(gate) if gate is not None else None
+        output = make_report(
+            folders,
+            steps,
+            json is not None,
+            html,
+            timeline,
+            load_so_far,
+            machine,
+            baseline or (),
+            tolerance,
+        )
         with json_output(json or STDOUT):
-            typer.echo(text, nl=False)
+            typer.echo(output.text, nl=False)
+    if output.gate is not None and output.gate.verdict == "slower":
+        raise typer.Exit(1)
+
+
+def _parse_gate(text: str) -> float:
+    """Return the tolerance of --gate as a share."""
+    number, percent, rest = text.partition("%")
+    try:
+        share = float(number) / 100
+    except ValueError:
+        share = -1.0
+    if not percent or rest or not 0 <= share <= MAX_GATE:
+        raise ValueError(f"--gate {text} is not understood. HINT: 0% to 1000%, as in --gate 5%")
+    return share

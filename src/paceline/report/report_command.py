@@ -4,19 +4,41 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import RenderableType
 
-from ..analyze.figures.compare_runs import compare, compare_states, scaling
+from ..analyze.figures.compare_runs import (
+    Gate,
+    Reports,
+    chance_limit,
+    check_gate,
+    compare,
+    compare_states,
+    scaling,
+)
 from ..analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
 from .console import PlainConsole
+from .numbers import counted
 from .terminal import comparison
 from .terminal.run_report import panel
+
+
+@dataclass(frozen=True)
+class ReportOutput:
+    """What ``paceline report`` prints.
+
+    Attributes:
+        text: The text, or JSON.
+        gate: Result of --gate; None without it.
+    """
+
+    text: str
+    gate: Gate | None = None
 
 
 def report_text(
@@ -28,7 +50,22 @@ def report_text(
     load: Callable[[Path], Run] = load_run,
     machine: Path | None = None,
 ) -> str:
-    """Return the report of one run, the comparison of two, or the scaling of several, as text.
+    """Return the text of ``make_report``."""
+    return make_report(folders, steps, as_json, html, timeline, load, machine).text
+
+
+def make_report(
+    folders: list[Path],
+    steps: str | None = None,
+    as_json: bool = False,
+    html: Path | None = None,
+    timeline: Path | None = None,
+    load: Callable[[Path], Run] = load_run,
+    machine: Path | None = None,
+    baseline: Sequence[Path] = (),
+    tolerance: float | None = None,
+) -> ReportOutput:
+    """Report one run, the comparison of two or of two groups, or the scaling of several.
 
     folders: Folders with the records of one run each.
     steps: Range of steps to examine, as in "100:200"; None for all.
@@ -36,23 +73,41 @@ def report_text(
     html, timeline: Files to write; the text then says what was written.
     load: Reads the record in a folder.
     machine: Machine file with the roofline on which a step is placed.
+    baseline: Folders with the records of the runs that ``folders`` are compared with.
+    tolerance: Slowdown that --gate accepts, as a share of the step time; None: no gate.
 
     Raises:
         ValueError: A record cannot be read or compared, or a file cannot be written.
     """
     step_range = _parse_step_range(steps) if steps is not None else None
-    if timeline is not None and len(folders) > 1:
+    every = [*baseline, *folders]
+    if timeline is not None and len(every) > 1:
         raise ValueError(
-            f"--timeline takes one record; {len(folders)} are given. HINT: run paceline report "
+            f"--timeline takes one record; {len(every)} are given. HINT: run paceline report "
             "once per record"
         )
+    if html is not None and len(baseline) and len(every) > 2:
+        raise ValueError(
+            f"--html compares two records; {len(every)} are given. HINT: give one --baseline and "
+            "one DIR"
+        )
     machine_facts = load_machine(machine) if machine is not None else None
-    examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in folders]
+    examined = [analyse_with_window(load(folder), step_range, machine_facts) for folder in every]
     if machine_facts is not None and not any(one.report.work for one in examined):
         raise ValueError(
             f"--machine {machine}: no step of {folders[0]} was counted. HINT: record the run "
             "again with paceline run --record DIR --count-flops and more than 11 steps"
         )
+    reports = [one.report for one in examined]
+    groups = _before_and_after(reports, len(baseline))
+    gate = None
+    if tolerance is not None:
+        if groups is None:
+            raise ValueError(
+                "--gate compares two records with the same number of ranks. HINT: paceline report "
+                "BEFORE AFTER --gate 5%"
+            )
+        gate = check_gate(*groups, tolerance)
     written = []
     if html is not None:
         written.append(_write_page(examined, html))
@@ -61,22 +116,32 @@ def report_text(
 
         written.append(write(examined[0], timeline, step_range))
     if written and not as_json:
-        return "".join(f"{line}\n" for line in written)
-    reports = [one.report for one in examined]
+        written += [comparison.describe_gate(gate)] if gate is not None else []
+        return ReportOutput("".join(f"{line}\n" for line in written), gate)
     if len(reports) == 1:
-        return _single_report(reports[0], as_json)
-    if _is_before_and_after(reports):
-        before, after = reports
-        changes, states = compare(before, after), compare_states(before, after)
-        if as_json:
-            rows = [asdict(change) for change in changes]
-            found = asdict(states) if states is not None else None
-            return _to_json("paceline-comparison", reports, rows, states=found)
-        return _render(lambda _: comparison.render(before, after, changes, states))
+        return ReportOutput(_single_report(reports[0], as_json))
+    if groups is not None:
+        return ReportOutput(_comparison(*groups, gate, as_json), gate)
     scales = scaling(reports)
     if as_json:
-        return _to_json("paceline-scaling", reports, [asdict(scale) for scale in scales])
-    return _render(lambda _: comparison.scaled(scales, reports))
+        rows = [asdict(scale) for scale in scales]
+        return ReportOutput(_to_json("paceline-scaling", reports, rows))
+    return ReportOutput(_render(lambda _: comparison.scaled(scales, reports)))
+
+
+def _comparison(before: Reports, after: Reports, gate: Gate | None, as_json: bool) -> str:
+    changes, states = compare(before, after), compare_states(before, after)
+    if not as_json:
+        return _render(lambda _: comparison.render(before, after, changes, states, gate))
+    return _to_json(
+        "paceline-comparison",
+        [*before, *after],
+        [asdict(change) for change in changes],
+        states=asdict(states) if states is not None else None,
+        runs={"before": len(before), "after": len(after)},
+        chance=chance_limit(changes),
+        gate=asdict(gate) if gate is not None else None,
+    )
 
 
 def _single_report(report: Report, as_json: bool) -> str:
@@ -85,8 +150,27 @@ def _single_report(report: Report, as_json: bool) -> str:
     return _render(lambda width: panel(report, width, full=True))
 
 
-def _is_before_and_after(reports: list[Report]) -> bool:
-    return len(reports) == 2 and reports[0].size == reports[1].size
+def _before_and_after(
+    reports: list[Report], baselines: int = 0
+) -> tuple[list[Report], list[Report]] | None:
+    """Return the runs before and after; None where this is no comparison.
+
+    baselines: Number of runs of --baseline, the first of ``reports``.
+
+    Raises:
+        ValueError: There is a baseline, and the runs have different numbers of ranks.
+    """
+    if not baselines:
+        both = len(reports) == 2 and reports[0].size == reports[1].size
+        return (reports[:1], reports[1:]) if both else None
+    for report in reports:
+        if report.size != reports[0].size:
+            raise ValueError(
+                f"--baseline: {reports[0].name} has {counted(reports[0].size, 'rank')} and "
+                f"{report.name} {report.size}, and their figures are not comparable. HINT: record "
+                "both with the same number of ranks"
+            )
+    return reports[:baselines], reports[baselines:]
 
 
 def _write_page(examined: list[RunAnalysis], path: Path) -> str:
@@ -98,7 +182,7 @@ def _write_page(examined: list[RunAnalysis], path: Path) -> str:
     reports = [one.report for one in examined]
     if len(examined) == 1:
         text = single(examined[0])
-    elif _is_before_and_after(reports):
+    elif len(reports) == 2 and _before_and_after(reports) is not None:
         text = before_and_after(*examined)
     else:
         text = scales(examined)

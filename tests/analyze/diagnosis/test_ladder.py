@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 from records import Rank, report_of
 
-from paceline.analyze.diagnosis.causes import Evidence, causes, witnesses
+from paceline.analyze.diagnosis.causes import MIN_SHARE, Evidence, causes, witnesses
 from paceline.analyze.diagnosis.ladder import Interval, RungResult, measure_rung, waterfall
 from paceline.analyze.records.load_run import Run
 
@@ -155,3 +156,35 @@ def test_validation_on_one_rank_is_not_a_slow_rank():
     fall = waterfall(rung(*[500] * 3, ranks=1), free, rung(*[500] * 3), rung(*[500] * 3))
     assert [bar.id for bar in fall.bars] == ["validation"]
     assert fall.of_step("validation").mean == pytest.approx(0.5)
+
+
+def drawn(rng, ranks, spread, slow=0.0):
+    """Return one round of a rung whose ranks differ by chance, and the first one by ``slow``."""
+    times = 0.1 * (1 + rng.normal(0, 0.02)) * (1 + rng.normal(0, spread, ranks))
+    times[0] *= 1 + slow
+    longest = float(times.max())
+    free = [0.0] * ranks
+    return RungResult(8 * ranks / longest, longest, times.tolist(), free, free, ranks, 5, 1, [])
+
+
+def uneven_bars(ranks, slow, cases=200):
+    rng, bars = np.random.default_rng(11), []
+    for _ in range(cases):
+        rounds = [[drawn(rng, ranks, 0.05, slow) for _ in range(3)] for _ in range(3)]
+        bars.append(waterfall([], *rounds).of_step("uneven") or Interval(0, 0, 0))
+    return bars
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_equal_ranks_are_rarely_uneven(ranks):
+    """The slowest of many equal ranks is slower than the mean in each round, but not the same."""
+    bars = uneven_bars(ranks, slow=0.0)
+    assert abs(np.mean([bar.mean for bar in bars])) < 0.01
+    assert np.mean([bar.mean >= MIN_SHARE and bar.low >= MIN_SHARE / 2 for bar in bars]) <= 0.06
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_slow_rank_is_uneven(ranks):
+    bars = uneven_bars(ranks, slow=0.3, cases=50)
+    assert np.mean([bar.mean for bar in bars]) == pytest.approx(0.23, abs=0.02)
+    assert np.mean([bar.low >= MIN_SHARE / 2 for bar in bars]) > 0.85

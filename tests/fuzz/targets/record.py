@@ -184,7 +184,7 @@ def told(whole: Run, draw: bool) -> None:
         assert abs(sum(rank.values()) - 1) < 1e-6
     drawings = (
         panel(report, 100, full=True),
-        comparison.render(report, report, compare(report, report)),
+        comparison.render([report], [report], compare([report], [report])),
     )
     if draw:
         PlainConsole(file=io.StringIO(), width=100).print(*drawings)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from ...significance import RankSpread, rank_spread
 from ..figures.losses import Loss
 from ..figures.report import Report
 from .gradient_sync import GradientSync
@@ -37,6 +40,8 @@ class Evidence:
         facts: Facts of each rank, by rank (record/experiments/observer.py).
         gradients: Exchange of gradients in the run of the unchanged script.
         lines: Lines of the script, by the state that ranks were in.
+        rank_spread: Constant differences between the ranks' computing times in the run of the
+            unchanged script; None if unknown.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
     """
 
@@ -51,6 +56,7 @@ class Evidence:
     facts: list[dict[str, Any]] = field(default_factory=list)
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+    rank_spread: RankSpread | None = None
     describe_lateness: Callable[[int], str] = lambda rank: ""
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
@@ -73,10 +79,7 @@ class Evidence:
         difference between the ranks.
         """
         late = self.loss_share(doing=("useful", "other"))
-        computing = [rank["useful"] + rank["other"] for rank in self.report.states]
-        constant = (
-            sum(max(computing) - one for one in computing) / len(computing) if computing else 0.0
-        )
+        constant = max(self._computing_spread.longest_minus_mean, 0.0)
         unattributed = sum(
             x.share for x in self.report.losses if x.kind == "wait" and x.rank is None
         )
@@ -84,11 +87,19 @@ class Evidence:
 
     @cached_property
     def compute_imbalance(self) -> float:
-        """Difference between the longest and the shortest computing time of the ranks, as a share
-        of the measured time.
+        """Constant difference between the longest and the shortest computing time of the ranks.
+
+        As a share of the measured time, without what the slowest of equal ranks takes longer by
+        chance.
         """
-        computing = [rank["useful"] + rank["other"] for rank in self.report.states]
-        return max(computing) - min(computing) if computing else 0.0
+        return max(self._computing_spread.longest_minus_shortest, 0.0)
+
+    @cached_property
+    def _computing_spread(self) -> RankSpread:
+        if self.rank_spread is not None:
+            return self.rank_spread
+        computing = [[rank["useful"] + rank["other"]] for rank in self.report.states]
+        return rank_spread(np.array(computing)) if computing else RankSpread(0.0, 0.0)
 
     def mean_usage(self, rung: str, resource: str) -> float:
         """Return the mean rate of a resource in a rung: its counter divided by the phase's seconds.

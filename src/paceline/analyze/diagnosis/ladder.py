@@ -5,7 +5,6 @@ See docs/explanation/diagnose.md.
 From what the ranks could do if each were alone with its batch in memory, down to what they did.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ import numpy as np
 
 from ...plurals import counted
 from ...record.ring.states import State
+from ...significance import half_width
 from ..records.load_run import Run
 from ..records.read_record import Record
 from ..records.state_timeline import total
 
 BARS = ("sharing", "uneven", "validation", "checkpoint", "exchange", "input")
 
-# Half of a 90 % interval in standard errors, by degrees of freedom (Student's t).
-T_QUANTILES_90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)
+INTERVAL_TAIL = 0.05  # probability of each end of an interval to be wrong
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Interval":
-        mean = statistics.fmean(values)
-        if len(values) < 2:
-            return cls(mean, -math.inf, math.inf)
-        half = T_QUANTILES_90[min(len(values), len(T_QUANTILES_90) + 1) - 2] * statistics.stdev(
-            values
-        )
-        half /= math.sqrt(len(values))
+        mean, half = statistics.fmean(values), half_width(values, INTERVAL_TAIL)
         return cls(mean, mean - half, mean + half)
 
     @property
@@ -171,21 +164,27 @@ def _time_in_state(record: Record, state: int, start: int, end: int) -> int:
     return total(both.clip(min=0))
 
 
-def _slowest(rungs: list[RungResult], *names: str) -> int:
-    """Return the rank whose steps take longest over all rounds, including the named phases.
+def _slowest(rungs: list[RungResult], number: int, *names: str) -> int:
+    """Return the rank whose steps take longest in all rounds but ``number``, with these phases.
 
-    Being the slowest in a single round is not significant.
+    Some rank is always the slowest of a round. The rounds that choose it are not the one in which
+    its loss is measured, so that equal ranks lose nothing on average.
     """
-    parts = ("training_s", *names)
-    count = len(rungs[0].training_s)
-    sums = [sum(getattr(one, part)[i] for one in rungs for part in parts) for i in range(count)]
+    sums = _times_of_ranks(rungs, number, *names)
     return sums.index(max(sums))
 
 
-def _fastest(rungs: list[RungResult]) -> int:
-    count = len(rungs[0].training_s)
-    sums = [sum(one.training_s[i] for one in rungs) for i in range(count)]
+def _fastest(rungs: list[RungResult], number: int) -> int:
+    """Return the rank whose steps are shortest in all rounds but ``number``."""
+    sums = _times_of_ranks(rungs, number)
     return sums.index(min(sums))
+
+
+def _times_of_ranks(rungs: list[RungResult], number: int, *names: str) -> list[float]:
+    others = [*rungs[:number], *rungs[number + 1 :]] or rungs
+    count = len(rungs[0].training_s)
+    parts = ("training_s", *names)
+    return [sum(getattr(one, part)[i] for one in others for part in parts) for i in range(count)]
 
 
 def waterfall(
@@ -201,18 +200,16 @@ def waterfall(
     communication.
     everything: With the loader, too.
     """
-    fast, slow = _fastest(silent), _slowest(silent)
-    validates, saves = (
-        _slowest(silent, "validation_s"),
-        _slowest(silent, "validation_s", "checkpoint_s"),
-    )
     ideals, ends = [], []
     losses: dict[str, list[float]] = {name: [] for name in BARS}
     times: dict[str, list[float]] = {name: [] for name in BARS}
     firsts: Sequence[RungResult | None] = alone or [None] * len(silent)
-    for single, unsynchronized, from_memory, full in zip(
-        firsts, silent, cached, everything, strict=True
+    for number, (single, unsynchronized, from_memory, full) in enumerate(
+        zip(firsts, silent, cached, everything, strict=True)
     ):
+        fast, slow = _fastest(silent, number), _slowest(silent, number)
+        validates = _slowest(silent, number, "validation_s")
+        saves = _slowest(silent, number, "validation_s", "checkpoint_s")
         levels = (
             single.at(0) * full.ranks if single is not None else unsynchronized.at(fast),
             unsynchronized.at(fast),

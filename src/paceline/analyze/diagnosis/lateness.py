@@ -1,16 +1,30 @@
-"""Determine when a slow rank is slow: always, from some step on, or occasionally."""
+"""Determine by how much ranks differ, and when a slow rank is slow: always, or in some steps."""
 
 import numpy as np
 
 from ...plurals import counted
+from ...significance import RankSpread, rank_spread
 from ..figures.measured_window import MeasuredWindow
-from ..figures.steps import states_by_step
+from ..figures.steps import states_by_step, times_by_range
 from ..records.state_timeline import STATES
 
-OWN_STATES = [STATES.index(name) for name in ("useful", "other")]
+COMPUTING = ("useful", "other")
+OWN_STATES = [STATES.index(name) for name in COMPUTING]
 MIN_NEARLY_ALL = 0.9  # of the steps, to be called slow in nearly all of them
 MIN_SLOW_SHARE = 0.8  # of the steps after the first slow one, to be called slow since then
 MIN_EXCESS = 0.05  # of a step
+
+
+def computing_spread(m: MeasuredWindow) -> RankSpread | None:
+    """Return the constant differences between the ranks' computing times, as shares of a step.
+
+    None if there are fewer than two ranks.
+    """
+    times = times_by_range(m, COMPUTING)
+    step_s = times_by_range(m, STATES).mean()
+    if len(times) < 2 or not times.shape[1] or not step_s:
+        return None
+    return rank_spread(times / step_s)
 
 
 def lateness(m: MeasuredWindow, rank: int) -> str:

@@ -1,10 +1,16 @@
-"""Compare two runs figure by figure, and one script on different numbers of ranks."""
+"""Compare runs before and after figure by figure, and one script on different numbers of ranks.
 
+Equal runs differ by more than the parts of one run do: with two runs or more of each kind the noise
+is measured between them, with one of each it is assumed (``BETWEEN_RUNS``).
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from ...plurals import counted
+from ...significance import MIN_BLOCKS, difference_of_runs, error_of_mean
 from ..records.state_timeline import STATES
 from .report import Report
 
@@ -14,17 +20,20 @@ FIGURES = (
 )
 _SAME_SAMPLES = 0.01  # of a step's samples, up to which steps of two runs are alike
 _MIN_EXPLAINED = 0.8  # of a difference, by the states that are named
-NOISE_STANDARD_ERRORS = 2.0  # a larger difference is more than noise
+# Assumed standard deviation between equal runs, as a share of the step time, where there are too
+# few runs to measure it. Runs on virtual machines of two cores differ by 2 to 5 %.
+BETWEEN_RUNS = 0.025
+Reports = Sequence[Report]
 
 
 @dataclass(frozen=True)
 class FigureChange:
-    """One figure before and after.
+    """One figure before and after, mean of the runs.
 
     Attributes:
-        noise: Standard error of the difference, from the spread between ranges of steps. None where
-            there are too few ranges.
+        noise: Standard error of the difference; None where there are too few ranges of steps.
         real: Whether the difference is more than noise.
+        limit: Difference that equal runs exceed in 5 % of cases.
     """
 
     figure: str
@@ -32,29 +41,60 @@ class FigureChange:
     after: float
     noise: float | None
     real: bool | None
+    limit: float | None = None
 
 
-def compare(before: Report, after: Report) -> list[FigureChange]:
-    """Compare the figures of two runs; those that one of the runs lacks are left out."""
+def compare(before: Reports, after: Reports) -> list[FigureChange]:
+    """Compare the figures of two groups of equal runs.
+
+    Figures that one of the runs lacks are left out.
+    """
     result = []
     for figure in FIGURES:
-        values = [_figure_value(figure, report) for report in (before, after)]
-        first, second = values
-        if first is None or second is None:
+        groups = [
+            [_figure_value(figure, report) for report in reports] for reports in (before, after)
+        ]
+        known = [[value for value in values if value is not None] for values in groups]
+        if known != groups:
             continue
-        errors = [_standard_error(figure, report) for report in (before, after)]
-        noise, real = _difference_noise([first, second], errors)
-        result.append(FigureChange(figure, first, second, noise, real))
+        errors = [
+            [_standard_error(figure, report) for report in reports] for reports in (before, after)
+        ]
+        between = [_between_runs(figure, statistics.fmean(values)) for values in known]
+        found = difference_of_runs(known, errors, between)
+        result.append(
+            FigureChange(figure, found.before, found.after, found.noise, found.real, found.limit())
+        )
     return result
+
+
+def _between_runs(figure: str, value: float) -> float:
+    """Return the assumed standard deviation of a figure between equal runs.
+
+    The variances of the parts of a step add up to that of the step: a part that takes the share p
+    of it varies by sqrt(p) times as much. An efficiency varies as the part that it leaves out.
+    """
+    if figure in ("samples_per_s", "step_ms"):
+        return BETWEEN_RUNS * value
+    return BETWEEN_RUNS * math.sqrt(min(max(1 - value, 0.0), 1.0))
+
+
+def chance_limit(changes: list[FigureChange]) -> float | None:
+    """Return the difference of the step times that may be chance, as a share of them."""
+    step = next((change for change in changes if change.figure == "step_ms"), None)
+    if step is None or step.limit is None or not step.before:
+        return None
+    return step.limit / step.before
 
 
 @dataclass(frozen=True)
 class StateChange:
-    """Time of one state before and after, mean of all ranks (s).
+    """Time of one state before and after, mean of all ranks and runs (s).
 
     Attributes:
         noise_s: Standard error of the difference; None where there are too few ranges of steps.
         real: Whether the difference is more than noise.
+        limit_s: Difference that equal runs exceed in 5 % of cases.
     """
 
     state: str
@@ -62,6 +102,7 @@ class StateChange:
     after_s: float
     noise_s: float | None
     real: bool | None
+    limit_s: float | None = None
 
     @property
     def longer_s(self) -> float:
@@ -86,20 +127,16 @@ class StateChanges:
     explained_by: list[str]
 
 
-def compare_states(before: Report, after: Report) -> StateChanges | None:
+def compare_states(before: Reports, after: Reports) -> StateChanges | None:
     """Compare the time of each state; None where a run has no measured window."""
-    reports = (before, after)
-    if not all(report.ranges and report.window_s for report in reports):
+    if not all(report.ranges and report.window_s for report in (*before, *after)):
         return None
-    samples = [report.samples / _steps(report) for report in reports]
-    same = abs(samples[0] - samples[1]) <= _SAME_SAMPLES * max(samples)
+    samples = [_samples_per_step(report) for report in (*before, *after)]
+    same = max(samples) - min(samples) <= _SAME_SAMPLES * max(samples)
     unit = "step" if same or not all(samples) else "sample"
-    # A rank's steps, or samples, in each step of the job.
-    per_step = [
-        1.0 if unit == "step" else n / r.size for n, r in zip(samples, reports, strict=True)
-    ]
-    rows = [_state_change(state, reports, per_step) for state in STATES]
-    whole = _state_change("whole", reports, per_step)
+    groups = (before, after)
+    rows = [_state_change(state, groups, unit) for state in STATES]
+    whole = _state_change("whole", groups, unit)
     rows = [row for row in rows if row.before_s or row.after_s]
     return StateChanges(unit, rows, whole, _explaining_states(rows, whole))
 
@@ -108,19 +145,33 @@ def _steps(report: Report) -> int:
     return report.ranges[-1].last - report.ranges[0].first + 1
 
 
-def _state_change(state: str, reports: tuple[Report, Report], per_step: list[float]) -> StateChange:
-    means, errors = [], []
-    for report, units in zip(reports, per_step, strict=True):
-        times = [
-            part.seconds * part.states.get(state, 1.0) / units / (part.last - part.first + 1)
-            for part in report.ranges
-        ]
-        assert report.window_s is not None
-        shares = [rank.get(state, 1.0) for rank in report.states]
-        means.append(report.window_s * sum(shares) / len(shares) / units / _steps(report))
-        errors.append(_error_of_mean(times))
-    noise, real = _difference_noise(means, errors)
-    return StateChange(state, means[0], means[1], noise, real)
+def _samples_per_step(report: Report) -> float:
+    return report.samples / _steps(report)
+
+
+def _state_change(state: str, groups: tuple[Reports, Reports], unit: str) -> StateChange:
+    means, errors, between = [], [], []
+    for reports in groups:
+        each = [_state_time(state, report, unit) for report in reports]
+        means.append([mean for mean, _, _ in each])
+        errors.append([error for _, error, _ in each])
+        between.append(statistics.fmean(spread for _, _, spread in each))
+    found = difference_of_runs(means, errors, between)
+    return StateChange(state, found.before, found.after, found.noise, found.real, found.limit())
+
+
+def _state_time(state: str, report: Report, unit: str) -> tuple[float, float | None, float]:
+    """Return a state's time in a run, its standard error, and its spread between equal runs (s)."""
+    # A rank's steps, or samples, in each step of the job.
+    units = 1.0 if unit == "step" else _samples_per_step(report) / report.size
+    times = [
+        part.seconds * part.states.get(state, 1.0) / units / (part.last - part.first + 1)
+        for part in report.ranges
+    ]
+    assert report.window_s is not None
+    share = statistics.fmean(rank.get(state, 1.0) for rank in report.states)
+    whole = report.window_s / units / _steps(report)
+    return share * whole, error_of_mean(times), BETWEEN_RUNS * whole * math.sqrt(max(share, 0.0))
 
 
 def _explaining_states(rows: list[StateChange], whole: StateChange) -> list[str]:
@@ -137,16 +188,6 @@ def _explaining_states(rows: list[StateChange], whole: StateChange) -> list[str]
     return found
 
 
-def _difference_noise(
-    values: list[float], errors: list[float | None]
-) -> tuple[float | None, bool | None]:
-    """Return the standard error of a difference, and whether the difference is more than noise."""
-    if errors[0] is None or errors[1] is None:
-        return None, None
-    noise = float(np.hypot(errors[0], errors[1]))
-    return noise, abs(values[1] - values[0]) > NOISE_STANDARD_ERRORS * noise
-
-
 def _figure_value(figure: str, report: Report) -> float | None:
     if figure == "samples_per_s":
         return report.samples_per_s
@@ -159,7 +200,7 @@ def _figure_value(figure: str, report: Report) -> float | None:
 
 
 def _standard_error(figure: str, report: Report) -> float | None:
-    """Return a figure's standard error: its spread over ranges of steps / sqrt(their number)."""
+    """Return a figure's standard error within its run, from its spread over ranges of steps."""
     values = []
     for part in report.ranges:
         steps = part.last - part.first + 1
@@ -167,16 +208,72 @@ def _standard_error(figure: str, report: Report) -> float | None:
             values.append(1e3 * part.seconds / steps)
         elif figure == "samples_per_s":
             assert report.window_s is not None
-            values.append(report.samples / _steps(report) * steps / part.seconds)
+            values.append(_samples_per_step(report) * steps / part.seconds)
         else:
             values.append(float(getattr(part.efficiencies, figure)))
-    return _error_of_mean(values)
+    return error_of_mean(values)
 
 
-def _error_of_mean(values: list[float]) -> float | None:
-    if len(values) < 4:
-        return None
-    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+@dataclass(frozen=True)
+class Gate:
+    """Whether runs are slower than a baseline by more than a tolerance.
+
+    All shares are of the baseline's step time.
+
+    Attributes:
+        tolerance: Accepted slowdown.
+        slower: Measured slowdown; negative if the runs are faster.
+        noise: Part of it that chance exceeds in 5 % of cases.
+        verdict: "slower": by more than the tolerance and the noise; "uncertain": by more than the
+            tolerance, which may be noise; else "passed".
+    """
+
+    tolerance: float
+    slower: float
+    noise: float
+    verdict: str
+
+
+GATE_TAIL = 0.05  # probability that runs fail which are slower by just the tolerance
+
+
+def check_gate(before: Reports, after: Reports, tolerance: float) -> Gate:
+    """Check whether the steps of ``after`` are longer than those of ``before``.
+
+    Raises:
+        ValueError: The runs cannot be compared; the message has the reason.
+    """
+    for report in (*before, *after):
+        if not report.window_s or not report.ranges:
+            raise ValueError(
+                f"--gate: {report.name} has no measured steps. HINT: record at least 3 steps"
+            )
+    first = before[0]
+    for report in (*before, *after):
+        samples = [_samples_per_step(one) for one in (first, report)]
+        if abs(samples[0] - samples[1]) > _SAME_SAMPLES * max(samples):
+            raise ValueError(
+                f"--gate: a step has {samples[0]:.4g} samples in {first.name} and "
+                f"{samples[1]:.4g} in {report.name}, and their step times are not comparable. "
+                "HINT: record both with the same batch size"
+            )
+    values, errors = (
+        [[of("step_ms", report) for report in reports] for reports in (before, after)]
+        for of in (_figure_value, _standard_error)
+    )
+    known = [[value for value in group if value is not None] for group in values]
+    found = difference_of_runs(
+        known, errors, [BETWEEN_RUNS * statistics.fmean(one) for one in known]
+    )
+    limit = found.limit(GATE_TAIL)
+    if limit is None:
+        raise ValueError(
+            f"--gate: too few steps to know the noise of {first.name} and {after[0].name}. HINT: "
+            f"record at least {MIN_BLOCKS + 1} steps, or give further runs with --baseline"
+        )
+    slower, noise = found.after / found.before - 1, limit / found.before
+    verdict = "uncertain" if slower > tolerance else "passed"
+    return Gate(tolerance, slower, noise, "slower" if slower - noise > tolerance else verdict)
 
 
 @dataclass(frozen=True)

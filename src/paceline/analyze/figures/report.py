@@ -11,12 +11,21 @@ import numpy as np
 from ...cost.machine.machine_file import Machine
 from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
+from ...significance import is_slowest
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.read_record import Record
-from ..records.state_timeline import STATES, Ints, Window, background_ns, find_window, total
+from ..records.state_timeline import (
+    COMMUNICATION,
+    STATES,
+    Ints,
+    Window,
+    background_ns,
+    find_window,
+    total,
+)
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
@@ -25,9 +34,10 @@ from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
 from .rank_placement import RankPlacement, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
-from .steps import StepTimes, measure_steps
+from .steps import StepTimes, measure_steps, times_by_range
 from .wait_matrix import WaitPair, longest_waits
 
+BUSY_STATES = [name for i, name in enumerate(STATES) if i not in COMMUNICATION]
 TABLES_DIFFER = (
     "the record contradicts itself: the losses or the communication groups do not add up to the "
     "time that the ranks lost"
@@ -99,6 +109,8 @@ class Report:
     loading: LoaderTotals | None = None  # by paceline.data.Loader
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
+    # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
+    slowest_real: bool | None = None
 
     def to_json(self) -> str:
         return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
@@ -204,7 +216,8 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
         lists += ["stood_still", "stalled", "background"]
-        nothing: dict[str, Any] = dict.fromkeys((*names, "step_times")) | {"samples": 0}
+        nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
+        nothing |= {"samples": 0}
         return nothing | {name: [] for name in lists}
     length = m.within.length
     samples = axis.count_samples(m.records, m.within)
@@ -227,6 +240,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "efficiencies": m.efficiencies,
         "slowest_rank": m.records[slowest].rank if slowest is not None else None,
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
+        "slowest_real": is_slowest(times_by_range(m, BUSY_STATES)),
         "groups": groups,
         "ranges": _range_efficiencies(m),
         "losses": m.losses,

@@ -5,6 +5,7 @@ belongs to the later one. An outlier is explained by the state in which a rank s
 in its median step.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +68,18 @@ class StepTimes:
 def states_by_step(m: MeasuredWindow, steps: Steps, rank: int) -> Ints:
     """Return nanoseconds of one record in each state, in each step: (steps, states)."""
     return np.diff(m.timelines[rank].cumulative_by_state(steps.bounds[rank]), axis=0)
+
+
+def times_by_range(m: MeasuredWindow, names: Collection[str]) -> Floats:
+    """Return the seconds per step of these states, in each range of steps: (ranks, ranges)."""
+    edges, counts = m.ranges.edges, np.diff(m.ranges.steps)
+    columns = [STATES.index(name) for name in names]
+    spent = [
+        np.diff(line.cumulative_by_state(edges), axis=0)[:, columns].sum(axis=1)
+        for line in m.timelines
+    ]
+    inside = (np.diff(edges) > 0) & (counts > 0)
+    return np.array(spent)[:, inside] / counts[inside] / 1e9
 
 
 def measure_steps(m: MeasuredWindow, steps: Steps) -> StepTimes:

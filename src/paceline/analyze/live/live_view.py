@@ -64,6 +64,7 @@ class View:
     missing_ranks: list[int]
     silent_hosts: list[str]
     notes: list[str] = field(default_factory=list)
+    slowest_real: bool | None = None  # whether the slowest rank is slower by more than chance
 
     def as_dict(self) -> dict[str, Any]:
         return {"format": "paceline-live", "version": 1, **asdict(self)}
@@ -165,7 +166,13 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
     nothing: dict[str, Any] = dict.fromkeys(
         ("first_step", "last_step", "window_s", "steps_per_s", "samples_per_s", "slowest_rank")
     )
-    nothing |= {"slowest_excess": None, "states": [], "caused": [], "waited_for": []}
+    nothing |= {
+        "slowest_excess": None,
+        "slowest_real": None,
+        "states": [],
+        "caused": [],
+        "waited_for": [],
+    }
     try:
         examined = analyse_with_window(replace(run, records=_recent(run.records)))
     except AssertionError:  # a half-written event that looks complete; not in the next view
@@ -186,6 +193,7 @@ def _figures(run: Run) -> tuple[dict[str, Any], float]:
         "caused": caused.tolist(),
         "slowest_rank": report.slowest_rank,
         "slowest_excess": report.slowest_excess,
+        "slowest_real": report.slowest_real,
         "waited_for": longest_waits(m, MAX_WAIT_PAIRS),
     }
     return found, float(np.median(steps.seconds))

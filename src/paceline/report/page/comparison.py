@@ -15,7 +15,15 @@ from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, signed_duration
 from ..sentences import sentence
-from ..terminal.comparison import FACTORS, NAMES, explanation, noise_of, state_verdict, verdict
+from ..terminal.comparison import (
+    FACTORS,
+    NAMES,
+    describe_chance,
+    explanation,
+    noise_of,
+    state_verdict,
+    verdict,
+)
 from ..terminal.run_report import GOOD_EFFICIENCY
 from .series import times
 from .wording import joined
@@ -40,7 +48,8 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
     """Return the page of two runs with the same number of ranks, as HTML."""
     both = [before, after]
     reports = [one.report for one in both]
-    changes, changed_states = compare(*reports), compare_states(*reports)
+    groups = ([reports[0]], [reports[1]])
+    changes, changed_states = compare(*groups), compare_states(*groups)
     parts = [("summary", "Summary"), ("figures", "Figures"), ("steps", "Step times")]
     context = {
         "title": "Paceline: before and after",
@@ -49,6 +58,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
         "reports": reports,
         "labels": ["before", "after"],
         "lead": _lead(changes),
+        "chance": describe_chance(*groups, changes),
         "changed_states": changed_states,
         "explained": explanation(changed_states) if changed_states is not None else "",
         "state_verdict": state_verdict,

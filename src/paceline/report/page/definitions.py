@@ -118,8 +118,9 @@ DEFINITIONS = {
     "participating ranks recorded x share of blocked time outside of waits below the clock "
     "residual x share of undamaged events.",
     # several runs
-    "noise": "A change is larger than the noise if it exceeds twice its standard error. The "
-    "standard error follows from the spread of the figure over ten parts of each run.",
+    "noise": "A change is larger than the noise if equal runs differ by as much in at most 5 % of "
+    "cases. The noise follows from the spread between runs, or from the spread over ten parts of "
+    "each run and an assumed spread between runs.",
     "speed-up": "Samples/s over those of the run with the fewest ranks.",
     "scaling efficiency": "Speed-up over the ratio of the numbers of ranks: GE(P) / GE(P_ref).",
     "computation scalability": "CS = (useful time per sample on the fewest ranks) / (useful time "

@@ -13,7 +13,7 @@ from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bar
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ..numbers import amount, counted, percent
 from ..terminal.diagnose import NAMES, Diagnosis, computing
-from ..terminal.remedies import how_to_apply, loss_changes, set_to
+from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
 from .definitions import DEFINITIONS
 from .wording import joined
 from .write_page import page
@@ -90,6 +90,9 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
         "remedies": found.remedies,
         "tried": found.tried,
         "losses": loss_changes(found.tried) if found.tried else [],
+        "confirmed": describe_confirmed(found.tried.confirmed)
+        if found.tried and found.tried.confirmed
+        else "",
         "after": found.after if after is not None else None,
         "after_caption": _caption(after) if after else "",
         "after_label": _label(after, unit) if after else "",

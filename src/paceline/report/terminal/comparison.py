@@ -6,14 +6,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analyze.figures.compare_runs import (
-    NOISE_STANDARD_ERRORS,
+    BETWEEN_RUNS,
     FigureChange,
+    Gate,
+    Reports,
     ScalingRow,
     StateChange,
     StateChanges,
+    chance_limit,
 )
 from ...analyze.figures.report import Report
-from ..numbers import duration, figure, signed_duration
+from ..numbers import counted, duration, figure, signed_duration
 from .run_report import GOOD_EFFICIENCY
 
 NAMES = {
@@ -42,12 +45,13 @@ FACTORS = (
 
 
 def render(
-    before: Report,
-    after: Report,
+    before: Reports,
+    after: Reports,
     changes: list[FigureChange],
     states: StateChanges | None = None,
+    gate: Gate | None = None,
 ) -> Panel:
-    """Return tables of two runs that mark the changes within the noise."""
+    """Return tables of runs before and after that mark the changes within the noise."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "before", "after", "change"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -57,16 +61,57 @@ def render(
         told, kind = verdict(change)
         cells = (figure(change.before), figure(change.after), f"{100 * relative:+.1f} %")
         table.add_row(NAMES[change.figure], *cells, Text(told, style=_STYLES[kind]))
-    about = Text(f"before: {before.name}\nafter:  {after.name}\n")
-    doubts = [f"{r.name}: {doubt}." for r in (before, after) for doubt in r.doubts]
+    lines = [f"before: {report.name}" for report in before]
+    lines += [f"after:  {report.name}" for report in after]
+    doubts = [f"{r.name}: {doubt}." for r in (*before, *after) for doubt in r.doubts]
+    chance = describe_chance(before, after, changes)
+    verdicts = [Text(f"\n{describe_gate(gate)}", style=_GATE_STYLES[gate.verdict])] if gate else []
     return Panel(
         Group(
-            *(about, table, *_states(states)),
+            *(Text("\n".join(lines) + "\n"), table),
+            *([Text(f"\n{chance}")] if chance else []),
+            *_states(states),
+            *verdicts,
             *(Text(doubt, style="yellow") for doubt in doubts),
         ),
         title="Paceline: before and after",
         expand=False,
     )
+
+
+def describe_chance(before: Reports, after: Reports, changes: list[FigureChange]) -> str:
+    """Say which difference of the step times may be chance, and how that is known."""
+    limit = chance_limit(changes)
+    if limit is None:
+        return ""
+    chance = f"differences of the step time below {100 * limit:.1f} % can be chance"
+    if len(before) + len(after) < 4:
+        few = (
+            "One run of each"
+            if len(before) + len(after) == 2
+            else f"{counted(len(before), 'run')} before and {counted(len(after), 'run')} after"
+        )
+        return (
+            f"{few}: {chance}, if equal runs differ by {100 * BETWEEN_RUNS:.1f} % (standard "
+            "deviation). HINT: --baseline DIR adds further runs, from which this is measured"
+        )
+    runs = f"{counted(len(before), 'run')} before and {counted(len(after), 'run')} after"
+    return f"{runs}: {chance}, as measured between these runs."
+
+
+def describe_gate(gate: Gate) -> str:
+    """Say whether the runs are slower than the baseline by more than the tolerance."""
+    slower = f"{100 * abs(gate.slower):.1f} % {'longer' if gate.slower >= 0 else 'shorter'}"
+    what = (
+        f"Gate of {100 * gate.tolerance:g} %: a step takes {slower}, of which "
+        f"{100 * gate.noise:.1f} % can be chance"
+    )
+    if gate.verdict == "uncertain":
+        return f"{what}: passed, but not sure. HINT: --baseline DIR adds further runs"
+    return f"{what}: {'failed' if gate.verdict == 'slower' else 'passed'}."
+
+
+_GATE_STYLES = {"slower": "bold red", "uncertain": "yellow", "passed": "bold green"}
 
 
 def _states(found: StateChanges | None) -> list[RenderableType]:
@@ -88,7 +133,7 @@ def _states(found: StateChanges | None) -> list[RenderableType]:
 
 def noise_of(row: StateChange) -> str:
     """Format the difference up to which a state's change is noise."""
-    return "" if row.noise_s is None else f"± {duration(NOISE_STANDARD_ERRORS * row.noise_s)}"
+    return "" if row.limit_s is None else f"± {duration(row.limit_s)}"
 
 
 def state_verdict(row: StateChange) -> tuple[str, str]:

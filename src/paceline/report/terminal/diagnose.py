@@ -96,10 +96,14 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
         left = cures.render_proposed([one for one in found.remedies if not one.settable], found.off)
         return [*parts, Text(), *left] if left else parts
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
+    gain = found.tried.confirmed
     said = (
         f"From {amount(rates[0])} to {amount(rates[1])} samples/s: {rates[1] / rates[0]:.3g} times."
+        if gain is None
+        else cures.describe_confirmed(gain)
     )
-    parts += [Text(), Text(said, style="bold green" if rates[1] > rates[0] else "bold")]
+    faster = rates[1] > rates[0] if gain is None else gain.low > 0
+    parts += [Text(), Text(said, style="bold green" if faster else "bold")]
     parts += [cures.render_before_after(found.waterfall, after.waterfall, NAMES), Text()]
     parts += [*_causes(after), *cures.render_proposed(after.remedies, found.off)]
     return parts

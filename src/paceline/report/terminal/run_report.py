@@ -199,6 +199,8 @@ MULTI_RANK_EFFICIENCIES = ("parallel", "load_balance", "communication", "seriali
 def _slowest(report: Report) -> str:
     if report.slowest_rank is None:
         return ""
+    if report.slowest_real is False:
+        return "no rank is slower than the others by more than chance"
     return (
         f"slowest: rank {report.slowest_rank}, {100 * (report.slowest_excess or 0):.1f} % more "
         "time outside communication than the mean"

@@ -34,7 +34,7 @@ _SHORT = {"checkpoint": "save", "validation": "eval"}
 _SHORTER = {**_SHORT, "useful": "use", "input": "inp", "other": "oth", "transfer": "trans"}
 _LEAST_BAR, _MOST_BAR = 8, 60
 _SEEN = 0.005  # a state with a smaller share on every rank gets no column
-_SLOWER = 0.02  # relative to the mean; a smaller excess of the slowest rank is chance
+_SLOWER = 0.02  # relative to the mean; a smaller excess of the slowest rank is not shown
 _LONG_WAIT = 0.02  # share of a rank's time; shorter waits are not shown
 _AT_ONCE = 1.0  # s; shorter durations are not shown, because they end before a user reads them
 
@@ -178,7 +178,7 @@ def _bar(shares: dict[str, float], width: int) -> Text:
 
 def _slowest(view: View) -> list[str]:
     excess = view.slowest_excess or 0.0
-    if view.slowest_rank is None or excess < _SLOWER:
+    if view.slowest_rank is None or view.slowest_real is False or excess < _SLOWER:
         return []
     more = f"{100 * excess:.0f} % more time outside communication than the mean"
     return [f"rank {view.slowest_rank} spends {more}"]

@@ -10,7 +10,7 @@ from typing import Any
 from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
-from ...analyze.diagnosis.lateness import lateness
+from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, analyse_with_window
@@ -21,7 +21,14 @@ from ...predict import history
 from ...predict.remedies import Remedy, remedies
 from .ladder import Ladder, climb_ladder
 from .run_script import RunRequest
-from .try_remedies import ALL, Trial, TrialResults, select_remedies, try_remedies
+from .try_remedies import (
+    ALL,
+    Trial,
+    TrialResults,
+    confirm_kept,
+    select_remedies,
+    try_remedies,
+)
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
@@ -114,6 +121,8 @@ def try_all(
     try:
         # extend() keeps the diagnoses that were yielded before an exception.
         diagnoses.extend(_passes(asked, found, names, result, say))
+        remark = confirm_kept(asked, found.ladder.steps, result, say)
+        notes += [remark] if remark else []
     except KeyboardInterrupt:
         notes.append("the trials were interrupted, and not all remedies were tried")
     except ValueError as mistake:
@@ -122,7 +131,7 @@ def try_all(
     notes += [wrong] if wrong else []
     measured = {one.remedy.knob for one in result.trials if one.gain is not None}
     last = None
-    if diagnoses:
+    if diagnoses and result.kept != asked.settings:
         left = [one for one in diagnoses[-1].remedies if one.knob not in measured]
         last = replace(diagnoses[-1], remedies=left)
     return replace(found, tried=result, after=last, notes=notes, off=history.prediction_errors())
@@ -204,6 +213,7 @@ def _evidence(
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
+        rank_spread=computing_spread(measured) if measured is not None else None,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
     )
 

@@ -1,6 +1,9 @@
 """``paceline diagnose --try``: measure remedies one after the other.
 
-Runs with and without a remedy are interleaved. A remedy is kept only if its gain exceeds the noise.
+Runs with and without a remedy are interleaved. A remedy is kept only if its gain exceeds the noise,
+given the number of looks and of remedies (significance.py). At the end all kept remedies are
+measured once more, together: trials that were kept measured too much on average, because those that
+measured too little were not kept.
 """
 
 import math
@@ -10,23 +13,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...analyze.diagnosis.ladder import Interval, measure_rung
+from ...analyze.diagnosis.ladder import Interval
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...knobs.value_types import Switch
 from ...predict.gains import TRIED
 from ...predict.remedies import Remedy, gain_after
-from ...record.experiments.rung import EVERYTHING, Rung
-from .ladder import in_bursts
+from ...significance import SharedLevel
+from .paired_runs import (
+    TIGHT,
+    Losses,
+    NoEffectError,
+    Pair,
+    PairedRuns,
+    Pairs,
+    is_decided,
+    is_precise,
+    measure_pairs,
+)
 from .run_script import MINUTE_S, FailedError, Runner, RunRequest
 
-ROUNDS = (3, 8)  # minimum and maximum number of rounds of a trial
+# Probability that a remedy without an effect is kept, in all passes of trials.
+FALSE_KEEP_LEVEL = 0.1
+# Part of what the passes before left that each pass spends, and shares among its remedies. There is
+# a second pass only if the first one has kept a remedy.
+SPENT_IN_PASS = 0.75
+# Probability that an end of the interval of the gain of all kept remedies together is wrong.
+CONFIRM_LEVEL = 0.05
 BUDGET_FACTOR = 1.5  # time budget of each pass of trials, relative to --minutes
-# Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
-TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
-MAX_LOSS_INCREASE = (
-    0.01  # relative increase of the loss that is accepted for a knob that changes numbers
-)
 # Half of the interval of a prediction, as a share of the throughput. A prediction with a wider
 # interval is refined by a micro-measurement.
 MAX_HALF_WIDTH = 0.05
@@ -35,7 +49,6 @@ MAX_MICRO_STEPS = 15  # most steps of each of these rounds
 # Possible common error of all rounds of a micro-measurement even if they agree: plus or minus this
 # share of the throughput with the knob.
 MICRO_UNCERTAINTY = 0.07
-WORKERS = "loader-workers"
 ALL = "all"
 
 
@@ -48,7 +61,8 @@ class Trial:
     Attributes:
         remedy: The remedy.
         predicted: Gain that was predicted before the trial, with all settings kept by then.
-        gain: Measured gain; None if it could not be measured.
+        gain: Measured gain; None if it could not be measured. The remedy is kept only if the
+            interval is above zero: its ends allow for the number of looks and of remedies.
         kept: Whether the remedy helped and is kept.
         why: Reason why the remedy was not kept or not tried; may be empty.
         rounds: Number of measured rounds.
@@ -64,7 +78,7 @@ class Trial:
     kept: bool
     why: str = ""
     rounds: int = 0
-    loss: "Losses | None" = None
+    loss: Losses | None = None
     source: str = ""
     first: Interval | None = None
     late: bool = False
@@ -77,26 +91,6 @@ class Trial:
         return self.gain.mean - self.predicted.mean
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Training losses without and with a knob.
-
-    Attributes:
-        without: Mean loss without the knob.
-        with_it: Mean loss over the same steps with the knob.
-        spread: Largest minus smallest mean loss of the runs without the knob.
-    """
-
-    without: float
-    with_it: float
-    spread: float
-
-    @property
-    def worse(self) -> bool:
-        """Whether the loss increases by more than ``spread`` and ``MAX_LOSS_INCREASE``."""
-        return self.with_it - self.without > max(self.spread, MAX_LOSS_INCREASE * abs(self.without))
-
-
 @dataclass
 class TrialResults:
     """Results of all trials.
@@ -104,12 +98,18 @@ class TrialResults:
     Attributes:
         trials: Trials in their order.
         kept: Values of the knobs that were kept.
-        faster: Throughput with the kept knobs, relative to the throughput at the beginning.
+        faster: Throughput with the kept knobs, relative to the throughput at the beginning: of
+            ``confirmed``, else the product of the trials.
+        confirmed: Gain of all kept remedies together, measured after the trials; None if none was
+            kept, or there was no measurement.
+        level_left: Probability of keeping a remedy without an effect that later passes may spend.
     """
 
     trials: list[Trial] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
     faster: float = 1.0
+    confirmed: Interval | None = None
+    level_left: float = FALSE_KEEP_LEVEL
 
 
 def select_remedies(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
@@ -187,8 +187,11 @@ def try_remedies(
     all of this time.
     """
     until = time.monotonic() + BUDGET_FACTOR * MINUTE_S * asked.minutes
+    spent = SPENT_IN_PASS * found.level_left
+    found.level_left -= spent
+    shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, until).all(remedies, found)
+        _Trials(runner, steps, until, shared).all(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -208,9 +211,52 @@ def combine_predictions(first: Interval, steps: Interval) -> Interval:
     return Interval(mean, mean - wide, mean + wide)
 
 
+def confirm_kept(
+    asked: RunRequest, steps: int, found: TrialResults, say: Callable[[str], None]
+) -> str:
+    """Measure all kept remedies together against none of them, and store the gain in ``found``.
+
+    Nothing is kept if the gain is not more than noise. Returns a remark for the user, or "".
+    """
+    base = dict(asked.settings)
+    added = {name: value for name, value in found.kept.items() if base.get(name) != value}
+    if not added:
+        return ""
+    until = time.monotonic() + MINUTE_S * asked.minutes
+    with Runner(asked, say) as runner:
+        runs = PairedRuns(runner)
+
+        def pair(at: int) -> Pair:
+            return runs.pair(base, added, steps, at, "all kept remedies")
+
+        def enough(pairs: Pairs) -> bool:
+            return is_precise(pairs) or time.monotonic() > until
+
+        try:
+            gain = measure_pairs(pair, CONFIRM_LEVEL, enough).gain
+        except (ValueError, NoEffectError) as error:
+            return f"the gain of all kept remedies together could not be measured: {error}"
+    found.confirmed, found.faster = gain, 1 + gain.mean
+    if gain.low > 0:
+        return ""
+    found.kept, found.faster = base, 1.0
+    found.trials = [
+        replace(one, kept=False, why="not confirmed by the measurement of all kept remedies")
+        if one.kept
+        else one
+        for one in found.trials
+    ]
+    return (
+        "nothing is kept: measured again together, the remedies that helped in their trials gain "
+        f"{100 * gain.mean:+.0f} % ({100 * gain.low:.0f} to {100 * gain.high:.0f}), within the "
+        "noise"
+    )
+
+
 class _Trials:
-    def __init__(self, runner: Runner, steps: int, until: float) -> None:
-        self.runner, self.steps, self.deadline = runner, steps, until
+    def __init__(self, runner: Runner, steps: int, until: float, shared: SharedLevel) -> None:
+        self.runs, self.steps, self.deadline = PairedRuns(runner), steps, until
+        self.shared = shared
         self.measured = 0  # number of knobs measured so far
 
     def all(self, remedies: list[Remedy], found: TrialResults) -> None:
@@ -224,7 +270,7 @@ class _Trials:
         for one in unknown:
             try:
                 seen.append(replace(one, gain=self._glimpse(one, found.kept)))
-            except (ValueError, _NoEffectError) as error:
+            except (ValueError, NoEffectError) as error:
                 found.trials.append(_not_measured(one, None, error))
         for remedy in sorted(seen, key=_mean_gain, reverse=True):
             self._try(remedy, remedy.gain, found)
@@ -235,7 +281,7 @@ class _Trials:
         if foreseen is not None and source != TRIED and _rough(foreseen):
             try:
                 better = self._glimpse(remedy, found.kept)
-            except (ValueError, _NoEffectError) as error:
+            except (ValueError, NoEffectError) as error:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
             if better is not None:
@@ -243,6 +289,7 @@ class _Trials:
                 foreseen = combine_predictions(foreseen, better)
         trial = self._measured(remedy, foreseen, found.kept)
         found.trials.append(replace(trial, source=source, first=first))
+        self.shared.decided(trial.gain is None or trial.gain.low > 0)
         if trial.kept and trial.gain is not None:
             found.kept[remedy.knob] = remedy.value
             found.faster *= 1 + trial.gain.mean
@@ -253,11 +300,11 @@ class _Trials:
             return None
         steps = min(self.steps, MAX_MICRO_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
-        gains = [gain for gain, _ in pairs]
+        gains = [math.expm1(pair.log_ratio) for pair in pairs]
         return Interval(statistics.median(gains), min(gains), max(gains))
 
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
-        """Measure interleaved rounds until the gain is known precisely enough."""
+        """Measure interleaved rounds until it is decided whether the remedy helps."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps longer")
         promising = predicted is not None and predicted.mean > 0
@@ -270,60 +317,22 @@ class _Trials:
         if remedy.value is None:
             why = f"not tried: no cause suggests a value. HINT: --try {remedy.knob}=VALUE"
             return Trial(remedy, None, None, False, why)
-        gains: list[float] = []
-        losses: list[tuple[float, float]] = []
         self.measured += 1
         try:
-            while len(gains) < ROUNDS[1]:
-                gain, loss = self._pair(remedy, kept, self.steps, len(gains))
-                gains.append(gain)
-                losses += [loss] if loss is not None else []
-                known = Interval.of(gains)
-                enough = max(TIGHT, TIGHT_OF_GAIN * abs(known.mean))
-                if len(gains) >= ROUNDS[0] and known.high - known.low < 2 * enough:
-                    break
-        except (ValueError, _NoEffectError) as error:
+            pairs = measure_pairs(
+                lambda at: self._pair(remedy, kept, self.steps, at), self.shared.level, is_decided
+            )
+        except (ValueError, NoEffectError) as error:
             return _not_measured(remedy, predicted, error)
-        lost = _losses(losses)
-        why = "" if known.sure else "the gain is within the noise"
-        why = "steps became longer" if known.high < 0 else why
+        gain, lost = pairs.gain, pairs.losses
+        why = "" if gain.low > 0 else "the gain is within the noise"
+        why = "steps became longer" if gain.high < 0 else why
         if not why and lost is not None and lost.worse:
             why = "steps became shorter, but the loss is worse"
-        return Trial(remedy, predicted, known, not why, why, len(gains), lost)
+        return Trial(remedy, predicted, gain, not why, why, len(pairs.pairs), lost)
 
-    def _pair(
-        self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int
-    ) -> tuple[float, tuple[float, float] | None]:
-        """Return the gain of one round, and the losses without and with the remedy.
-
-        The losses are None unless the knob changes numbers. Rounds alternate between starting with
-        and without the remedy, so that a machine that warms up or cools down affects both equally.
-        """
-        rates, losses = {}, {}
-        if remedy.knob == WORKERS:  # whole bursts of these, and of 2, as scripts often have
-            steps = in_bursts(steps, math.lcm(2, int(remedy.value)))
-        changed = {**kept, remedy.knob: remedy.value}
-        exclude(changed)
-        warm = replace(self.runner.asked, settings=changed).warming
-        for on in (False, True) if at % 2 == 0 else (True, False):
-            named = f"{'with' if on else 'without'} {remedy.knob}, {steps} steps"
-            numbers = KNOBS[remedy.knob].numbers
-            rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
-            run = self.runner.run(False, rung, settings=changed if on else kept, named=named)
-            if on:
-                self._took_effect(remedy, [record.meta for record in run.records])
-            rates[on] = measure_rung(run, warm, steps, EVERYTHING).together
-            each = [record.meta.get("rung", {}).get("loss") for record in run.records]
-            if numbers and None not in each:
-                losses[on] = sum(each) / len(each)
-        both = (losses[False], losses[True]) if len(losses) == 2 else None
-        return rates[True] / rates[False] - 1, both
-
-    def _took_effect(self, remedy: Remedy, told: list[dict[str, Any]]) -> None:
-        each = [one.get("knobs", {}).get(remedy.knob, {}) for one in told]
-        if not any(one.get("set") for one in each):
-            why = next((one["why_not"] for one in each if one.get("why_not")), "")
-            raise _NoEffectError(why or "the script never calls what the knob changes")
+    def _pair(self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int) -> Pair:
+        return self.runs.pair(kept, {remedy.knob: remedy.value}, steps, at, remedy.knob)
 
 
 def _mean_gain(remedy: Remedy) -> float:
@@ -335,24 +344,12 @@ def _rough(gain: Interval) -> bool:
 
 
 def _not_measured(
-    remedy: Remedy, predicted: Interval | None, error: "ValueError | _NoEffectError"
+    remedy: Remedy, predicted: Interval | None, error: "ValueError | NoEffectError"
 ) -> Trial:
     if isinstance(error, FailedError):
         why = f"dropped, because the script fails with it: {error.short}"
-    elif isinstance(error, _NoEffectError):
+    elif isinstance(error, NoEffectError):
         why = f"no effect: {error}"
     else:
         why = f"not measured: {error}"
     return Trial(remedy, predicted, None, False, why)
-
-
-def _losses(pairs: list[tuple[float, float]]) -> Losses | None:
-    if not pairs:
-        return None
-    without, with_it = zip(*pairs, strict=True)
-    count = len(pairs)
-    return Losses(sum(without) / count, sum(with_it) / count, max(without) - min(without))
-
-
-class _NoEffectError(Exception):
-    """A knob had no effect in the script."""

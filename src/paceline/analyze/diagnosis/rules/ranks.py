@@ -4,7 +4,10 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from ....plurals import counted
+from ....significance import range_by_chance, rank_spread
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .script import script
 
@@ -160,7 +163,9 @@ def data(e: Evidence) -> NamedCause | None:
     spread = statistics.fmean(one["spread"] / one["mean"] for rounds in known for one in rounds)
     correlation = statistics.fmean(one["correlation"] for rounds in known for one in rounds)
     apart = max(means) / min(means) - 1
-    if apart >= MIN_SHARE and apart >= 0.5 * _step_time_spread(e):
+    # Means of batches that all ranks draw alike differ by chance: by less than this.
+    chance = range_by_chance(spread, e.steps, len(means))
+    if apart >= MIN_SHARE and apart > chance and apart >= 0.5 * _step_time_spread(e):
         rank = means.index(max(means))
         sentence = (
             f"the batches of rank {rank} have {1 + apart:.2f} times as many elements as those of "
@@ -177,9 +182,15 @@ def data(e: Evidence) -> NamedCause | None:
 
 
 def _step_time_spread(e: Evidence) -> float:
-    """Return the slowest rank's step time over the fastest's, minus 1, without communication."""
-    found = [max(c.training_s) / min(c.training_s) - 1 for c in e.rungs.get("silent", [])]
-    return statistics.fmean(found) if found else 0.0
+    """Return the slowest rank's step time minus the fastest's, relative to the mean of all.
+
+    Measured without communication, in other rounds than those that choose the two ranks.
+    """
+    rounds = e.rungs.get("silent", [])
+    if not rounds:
+        return 0.0
+    times = np.array([one.training_s for one in rounds]).T
+    return max(rank_spread(times).longest_minus_shortest, 0.0) / float(times.mean())
 
 
 def alternating(e: Evidence) -> NamedCause:
