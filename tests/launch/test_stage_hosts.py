@@ -84,5 +84,5 @@ def test_stage_continues_if_host_with_pending_shards_is_stopped(hosts, packed):
     assert "whole: True" in out
     for name in ("host1", "host2"):
         assert content(hosts, name) == original(hosts, packed)
-    assert "set on 2 hosts: 40 shards came" in " ".join(err.split())
+    assert "on 2 nodes: 40 shards copied" in " ".join(err.split())
     assert not [line for line in hosts.left_over(5) if NEAR not in line]

@@ -169,7 +169,7 @@ def test_job_continues_while_hosts_fail_and_return(hosts, shared_folder):
         job.says(f"{host} is back; the job continues on 2 of 2 nodes, with 2 of 2 ranks", before)
     job.trains(2)
     same(shared_folder, job.end(shared_folder))
-    assert re.findall(r"from the last checkpoint \((\d+) of", job.said) == [
+    assert re.findall(r"from the last checkpoint \(restart (\d+) of", job.said) == [
         str(number + 1) for number in range(OF_HOSTS)
     ]
     assert hosts.left_over(10) == []

@@ -403,7 +403,7 @@ def test_tuning_between_hosts_tries_algorithms(hosts, shared_folder, layout):
     tree = tomllib.loads((shared_folder / "tuned.toml").read_text())
     assert tree["made"]["hosts"] == len(layout.split(","))
     again, said = run("--tune-exchange", "tuned.toml")
-    assert "is set as " in said
+    assert "the exchange uses the settings of " in said
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(again[name], one, rtol=1e-3, atol=1e-4)

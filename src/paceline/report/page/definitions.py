@@ -214,6 +214,7 @@ GLOSSARY = {
     "load balance": "load_balance",
     "loss, of time": "loss",
     "node": "node",
+    "noise": "noise",
     "overlap": "hidden",
     "POP efficiencies": "POP efficiencies",
     "process group": "group",
