@@ -1,0 +1,5 @@
+"""TraceML on a case (placeholder)."""
+
+
+def examine(bench, amount, kind, python):
+    return {}

@@ -1,0 +1,164 @@
+"""What a fault takes of a step, as measured: the script with and without it, in alternation."""
+
+import json
+import os
+import statistics
+import subprocess
+import sysconfig
+import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from build import Built, build
+from injectors import Injector
+
+HERE = Path(__file__).parent
+PACELINE = Path(sysconfig.get_path("scripts")) / "paceline"
+WARM_UP = 8  # steps
+MIN_STEPS, MAX_STEPS, PERIOD = 40, 200, 20  # steps of a run; a multiple of the faults' periods
+SECONDS = 2.0  # of a run's steps
+TIMEOUT_S = 120.0
+ROUNDS = 3
+TRIALS = 4  # of the amount
+CLOSE = 1.4  # calibrated: the extra time is wrong by less than this factor
+MAX_SCALE = 12.0  # of the amount, from one trial to the next
+
+
+class CaseError(RuntimeError):
+    """A run of a case failed."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The measured fault.
+
+    Attributes:
+        base_s: Seconds of a step without the fault.
+        share: Share of a step's time that undoing the fault by hand gains.
+        low: Smallest share of a round.
+        high: Largest share of a round.
+        lines: Lines that are right, by file name: of injected code, and the script's that call it.
+    """
+
+    base_s: float
+    share: float
+    low: float
+    high: float
+    lines: dict[str, list[tuple[int, int]]]
+
+
+@dataclass
+class Bench:
+    """Runs a script with and without one injector.
+
+    Attributes:
+        folder: Folder of the case, with a folder for each of the two.
+        steps: Measured steps of a run.
+    """
+
+    folder: Path
+    script: str
+    injector: Injector | None
+    steps: int = MIN_STEPS
+
+    def __post_init__(self) -> None:
+        for name in ("base", "fault"):
+            (self.folder / name).mkdir(exist_ok=True)
+        if self.injector and self.injector.files:
+            self.injector.files(self.folder / "fault")
+
+    def build(self, amount: float | None) -> Built:
+        """Build the script with the fault, or without it if ``amount`` is None."""
+        if amount is None:
+            return build(self.folder / "base", self.script, None, 0.0)
+        return build(self.folder / "fault", self.script, self.injector, amount)
+
+    def run(self, words: list[str], amount: float | None, timeout: float) -> tuple[int, str, str]:
+        """Run a command with what the injector puts around it; return exit code and output."""
+        injector = self.injector if amount is not None else None
+        environment = {**os.environ, **(injector.environment if injector else {})}
+        if injector and injector.around:
+            around = injector.around(amount, self.folder / "fault")
+        else:
+            around = nullcontext()
+        command = [*(injector.command if injector else ()), *words]
+        with around, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
+            )
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                code = -1
+            out.seek(0)
+            err.seek(0)
+            return code, out.read(), err.read()
+
+    def options(self, amount: float | None) -> list[str]:
+        own = amount is not None and self.injector is not None and self.injector.own_threads
+        return ["-n", "2", *([] if own else ["--threads", "1"])]
+
+    def step_time(self, amount: float | None, called: Counter | None = None) -> float:
+        """Run the script and return the mean seconds of a step.
+
+        With ``called``, the lines of the script that call injected code are counted there.
+
+        Raises:
+            CaseError: The script failed.
+        """
+        built = self.build(amount)
+        with tempfile.TemporaryDirectory() as folder:
+            words = [str(PACELINE), "run", *self.options(amount), str(HERE / "clock.py")]
+            words += ["--out", folder, "--steps", f"{WARM_UP + self.steps}"]
+            for one in built.watched() if called is not None else []:
+                words += ["--watch", one]
+            words += [str(built.script), *built.arguments]
+            code, _, err = self.run(words, amount, TIMEOUT_S)
+            path = Path(folder) / "0.json"
+            if code or not path.exists():
+                raise CaseError(f"exit code {code}: {err[-1500:]}")
+            found = json.loads(path.read_text())
+        if called is not None:
+            called.update({line: count for line, count in found["called"]})
+        ends = found["ends"][WARM_UP:]
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def measure(bench: Bench, wanted: float) -> tuple[float, Truth]:
+    """Calibrate the fault to about the wanted share of a step, and measure it.
+
+    Returns:
+        Amount of the injector, and what it takes of a step.
+    """
+    injector = bench.injector
+    base_s = bench.step_time(None)
+    bench.steps = _steps(base_s)
+    amount, called = injector.start, Counter()
+    extra_s = base_s * wanted / (1 - wanted)
+    for _ in range(1 if injector.fixed else TRIALS):
+        found_s = bench.step_time(amount, called) - base_s
+        if 1 / CLOSE < found_s / extra_s < CLOSE or injector.fixed:
+            break
+        scale = extra_s / found_s if found_s > 0.02 * extra_s else MAX_SCALE
+        new = amount * min(max(scale, 1 / MAX_SCALE), MAX_SCALE)
+        new = min(max(1.0, round(new)) if injector.whole else new, injector.most)
+        if new == amount:
+            break
+        amount = new
+        base_s = bench.step_time(None)
+    rounds = [(bench.step_time(None), bench.step_time(amount)) for _ in range(ROUNDS)]
+    shares = sorted(1 - base / fault for base, fault in rounds)
+    lines = {name: list(ranges) for name, ranges in bench.build(amount).injected.items()}
+    calls = [(line, line) for line, count in called.items() if 10 * count > called.total()]
+    lines.setdefault("train.py", []).extend(calls)
+    base_s = statistics.median(base for base, _ in rounds)
+    return amount, Truth(base_s, statistics.median(shares), shares[0], shares[-1], lines)
+
+
+def _steps(step_s: float) -> int:
+    steps = min(max(SECONDS / step_s, MIN_STEPS), MAX_STEPS)
+    return round(steps / PERIOD) * PERIOD
