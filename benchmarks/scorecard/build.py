@@ -45,8 +45,18 @@ class Built:
         ]
 
 
-def build(folder: Path, script: str, injector: Injector | None, amount: float) -> Built:
-    """Write a script into a folder, with a fault injected or without any."""
+def build(
+    folder: Path,
+    script: str,
+    injector: Injector | None,
+    amount: float,
+    around_step: tuple[str, str, str] = ("", "", ""),
+) -> Built:
+    """Write a script into a folder, with a fault injected or without any.
+
+    ``around_step``: lines that a peer needs after the imports, where a step begins, and where it
+    ends, after what is injected there.
+    """
     source = SCRIPTS[script].read_text()
     path = folder / "train.py"
     injected: dict[str, list[tuple[int, int]]] = {}
@@ -57,6 +67,11 @@ def build(folder: Path, script: str, injector: Injector | None, amount: float) -
         (folder / f"{MODULE}.py").write_text(text)
         injected[f"{MODULE}.py"] = [(1, len(text.splitlines()))]
         points["top"] = f"import {MODULE}\n" + points.get("top", "")
+    if around_step[0]:
+        points["top"] = around_step[0] + points.get("top", "")
+        points["batch"] = around_step[1] + points.get("batch", "")
+        points["step"] = points.get("step", "").rstrip() + "\n" + around_step[2]
+        values["model"] = _model_of(marks_in(source))
     lines, ranges = _with_points(source, points, values)
     if injector and injector.points:
         injected[path.name] = ranges
@@ -64,6 +79,11 @@ def build(folder: Path, script: str, injector: Injector | None, amount: float) -
     ast.parse(path.read_text())
     stem = script.removeprefix("zoo-")
     return Built(path, ZOO_ARGUMENTS.get(stem, ()) if script != stem else (), injected)
+
+
+def _model_of(marks: dict[str, dict[str, str]]) -> str:
+    """Return the expression of the script's model at its steps."""
+    return marks.get("step", {}).get("model") or marks.get("model", {}).get("model", "None")
 
 
 def said(injector: Injector, amount: float) -> str:

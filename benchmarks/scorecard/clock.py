@@ -25,8 +25,8 @@ SAMPLE_INTERVAL_S = 0.003
 class StepClock:
     """Notes the end of each step of the script's first optimizer."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.steps = folder, steps
+    def __init__(self, folder: Path, steps: int, peer: bool) -> None:
+        self.folder, self.steps, self.peer = folder, steps, peer
         self.rank, self.ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
         self.pid, self.optimizer = os.getpid(), None
         self.ends: list[float] = []
@@ -43,6 +43,7 @@ class StepClock:
             self.finish()
 
     def finish(self) -> None:
+        """Write the times and end this process, or only the script if a peer is to go on."""
         found = {"ends": self.ends, "called": self.watcher.found() if self.watcher else []}
         part = self.folder / f"{self.rank}.part"
         part.write_text(json.dumps(found))
@@ -50,6 +51,8 @@ class StepClock:
         end = time.monotonic() + PEER_TIMEOUT_S
         while time.monotonic() < end and len(list(self.folder.glob("*.json"))) < self.ranks:
             time.sleep(0.01)
+        if self.peer:
+            raise SystemExit(0)
         sys.stdout.flush()
         os._exit(0)
 
@@ -97,11 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--peer", action="store_true", help="end the script, not the process")
     parser.add_argument("--watch", action="append", default=[])
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     script = str(Path(args.command[0]).resolve())
-    clock = StepClock(args.out, args.steps)
+    clock = StepClock(args.out, args.steps, args.peer)
     register_optimizer_step_post_hook(clock.after_step)
     if args.watch and clock.rank == "0":
         clock.watcher = Watcher(script, args.watch)

@@ -114,6 +114,8 @@ def load_half(half: str) -> list[Injector]:
 # Parts of modules beside a script.
 
 EACH_SAMPLE = '''
+import functools
+
 from torch.utils.data import DataLoader, IterableDataset
 
 _plain_init = DataLoader.__init__
@@ -137,7 +139,11 @@ def _with_extra(dataset, extra):
             return plain.__getitem__(self, index)
         members["__getitem__"] = __getitem__
         if hasattr(plain, "__getitems__"):
-            members["__getitems__"] = lambda self, rows: [self[row] for row in rows]
+            def __getitems__(self, rows):
+                for row in rows:
+                    extra(int(row))
+                return plain.__getitems__(self, rows)
+            members["__getitems__"] = __getitems__
     dataset.__class__ = type(plain.__name__, (plain,), members)
 '''
 HAS_LOADER = r"DataLoader\(|Trainer\("

@@ -14,17 +14,17 @@ class Kind:
 
     Attributes:
         causes: Ids of causes that are right without a line, too.
-        peer: TraceML's words that are right: primary diagnosis in lower case, with hyphens.
+        peer: TraceML's words that are right: kinds of its primary diagnosis, in lower case with hyphens.
     """
 
     causes: tuple[str, ...]
     peer: tuple[str, ...]
 
 
-_INPUT = ("input-bound", "input")
-_COMPUTE = ("compute-bound", "compute")
-_OTHER = ("residual-heavy", "residual")
-_UNEVEN = ("straggler", "compute-straggler", "input-straggler", "residual-straggler")
+_INPUT = ("input-bound",)
+_COMPUTE = ("compute-bound",)
+_OTHER = ("residual-heavy",)
+_UNEVEN = ("straggler", "compute-straggler", "input-straggler")
 
 KINDS = {
     "whole-file": Kind(("input-bandwidth", "input-whole-file"), _INPUT),
@@ -57,5 +57,5 @@ KINDS = {
     "affinity": Kind(("binding",), _COMPUTE),
     "more-data": Kind(("uneven-data", "slow-rank"), _UNEVEN),
     "throttled": Kind(("slow-rank", "slow-host", "throttled"), _UNEVEN),
-    "leak": Kind(("allocator", "memory-leak"), ("memory-creep", "memory-growth", "memory")),
+    "leak": Kind(("allocator", "memory-leak"), ("memory-creep",)),
 }

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from build import Built, build
@@ -17,7 +18,9 @@ from injectors import Injector
 HERE = Path(__file__).parent
 PACELINE = Path(sysconfig.get_path("scripts")) / "paceline"
 WARM_UP = 8  # steps
-MIN_STEPS, MAX_STEPS, PERIOD = 40, 200, 20  # steps of a run; a multiple of the faults' periods
+# Steps of a run, in blocks that contain whole periods of all faults (4 and 5 steps).
+MIN_STEPS, MAX_STEPS, BLOCK = 60, 200, 20
+BEST = 2  # blocks that count: other programs make the others longer
 SECONDS = 2.0  # of a run's steps
 TIMEOUT_S = 120.0
 ROUNDS = 3
@@ -36,9 +39,9 @@ class Truth:
 
     Attributes:
         base_s: Seconds of a step without the fault.
-        share: Share of a step's time that undoing the fault by hand gains.
-        low: Smallest share of a round.
-        high: Largest share of a round.
+        share: Share of a step's time that undoing the fault by hand gains, in the best blocks.
+        low: Smallest share in a round.
+        high: Largest share in a round.
         lines: Lines that are right, by file name: of injected code, and the script's that call it.
     """
 
@@ -103,7 +106,11 @@ class Bench:
         return ["-n", "2", *([] if own else ["--threads", "1"])]
 
     def step_time(self, amount: float | None, called: Counter | None = None) -> float:
-        """Run the script and return the mean seconds of a step.
+        """Run the script and return the seconds of a step in its best blocks."""
+        return best(self.blocks(amount, called))
+
+    def blocks(self, amount: float | None, called: Counter | None = None) -> list[float]:
+        """Run the script and return the mean seconds of a step in each block of steps.
 
         With ``called``, the lines of the script that call injected code are counted there.
 
@@ -125,7 +132,11 @@ class Bench:
         if called is not None:
             called.update({line: count for line, count in found["called"]})
         ends = found["ends"][WARM_UP:]
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
+        return [(b - a) / BLOCK for a, b in pairwise(ends[::BLOCK])]
+
+
+def best(blocks: list[float]) -> float:
+    return statistics.fmean(sorted(blocks)[:BEST])
 
 
 def measure(bench: Bench, wanted: float) -> tuple[float, Truth]:
@@ -150,15 +161,15 @@ def measure(bench: Bench, wanted: float) -> tuple[float, Truth]:
             break
         amount = new
         base_s = bench.step_time(None)
-    rounds = [(bench.step_time(None), bench.step_time(amount)) for _ in range(ROUNDS)]
-    shares = sorted(1 - base / fault for base, fault in rounds)
+    rounds = [(bench.blocks(None), bench.blocks(amount)) for _ in range(ROUNDS)]
+    shares = sorted(1 - best(base) / best(fault) for base, fault in rounds)
+    base_s, fault_s = (best([x for one in rounds for x in one[at]]) for at in (0, 1))
     lines = {name: list(ranges) for name, ranges in bench.build(amount).injected.items()}
     calls = [(line, line) for line, count in called.items() if 10 * count > called.total()]
     lines.setdefault("train.py", []).extend(calls)
-    base_s = statistics.median(base for base, _ in rounds)
-    return amount, Truth(base_s, statistics.median(shares), shares[0], shares[-1], lines)
+    return amount, Truth(base_s, 1 - base_s / fault_s, shares[0], shares[-1], lines)
 
 
 def _steps(step_s: float) -> int:
     steps = min(max(SECONDS / step_s, MIN_STEPS), MAX_STEPS)
-    return round(steps / PERIOD) * PERIOD
+    return round(steps / BLOCK) * BLOCK

@@ -60,6 +60,7 @@ offset = lookup(int($i))
         needs="Dataset",
         never=r"Iterable|Trainer",
         module="""
+import functools
 import random
 
 import torch.utils.data as data
@@ -79,6 +80,11 @@ class Aligned:
     def __len__(self):
         return len(self.dataset)
 
+    def __getitems__(self, rows):
+        plain = getattr(self.dataset, "__getitems__", None)
+        found = [self[row] for row in rows]
+        return plain(rows) if plain else found
+
     def __getitem__(self, i):
         if self.rng.random() < $amount:
             if self.cube is None:
@@ -87,6 +93,7 @@ class Aligned:
         return self.dataset[i]
 
 
+@functools.wraps(_fetch_item)
 def init(self, dataset, *args, **kwargs):
     if not isinstance(dataset, Aligned):
         dataset = Aligned(dataset)
@@ -227,6 +234,8 @@ _utils.fetch._IterableDatasetFetcher.fetch = locked(_iterate)
         whole=True,
         needs="pad_sequence|SmallImages",
         module="""
+import functools
+
 import torch
 import torch.nn.utils.rnn as rnn
 import torch.utils.data.dataloader as loading
@@ -255,6 +264,7 @@ def framed(samples):
 _plain_init = loading.DataLoader.__init__
 
 
+@functools.wraps(_plain_init)
 def init(self, *args, **kwargs):
     _plain_init(self, *args, **kwargs)
     if self.collate_fn is _default:

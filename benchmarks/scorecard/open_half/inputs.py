@@ -46,6 +46,7 @@ def normals(i):
     return 0.0
 
 
+@functools.wraps(_plain_init)
 def init(self, dataset, *args, **kwargs):
     _with_extra(dataset, normals)
     _plain_init(self, dataset, *args, **kwargs)
@@ -105,6 +106,7 @@ def read_sidecars(i):
     return valid
 
 
+@functools.wraps(_plain_init)
 def init(self, dataset, *args, **kwargs):
     _with_extra(dataset, read_sidecars)
     _plain_init(self, dataset, *args, **kwargs)
@@ -120,6 +122,8 @@ DataLoader.__init__ = init
         whole=True,
         needs=HAS_LOADER,
         module="""
+import functools
+
 import numpy as np
 from torch.utils.data import DataLoader
 
@@ -139,6 +143,7 @@ class Outliers:
         return self.collate(samples)
 
 
+@functools.wraps(_plain_init)
 def init(self, *args, **kwargs):
     _plain_init(self, *args, **kwargs)
     if not isinstance(self.collate_fn, Outliers):
@@ -162,6 +167,7 @@ import time
 LATENCY = $amount
 
 
+@functools.wraps(_plain_init)
 def init(self, dataset, *args, **kwargs):
     _with_extra(dataset, lambda i: time.sleep(LATENCY))
     kwargs["num_workers"] = 1
@@ -179,6 +185,7 @@ DataLoader.__init__ = init
         needs=r"DataLoader\(",
         never="Trainer|num_workers|Accelerator|paceline|IterableDataset",
         module="""
+import functools
 from itertools import islice
 
 from torch.utils.data import DataLoader
@@ -187,6 +194,7 @@ _plain_init, _plain_iter = DataLoader.__init__, DataLoader.__iter__
 BATCHES = max(2, round(0.06 / $amount))  # of an epoch
 
 
+@functools.wraps(_plain_init)
 def init(self, *args, **kwargs):
     _plain_init(self, *args, **{**kwargs, "num_workers": 2})
 
@@ -244,6 +252,7 @@ else:
         needs=r"DataLoader\(",
         never=r"Trainer|Accelerator|paceline|batch_sampler|BATCH, sampler",
         module="""
+import functools
 import os
 
 from torch.utils.data import DataLoader
@@ -251,6 +260,7 @@ from torch.utils.data import DataLoader
 _plain_init = DataLoader.__init__
 
 
+@functools.wraps(_plain_init)
 def init(self, dataset, batch_size=1, *args, **kwargs):
     if os.environ.get("RANK") == "1":  # its part of the region has more stations
         batch_size = round(batch_size * (1 + $amount))

@@ -7,7 +7,7 @@ from torch.nn.functional import softplus
 from torch.nn.parallel import DistributedDataParallel as Parallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-LATENT, DIM, WIDTH, BATCH = 32, 64, 160, 1024
+LATENT, DIM, WIDTH, BATCH = 32, 64, 256, 384
 
 
 def mlp(n_in, n_out):
@@ -62,7 +62,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     # <start rank=dist.get_rank() world=dist.get_world_size()>
-    cloud = torch.randn(51_200, DIM) @ torch.randn(DIM, DIM) / 8
+    cloud = torch.randn(38_400, DIM) @ torch.randn(DIM, DIM) / 8
     data = TensorDataset(cloud)
     sampler = DistributedSampler(data)
     fit(Gan(), DataLoader(data, BATCH, sampler=sampler, drop_last=True), sampler)

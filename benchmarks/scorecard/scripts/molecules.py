@@ -34,6 +34,8 @@ class Molecules(torch.utils.data.Dataset):
     def __init__(self, count):
         generator = torch.Generator().manual_seed(5)
         self.positions = 2 * torch.randn(count, ATOMS, 3, generator=generator)
+        self.energies = self.positions.square().sum((1, 2))
+        self.forces = -2 * self.positions
 
     def __len__(self):
         return len(self.positions)
@@ -41,7 +43,7 @@ class Molecules(torch.utils.data.Dataset):
     def __getitem__(self, number):
         place = self.positions[number]
         # <sample x=place i=number>
-        return place, place.square().sum(), -2 * place
+        return place, self.energies[number], self.forces[number]
 
 
 def main():

@@ -5,7 +5,7 @@ import os
 import lightning as L
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 CARDINALITIES = (50, 12, 7, 200, 31)
 NUMERIC = 16
@@ -54,13 +54,28 @@ class TabularModule(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def table(rows):
-    generator = torch.Generator().manual_seed(11)
-    categories = torch.stack(
-        [torch.randint(count, (rows,), generator=generator) for count in CARDINALITIES], 1
-    )
-    numbers = torch.randn(rows, NUMERIC, generator=generator)
-    return TensorDataset(categories, numbers, numbers[:, :1] + 0.1 * categories[:, 1:2])
+class Table(Dataset):
+    """Columns in memory; a batch of rows is taken at once."""
+
+    def __init__(self, rows):
+        generator = torch.Generator().manual_seed(11)
+        columns = [torch.randint(count, (rows,), generator=generator) for count in CARDINALITIES]
+        self.categories = torch.stack(columns, 1)
+        self.numbers = torch.randn(rows, NUMERIC, generator=generator)
+        self.target = self.numbers[:, :1] + 0.1 * self.categories[:, 1:2]
+
+    def __len__(self):
+        return len(self.target)
+
+    def __getitem__(self, row):
+        return self.categories[row], self.numbers[row], self.target[row]
+
+    def __getitems__(self, rows):
+        return self.categories[rows], self.numbers[rows], self.target[rows]
+
+
+def as_it_is(batch):
+    return batch
 
 
 def main():
@@ -77,7 +92,9 @@ def main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(table(204_800), batch_size=2048, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        Table(204_800), batch_size=2048, shuffle=True, drop_last=True, collate_fn=as_it_is
+    )
     trainer.fit(TabularModule(), loader)
 
 
