@@ -1,4 +1,4 @@
-"""Judge an answer of ``paceline diagnose`` against the measured fault; rates and their intervals."""
+"""Judge the answers of ``paceline diagnose`` by the measured faults; rates with intervals."""
 
 import json
 import math

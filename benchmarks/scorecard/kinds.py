@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 # A cause with one of these ids is right for every kind if the first place that it names is a line
 # of the injected code, or the script's line that calls it.
-LINED = ("line", "script", "synchronisation")
+LINED = ("line", "script", "synchronisation", "slow-rank")
 NOISE = ("jitter", "noisy-machine")  # not a false alarm while other programs use the cores
 
 
@@ -14,7 +14,7 @@ class Kind:
 
     Attributes:
         causes: Ids of causes that are right without a line, too.
-        peer: TraceML's words that are right: kinds of its primary diagnosis, in lower case with hyphens.
+        peer: Kinds of TraceML's primary diagnosis that are right, in lower case with hyphens.
     """
 
     causes: tuple[str, ...]

@@ -130,7 +130,7 @@ class Bench:
                 raise CaseError(f"exit code {code}: {err[-1500:]}")
             found = json.loads(path.read_text())
         if called is not None:
-            called.update({line: count for line, count in found["called"]})
+            called.update(dict(found["called"]))
         ends = found["ends"][WARM_UP:]
         return [(b - a) / BLOCK for a, b in pairwise(ends[::BLOCK])]
 

@@ -16,7 +16,6 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import peer

@@ -1,4 +1,4 @@
-"""The scorecard of unseen scripts: injected faults are valid code, and answers are judged rightly."""
+"""The scorecard of unseen scripts: injected faults are valid code, answers are judged rightly."""
 
 import json
 import sys
@@ -65,7 +65,9 @@ LINES = {"train.py": [(20, 24)], "common.py": [(1, 9)]}
 
 def test_cause_with_lines_is_right_only_at_the_injected_code():
     there = {"lines": [{"file": "/x/train.py", "line": 22, "code": "barrier()"}]}
-    elsewhere = {"lines": [{"file": "/x/train.py", "line": 60}, {"file": "/x/train.py", "line": 22}]}
+    elsewhere = {
+        "lines": [{"file": "/x/train.py", "line": 60}, {"file": "/x/train.py", "line": 22}]
+    }
     case = Case("gnn", "python-loop/forward", share=0.2, lines=LINES)
     assert judged(case, ("script", 0.2, there)).first
     assert case.placed

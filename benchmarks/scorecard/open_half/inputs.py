@@ -1,5 +1,6 @@
 """Faults of the input."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ def columns(folder: Path) -> None:
 
 def sidecars(folder: Path) -> None:
     for i in range(400):
-        (folder / f"meta_{i:04}.json").write_text('{"station": %d, "valid": true}' % i)
+        (folder / f"meta_{i:04}.json").write_text(json.dumps({"station": i, "valid": True}))
 
 
 INJECTORS = [

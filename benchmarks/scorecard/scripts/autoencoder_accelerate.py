@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Spectra(Dataset):
-    def __init__(self, n=16_000, bins=256):
+    def __init__(self, n=25_600, bins=256):
         g = torch.Generator().manual_seed(9)
         centre = torch.rand(n, 1, generator=g) * bins
         self.curves = torch.exp(-((torch.arange(bins) - centre) ** 2) / 200.0).unsqueeze(1)
@@ -46,7 +46,7 @@ def main():
     module = AutoEncoder()
     # <model model=module>
     optimizer = torch.optim.RMSprop(module.parameters(), lr=1e-3)
-    loader = DataLoader(Spectra(), batch_size=160, shuffle=True)
+    loader = DataLoader(Spectra(), batch_size=256, shuffle=True)
     model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     mse = nn.MSELoss()
     done = 0

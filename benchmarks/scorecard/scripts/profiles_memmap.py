@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-LEVELS, COUNT = 128, 38_400
+LEVELS, COUNT = 128, 12_800
 
 
 class Profiles(Dataset):
@@ -26,7 +26,7 @@ class Profiles(Dataset):
         return profile, profile.mean(keepdims=True)
 
 
-def build_net(width=512):
+def build_net(width=384):
     return nn.Sequential(
         nn.Linear(LEVELS, width), nn.GELU(), Middle(width), nn.GELU(), nn.Linear(width, 1)
     )
@@ -39,7 +39,8 @@ class Middle(nn.Module):
         self.back = nn.Linear(width // 2, width)
 
     def forward(self, h):
-        h = self.back(self.linear(h))
+        for _ in range(12):  # refined, with the same weights
+            h = h + torch.tanh(self.back(self.linear(h)))
         # <forward h=h>
         return h
 
@@ -69,7 +70,7 @@ def main():
     data = Profiles(path)
     sampler = DistributedSampler(data)
     loader = DataLoader(
-        data, batch_size=384, sampler=sampler, num_workers=1, persistent_workers=True
+        data, batch_size=128, sampler=sampler, num_workers=1, persistent_workers=True
     )
     net = build_net()
     # <model model=net>

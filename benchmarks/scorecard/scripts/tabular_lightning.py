@@ -12,7 +12,7 @@ NUMERIC = 16
 
 
 class TabularNet(nn.Module):
-    def __init__(self, hidden=256):
+    def __init__(self, hidden=320):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(count, 8) for count in CARDINALITIES)
         width = 8 * len(CARDINALITIES) + NUMERIC
