@@ -20,13 +20,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 PEER_TIMEOUT_S = 20.0  # at the end, ranks wait for each other, so that none loses its connection
 SAMPLE_INTERVAL_S = 0.003
+NOTICE = 10  # steps between the decision to end early, and the end: every rank has seen it by then
 
 
 class StepClock:
-    """Notes the end of each step of the script's first optimizer."""
+    """Notes the end of each step of the script's first optimizer.
 
-    def __init__(self, folder: Path, steps: int, peer: bool) -> None:
+    Attributes:
+        steps: Steps until the end; the first rank may reduce them after ``seconds``.
+        peer: Whether the script ends with an exception, so that the process goes on.
+    """
+
+    def __init__(self, folder: Path, steps: int, seconds: float, peer: bool) -> None:
         self.folder, self.steps, self.peer = folder, steps, peer
+        self.seconds, self.decision = seconds, folder / "last-step"
         self.rank, self.ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
         self.pid, self.optimizer = os.getpid(), None
         self.ends: list[float] = []
@@ -39,6 +46,12 @@ class StepClock:
         if id(optimizer) != self.optimizer:
             return
         self.ends.append(time.monotonic())
+        if self.decision.exists():
+            self.steps = int(self.decision.read_text())
+        elif self.rank == "0" and self.ends[-1] - self.ends[0] > self.seconds:
+            part = self.decision.with_suffix(".part")
+            part.write_text(f"{min(self.steps, len(self.ends) + NOTICE)}")
+            part.replace(self.decision)
         if len(self.ends) > self.steps:
             self.finish()
 
@@ -100,12 +113,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after these, end early")
     parser.add_argument("--peer", action="store_true", help="end the script, not the process")
     parser.add_argument("--watch", action="append", default=[])
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     script = str(Path(args.command[0]).resolve())
-    clock = StepClock(args.out, args.steps, args.peer)
+    clock = StepClock(args.out, args.steps, args.seconds, args.peer)
     register_optimizer_step_post_hook(clock.after_step)
     if args.watch and clock.rank == "0":
         clock.watcher = Watcher(script, args.watch)

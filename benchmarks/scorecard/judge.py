@@ -183,7 +183,7 @@ def figures(cases: list[Case]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "first": rate([case.first for case in faults]),
         "named": rate([case.named for case in faults]),
-        "placed": rate([case.placed for case in faults if case.lines.get("train.py")]),
+        "placed": rate([case.placed for case in faults if any(case.lines.values())]),
         "false_alarms": rate([case.false_alarm for case in healthy]),
         "ended": rate([case.ended for case in known]),
         "off_median": statistics.median(off) if off else None,

@@ -22,9 +22,10 @@ WARM_UP = 8  # steps
 MIN_STEPS, MAX_STEPS, BLOCK = 60, 200, 20
 BEST = 2  # blocks that count: other programs make the others longer
 SECONDS = 2.0  # of a run's steps
+MOST_SECONDS = 15.0  # then the run ends, with the blocks that it has
 TIMEOUT_S = 120.0
 ROUNDS = 3
-TRIALS = 4  # of the amount
+TRIALS = 3  # of the amount
 CLOSE = 1.4  # calibrated: the extra time is wrong by less than this factor
 MAX_SCALE = 12.0  # of the amount, from one trial to the next
 
@@ -121,6 +122,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             words = [str(PACELINE), "run", *self.options(amount), str(HERE / "clock.py")]
             words += ["--out", folder, "--steps", f"{WARM_UP + self.steps}"]
+            words += ["--seconds", f"{MOST_SECONDS}"]
             for one in built.watched() if called is not None else []:
                 words += ["--watch", one]
             words += [str(built.script), *built.arguments]
@@ -132,6 +134,8 @@ class Bench:
         if called is not None:
             called.update(dict(found["called"]))
         ends = found["ends"][WARM_UP:]
+        if len(ends) <= BLOCK:
+            return [(ends[-1] - ends[0]) / (len(ends) - 1)]
         return [(b - a) / BLOCK for a, b in pairwise(ends[::BLOCK])]
 
 

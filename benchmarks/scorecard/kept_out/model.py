@@ -167,7 +167,7 @@ for watched in $model.modules():
         "environment",
         fixed=True,
         own_threads=True,
-        environment={"OMP_NUM_THREADS": "8"},
+        environment={"OMP_NUM_THREADS": "4"},
     ),
     Injector(
         "leak",

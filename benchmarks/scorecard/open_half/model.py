@@ -179,7 +179,7 @@ register_module_forward_hook(keep)
 from torch import set_num_threads
 """,
             "start": """
-set_num_threads(8)
+set_num_threads(4)
 """,
         },
     ),
