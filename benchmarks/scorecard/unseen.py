@@ -126,7 +126,12 @@ def main() -> None:
         if number <= done:
             continue
         examine(case, by_name.get(case.injector), args)
-        console.print(f"{number:3}/{len(cases)} {line_of(case)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{number:3}/{len(cases)} {line_of(case)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         known = cases[:number]
         write(args, "unseen", figures(known), known)
     report(console, args, cases)
