@@ -41,6 +41,7 @@ class Injector:
         most: Maximum amount.
         most_share: Maximum share of a step to calibrate to.
         own_threads: Whether the command's option ``--threads 1`` is left out.
+        steady: Whether the fault takes the same time in each step, or in each N-th (4, 5 or 2).
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Injector:
     most: float = 1e9
     most_share: float = 0.45
     own_threads: bool = False
+    steady: bool = True
 
     @property
     def name(self) -> str:

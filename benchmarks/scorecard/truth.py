@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,11 +21,10 @@ PACELINE = Path(sysconfig.get_path("scripts")) / "paceline"
 WARM_UP = 8  # steps
 # Steps of a run, in blocks that contain whole periods of all faults (4 and 5 steps).
 MIN_STEPS, MAX_STEPS, BLOCK = 60, 200, 20
-BEST = 2  # blocks that count: other programs make the others longer
+BEST = 0.25  # of the measured times count, the shortest: other programs make the others longer
 SECONDS = 2.0  # of a run's steps
 MOST_SECONDS = 15.0  # then the run ends, with the blocks that it has
 TIMEOUT_S = 120.0
-ROUNDS = 3
 TRIALS = 3  # of the amount
 CLOSE = 1.4  # calibrated: the extra time is wrong by less than this factor
 MAX_SCALE = 12.0  # of the amount, from one trial to the next
@@ -40,7 +40,7 @@ class Truth:
 
     Attributes:
         base_s: Seconds of a step without the fault.
-        share: Share of a step's time that undoing the fault by hand gains, in the best blocks.
+        share: Share of a step's time that undoing the fault by hand gains, in the shortest steps.
         low: Smallest share in a round.
         high: Largest share in a round.
         lines: Lines that are right, by file name: of injected code, and the script's that call it.
@@ -107,11 +107,17 @@ class Bench:
         return ["-n", "2", *([] if own else ["--threads", "1"])]
 
     def step_time(self, amount: float | None, called: Counter | None = None) -> float:
-        """Run the script and return the seconds of a step in its best blocks."""
-        return best(self.blocks(amount, called))
+        """Run the script and return the seconds of a step."""
+        return self.typical(self.blocks(amount, called))
 
-    def blocks(self, amount: float | None, called: Counter | None = None) -> list[float]:
-        """Run the script and return the mean seconds of a step in each block of steps.
+    def typical(self, blocks: list[list[float]]) -> float:
+        """Return the seconds of a step: the shortest ones of each place in a block, or blocks."""
+        if self.injector is None or self.injector.steady:
+            return statistics.fmean(shortest(same) for same in zip(*blocks, strict=False))
+        return shortest([statistics.fmean(block) for block in blocks])
+
+    def blocks(self, amount: float | None, called: Counter | None = None) -> list[list[float]]:
+        """Run the script and return the seconds of each step, in blocks.
 
         With ``called``, the lines of the script that call injected code are counted there.
 
@@ -134,24 +140,24 @@ class Bench:
         if called is not None:
             called.update(dict(found["called"]))
         ends = found["ends"][WARM_UP:]
-        if len(ends) <= BLOCK:
-            return [(ends[-1] - ends[0]) / (len(ends) - 1)]
-        return [(b - a) / BLOCK for a, b in pairwise(ends[::BLOCK])]
+        times = [after - before for before, after in pairwise(ends)]
+        blocks = [times[at : at + BLOCK] for at in range(0, len(times), BLOCK)]
+        return [block for block in blocks if len(block) == BLOCK] or blocks
 
 
-def best(blocks: list[float]) -> float:
-    return statistics.fmean(sorted(blocks)[:BEST])
+def shortest(times: Sequence[float]) -> float:
+    """Return the mean of the shortest times."""
+    return statistics.fmean(sorted(times)[: max(1, round(BEST * len(times)))])
 
 
-def measure(bench: Bench, wanted: float) -> tuple[float, Truth]:
-    """Calibrate the fault to about the wanted share of a step, and measure it.
+def measure(bench: Bench, wanted: float, rounds: int) -> tuple[float, Truth]:
+    """Calibrate the fault to about the wanted share of a step, and measure it in ``rounds``.
 
     Returns:
         Amount of the injector, and what it takes of a step.
     """
     injector = bench.injector
     base_s = bench.step_time(None)
-    bench.steps = _steps(base_s)
     amount, called = injector.start, Counter()
     extra_s = base_s * wanted / (1 - wanted)
     for _ in range(1 if injector.fixed else TRIALS):
@@ -165,9 +171,11 @@ def measure(bench: Bench, wanted: float) -> tuple[float, Truth]:
             break
         amount = new
         base_s = bench.step_time(None)
-    rounds = [(bench.blocks(None), bench.blocks(amount)) for _ in range(ROUNDS)]
-    shares = sorted(1 - best(base) / best(fault) for base, fault in rounds)
-    base_s, fault_s = (best([x for one in rounds for x in one[at]]) for at in (0, 1))
+    bench.steps = _steps(base_s)
+    pairs = [(bench.blocks(None), bench.blocks(amount)) for _ in range(rounds)]
+    typical = bench.typical
+    shares = sorted(1 - typical(base) / typical(fault) for base, fault in pairs)
+    base_s, fault_s = (typical([x for pair in pairs for x in pair[at]]) for at in (0, 1))
     lines = {name: list(ranges) for name, ranges in bench.build(amount).injected.items()}
     calls = [(line, line) for line, count in called.items() if 10 * count > called.total()]
     lines.setdefault("train.py", []).extend(calls)

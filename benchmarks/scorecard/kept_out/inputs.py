@@ -163,6 +163,7 @@ _wait_for_archive($amount)
     Injector(
         "loader-restart",
         "monitor",
+        steady=False,
         start=0.005,
         never="paceline",
         points={

@@ -54,10 +54,11 @@ def quota(amount: float, folder: Path) -> Iterator[None]:
 
 
 INJECTORS = [
-    Injector("noisy-machine", "memory", start=0.3, most=1.0, around=memory_traffic),
+    Injector("noisy-machine", "memory", steady=False, start=0.3, most=1.0, around=memory_traffic),
     Injector(
         "affinity",
         "start",
+        steady=False,
         fixed=True,
         points={
             "top": """
@@ -71,6 +72,7 @@ _os.sched_setaffinity(0, {0})
     Injector(
         "thread",
         "python",
+        steady=False,
         start=0.2,
         most=1.0,
         module="""
@@ -95,6 +97,7 @@ Progress(daemon=True).start()
     Injector(
         "throttled",
         "cgroup",
+        steady=False,
         start=0.2,
         most=0.9,
         around=quota,

@@ -165,6 +165,7 @@ for watched in $model.modules():
     Injector(
         "too-many-threads",
         "environment",
+        steady=False,
         fixed=True,
         own_threads=True,
         environment={"OMP_NUM_THREADS": "4"},

@@ -182,6 +182,7 @@ DataLoader.__init__ = init
     Injector(
         "loader-restart",
         "patched",
+        steady=False,
         start=0.005,
         needs=r"DataLoader\(",
         never="Trainer|num_workers|Accelerator|paceline|IterableDataset",

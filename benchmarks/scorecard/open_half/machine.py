@@ -32,11 +32,12 @@ def two_programs(amount: float, _: Path) -> Iterator[None]:
 
 
 INJECTORS = [
-    Injector("noisy-machine", "processor", start=0.3, most=1.0, around=two_programs),
-    Injector("affinity", "taskset", fixed=True, command=("taskset", "-c", "0")),
+    Injector("noisy-machine", "processor", steady=False, start=0.3, most=1.0, around=two_programs),
+    Injector("affinity", "taskset", steady=False, fixed=True, command=("taskset", "-c", "0")),
     Injector(
         "thread",
         "numpy",
+        steady=False,
         start=0.2,
         most=1.0,
         module="""
@@ -64,6 +65,7 @@ threading.Thread(target=statistics, name="statistics", daemon=True).start()
     Injector(
         "throttled",
         "signals",
+        steady=False,
         start=0.2,
         most=0.8,
         module="""

@@ -173,6 +173,7 @@ register_module_forward_hook(keep)
     Injector(
         "too-many-threads",
         "start",
+        steady=False,
         fixed=True,
         points={
             "top": """
