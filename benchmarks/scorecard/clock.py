@@ -23,6 +23,11 @@ SAMPLE_INTERVAL_S = 0.003
 NOTICE = 10  # steps between the decision to end early, and the end: every rank has seen it by then
 
 
+def run_delay() -> float:
+    """Return for how many seconds this thread could have run, and had no core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 class StepClock:
     """Notes the end of each step of the script's first optimizer.
 
@@ -37,6 +42,7 @@ class StepClock:
         self.rank, self.ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", 1))
         self.pid, self.optimizer = os.getpid(), None
         self.ends: list[float] = []
+        self.delays: list[float] = []  # s without a core so far, of the training thread
         self.watcher: Watcher | None = None
 
     def after_step(self, optimizer: object, *_: object) -> None:
@@ -46,6 +52,7 @@ class StepClock:
         if id(optimizer) != self.optimizer:
             return
         self.ends.append(time.monotonic())
+        self.delays.append(run_delay())
         if self.decision.exists():
             self.steps = int(self.decision.read_text())
         elif self.rank == "0" and self.ends[-1] - self.ends[0] > self.seconds:
@@ -57,7 +64,8 @@ class StepClock:
 
     def finish(self) -> None:
         """Write the times and end this process, or only the script if a peer is to go on."""
-        found = {"ends": self.ends, "called": self.watcher.found() if self.watcher else []}
+        called = self.watcher.found() if self.watcher else []
+        found = {"ends": self.ends, "delays": self.delays, "called": called}
         part = self.folder / f"{self.rank}.part"
         part.write_text(json.dumps(found))
         part.replace(self.folder / f"{self.rank}.json")

@@ -1,4 +1,8 @@
-"""What a fault takes of a step, as measured: the script with and without it, in alternation."""
+"""What a fault takes of a step, as measured: the script with and without it, in alternation.
+
+Other programs on the machine lengthen steps. Therefore only the shortest times count, and the time
+in which a rank had no core is left out, except for faults that consist of it.
+"""
 
 import json
 import os
@@ -133,16 +137,22 @@ class Bench:
                 words += ["--watch", one]
             words += [str(built.script), *built.arguments]
             code, _, err = self.run(words, amount, TIMEOUT_S)
-            path = Path(folder) / "0.json"
-            if code or not path.exists():
+            paths = sorted(Path(folder).glob("*.json"))
+            if code or not paths:
                 raise CaseError(f"exit code {code}: {err[-1500:]}")
-            found = json.loads(path.read_text())
+            found = [json.loads(path.read_text()) for path in paths]
         if called is not None:
-            called.update(dict(found["called"]))
-        ends = found["ends"][WARM_UP:]
-        times = [after - before for before, after in pairwise(ends)]
+            called.update(dict(found[0]["called"]))
+        times = _steps_of(found[0]["ends"])
+        if self.injector is None or self.injector.steady:
+            delays = zip(*(_steps_of(rank["delays"]) for rank in found), strict=False)
+            times = [time - max(each) for time, each in zip(times, delays, strict=False)]
         blocks = [times[at : at + BLOCK] for at in range(0, len(times), BLOCK)]
         return [block for block in blocks if len(block) == BLOCK] or blocks
+
+
+def _steps_of(readings: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(readings[WARM_UP:])]
 
 
 def shortest(times: Sequence[float]) -> float:
