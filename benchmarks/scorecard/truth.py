@@ -29,7 +29,6 @@ BEST = 0.25  # of the measured times count, the shortest: other programs make th
 SECONDS = 2.0  # of a run's steps
 MOST_SECONDS = 15.0  # then the run ends, with the blocks that it has
 TIMEOUT_S = 120.0
-TRIALS = 3  # of the amount
 CLOSE = 1.4  # calibrated: the extra time is wrong by less than this factor
 MAX_SCALE = 12.0  # of the amount, from one trial to the next
 
@@ -160,8 +159,8 @@ def shortest(times: Sequence[float]) -> float:
     return statistics.fmean(sorted(times)[: max(1, round(BEST * len(times)))])
 
 
-def measure(bench: Bench, wanted: float, rounds: int) -> tuple[float, Truth]:
-    """Calibrate the fault to about the wanted share of a step, and measure it in ``rounds``.
+def measure(bench: Bench, wanted: float, trials: int, rounds: int) -> tuple[float, Truth]:
+    """Calibrate the fault to about the wanted share of a step, in trials; measure it in rounds.
 
     Returns:
         Amount of the injector, and what it takes of a step.
@@ -170,7 +169,9 @@ def measure(bench: Bench, wanted: float, rounds: int) -> tuple[float, Truth]:
     base_s = bench.step_time(None)
     amount, called = injector.start, Counter()
     extra_s = base_s * wanted / (1 - wanted)
-    for _ in range(1 if injector.fixed else TRIALS):
+    for trial in range(1 if injector.fixed else trials):
+        if trial:
+            base_s = bench.step_time(None)
         found_s = bench.step_time(amount, called) - base_s
         if 1 / CLOSE < found_s / extra_s < CLOSE or injector.fixed:
             break
@@ -180,7 +181,6 @@ def measure(bench: Bench, wanted: float, rounds: int) -> tuple[float, Truth]:
         if new == amount:
             break
         amount = new
-        base_s = bench.step_time(None)
     bench.steps = _steps(base_s)
     pairs = [(bench.blocks(None), bench.blocks(amount)) for _ in range(rounds)]
     typical = bench.typical

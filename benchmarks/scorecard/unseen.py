@@ -74,7 +74,7 @@ def examine(case: Case, injector: Injector | None, args: argparse.Namespace) -> 
             if injector is None:
                 case.base_s = bench.step_time(None)
             else:
-                amount, truth = measure(bench, case.wanted, args.rounds)
+                amount, truth = measure(bench, case.wanted, args.trials, args.rounds)
                 case.amount, case.base_s, case.share = amount, truth.base_s, truth.share
                 case.range, case.lines = (truth.low, truth.high), truth.lines
         except CaseError as failed:
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1.0, help="of each diagnosis")
+    parser.add_argument("--trials", type=int, default=3, help="to calibrate a fault, at most")
     parser.add_argument("--rounds", type=int, default=3, help="with and without the fault")
     parser.add_argument("--kinds", help="only these, with commas; without healthy runs")
     parser.add_argument("--scripts", help="only these, with commas")
