@@ -131,7 +131,7 @@ around = halo(int($i))
     Injector(
         "preprocessing",
         "sample",
-        start=20,
+        start=60,
         whole=True,
         points={
             "top": """

@@ -6,7 +6,7 @@ INJECTORS = [
     Injector(
         "python-loop",
         "patched",
-        start=50,
+        start=400,
         whole=True,
         module="""
 import math
@@ -73,7 +73,7 @@ parallel.DistributedDataParallel._run_ddp_forward = run
     Injector(
         "tiny-operators",
         "patched",
-        start=1,
+        start=8,
         whole=True,
         never="fully_shard",
         module="""
@@ -95,7 +95,7 @@ register_optimizer_step_pre_hook(clip_rows)
     Injector(
         "huge-intermediate",
         "loss",
-        start=8,
+        start=64,
         whole=True,
         most=900,
         never="fully_shard|input_ids",
@@ -142,7 +142,7 @@ precise($model)
     Injector(
         "hook-copies",
         "model",
-        start=1000,
+        start=20000,
         whole=True,
         points={
             "top": """

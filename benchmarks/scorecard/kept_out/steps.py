@@ -77,7 +77,7 @@ mean_loss = everywhere($loss)
     Injector(
         "buffers",
         "step",
-        start=1,
+        start=2,
         whole=True,
         never="fully_shard",
         points={
@@ -98,7 +98,7 @@ keep_equal($model)
     Injector(
         "small-reduces",
         "backward",
-        start=4,
+        start=10,
         whole=True,
         points={
             "top": """
@@ -117,7 +117,7 @@ for _ in range($amount):
     Injector(
         "barriers",
         "step",
-        start=4,
+        start=10,
         whole=True,
         points={
             "top": """
@@ -132,7 +132,7 @@ for _ in range($amount):
     Injector(
         "checkpoints",
         "step",
-        start=1.0,
+        start=4.0,
         most=60.0,
         never="fully_shard",
         points={
@@ -156,7 +156,7 @@ if $step % 2 == 0:
     Injector(
         "validation",
         "patched",
-        start=1,
+        start=2,
         whole=True,
         needs=r"DDP\(|DistributedDataParallel\(|Parallel\(|Accelerator|Trainer\(",
         never="fully_shard|paceline|gan",
@@ -195,7 +195,7 @@ register_optimizer_step_post_hook(check)
     Injector(
         "moving-average",
         "step",
-        start=1,
+        start=4,
         whole=True,
         never="fully_shard",
         points={

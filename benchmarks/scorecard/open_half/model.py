@@ -8,7 +8,7 @@ INJECTORS = [
     Injector(
         "python-loop",
         "forward",
-        start=20,
+        start=200,
         whole=True,
         points={
             "top": """
@@ -90,7 +90,7 @@ save_memory($model)
     Injector(
         "tiny-operators",
         "forward",
-        start=50,
+        start=300,
         whole=True,
         points={
             "top": """
@@ -110,7 +110,7 @@ $h = $h + 1e-9 * series($h)
     Injector(
         "huge-intermediate",
         "patched",
-        start=128,
+        start=600,
         whole=True,
         most=6000,
         needs=ANY_DDP,
@@ -152,7 +152,7 @@ torch.set_default_dtype(torch.float64)  # differences of energies are small
     Injector(
         "hook-copies",
         "patched",
-        start=2,
+        start=8,
         whole=True,
         module="""
 from torch.nn.modules.module import register_module_forward_hook

@@ -22,7 +22,7 @@ gc.collect()
     Injector(
         "output",
         "step",
-        start=10,
+        start=60,
         whole=True,
         points={
             "step": """
@@ -34,7 +34,7 @@ for number in range($amount):
     Injector(
         "metrics",
         "patched",
-        start=1,
+        start=4,
         whole=True,
         module="""
 import torch
@@ -56,7 +56,7 @@ register_optimizer_step_post_hook(gather)
     Injector(
         "buffers",
         "model",
-        start=1.0,
+        start=4.0,
         most=64.0,
         needs=r"DDP\(|DistributedDataParallel\(|Parallel\(",
         points={
@@ -71,7 +71,7 @@ $model.register_buffer("climate", _zeros(int($amount * 2**18)))  # MiB of float3
     Injector(
         "small-reduces",
         "patched",
-        start=4,
+        start=10,
         whole=True,
         module="""
 import torch
@@ -95,7 +95,7 @@ register_optimizer_step_pre_hook(share)
     Injector(
         "barriers",
         "patched",
-        start=4,
+        start=10,
         whole=True,
         never="paceline",
         module="""
@@ -117,7 +117,7 @@ torch.Tensor.backward = backward
     Injector(
         "checkpoints",
         "patched",
-        start=1.0,
+        start=8.0,
         most=60.0,
         module="""
 import os
@@ -144,7 +144,7 @@ register_optimizer_step_post_hook(save)
     Injector(
         "validation",
         "step",
-        start=2,
+        start=4,
         whole=True,
         points={
             "top": """
@@ -163,7 +163,7 @@ if $step % 5 == 0 and $rank == 0:
     Injector(
         "moving-average",
         "patched",
-        start=1,
+        start=8,
         whole=True,
         never="fully_shard",
         module="""
