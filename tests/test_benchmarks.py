@@ -285,6 +285,7 @@ def launched_by(pid):
 def test_unseen(tmp_path):
     script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
     words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]
+    words += ["--trials", "1", "--rounds", "1"]
     for more in ([], ["--resume"]):
         done = subprocess.run(
             [sys.executable, script, *words, *more, "--json", path],
