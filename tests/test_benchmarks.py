@@ -280,3 +280,23 @@ def launched_by(pid):
                 pass  # the child has ended already
         time.sleep(0.01)
     raise TimeoutError
+
+
+def test_unseen(tmp_path):
+    script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
+    words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]
+    words += ["--trials", "1", "--rounds", "1"]
+    for more in ([], ["--resume"]):
+        done = subprocess.run(
+            [sys.executable, script, *words, *more, "--json", path],
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ended with a diagnosis" in done.stdout
+    (case,) = json.loads(path.read_text())["cases"]
+    assert case["error"] == ""
+    assert case["ended"]
+    assert case["amount"] >= 1
+    assert case["lines"]["common.py"]

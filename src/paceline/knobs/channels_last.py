@@ -57,11 +57,12 @@ def channels_last(_: bool, turned: KnobResult) -> None:
         looking = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
         def stepped(*_: Any) -> None:
-            looking.remove()
-            stepping.remove()
+            looking.remove()  # does nothing after the first time
             for layer in called:
                 laid_out(layer)
+            called.clear()
 
-        stepping = module.register_optimizer_step_post_hook(stepped)
+        # Never removed: PyTorch iterates over the hooks while this one runs.
+        module.register_optimizer_step_post_hook(stepped)
 
     after_import({"torch.nn.parallel.distributed": replicas, "torch.optim.optimizer": optimizers})

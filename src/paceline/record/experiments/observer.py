@@ -138,7 +138,8 @@ class Observer:
                     sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
 
         self._known_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._optimizer_hook = module.register_optimizer_step_post_hook(inspect_optimizer)
+        # Never removed: the set-up ends in a hook of the same table, over which PyTorch iterates.
+        module.register_optimizer_step_post_hook(inspect_optimizer)
 
     def _hook_ddp(self, module: Any) -> None:
         kind = module.DistributedDataParallel
@@ -162,16 +163,15 @@ class Observer:
         kind.__init__, kind._post_forward = init, post_forward
 
     def end_setup(self) -> None:
-        """Store facts about the set-up, and remove the hooks that slow down module calls."""
+        """Store facts about the set-up, and remove the hook that slows down module calls."""
         import torch
 
         self.facts |= {"threads": torch.get_num_threads(), "mask": _cpu_mask()}
         self.facts |= {"gpu": torch.cuda.is_available()}
         self.facts |= {"host_cores": os.cpu_count(), "kernel": clock_id().partition("/")[0]}
-        for name in ("_module_hook", "_optimizer_hook"):
-            handle = self.__dict__.pop(name, None)
-            if handle is not None:
-                handle.remove()
+        handle = self.__dict__.pop("_module_hook", None)
+        if handle is not None:
+            handle.remove()
 
     def finish(self) -> None:
         """Store the last facts; called when nothing of the script runs any more."""
