@@ -1,0 +1,161 @@
+"""Sampler of a thread's stack, which books the time of each sample to a line without bias.
+
+A sampler that needs the interpreter lock runs only when the sampled thread releases it. Three
+things keep the shares right all the same:
+
+- The time to the next sample is random and almost memoryless (exponential), so samples cannot fall
+  into step with the training.
+- A sample stands for the mean time between samples plus its own delay. A call of C that holds the
+  lock delays the sampler to its end, so the delay is the call's time. The time before the sample
+  was due is not only this line's: booking the whole time since the previous sample to it would
+  favour long calls.
+- Python code keeps the lock for the switch interval (5 ms) when another thread asks for it. In that
+  time the thread may reach an operator of torch, which releases the lock, and the sample would be
+  that operator's. While the sampler runs, the switch interval is therefore short.
+"""
+
+import gc
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from ...ring.launcher_messages import notify
+from ...ring.recorder import now
+from .activity import Described, StackDescriber
+from .sidecar import Activity
+
+MEAN_INTERVAL_S = 0.01
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.001, 0.1
+SWITCH_INTERVAL_S = 0.0002
+
+# Takes the time (ns), the delay (ns), the stack, and since the sample before: time on a core, time
+# of waiting for a core and time of collecting garbage (ns).
+TakeSample = Callable[[int, int, Described, int, int, int], None]
+
+
+class LineSampler:
+    """Background thread that samples one thread of this process from start() to stop().
+
+    Args:
+        thread: The sampled thread.
+        take: Receives each sample, in the sampler's thread.
+        last_opened: Returns the path of the file that the thread opened last; "" if unknown.
+        is_on: Whether to sample now; asked at each wake-up.
+        root: Code of the outermost function that belongs to the thread's work. A forked process
+            has the stack of its parent below it.
+    """
+
+    def __init__(
+        self,
+        thread: int,
+        take: TakeSample,
+        last_opened: Callable[[int], str] = lambda thread: "",
+        is_on: Callable[[], bool] = lambda: True,
+        root: CodeType | None = None,
+    ) -> None:
+        self._sampled, self._take = thread, take
+        self._last_opened, self._is_on = last_opened, is_on
+        self._describer = StackDescriber(root)
+        self._random = random.Random()  # the script's own generator must not change
+        self._end = threading.Event()
+        self._garbage_ns = self._collection_start = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._end.clear()
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.callbacks.append(self._on_collection)
+        self._thread = threading.Thread(target=self._run, name="paceline-lines", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling, and wait until the last sample is stored."""
+        if self._thread is None:
+            return
+        self._end.set()
+        self._thread.join()
+        self._thread = None
+        if abs(sys.getswitchinterval() - SWITCH_INTERVAL_S) < 1e-6:  # not changed by the script
+            sys.setswitchinterval(self._switch_interval)
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, _: dict[str, Any]) -> None:
+        if threading.get_ident() == self._sampled:
+            if phase == "start":
+                self._collection_start = now()
+            elif self._collection_start:
+                self._garbage_ns += now() - self._collection_start
+                self._collection_start = 0
+
+    def _run(self) -> None:
+        try:
+            schedule = ThreadSchedule(self._sampled)
+            try:
+                self._sample(schedule)
+            finally:
+                schedule.close()
+        except Exception as error:  # must not print a stack between the script's output
+            notify(f"warning: Paceline's line sampler failed and is off: {error!r}\n")
+
+    def _sample(self, schedule: "ThreadSchedule") -> None:
+        ran, delayed = schedule.read()
+        rate = 1 / (MEAN_INTERVAL_S - _MIN_INTERVAL_S)
+        while True:
+            interval = min(_MIN_INTERVAL_S + self._random.expovariate(rate), _MAX_INTERVAL_S)
+            due = now() + int(interval * 1e9)
+            if self._end.wait(interval):
+                return
+            at = now()
+            if not self._is_on():
+                ran, delayed = schedule.read()
+                continue
+            # Read the stack first: a system call would release the interpreter lock.
+            frame = sys._current_frames().get(self._sampled)
+            if frame is None:
+                return
+            places, activity, what = self._describer.describe(frame)
+            del frame
+            garbage, self._garbage_ns = self._garbage_ns, 0
+            if activity == Activity.FILE:
+                what = self._last_opened(self._sampled) or what
+            ran_before, delayed_before = ran, delayed
+            ran, delayed = schedule.read()
+            self._take(
+                at,
+                max(at - due, 0),
+                (places, activity, what),
+                ran - ran_before,
+                delayed - delayed_before,
+                garbage,
+            )
+
+
+class ThreadSchedule:
+    """Reader of a thread's time on a core, and of its time of waiting for one (ns)."""
+
+    def __init__(self, ident: int) -> None:
+        known = {thread.ident: thread.native_id for thread in threading.enumerate()}
+        known[threading.main_thread().ident] = os.getpid()  # its native_id is wrong after a fork
+        task = known.get(ident) or os.getpid()
+        self._fd = -1
+        try:
+            self._fd = os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # not Linux, or a kernel without it: both times remain 0
+            pass
+
+    def read(self) -> tuple[int, int]:
+        try:
+            ran, waited, _ = os.pread(self._fd, 96, 0).split()
+            return int(ran), int(waited)
+        except (OSError, ValueError):
+            return 0, 0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
