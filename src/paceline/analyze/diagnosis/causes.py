@@ -10,7 +10,7 @@ from typing import Any
 
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval, Waterfall
-from .rules import compute, exchange, inputs, ranks, script
+from .rules import compute, exchange, inputs, lines, ranks, script
 
 __all__ = ["MIN_SHARE", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
 
@@ -114,7 +114,27 @@ def causes(e: Evidence) -> list[Cause]:
         name, sentence, evidence = named
         cause = Cause(name, share, interval, sentence, evidence)
         found[name] = _merge(found[name], cause, witness) if name in found else cause
-    return sorted(found.values(), key=lambda cause: -cause.share)
+    return sorted([*found.values(), *_of_lines(e, found)], key=lambda cause: -cause.share)
+
+
+def _of_lines(e: Evidence, found: dict[str, Cause]) -> list[Cause]:
+    """Return the causes that the line profile shows, and that no cause in ``found`` explains."""
+    late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
+    result = [late] if late is not None else []
+    explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
+    result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)])
+    causes_of_lines = []
+    for one in result:
+        name, sentence, evidence = one.named
+        causes_of_lines.append(Cause(name, one.share, (one.share, one.share), sentence, evidence))
+    return causes_of_lines
+
+
+# Causes that explain why ranks wait for one of them.
+_LATE_RANK_CAUSES = {
+    *("slow-rank", "slow-host", "uneven-data", "noisy-machine", "validation-on-one-rank"),
+    *("checkpoint-on-one-rank",),
+}
 
 
 def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:

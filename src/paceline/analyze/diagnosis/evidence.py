@@ -13,6 +13,7 @@ from ..figures.losses import Loss
 from ..figures.report import Report
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
+from .line_profile import LineProfile
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
@@ -37,6 +38,7 @@ class Evidence:
         facts: Facts of each rank, by rank (record/experiments/observer.py).
         gradients: Exchange of gradients in the run of the unchanged script.
         lines: Lines of the script, by the state that ranks were in.
+        line_profile: Time by line of the script, of all rounds; None if nothing was sampled.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
     """
 
@@ -51,6 +53,7 @@ class Evidence:
     facts: list[dict[str, Any]] = field(default_factory=list)
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+    line_profile: LineProfile | None = None
     describe_lateness: Callable[[int], str] = lambda rank: ""
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:

@@ -11,12 +11,16 @@ from rich.text import Text
 
 from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.line_profile import LineProfile, LineTime
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
 from . import remedies as cures
 from .step_work import reaches
 
+MAX_LINES, MAX_JSON_LINES = 10, 200  # lines of the script that are shown
+MIN_LINE_SHARE = 0.01  # of a step: lines with less are not shown in the terminal
+MIN_RANK_DIFFERENCE = 0.05  # of a step: then a line's time on single ranks is shown
 NAMES = {
     "sharing": "sharing the machine",
     "uneven": "slower ranks",
@@ -63,6 +67,8 @@ class Diagnosis(Protocol):
     @property
     def after(self) -> "Diagnosis | None": ...
     @property
+    def lines(self) -> LineProfile | None: ...
+    @property
     def off(self) -> Mapping[str, cures.PredictionError]: ...
 
 
@@ -80,6 +86,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
+    if found.lines is not None:
+        parts += [Text(), *_lines(found.lines)]
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
@@ -180,6 +188,87 @@ def _spread(interval: Interval) -> str:
     return f"{percent(interval.mean)} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
 
+def _lines(profile: LineProfile) -> list[RenderableType]:
+    """Render the lines with most time, and those of the loader workers."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("Time by line", no_wrap=True)
+    for heading in ("of a step", "with calls"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("doing", "ranks", "code"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    for one in profile.lines()[:MAX_LINES]:
+        if one.share >= MIN_LINE_SHARE:
+            shares = (percent(one.share), percent(one.inclusive_share))
+            doing = f"{one.main_activity} {_short(one.what)}".strip()
+            table.add_row(
+                _place(one.line), *shares, doing, _ranks(profile.ranks, one), one.line.code
+            )
+    workers = [one for one in profile.worker_lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
+    if workers:
+        table.add_row(Text("In loader workers, of their time", style="bold"))
+    for worker in workers:
+        doing = f"{worker.doing} {_short(worker.what)}".strip()
+        table.add_row(
+            _place(worker.line), percent(worker.share), "", doing, "", worker.line.code
+        )
+    return [table]
+
+
+def _place(line: Any) -> str:
+    return f"  {line.file.rpartition('/')[2]}:{line.line} {line.function.rpartition('.')[2]}"
+
+
+def _short(what: str) -> str:
+    """Return the end of a path or of a function's name."""
+    return what.rpartition("/")[2] if "/" in what else ".".join(what.split(".")[-2:])
+
+
+def _ranks(ranks: list[int], one: LineTime) -> str:
+    """Return the range of a line's time over the ranks, if they differ."""
+    most = max(range(len(ranks)), key=lambda i: one.own[i])
+    least = min(range(len(ranks)), key=lambda i: one.own[i])
+    if one.own[most] - one.own[least] < MIN_RANK_DIFFERENCE:
+        return ""
+    return (
+        f"{percent(one.own[least])} on rank {ranks[least]}, "
+        f"{percent(one.own[most])} on rank {ranks[most]}"
+    )
+
+
+def lines_as_json(profile: LineProfile | None) -> list[dict[str, Any]] | None:
+    """Return the lines that take time, largest first; None if nothing was sampled."""
+    if profile is None:
+        return None
+    waited = {
+        line: {rank: lines[line] for rank, lines in profile.waited.items() if line in lines}
+        for line in {line for lines in profile.waited.values() for line in lines}
+    }
+    found = [
+        {
+            **asdict(one.line),
+            "in_workers": False,
+            "share": one.share,
+            "inclusive": one.inclusive_share,
+            "doing": {str(doing): share for doing, share in one.doing.items()},
+            "what": one.what,
+            "ranks": {str(r): own for r, own in zip(profile.ranks, one.own, strict=True)},
+            "waited_for": {str(r): share for r, share in waited.get(one.line, {}).items()},
+            "executions_a_step": one.executions,
+        }
+        for one in profile.lines()[:MAX_JSON_LINES]
+    ]
+    return found + [
+        {
+            **asdict(worker.line),
+            "in_workers": True,
+            "share": worker.share,
+            "doing": {str(worker.doing): worker.share},
+            "what": worker.what,
+        }
+        for worker in profile.worker_lines()[:MAX_JSON_LINES]
+    ]
+
+
 def _causes(found: Diagnosis) -> list[RenderableType]:
     assert found.waterfall is not None
     doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
@@ -220,6 +309,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
         "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
         "causes": [asdict(cause) for cause in found.causes],
+        "lines": lines_as_json(found.lines),
         "notes": found.notes,
         "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
         **_finite(cures.as_json(found)),

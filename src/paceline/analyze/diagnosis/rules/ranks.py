@@ -6,6 +6,7 @@ from typing import Any
 
 from ....plurals import counted
 from ..evidence import MIN_SHARE, Evidence, NamedCause
+from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
@@ -105,6 +106,9 @@ def uneven(e: Evidence) -> NamedCause | None:
     if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing):
         return said
     when = e.describe_lateness(rank)
+    if lines := work_of_one_rank(e, rank):
+        evidence = {"rank": rank, "host": host, "steps": loss.steps, "when": when, "lines": lines}
+        return "slow-rank", sentence_of_rank(e, rank, lines, when), evidence
     sentence = (
         f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
         "others wait for it"
@@ -185,6 +189,8 @@ def alternating(e: Evidence) -> NamedCause:
     """Return the cause if different ranks are late in different steps."""
     if said := data(e) or noisy(e):
         return said
+    if (late := late_rank(e)) is not None and late.share >= e.occasional_waits / 2:
+        return late.named
     sentence = "ranks are late in turns: their steps differ, or the machine is noisy"
     return "jitter", sentence, {"waits": e.occasional_waits, "delayed": e.cpu_wait_share}
 
