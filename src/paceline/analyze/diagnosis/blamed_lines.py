@@ -36,7 +36,8 @@ def add_waits(profile: LineProfile, m: MeasuredWindow, weight: float) -> None:
             length = max(int(arrival[wait] - together[wait]), 1)
             scale = float(m.blocked.wait[wait]) / length
             late, waiting = m.records[culprit].profile, m.records[rows["record"][wait]].profile
-            assert late is not None and waiting is not None
+            assert late is not None
+            assert waiting is not None
             _add_lines(excess, late, int(together[wait]), int(arrival[wait]), scale)
             _add_lines(excess, waiting, int(together[wait]), int(start[wait]), -scale)
         positive = {line: value for line, value in excess.items() if value > 0}

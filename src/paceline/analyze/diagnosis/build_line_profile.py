@@ -51,6 +51,7 @@ class _Builder:
             inside = np.flatnonzero(
                 (rank_lines.at > m.within.start) & (rank_lines.at <= m.within.end)
             )
+            self.profile.samples += len(inside)
             whole = float(rank_lines.weight[inside].sum())
             states = timeline.state_at(rank_lines.at[inside] - 1)
             for i, state in zip(inside.tolist(), states.tolist(), strict=True):
@@ -109,7 +110,9 @@ def _doings(of: RankLines, sample: int, stack: SampledStack, state: str) -> list
     if state in ("wait", "transfer"):
         return [(Doing.COLLECTIVE, 1.0)]
     doing = Doing(stack.activity)
-    off_core = float(of.off_core[sample])
+    # The time since the previous sample is the line's own only if that was in the same line.
+    before = of.stacks[int(of.stack[sample - 1])] if sample else stack
+    off_core = float(of.off_core[sample]) if before.lines[:1] == stack.lines[:1] else 0.0
     if stack.activity in (Activity.PYTHON, Activity.LIBRARY) and off_core > MIN_OFF_CORE:
         doing = Doing.WAIT
     core, garbage = float(of.core_wait[sample]), float(of.garbage[sample])

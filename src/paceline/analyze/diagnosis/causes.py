@@ -114,13 +114,22 @@ def causes(e: Evidence) -> list[Cause]:
         name, sentence, evidence = named
         cause = Cause(name, share, interval, sentence, evidence)
         found[name] = _merge(found[name], cause, witness) if name in found else cause
-    return sorted([*found.values(), *_of_lines(e, found)], key=lambda cause: -cause.share)
-
-
-def _of_lines(e: Evidence, found: dict[str, Cause]) -> list[Cause]:
-    """Return the causes that the line profile shows, and that no cause in ``found`` explains."""
     late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
-    result = [late] if late is not None else []
+    for name in ("script", "synchronisation"):
+        if late is not None and name in found and _are_of_same_function(late, found[name]):
+            del found[name]  # it is the work of one rank
+    by_line = _of_lines(e, found, [late] if late is not None else [])
+    return sorted([*found.values(), *by_line], key=lambda cause: -cause.share)
+
+
+def _are_of_same_function(late: lines.LineCause, cause: Cause) -> bool:
+    both = [late.named[2].get("lines"), cause.evidence.get("lines")]
+    functions = [(found[0].get("file"), found[0].get("function")) for found in both if found]
+    return len(functions) == 2 and functions[0] == functions[1]
+
+
+def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause]) -> list[Cause]:
+    """Return ``result`` and the causes that the line profile shows and none of these explains."""
     explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
     result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)])
     causes_of_lines = []
@@ -132,8 +141,7 @@ def _of_lines(e: Evidence, found: dict[str, Cause]) -> list[Cause]:
 
 # Causes that explain why ranks wait for one of them.
 _LATE_RANK_CAUSES = {
-    *("slow-rank", "slow-host", "uneven-data", "noisy-machine", "validation-on-one-rank"),
-    *("checkpoint-on-one-rank",),
+    *("slow-rank", "slow-host", "uneven-data", "validation-on-one-rank", "checkpoint-on-one-rank"),
 }
 
 

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..records.rank_lines import SampledLine
+from ..records.rank_lines import Activity, SampledLine
+
+__all__ = [
+    "Activity",
+    "Doing",
+    "Entry",
+    "LineProfile",
+    "LineTime",
+    "SampledLine",
+    "Stack",
+    "WorkerLine",
+]
 
 
 class Doing(StrEnum):
@@ -92,6 +103,7 @@ class LineProfile:
 
     Attributes:
         ranks: Numbers of the ranks.
+        samples: Number of samples of all ranks.
         stacks: All distinct stacks.
         times: Share of a step, by entry; those of a rank add up to 1.
         waited: Share of all ranks' time in which others waited for a rank, by the rank and the
@@ -101,6 +113,7 @@ class LineProfile:
     """
 
     ranks: list[int]
+    samples: int = 0
     stacks: list[Stack] = field(default_factory=list)
     times: dict[Entry, float] = field(default_factory=dict)
     waited: dict[int, dict[SampledLine, float]] = field(default_factory=dict)

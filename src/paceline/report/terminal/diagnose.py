@@ -11,7 +11,13 @@ from rich.text import Text
 
 from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
-from ...analyze.diagnosis.line_profile import LineProfile, LineTime
+from ...analyze.diagnosis.line_profile import (
+    Activity,
+    Doing,
+    LineProfile,
+    LineTime,
+    SampledLine,
+)
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
@@ -20,6 +26,7 @@ from .step_work import reaches
 
 MAX_LINES, MAX_JSON_LINES = 10, 200  # lines of the script that are shown
 MIN_LINE_SHARE = 0.01  # of a step: lines with less are not shown in the terminal
+MIN_OF_LINE = 0.25  # of a line's time: smaller parts are not named
 MIN_RANK_DIFFERENCE = 0.05  # of a step: then a line's time on single ranks is shown
 NAMES = {
     "sharing": "sharing the machine",
@@ -191,31 +198,38 @@ def _spread(interval: Interval) -> str:
 def _lines(profile: LineProfile) -> list[RenderableType]:
     """Render the lines with most time, and those of the loader workers."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("Time by line", no_wrap=True)
-    for heading in ("of a step", "with calls"):
+    table.add_column("Time by line, of a step's time", no_wrap=True, overflow="ellipsis")
+    for heading in ("own", "with calls"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("doing", "ranks", "code"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
+    table.add_column("doing", overflow="fold", max_width=40)
     for one in profile.lines()[:MAX_LINES]:
         if one.share >= MIN_LINE_SHARE:
             shares = (percent(one.share), percent(one.inclusive_share))
-            doing = f"{one.main_activity} {_short(one.what)}".strip()
-            table.add_row(
-                _place(one.line), *shares, doing, _ranks(profile.ranks, one), one.line.code
-            )
+            table.add_row(_place(one.line), *shares, _doing(one) + _ranks(profile.ranks, one))
     workers = [one for one in profile.worker_lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
     if workers:
-        table.add_row(Text("In loader workers, of their time", style="bold"))
+        table.add_row("in loader workers, of their time")
     for worker in workers:
         doing = f"{worker.doing} {_short(worker.what)}".strip()
-        table.add_row(
-            _place(worker.line), percent(worker.share), "", doing, "", worker.line.code
-        )
+        table.add_row(_place(worker.line), percent(worker.share), "", doing)
     return [table]
 
 
-def _place(line: Any) -> str:
-    return f"  {line.file.rpartition('/')[2]}:{line.line} {line.function.rpartition('.')[2]}"
+def _place(line: SampledLine) -> str:
+    file = line.file.rpartition("/")[2]
+    return f"  {file}:{line.line} {line.function.rpartition('.')[2]}: {line.code}"
+
+
+def _doing(one: LineTime) -> str:
+    """Return what most of a line's time went to."""
+    main = [
+        doing
+        for doing, share in one.doing.items()
+        if share >= MIN_OF_LINE * one.share or doing == one.main_activity
+    ]
+    text = ", ".join(main)
+    named = any(doing in Activity for doing in main if doing != Doing.COLLECTIVE)
+    return f"{text} {_short(one.what)}".strip() if named else text
 
 
 def _short(what: str) -> str:
@@ -224,15 +238,12 @@ def _short(what: str) -> str:
 
 
 def _ranks(ranks: list[int], one: LineTime) -> str:
-    """Return the range of a line's time over the ranks, if they differ."""
+    """Say on which rank a line takes longer than on the others."""
     most = max(range(len(ranks)), key=lambda i: one.own[i])
-    least = min(range(len(ranks)), key=lambda i: one.own[i])
-    if one.own[most] - one.own[least] < MIN_RANK_DIFFERENCE:
+    others = [own for i, own in enumerate(one.own) if i != most]
+    if not others or one.own[most] - max(others) < MIN_RANK_DIFFERENCE:
         return ""
-    return (
-        f"{percent(one.own[least])} on rank {ranks[least]}, "
-        f"{percent(one.own[most])} on rank {ranks[most]}"
-    )
+    return f"; rank {ranks[most]} {percent(one.own[most])}, others up to {percent(max(others))}"
 
 
 def lines_as_json(profile: LineProfile | None) -> list[dict[str, Any]] | None:

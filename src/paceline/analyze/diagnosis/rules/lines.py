@@ -12,7 +12,9 @@ from ..line_profile import Doing, Entry, LineProfile, LineTime, SampledLine
 MIN_LINE_SHARE = 0.1  # of a step, outside of torch's operators
 MAX_LINE_CAUSES = 3
 MIN_OF_WAITS = 0.3  # of the waits for a rank: then its line is their reason
-MIN_EXCESS = 0.3  # of a rank's time in a line, that other ranks do not have
+MIN_EXCESS = 0.3  # of a rank's time in a line of its own work, that other ranks do not have
+MIN_OTHER_EXCESS = 0.7  # the same in a line with operators, where ranks differ by chance
+MIN_SAMPLES = 5  # of a rank in a line
 MIN_OF_STATE = 0.3  # of the time in a state, for its line to be named
 
 # What a line does by itself. Operators, other ranks and a lack of cores are other causes'.
@@ -80,34 +82,41 @@ def mostly_in(lines: list[dict[str, object]]) -> str:
 # Work of one rank
 
 
-def work_of_one_rank(e: Evidence, rank: int) -> list[dict[str, object]]:
+def work_of_one_rank(
+    e: Evidence, rank: int, is_only_there: bool = False
+) -> list[dict[str, object]]:
     """Return the lines with which a rank was busy while others waited for it, and they were not.
 
-    Their shares are of the waits for the rank. Empty if no line explains the waits.
+    The lines are of one function. Their shares are of the waits for the rank. Empty if no function
+    explains the waits. is_only_there: Whether other ranks must not execute the lines at all.
     """
     profile = e.line_profile
     waited = profile.waited.get(rank, {}) if profile is not None else {}
     whole = sum(waited.values())
     if profile is None or not whole:
         return []
-    times = {one.line: one for one in profile.lines()}
-    found = sorted(waited.items(), key=lambda both: -both[1])[:5]
-    lines = [
-        evidence_of(line, share / whole, times[line].what)
-        for line, share in found
-        if line in times and _excess(profile, times[line], rank) >= MIN_EXCESS
-    ]
-    # Several lines of one function share its time.
-    function = [one for one in lines if one["function"] == lines[0]["function"]]
-    explained = sum(float(str(one["share"])) for one in function)
-    return lines if lines and explained >= MIN_OF_WAITS else []
+    functions: dict[tuple[str, str], list[LineTime]] = defaultdict(list)
+    for one in profile.lines():
+        if one.line in waited and _is_of_one_rank(profile, one, rank, is_only_there):
+            functions[(one.line.file, one.line.function)].append(one)
+    most = max(
+        functions.values(), key=lambda lines: sum(waited[one.line] for one in lines), default=[]
+    )
+    if sum(waited[one.line] for one in most) < MIN_OF_WAITS * whole:
+        return []
+    most.sort(key=lambda one: -waited[one.line])
+    return [evidence_of(one.line, waited[one.line] / whole, one.what) for one in most[:5]]
 
 
-def _excess(profile: LineProfile, time: LineTime, rank: int) -> float:
-    """Return the share of a rank's time in a line that the other ranks do not spend there."""
+def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_there: bool) -> bool:
+    """Return whether a rank spends time in a line that the other ranks do not spend there."""
     mine = time.own[profile.ranks.index(rank)]
     others = [own for r, own in zip(profile.ranks, time.own, strict=True) if r != rank]
-    return 1 - (sum(others) / len(others)) / mine if mine and others else 0.0
+    if not mine or not others or mine * profile.samples / len(profile.ranks) < MIN_SAMPLES:
+        return False
+    excess = 1 - sum(others) / len(others) / mine
+    may_differ = time.main_activity in _OWN_WORK and not is_only_there
+    return excess >= (MIN_EXCESS if may_differ else MIN_OTHER_EXCESS)
 
 
 def sentence_of_rank(e: Evidence, rank: int, lines: list[dict[str, object]], when: str) -> str:
@@ -121,19 +130,24 @@ def late_rank(e: Evidence) -> LineCause | None:
     profile = e.line_profile
     if profile is None or len(profile.ranks) < 2:
         return None
-    totals = {rank: sum(lines.values()) for rank, lines in profile.waited.items()}
-    if not totals:
+    found = {rank: work_of_one_rank(e, rank, is_only_there=True) for rank in profile.waited}
+    waits = {
+        rank: sum(profile.waited[rank].values()) * sum(float(str(one["share"])) for one in lines)
+        for rank, lines in found.items()
+    }
+    rank = max(waits, key=lambda one: waits[one], default=None)
+    if rank is None:
         return None
-    rank = max(totals, key=lambda one: totals[one])
-    lines = work_of_one_rank(e, rank)
-    if not lines or totals[rank] < MIN_SHARE:
+    lines = found[rank]
+    share = waits[rank] * len(profile.ranks) / (len(profile.ranks) - 1)  # of the others' time
+    if share < MIN_SHARE:
         return None
     when = e.describe_lateness(rank)
     place = profile.ranks.index(rank)
     host = e.report.hosts[place] if place < len(e.report.hosts) else ""
     evidence = {"rank": rank, "host": host, "when": when, "lines": lines}
     named = ("slow-rank", sentence_of_rank(e, rank, lines, when), evidence)
-    return LineCause(totals[rank], named)
+    return LineCause(share, named)
 
 
 # Work of all ranks
@@ -259,7 +273,7 @@ def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> Lin
 
 
 def _does(doing: Doing, what: str, executions: float) -> str:
-    times = f", {counted(executions, 'time')} a step" if executions > 1 else ""
+    times = f", {counted(int(executions), 'time')} a step" if executions > 1 else ""
     return {
         Doing.PYTHON: f"computes in Python{times}",
         Doing.SHORT_CALLS: f"calls small operators of torch one after another{times}",

@@ -103,10 +103,15 @@ def uneven(e: Evidence) -> NamedCause | None:
     rank, host = loss.rank, loss.host
     if rank is None:
         return None
-    if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing):
+    if said := data(e):
+        return said
+    lines = work_of_one_rank(e, rank, is_only_there=True)
+    if not lines and (
+        said := _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing)
+    ):
         return said
     when = e.describe_lateness(rank)
-    if lines := work_of_one_rank(e, rank):
+    if lines := lines or work_of_one_rank(e, rank):
         evidence = {"rank": rank, "host": host, "steps": loss.steps, "when": when, "lines": lines}
         return "slow-rank", sentence_of_rank(e, rank, lines, when), evidence
     sentence = (

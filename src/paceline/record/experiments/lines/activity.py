@@ -1,7 +1,7 @@
 """Describe a thread's stack: its lines of the user's code, and what the innermost one does.
 
-A function of C has no frame. If a thread is inside of one, the innermost frame is at the instruction
-that called it, and the text of that call names it. Local variables are not read: up to Python 3.12
+A function of C has no frame. If a thread is inside of one, the innermost frame is at the
+instruction that called it, and the text of that call names it. Local variables are not read: up to Python 3.12
 that would keep the script's tensors alive.
 """
 
@@ -32,10 +32,16 @@ _FILE_MODULES = (
     *("fileinput", "logging"),
 )
 _FILE_CALLS = frozenset(
-    "open read readline readlines readinto read1 write writelines flush fsync read_bytes read_text "
-    "write_bytes write_text fromfile tofile listdir scandir stat exists isfile iterdir print".split()
+    (
+        *("open", "read", "readline", "readlines", "readinto", "read1", "write"),
+        *("writelines", "flush", "fsync", "read_bytes", "read_text", "write_bytes"),
+        *("write_text", "fromfile", "tofile", "listdir", "scandir", "stat", "exists"),
+        *("isfile", "iterdir", "print"),
+    )
 )
-_WAITING_CALLS = frozenset("sleep acquire wait communicate recv result poll waitpid".split())
+_WAITING_CALLS = frozenset(
+    ("sleep", "acquire", "wait", "communicate", "recv", "result", "poll", "waitpid")
+)
 _BUILTIN_TYPES = (dict, list, str, bytes, bytearray, set, tuple, int, float)
 # Instructions in which a thread releases the interpreter lock only inside of a library.
 _OPERATORS = (
@@ -43,6 +49,7 @@ _OPERATORS = (
     *("UNARY_NEGATIVE", "UNARY_INVERT", "CONTAINS_OP"),
 )
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_INNER = re.compile(r"(\.<locals>\.<(genexpr|listcomp|setcomp|dictcomp)>)+$")
 _METHOD = re.compile(r"\.\s*([A-Za-z_]\w*)$")
 
 Place = tuple[str, int, str]  # file, line, function
@@ -73,7 +80,8 @@ class StackDescriber:
             if self._is_users(at.f_code):
                 own = own or at
                 code = at.f_code
-                places.append((code.co_filename, at.f_lineno or 0, code.co_qualname))
+                line = at.f_lineno or code.co_firstlineno
+                places.append((code.co_filename, line, function_name(code)))
                 if len(places) == MAX_CHAIN:
                     break
             elif own is None:
@@ -134,6 +142,11 @@ class StackDescriber:
 # Calls around an operator or a module, which name neither.
 _TORCH_INTERNAL = ("torch._ops", "torch.autograd.profiler", "torch.utils._contextlib", "torch._C")
 _NO_NAMES = (*_PASSING_MODULES, "torch")
+
+
+def function_name(code: CodeType) -> str:
+    """Return the qualified name of a function; that of the function around a comprehension."""
+    return _INNER.sub("", code.co_qualname)
 
 
 def _module(frame: FrameType) -> str:

@@ -9,7 +9,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from .activity import Place
+from .activity import Place, function_name
 
 MAX_COUNTED = 200_000  # executions; then counting ends, which bounds what it costs
 
@@ -33,7 +33,7 @@ class ExecutionCounter:
         self._is_on = True
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # functions that run already
-            if (frame.f_code.co_filename, frame.f_code.co_qualname) in self._functions:
+            if (frame.f_code.co_filename, function_name(frame.f_code)) in self._functions:
                 frame.f_trace = self._count
             frame = frame.f_back
         sys.settrace(self._enter)
@@ -46,7 +46,7 @@ class ExecutionCounter:
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if (code.co_filename, code.co_qualname) not in self._functions:
+        if (code.co_filename, function_name(code)) not in self._functions:
             return None
         return self._count(frame, "line", arg)
 
@@ -55,7 +55,7 @@ class ExecutionCounter:
             frame.f_trace = None
             return None
         if event == "line":
-            place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+            place = (frame.f_code.co_filename, frame.f_lineno, function_name(frame.f_code))
             self.counts[place] = self.counts.get(place, 0) + 1
             self._total += 1
             if self._total >= MAX_COUNTED:

@@ -78,6 +78,7 @@ class RankProfile:
         self._workers.is_on = False
         if self._sampler is not None:
             self._sampler.stop()
+            self.recorder.extra_cost_ns += self._sampler.cost_ns
             self._sampler = None
 
     def _take(

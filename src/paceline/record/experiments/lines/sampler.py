@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -30,7 +31,7 @@ from .sidecar import Activity
 
 MEAN_INTERVAL_S = 0.01
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.001, 0.1
-SWITCH_INTERVAL_S = 0.0002
+SWITCH_INTERVAL_S = 2e-5
 
 # Takes the time (ns), the delay (ns), the stack, and since the sample before: time on a core, time
 # of waiting for a core and time of collecting garbage (ns).
@@ -64,6 +65,7 @@ class LineSampler:
         self._end = threading.Event()
         self._garbage_ns = self._collection_start = 0
         self._thread: threading.Thread | None = None
+        self.cost_ns = 0  # CPU time of sampling
 
     def start(self) -> None:
         self._end.clear()
@@ -100,6 +102,7 @@ class LineSampler:
                 self._sample(schedule)
             finally:
                 schedule.close()
+                self.cost_ns += time.thread_time_ns()
         except Exception as error:  # must not print a stack between the script's output
             notify(f"warning: Paceline's line sampler failed and is off: {error!r}\n")
 

@@ -125,7 +125,7 @@ class _WorkerProfile:
     ) -> None:
         ns = int(MEAN_INTERVAL_S * 1e9) + late
         self._whole_ns += ns
-        places, activity, what = described
+        places, activity, _ = described
         if not places and activity == Activity.WAIT:
             return  # the worker has nothing to do
         if len(self._sums) < MAX_SUMS or described in self._sums:
@@ -141,4 +141,3 @@ class _WorkerProfile:
     def _write(self) -> None:
         stacks = [(*described, *sums) for described, sums in self._sums.items()]
         write_json(self._profiles.file_of(os.getpid()), {"ns": self._whole_ns, "stacks": stacks})
-
