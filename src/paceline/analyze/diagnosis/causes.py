@@ -115,15 +115,18 @@ def causes(e: Evidence) -> list[Cause]:
         cause = Cause(name, share, interval, sentence, evidence)
         found[name] = _merge(found[name], cause, witness) if name in found else cause
     late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
+    work = late.named[2] if late is not None else None
+    work = found["slow-rank"].evidence if "slow-rank" in found else work
     for name in ("script", "synchronisation"):
-        if late is not None and name in found and _are_of_same_function(late, found[name]):
+        if work is not None and name in found and _have_same_line(work, found[name].evidence):
             del found[name]  # it is the work of one rank
     by_line = _of_lines(e, found, [late] if late is not None else [])
     return sorted([*found.values(), *by_line], key=lambda cause: -cause.share)
 
 
-def _are_of_same_function(late: lines.LineCause, cause: Cause) -> bool:
-    both = [late.named[2].get("lines"), cause.evidence.get("lines")]
+def _have_same_line(*evidence: dict[str, Any]) -> bool:
+    """Return whether the first lines of two causes are of one function."""
+    both = [one.get("lines") for one in evidence]
     functions = [(found[0].get("file"), found[0].get("function")) for found in both if found]
     return len(functions) == 2 and functions[0] == functions[1]
 

@@ -46,6 +46,7 @@ class Experiment:
         self._observer = Observer()
         self._results: dict[str, Any] = {"silent": 0}
         self._loss_sum, self._loss_count = 0.0, 0
+        self._step_start = time.perf_counter()
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
         )
@@ -91,7 +92,9 @@ class Experiment:
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
             self._observer.begin_phase()
-            self._lines.start(is_kept=self._phase == EVERYTHING)
+            expected = (time.perf_counter() - self._step_start) * self.rung.steps
+            self._lines.start(is_kept=self._phase == EVERYTHING, expected_s=expected)
+        self._step_start = time.perf_counter()
 
     def _enter(self, phase: str) -> None:
         import torch

@@ -197,11 +197,11 @@ def _spread(interval: Interval) -> str:
 
 def _lines(profile: LineProfile) -> list[RenderableType]:
     """Render the lines with most time, and those of the loader workers."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("Time by line, of a step's time", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, expand=True)
+    table.add_column("Time by line, of a step's time", ratio=3, no_wrap=True, overflow="ellipsis")
     for heading in ("own", "with calls"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("doing", overflow="fold", max_width=40)
+        table.add_column(heading, justify="right", no_wrap=True, width=10)
+    table.add_column("doing", ratio=2)
     for one in profile.lines()[:MAX_LINES]:
         if one.share >= MIN_LINE_SHARE:
             shares = (percent(one.share), percent(one.inclusive_share))

@@ -198,6 +198,11 @@ def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
     return False
 
 
+def _is_enough(profile: LineProfile, entries: Iterable[Entry]) -> bool:
+    share = profile.share(entries)
+    return share >= MIN_LINE_SHARE and share * profile.samples >= MIN_SAMPLES
+
+
 _Chosen = tuple[SampledLine, list[Entry]]
 
 
@@ -209,7 +214,7 @@ def _largest_function(profile: LineProfile, entries: Collection[Entry]) -> _Chos
         assert line is not None
         functions[(line.file, line.function)].append(entry)
     most = max(functions.values(), key=profile.share, default=[])
-    if profile.share(most) < MIN_LINE_SHARE:
+    if not _is_enough(profile, most):
         return None
     return profile.lines(most)[0].line, most
 
@@ -225,7 +230,7 @@ def _innermost_caller(profile: LineProfile, entries: Collection[Entry]) -> _Chos
             if (line.file, line.function) not in loops and entry not in below[line][-1:]:
                 below[line].append(entry)
                 depth[line] = max(depth.get(line, 0), at)
-    enough = [line for line, found in below.items() if profile.share(found) >= MIN_LINE_SHARE]
+    enough = [line for line, found in below.items() if _is_enough(profile, found)]
     if not enough:
         return None
     line = max(enough, key=lambda one: (depth[one], profile.share(below[one])))

@@ -1,8 +1,8 @@
 """Describe a thread's stack: its lines of the user's code, and what the innermost one does.
 
 A function of C has no frame. If a thread is inside of one, the innermost frame is at the
-instruction that called it, and the text of that call names it. Local variables are not read: up to Python 3.12
-that would keep the script's tensors alive.
+instruction that called it, and the text of that call names it. Local variables are not read: up to
+Python 3.12 that would keep the script's tensors alive.
 """
 
 import dis
@@ -49,7 +49,7 @@ _OPERATORS = (
     *("UNARY_NEGATIVE", "UNARY_INVERT", "CONTAINS_OP"),
 )
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_INNER = re.compile(r"(\.<locals>\.<(genexpr|listcomp|setcomp|dictcomp)>)+$")
+_INNER = re.compile(r"(\.<locals>)?(\.?<(genexpr|listcomp|setcomp|dictcomp)>)+$")
 _METHOD = re.compile(r"\.\s*([A-Za-z_]\w*)$")
 
 Place = tuple[str, int, str]  # file, line, function
@@ -146,7 +146,7 @@ _NO_NAMES = (*_PASSING_MODULES, "torch")
 
 def function_name(code: CodeType) -> str:
     """Return the qualified name of a function; that of the function around a comprehension."""
-    return _INNER.sub("", code.co_qualname)
+    return _INNER.sub("", code.co_qualname) or "<module>"
 
 
 def _module(frame: FrameType) -> str:
@@ -239,7 +239,7 @@ def _resolve(frame: FrameType, parts: list[str]) -> tuple[str, bool]:
 
 def _is_library(module: str) -> bool:
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
-    return file is None or file.startswith(LIBRARY_PREFIXES)
+    return file is not None and file.startswith(LIBRARY_PREFIXES)  # a built-in one has no file
 
 
 def _is_tensor_method(name: str) -> bool:

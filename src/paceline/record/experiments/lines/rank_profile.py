@@ -16,6 +16,8 @@ from .table import StackTable
 from .worker_profile import WorkerProfiles
 
 _P = ParamSpec("_P")
+WANTED_SAMPLES = 300  # of a phase
+MIN_INTERVAL_S = 0.002  # about 3 % of the time is spent in sampling then
 MIN_COUNTED_SAMPLES = 3  # in a function: then the executions of its lines are counted
 
 
@@ -35,6 +37,11 @@ def _reported(method: Callable[Concatenate["RankProfile", _P], None]) -> Callabl
     return call
 
 
+def interval_for(expected_s: float) -> float:
+    """Return the mean time between samples of a phase that takes so long."""
+    return min(max(expected_s / WANTED_SAMPLES, MIN_INTERVAL_S), MEAN_INTERVAL_S)
+
+
 class RankProfile:
     """Samples one rank while the measured steps of a phase run.
 
@@ -48,6 +55,7 @@ class RankProfile:
         self._table = StackTable()
         self._samples: list[tuple[int, int, int, int, int, int]] = []
         self._start_ns = self._lost = 0
+        self._interval_s = MEAN_INTERVAL_S
         self._is_kept = False
         self._sampler: LineSampler | None = None
         self._workers = WorkerProfiles(recorder, opened)
@@ -59,9 +67,10 @@ class RankProfile:
         self._workers.install()
 
     @_reported
-    def start(self, is_kept: bool) -> None:
+    def start(self, is_kept: bool, expected_s: float) -> None:
         """Start to sample the training thread, which calls this.
 
+        expected_s: Estimated duration of the phase. A short one is sampled more often.
         is_kept: Whether the samples are wanted. Phases whose samples are not wanted are sampled
         all the same, because phases are compared and sampling costs time.
         """
@@ -69,8 +78,9 @@ class RankProfile:
         if is_kept:
             self._start_ns = now()
             self._workers.is_on = True
-        thread = self.recorder.training_thread
-        self._sampler = LineSampler(thread, self._take, self._opened.last_path)
+            self._interval_s = interval_for(expected_s)
+        thread, interval = self.recorder.training_thread, interval_for(expected_s)
+        self._sampler = LineSampler(thread, self._take, self._opened.last_path, interval_s=interval)
         self._sampler.start()
 
     @_reported
@@ -126,7 +136,7 @@ class RankProfile:
         workers, worker_ns, times = self._workers.collect(self._table)
         profile: LineProfile = {
             "version": PROFILE_VERSION,
-            "interval_ns": int(MEAN_INTERVAL_S * 1e9),
+            "interval_ns": int(self._interval_s * 1e9),
             "start_ns": self._start_ns,
             "frames": self._table.frames(),
             "stacks": self._table.stacks(),

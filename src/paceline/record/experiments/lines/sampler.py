@@ -30,7 +30,7 @@ from .activity import Described, StackDescriber
 from .sidecar import Activity
 
 MEAN_INTERVAL_S = 0.01
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.001, 0.1
+MIN_INTERVAL_SHARE, MAX_INTERVAL_SHARE = 0.1, 10.0  # of the mean interval
 SWITCH_INTERVAL_S = 2e-5
 
 # Takes the time (ns), the delay (ns), the stack, and since the sample before: time on a core, time
@@ -46,6 +46,7 @@ class LineSampler:
         take: Receives each sample, in the sampler's thread.
         last_opened: Returns the path of the file that the thread opened last; "" if unknown.
         is_on: Whether to sample now; asked at each wake-up.
+        interval_s: Mean time from a sample to the time at which the next one is due.
         root: Code of the outermost function that belongs to the thread's work. A forked process
             has the stack of its parent below it.
     """
@@ -56,10 +57,11 @@ class LineSampler:
         take: TakeSample,
         last_opened: Callable[[int], str] = lambda thread: "",
         is_on: Callable[[], bool] = lambda: True,
+        interval_s: float = MEAN_INTERVAL_S,
         root: CodeType | None = None,
     ) -> None:
         self._sampled, self._take = thread, take
-        self._last_opened, self._is_on = last_opened, is_on
+        self._last_opened, self._is_on, self._interval_s = last_opened, is_on, interval_s
         self._describer = StackDescriber(root)
         self._random = random.Random()  # the script's own generator must not change
         self._end = threading.Event()
@@ -108,9 +110,10 @@ class LineSampler:
 
     def _sample(self, schedule: "ThreadSchedule") -> None:
         ran, delayed = schedule.read()
-        rate = 1 / (MEAN_INTERVAL_S - _MIN_INTERVAL_S)
+        least, most = (self._interval_s * x for x in (MIN_INTERVAL_SHARE, MAX_INTERVAL_SHARE))
+        rate = 1 / (self._interval_s - least)
         while True:
-            interval = min(_MIN_INTERVAL_S + self._random.expovariate(rate), _MAX_INTERVAL_S)
+            interval = min(least + self._random.expovariate(rate), most)
             due = now() + int(interval * 1e9)
             if self._end.wait(interval):
                 return

@@ -107,7 +107,7 @@ class _WorkerProfile:
         self._whole_ns = 0
         self._was_on = False
         self._sampler = LineSampler(
-            threading.get_ident(), self._take, profiles.opened.last_path, self._is_on, root
+            threading.get_ident(), self._take, profiles.opened.last_path, self._is_on, root=root
         )
 
     def start(self) -> None:
