@@ -79,7 +79,7 @@ def test_call_that_holds_the_lock_gets_its_own_time_and_not_that_before_it():
 
 def test_python_code_before_an_operator_is_not_booked_to_the_operator():
     """With the usual switch interval of 5 ms the operator gets nearly all samples."""
-    found, _ = shares([(python, 30_000), (operator, 2)])
+    found, _ = shares([(python, 5_000), (operator, 1)])
     measured, sampled = found["python"]
     assert sampled > 0.35 * measured, found
 

@@ -283,7 +283,7 @@ def _does(doing: Doing, what: str, executions: float) -> str:
         Doing.PYTHON: f"computes in Python{times}",
         Doing.SHORT_CALLS: f"calls small operators of torch one after another{times}",
         Doing.LIBRARY: f"calls {what or 'a library'}{times}",
-        Doing.FILE: f"reads or writes files ({what}){times}",
+        Doing.FILE: f"reads or writes files{f' ({what})' if what else ''}{times}",
         Doing.WAIT: f"waits{f' ({what})' if what else ''} on no core{times}",
         Doing.GARBAGE: "makes Python collect garbage",
     }[doing]
