@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ...record.experiments.lines.sidecar import Activity
 from ..figures.measured_window import MeasuredWindow
-from ..records.rank_lines import Activity, RankLines, SampledLine, SampledStack
+from ..records.rank_lines import RankLines, SampledLine, SampledStack
 from ..records.state_timeline import STATES
 from .blamed_lines import add_waits
 from .line_profile import Doing, Entry, LineProfile, Stack

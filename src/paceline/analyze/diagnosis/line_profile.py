@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..records.rank_lines import Activity, SampledLine
+from ...record.experiments.lines.sidecar import Activity
+from ..records.rank_lines import SampledLine
 
 __all__ = [
     "Activity",

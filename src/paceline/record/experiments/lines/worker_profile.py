@@ -43,9 +43,10 @@ class WorkerProfiles:
 
     def install(self) -> None:
         after_import({"torch.utils.data._utils.worker": self._patch})
-        os.register_at_fork(before=self._find_folder)  # a forked process has no ring
+        os.register_at_fork(before=self.find_folder)  # a forked process has no ring
 
-    def _find_folder(self) -> None:
+    def find_folder(self) -> None:
+        """Note where the rank's ring is, for its workers."""
         if (ring := self._recorder.path) is not None:
             self._folder, self._stem = ring.parent, ring.stem
 
@@ -57,7 +58,7 @@ class WorkerProfiles:
         def worker_loop(*args: Any, **kwargs: Any) -> Any:
             profile = None
             if os.getpid() != rank_pid and self._folder is not None:
-                profile = _WorkerProfile(self, run.__code__)
+                profile = WorkerProfile(self, run.__code__)
                 profile.start()
             try:
                 return run(*args, **kwargs)
@@ -98,7 +99,7 @@ class WorkerProfiles:
         return count, whole, list(sums.values())
 
 
-class _WorkerProfile:
+class WorkerProfile:
     """The sampler inside of a worker."""
 
     def __init__(self, profiles: WorkerProfiles, root: CodeType) -> None:
