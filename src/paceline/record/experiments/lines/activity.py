@@ -65,6 +65,7 @@ class StackDescriber:
     def __init__(self, root: CodeType | None = None) -> None:
         self._root = root
         self._is_user_code: dict[CodeType, bool] = {}
+        self._lines: dict[tuple[CodeType, int], int] = {}
         self._calls: dict[tuple[CodeType, int], tuple[Activity, str]] = {}
 
     def describe(self, frame: FrameType) -> Described:
@@ -72,23 +73,35 @@ class StackDescriber:
 
         The last is a function, or "" for Python itself.
         """
+        # First the positions of all frames: the thread may run again while they are looked up.
+        snapshot = []
+        at: FrameType | None = frame
+        while at is not None:
+            snapshot.append((at, at.f_lasti))
+            at = at.f_back
         places: list[Place] = []
         library: list[FrameType] = []  # frames inside of the innermost line of the user's code
-        at: FrameType | None = frame
-        own: FrameType | None = None
-        while at is not None and at.f_code is not self._root:
+        for at, offset in snapshot:
+            if at.f_code is self._root or len(places) == MAX_CHAIN:
+                break
             if self._is_users(at.f_code):
-                own = own or at
-                code = at.f_code
-                line = at.f_lineno or code.co_firstlineno
-                places.append((code.co_filename, line, function_name(code)))
-                if len(places) == MAX_CHAIN:
-                    break
-            elif own is None:
+                line = self._line(at.f_code, offset)
+                places.append((at.f_code.co_filename, line, function_name(at.f_code)))
+            elif not places:
                 library.append(at)
-            at = at.f_back
-        activity, what = self._activity(frame, library)
+        activity, what = self._activity(frame, snapshot[0][1], library)
         return tuple(places), activity, what[:MAX_TEXT_CHARS]
+
+    def _line(self, code: CodeType, offset: int) -> int:
+        key = (code, offset)
+        line = self._lines.get(key)
+        if line is None:
+            if len(self._lines) >= MAX_KNOWN_CALLS:
+                self._lines.clear()
+            ranges = code.co_lines()
+            found = next((n for start, end, n in ranges if start <= offset < end and n), None)
+            line = self._lines[key] = found or code.co_firstlineno
+        return line
 
     def _is_users(self, code: CodeType) -> bool:
         known = self._is_user_code.get(code)
@@ -97,11 +110,13 @@ class StackDescriber:
             self._is_user_code[code] = known
         return known
 
-    def _activity(self, frame: FrameType, library: list[FrameType]) -> tuple[Activity, str]:
+    def _activity(
+        self, frame: FrameType, offset: int, library: list[FrameType]
+    ) -> tuple[Activity, str]:
         names = [(_module(one), one.f_code) for one in library]
         names = [one for one in names if not _is_of(one[0], (_PACKAGE,)) or ".comm." in one[0]]
         if not names:
-            return self._called(frame)
+            return self._called(frame, offset)
         for module, code in reversed(names):
             if _is_of(module, ("torch.distributed", f"{_PACKAGE}.comm")):
                 return Activity.COLLECTIVE, _function(module, code)
@@ -111,7 +126,7 @@ class StackDescriber:
         module, code = names[0]
         if module.startswith("torch.utils.data"):  # the loader; it is innermost only for moments
             return Activity.PYTHON, _function(module, code)
-        called, what = self._called(frame) if frame is library[0] else (Activity.PYTHON, "")
+        called, what = self._called(frame, offset) if frame is library[0] else (Activity.PYTHON, "")
         named = next(
             (_function(m, c) for m, c in reversed(names) if not _is_of(m, _NO_NAMES)), what
         )
@@ -128,14 +143,14 @@ class StackDescriber:
             return called, what
         return Activity.LIBRARY, named or _function(module, code)
 
-    def _called(self, frame: FrameType) -> tuple[Activity, str]:
-        """Return what the current instruction of a frame calls."""
-        key = (frame.f_code, frame.f_lasti)
+    def _called(self, frame: FrameType, offset: int) -> tuple[Activity, str]:
+        """Return what the instruction of a frame at ``offset`` calls."""
+        key = (frame.f_code, offset)
         known = self._calls.get(key)
         if known is None:
             if len(self._calls) >= MAX_KNOWN_CALLS:
                 self._calls.clear()
-            known = self._calls[key] = _describe_instruction(frame)
+            known = self._calls[key] = _describe_instruction(frame, offset)
         return known
 
 
@@ -161,14 +176,14 @@ def _function(module: str, code: CodeType) -> str:
     return f"{module}.{code.co_qualname}"
 
 
-def _describe_instruction(frame: FrameType) -> tuple[Activity, str]:
+def _describe_instruction(frame: FrameType, offset: int) -> tuple[Activity, str]:
     code = frame.f_code
-    name = dis.opname[code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else ""
+    name = dis.opname[code.co_code[offset]] if offset >= 0 else ""
     if name in _OPERATORS:
         return (Activity.LIBRARY if _uses_only_numpy(frame) else Activity.TORCH), ""
     if not name.startswith(("CALL", "PRECALL")):
         return Activity.PYTHON, ""
-    text = _text_of_call(code, frame.f_lasti)
+    text = _text_of_call(code, offset)
     if not text:
         return Activity.PYTHON, ""
     parts = text.split(".")

@@ -35,6 +35,7 @@ from .sidecar import Activity
 MEAN_INTERVAL_S = 0.01
 MIN_INTERVAL_SHARE, MAX_INTERVAL_SHARE = 0.1, 10.0  # of the mean interval
 SWITCH_INTERVAL_S = 5e-6
+LOOK_INTERVAL_S = 0.005  # the same while the sampler looks at a stack
 _PR_SET_TIMERSLACK = 29
 
 # Takes the time (ns), the delay (ns), the stack, and since the sample before: time on a core, time
@@ -127,12 +128,16 @@ class LineSampler:
             if not self._is_on():
                 ran, delayed = schedule.read()
                 continue
-            # Read the stack first: a system call would release the interpreter lock.
+            # Read the stack first: a system call would release the interpreter lock, and so would
+            # the short switch interval.
+            sys.setswitchinterval(LOOK_INTERVAL_S)
             frame = sys._current_frames().get(self._sampled)
-            if frame is None:
-                return
-            places, activity, what = self._describer.describe(frame)
+            described = self._describer.describe(frame) if frame is not None else None
             del frame
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            if described is None:
+                return
+            places, activity, what = described
             garbage, self._garbage_ns = self._garbage_ns, 0
             if activity == Activity.FILE:
                 what = self._last_opened(self._sampled) or what
