@@ -386,6 +386,11 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space for a second copy of the samples",
     ),
+    "edit-line": Knob(
+        "the line that takes the time is changed, or is executed less often",
+        ("line", "slow-rank"),
+        "{value}",
+    ),
     "leave-rank-out": Knob(
         "the device of the slow rank is not used",
         ("slow-rank",),

@@ -32,7 +32,7 @@ class Saving:
     Attributes:
         value: Value of the knob.
         saves: Saved share of a step; None if it must be measured in a few steps.
-        source: Kind of the prediction: LADDER, RECORD, FORMULA or TRIED.
+        source: Kind of the prediction: LADDER, RECORD, FORMULA or TRIED; or a bound.
     """
 
     value: Any
@@ -224,7 +224,33 @@ def half_share(source: str) -> PredictSaving:
     return lambda e, cause: scaled(e, cause, 0.5, source)
 
 
+def edit_line(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose an edit of the cause's line; no more than its share can be saved, which is shown."""
+    if not cause.evidence.get("lines"):
+        return None
+    doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
+    place = str(cause.evidence["lines"][0]["file"]).rpartition("/")[2]
+    edit = f"{LINE_EDITS[doing]} (in {place})"
+    return Saving(edit, None, f"at most its {100 * cause.share:.0f} % of a step")
+
+
+ONE_RANK = "one rank"
+# By what a line does: how to change it.
+LINE_EDITS = {
+    "python": "operators on whole tensors in place of a Python loop, or once before the training",
+    "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
+    "library": "in the loader's workers, once before the training, or every N steps",
+    "file": "read once and kept in memory, in the loader's workers, or every N steps",
+    "wait": "every N steps, or in a thread whose result the next step uses",
+    "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
+    ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
+}
+
+
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
+    """Predict the saving without a slow rank, unless its own work is what makes it slow."""
+    if cause.evidence.get("lines"):
+        return None
     return without_one_of(e.report.size, cause)
 
 
@@ -306,6 +332,7 @@ GAINS: dict[str, PredictSaving] = {
     "pack": half_share(FORMULA),
     "stage": storage_wait,
     "offline": must_be_tried,
+    "edit-line": edit_line,
     "leave-rank-out": without_rank,
     "equal-batches": whole_share(LADDER),
     "leave-host-out": without_host,

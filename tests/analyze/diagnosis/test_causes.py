@@ -17,7 +17,17 @@ FACTS = {
 }  # fmt: skip
 
 
-def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late="", **changed):
+def judged(
+    *,
+    losses=(),
+    calls=None,
+    loader=None,
+    facts=(),
+    gradients=None,
+    late="",
+    line_profile=None,
+    **changed,
+):
     """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
     rungs = {
         "alone": rung(ranks=1),
@@ -37,7 +47,7 @@ def judged(*, losses=(), calls=None, loader=None, facts=(), gradients=None, late
     e = Evidence(
         waterfall=fall, report=report, loader=loader, threads=told[0]["threads"],
         cores=together.bit_count(), per_host=2, steps=10, rungs=rungs, facts=told,
-        gradients=gradients, describe_lateness=lambda _: late,
+        gradients=gradients, line_profile=line_profile, describe_lateness=lambda _: late,
         lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
     )  # fmt: skip
     return causes(e)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval, Waterfall
-from .rules import compute, exchange, inputs, ranks, script
+from .rules import compute, exchange, inputs, lines, ranks, script
 
 __all__ = ["MIN_SHARE", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
 
@@ -114,7 +114,38 @@ def causes(e: Evidence) -> list[Cause]:
         name, sentence, evidence = named
         cause = Cause(name, share, interval, sentence, evidence)
         found[name] = _merge(found[name], cause, witness) if name in found else cause
-    return sorted(found.values(), key=lambda cause: -cause.share)
+    late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
+    work = late.named[2] if late is not None else None
+    work = found["slow-rank"].evidence if "slow-rank" in found else work
+    for name in ("script", "synchronisation"):
+        if work is not None and name in found and _have_same_line(work, found[name].evidence):
+            del found[name]  # it is the work of one rank
+    by_line = _of_lines(e, found, [late] if late is not None else [])
+    return sorted([*found.values(), *by_line], key=lambda cause: -cause.share)
+
+
+def _have_same_line(*evidence: dict[str, Any]) -> bool:
+    """Return whether the first lines of two causes are of one function."""
+    both = [one.get("lines") for one in evidence]
+    functions = [(found[0].get("file"), found[0].get("function")) for found in both if found]
+    return len(functions) == 2 and functions[0] == functions[1]
+
+
+def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause]) -> list[Cause]:
+    """Return ``result`` and the causes that the line profile shows and none of these explains."""
+    explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
+    result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)])
+    causes_of_lines = []
+    for one in result:
+        name, sentence, evidence = one.named
+        causes_of_lines.append(Cause(name, one.share, (one.share, one.share), sentence, evidence))
+    return causes_of_lines
+
+
+# Causes that explain why ranks wait for one of them.
+_LATE_RANK_CAUSES = {
+    *("slow-rank", "slow-host", "uneven-data", "validation-on-one-rank", "checkpoint-on-one-rank"),
+}
 
 
 def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:

@@ -16,6 +16,7 @@ from ..figures.losses import Loss
 from ..figures.report import Report
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
+from .line_profile import LineProfile
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
@@ -42,6 +43,7 @@ class Evidence:
         lines: Lines of the script, by the state that ranks were in.
         rank_spread: Constant differences between the ranks' computing times in the run of the
             unchanged script; None if unknown.
+        line_profile: Time by line of the script, of all rounds; None if nothing was sampled.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
     """
 
@@ -57,6 +59,7 @@ class Evidence:
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     rank_spread: RankSpread | None = None
+    line_profile: LineProfile | None = None
     describe_lateness: Callable[[int], str] = lambda rank: ""
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:

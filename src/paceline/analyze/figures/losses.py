@@ -169,7 +169,7 @@ def wait_losses(
     total_ns = len(records) * within.length
     known = np.flatnonzero(attributed_waits(matched, blocked, within, residual))
     unknown = total(blocked.wait) - total(blocked.wait[known])
-    together = np.clip(_last_together(rows), within.start, start)[known]
+    together = np.clip(last_together(rows), within.start, start)[known]
     rows, start, last_arrival, length = (
         rows[known],
         start[known],
@@ -244,7 +244,7 @@ def rows_by_value(values: Ints) -> Iterable[tuple[int, Ints]]:
     return zip(unique.tolist(), np.split(order, first[1:]), strict=False)
 
 
-def _last_together(rows: npt.NDArray[Any]) -> Ints:
+def last_together(rows: npt.NDArray[Any]) -> Ints:
     """Return for each wait when its rank was last together with its group (ns).
 
     That is the end of the last wait before the rank went to work again. Consecutive waits without

@@ -116,7 +116,8 @@ def _on_common_clock(record: Record, clock: Clock) -> Record:
     for name in ("started_ns", "joined_ns"):
         if name in meta:
             meta[name] = int(clock.to_common(np.array([meta[name]]))[0])
-    return replace(record, events=events, meta=meta)
+    profile = record.profile.on_clock(clock) if record.profile is not None else None
+    return replace(record, events=events, meta=meta, profile=profile)
 
 
 class _OffsetBounds:

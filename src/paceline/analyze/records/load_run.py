@@ -8,10 +8,12 @@ from typing import Any
 
 from ...plurals import counted, named_ranks
 from ...record.ring.header_schema import without_line_breaks
+from ...record.ring.ring import LINES_SUFFIX, PROFILE_SUFFIX
 from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.error_reason import error_reason
 from ...security.files import InvalidFileError, open_regular
 from ...security.schema import read_json
+from .rank_lines import read_rank_lines
 from .read_record import NewerVersionError, Record, parse_record
 from .script_lines import command_words, read_lines
 
@@ -100,15 +102,23 @@ def load_record(path: Path) -> Record:
 
 def _load_with_lines(path: Path) -> tuple[Record, list[str]]:
     """Return a rank's record with the lines of its script, and notes on what was left out."""
-    record = load_record(path)
-    lines_path = path.with_suffix(".lines")
+    record, notes = load_record(path), []
+    lines_path = path.with_suffix(LINES_SUFFIX)
     try:
         lines, note = read_lines(lines_path)
+        record, notes = replace(record, lines=lines), [note] if note else []
     except FileNotFoundError:
-        return record, []
+        pass
     except (InvalidFileError, OSError) as error:
-        return record, [without_line_breaks(f"{lines_path}: {error_reason(error)}")]
-    return replace(record, lines=lines), [without_line_breaks(note)] if note else []
+        notes = [f"{lines_path}: {error_reason(error)}"]
+    profile_path = path.with_suffix(PROFILE_SUFFIX)
+    try:
+        record = replace(record, profile=read_rank_lines(profile_path))
+    except FileNotFoundError:
+        pass
+    except (InvalidFileError, OSError) as error:
+        notes.append(f"{profile_path}: {error_reason(error)}")
+    return record, [without_line_breaks(note) for note in notes]
 
 
 def _check_one_run(folder: Path, records: list[Record]) -> None:

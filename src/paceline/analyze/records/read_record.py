@@ -24,6 +24,7 @@ from ...record.ring.ring import (
 )
 from ...record.ring.states import BACKGROUND_STATES, Op, State
 from ...security.files import InvalidFileError
+from .rank_lines import RankLines
 
 EVENT_DTYPE = np.dtype(
     [
@@ -75,6 +76,7 @@ class Record:
     lost: int  # number of events that the ring has overwritten
     cost_ns: int  # time that recording took on this rank
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # lines of the script, by number
+    profile: RankLines | None = None  # of a run of paceline diagnose
     pages: mmap.mmap | None = None  # the mapped file that holds the events
     damaged: int = 0  # number of implausible events, left out
     begun: BegunOperation | None = None  # None before format version 3

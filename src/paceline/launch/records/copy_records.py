@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...record.ring.states import SAMPLER_STATES
 from ...record.ring.tail import MAX_RECORD_BYTES
 from ...security.files import read_regular
@@ -64,14 +65,15 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
         if not told and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
-        lines = name.removesuffix(".ring") + ".lines"
         inside = open_subfolder(place) if place != target else None
         try:
             path = place if inside is None else Path()
             replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
-            if folder.status(lines) is not None:
-                told_lines = folder.read(lines, MAX_RECORD_BYTES)
-                replace_file(path / f"rank-{rank}.lines", told_lines, dir_fd=inside)
+            for suffix in SIDECAR_SUFFIXES:
+                beside = name.removesuffix(".ring") + suffix
+                if folder.status(beside) is not None:
+                    content = folder.read(beside, MAX_RECORD_BYTES)
+                    replace_file(path / f"rank-{rank}{suffix}", content, dir_fd=inside)
         finally:
             if inside is not None:
                 os.close(inside)

@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.files import InvalidFileError, read_regular
 from ...security.folders import Folder, can_be_renamed_by_others, replace_file
 from ...security.schema import read_json
@@ -394,5 +395,5 @@ def _set_aside(folder: Folder) -> None:
         copy_records(folder, waiting.path, read_attempt(folder.path))
     folder.rename(part, TO_SEND)
     for name in folder.names():
-        if name.endswith((".ring", ".lines", ".stack")):
+        if name.endswith((".ring", *SIDECAR_SUFFIXES, ".stack")):
             folder.remove(name)

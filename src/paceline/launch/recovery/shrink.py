@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...plurals import counted
+from ...record.ring.ring import SIDECAR_SUFFIXES
 from ..monitor.failures import RankStatus
 from ..monitor.live_records import JobSnapshot
 from ..remote.remote_host import RemoteHost
@@ -227,7 +228,7 @@ def move_earlier_attempts(record: Path, last_attempt: int) -> None:
                 continue
             attempt_folder = record / f"attempt-{attempt}"
             attempt_folder.mkdir(exist_ok=True)
-            for file in (path, path.with_suffix(".lines")):
+            for file in (path, *map(path.with_suffix, SIDECAR_SUFFIXES)):
                 if file.exists():
                     file.replace(attempt_folder / file.name)
         except (OSError, ValueError):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.folders import NewFile, open_subfolder
 from ..channel import Channel, InvalidMessageError
 from ..monitor.output import RankOutput
@@ -22,7 +23,7 @@ HEARTBEAT_INTERVAL_S = 5.0
 MAX_MISSED_HEARTBEATS = 24
 PROMPT_ANSWER_TIMEOUT_S = 60.0
 SEND_LOCK_TIMEOUT_S = 0.1
-RECORD_SUFFIXES = (".ring", ".lines")
+RECORD_SUFFIXES = (".ring", *SIDECAR_SUFFIXES)
 
 
 class HostTimeoutError(ValueError):

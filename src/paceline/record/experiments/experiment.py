@@ -26,6 +26,7 @@ from ..ring.resource_usage import (
     measure_open_s,
 )
 from .cached_batches import CachedBatches
+from .lines.rank_profile import RankProfile
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
@@ -45,6 +46,7 @@ class Experiment:
         self._observer = Observer()
         self._results: dict[str, Any] = {"silent": 0}
         self._loss_sum, self._loss_count = 0.0, 0
+        self._step_start = time.perf_counter()
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
         )
@@ -53,6 +55,8 @@ class Experiment:
         """Patch torch. Must precede the recorder's own hooks, which then wrap these."""
         self._observer.install()
         self._file_opens = FileOpenCounter()
+        self._lines = RankProfile(self.recorder, self._file_opens)
+        self._lines.install()
         after_import({"torch.utils.data.dataloader": self._cached_batches.install})
         if self.rung.losses:
             after_import({"torch": self._record_losses})
@@ -67,9 +71,11 @@ class Experiment:
     def after_step(self) -> None:
         """Advance the experiment; called at the end of every optimizer step of the job."""
         step, index = self.recorder.step, self.rung.phase_index(self.recorder.step)
+        self._lines.stop_counting()
         if self.rung.measures(step - 1):
             self._observer.after_step()
             if not self.rung.measures(step):
+                self._lines.stop()
                 self._observer.end_phase(self._phase)
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
@@ -78,12 +84,17 @@ class Experiment:
         phase = self.rung.phases[index]
         if phase != self._phase:
             self._leave(self._phase)
+            if self._phase == EVERYTHING:
+                self._lines.start_counting()
             self._phase = phase
             self._enter(phase)
         if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
             self._observer.begin_phase()
+            expected = (time.perf_counter() - self._step_start) * self.rung.steps
+            self._lines.start(is_kept=self._phase == EVERYTHING, expected_s=expected)
+        self._step_start = time.perf_counter()
 
     def _enter(self, phase: str) -> None:
         import torch
@@ -202,8 +213,10 @@ class Experiment:
 
     def _finish(self) -> NoReturn:
         """Write the results into the record and end this process without exit handlers."""
+        self._lines.stop()
         if "stopped" not in self._results:
             self._observer.finish()
+            self._lines.write()
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts

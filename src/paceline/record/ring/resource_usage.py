@@ -6,6 +6,7 @@ two readings.
 
 import mmap
 import os
+import re
 import resource
 import struct
 import sys
@@ -20,6 +21,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE
 # Name prefixes of Python threads of Paceline or a DataLoader, which are not reported.
 OWN = ("paceline", "QueueFeederThread")
+MAX_THREADS = 1024  # whose last opened file is known
 
 
 def read_usage() -> dict[str, float]:
@@ -176,6 +178,7 @@ class FileOpenCounter:
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 8)
+        self._last_paths: dict[int, str] = {}
         sys.addaudithook(self._hear)
 
     def __int__(self) -> int:
@@ -184,6 +187,13 @@ class FileOpenCounter:
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], str | bytes) and not _no_data(args[0]):
             self._shared[:8] = struct.pack("q", int(self) + 1)
+            if len(self._last_paths) < MAX_THREADS or threading.get_ident() in self._last_paths:
+                self._last_paths[threading.get_ident()] = os.fsdecode(args[0])
+
+    def last_path(self, thread: int) -> str:
+        """Return the file that a thread of this process opened last, with "#" for its numbers."""
+        folder, slash, name = self._last_paths.get(thread, "").rpartition("/")
+        return folder + slash + re.sub(r"\d+", "#", name)
 
 
 def _no_data(path: str | bytes) -> bool:

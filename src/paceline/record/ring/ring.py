@@ -35,6 +35,8 @@ LAST_BEGUN = struct.Struct("<qIIHBB")
 LAST_BEGUN_OFFSET = HEADER_BYTES - 64
 BACKGROUND_BEGUN_OFFSET = HEADER_BYTES - 32  # the same of threads that do not train
 DEFAULT_CAPACITY = 1 << 16
+LINES_SUFFIX, PROFILE_SUFFIX = ".lines", ".profile"  # of the files beside a ring
+SIDECAR_SUFFIXES = (LINES_SUFFIX, PROFILE_SUFFIX)
 
 
 class Ring:

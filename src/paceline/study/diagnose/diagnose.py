@@ -7,13 +7,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ...analyze.diagnosis.build_line_profile import profile_of_runs
 from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
+from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
-from ...analyze.figures.report import Report, analyse_with_window
+from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
@@ -53,6 +55,7 @@ class Diagnosis:
         remedies: Proposed remedies.
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
+        lines: Time by line of the script; None if nothing was sampled.
         off: Error of earlier predictions, by kind of prediction.
     """
 
@@ -67,6 +70,7 @@ class Diagnosis:
     remedies: list[Remedy] = field(default_factory=list)
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
+    lines: LineProfile | None = None
     off: dict[str, history.PredictionError] = field(default_factory=dict)
 
 
@@ -84,13 +88,14 @@ def run_diagnosis(
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
     roofline = _roofline(ladder, report, machine) if machine is not None else None
+    lines = _line_profile(ladder, examined)
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
-        return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
+        return Diagnosis(command, ladder, report, None, [], [], notes, roofline, lines=lines)
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
-    evidence = _evidence(ladder, report, examined.measured, fall)
+    evidence = _evidence(ladder, report, examined.measured, fall, lines)
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
     found = causes(evidence)
     would = remedies(evidence, found, _source(asked.script), asked.settings)
@@ -104,6 +109,7 @@ def run_diagnosis(
         notes,
         roofline,
         remedies=would,
+        lines=lines,
         off=history.prediction_errors(),
     )
 
@@ -192,8 +198,20 @@ def _roofline(ladder: Ladder, report: Report, machine: Machine) -> Roofline | No
     return on_roofline(ladder.first.records, machine, times.median_s if times else None, useful)
 
 
+def _line_profile(ladder: Ladder, last: RunAnalysis) -> LineProfile | None:
+    """Return the line profile of all rounds. ``last``: the analysis of the last round."""
+    runs = [analyse_with_window(run, steps) for run, steps in ladder.rounds[:-1]]
+    windows = [one.measured for one in (*runs, last) if one.measured is not None]
+    step_s = [one.step_s for one in ladder.rungs["everything"]]
+    return profile_of_runs(windows, statistics.fmean(step_s) if step_s else 0.0)
+
+
 def _evidence(
-    ladder: Ladder, report: Report, measured: MeasuredWindow | None, found: Waterfall
+    ladder: Ladder,
+    report: Report,
+    measured: MeasuredWindow | None,
+    found: Waterfall,
+    profile: LineProfile | None,
 ) -> Evidence:
     facts = ladder.facts
     lines: dict[str, list[dict[str, object]]] = {}
@@ -214,6 +232,7 @@ def _evidence(
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
         rank_spread=computing_spread(measured) if measured is not None else None,
+        line_profile=profile,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
     )
 

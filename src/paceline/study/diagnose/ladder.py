@@ -64,6 +64,8 @@ class Ladder:
         steps: Measured steps of each phase.
         rungs: Results of each rung, one per round.
         run: Last run of all ranks; nothing is switched off from step ``warm`` to ``warm + steps``.
+        rounds: The run of all ranks of each round, with its first step and the step after its last
+            one, between which nothing is switched off.
         first: The first run, with all ranks, which precedes the rounds.
         loader: Totals of the loaders when they run without training, or None.
         seconds: Duration of the whole ladder.
@@ -76,6 +78,7 @@ class Ladder:
     rungs: dict[str, list[RungResult]]
     run: Run
     first: Run
+    rounds: list[tuple[Run, tuple[int, int]]] = field(default_factory=list)
     loader: dict[str, float] | None = None
     seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
@@ -177,6 +180,7 @@ class _Climb:
             f"the script ends after {counted(ended.done, 'step')}: each experiment measures only "
             f"{steps}. HINT: let the script train longer for more precise figures"
         ]
+        found.rounds.clear()
         for rungs in found.rungs.values():
             rungs.clear()
 
@@ -238,6 +242,7 @@ class _Climb:
                     found.rungs[_rung_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run
+                found.rounds.append((run, (found.warm, found.warm + found.steps)))
                 found.loader = _loader_totals(run) or found.loader
 
     def _adapt_to_script(self, run: Run) -> None:

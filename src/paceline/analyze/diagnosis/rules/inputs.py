@@ -4,6 +4,7 @@ from typing import Any
 
 from ....plurals import counted
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
+from .lines import loader_lines, mostly_in
 
 WAITING = 0.5  # cores that a loader uses at most while it waits for files
 MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
@@ -13,6 +14,14 @@ MIN_BYTES_PER_BATCH = 64 << 10  # with less, the loader is not considered to rea
 
 
 def inputs(e: Evidence) -> NamedCause:
+    name, sentence, evidence = _inputs(e)
+    lines = loader_lines(e) if name != "loader-start" else []
+    if not lines:
+        return name, sentence, evidence
+    return name, sentence + mostly_in(lines), evidence | {"loader_lines": lines}
+
+
+def _inputs(e: Evidence) -> NamedCause:
     losses = e.losses_of_kind("input", doing=("input",))
     evidence: dict[str, Any] = {"most_on": sorted({x.rank for x in losses if x.rank is not None})}
     starting, whole = (

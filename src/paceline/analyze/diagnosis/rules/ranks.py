@@ -9,6 +9,7 @@ import numpy as np
 from ....plurals import counted
 from ....significance import range_by_chance, rank_spread
 from ..evidence import MIN_SHARE, Evidence, NamedCause
+from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
@@ -106,9 +107,17 @@ def uneven(e: Evidence) -> NamedCause | None:
     rank, host = loss.rank, loss.host
     if rank is None:
         return None
-    if said := data(e) or _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing):
+    if said := data(e):
+        return said
+    lines = work_of_one_rank(e, rank, is_only_there=True)
+    if not lines and (
+        said := _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing)
+    ):
         return said
     when = e.describe_lateness(rank)
+    if lines := lines or work_of_one_rank(e, rank):
+        evidence = {"rank": rank, "host": host, "steps": loss.steps, "when": when, "lines": lines}
+        return "slow-rank", sentence_of_rank(e, rank, lines, when), evidence
     sentence = (
         f"rank {rank} on {host} takes longer for its steps{f', {when}' if when else ''}, and all "
         "other ranks wait for it"
@@ -197,6 +206,8 @@ def alternating(e: Evidence) -> NamedCause:
     """Return the cause if different ranks are late in different steps."""
     if said := data(e) or noisy(e):
         return said
+    if (late := late_rank(e)) is not None and late.share >= e.occasional_waits / 2:
+        return late.named
     sentence = (
         "different ranks are late in different steps: their work varies, or other programs disturb "
         "them"

@@ -4,6 +4,7 @@ import re
 
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .compute import interpreter_lock_share
+from .lines import lines_in_state
 
 # Calls that make a rank wait for its device, for a terminal or for all other ranks.
 SYNCHRONISING_CALLS = re.compile(
@@ -16,6 +17,8 @@ MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 def script(e: Evidence) -> NamedCause:
     losses = e.losses_of_kind("other")
     lines = [line for loss in losses for line in loss.lines]
+    if e.line_profile is not None:  # it has more samples
+        lines = lines_in_state(e.line_profile, "other") or lines
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     if lines and SYNCHRONISING_CALLS.search(str(lines[0]["code"])):
         sentence = f"the script waits for a value or an output between its steps{where}"

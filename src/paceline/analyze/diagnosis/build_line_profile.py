@@ -1,0 +1,121 @@
+"""Build the line profile of a job from the records of its runs."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...record.experiments.lines.sidecar import Activity
+from ..figures.measured_window import MeasuredWindow
+from ..records.rank_lines import RankLines, SampledLine, SampledStack
+from ..records.state_timeline import STATES
+from .blamed_lines import add_waits
+from .line_profile import Doing, Entry, LineProfile, Stack
+
+MIN_OFF_CORE = 0.5  # of the time of Python code: then it waits for something that is not known
+MIN_EXECUTIONS = 30  # of a line in a step: then it is in a loop
+SHORT_EXECUTION_S = 3e-4  # a shorter execution of a line with operators is mostly Python's overhead
+
+
+def profile_of_runs(windows: Sequence[MeasuredWindow], step_s: float) -> LineProfile | None:
+    """Return the mean profile of several runs of the same ranks; None without samples.
+
+    step_s: Mean duration of a step.
+    """
+    usable = [m for m in windows if all(record.profile for record in m.records)]
+    if not usable:
+        return None
+    builder = _Builder([record.rank for record in usable[0].records])
+    for measured in usable:
+        builder.add(measured, 1 / len(usable))
+    profile = builder.finished(step_s)
+    for measured in usable:
+        add_waits(profile, measured, 1 / len(usable))
+    return profile
+
+
+class _Builder:
+    """Adds up the profiles of runs, whose stacks have different numbers."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.profile = LineProfile(ranks)
+        self._numbers: dict[Stack, int] = {}
+
+    def add(self, m: MeasuredWindow, weight: float) -> None:
+        executions: dict[SampledLine, list[int]] = defaultdict(list)
+        times: dict[Entry, float] = defaultdict(float, self.profile.times)
+        for record, timeline in zip(m.records, m.timelines, strict=True):
+            rank_lines = record.profile
+            assert rank_lines is not None
+            numbers = [self._number(rank_lines, stack) for stack in rank_lines.stacks]
+            inside = np.flatnonzero(
+                (rank_lines.at > m.within.start) & (rank_lines.at <= m.within.end)
+            )
+            self.profile.samples += len(inside)
+            whole = float(rank_lines.weight[inside].sum())
+            states = timeline.state_at(rank_lines.at[inside] - 1)
+            for i, state in zip(inside.tolist(), states.tolist(), strict=True):
+                stack = int(rank_lines.stack[i])
+                share = weight * float(rank_lines.weight[i]) / whole
+                for doing, part in _doings(rank_lines, i, rank_lines.stacks[stack], STATES[state]):
+                    entry = Entry(record.rank, numbers[stack], STATES[state], doing)
+                    times[entry] += share * part
+            for number, count in rank_lines.executions.items():
+                executions[rank_lines.lines[number]].append(count)
+            self._add_workers(rank_lines, numbers, weight / len(m.records))
+        self.profile.times = {entry: share for entry, share in times.items() if share > 0}
+        for line, counts in executions.items():
+            most = max(self.profile.executions.get(line, 0.0), sum(counts) / len(counts))
+            self.profile.executions[line] = most
+
+    def _add_workers(self, rank_lines: RankLines, numbers: list[int], weight: float) -> None:
+        if not rank_lines.worker_ns:
+            return
+        for stack, ns in rank_lines.worker_times:
+            key = (numbers[stack], Doing(rank_lines.stacks[stack].activity))
+            share = weight * ns / rank_lines.worker_ns
+            self.profile.workers[key] = self.profile.workers.get(key, 0.0) + share
+
+    def _number(self, of: RankLines, stack: SampledStack) -> int:
+        known = Stack(tuple(of.lines[number] for number in stack.lines), stack.what)
+        if known not in self._numbers:
+            self._numbers[known] = len(self._numbers)
+            self.profile.stacks.append(known)
+        return self._numbers[known]
+
+    def finished(self, step_s: float) -> LineProfile:
+        """Return the profile, in which lines with many short calls of torch are known as such."""
+        profile, torch_time = self.profile, defaultdict[SampledLine | None, float](float)
+        for entry in profile.times:
+            if entry.doing == Doing.TORCH:
+                torch_time[profile.own_line(entry)] += profile.share([entry])
+        short = {
+            line
+            for line, share in torch_time.items()
+            if line is not None
+            and (count := profile.executions.get(line, 0.0)) >= MIN_EXECUTIONS
+            and share * step_s <= SHORT_EXECUTION_S * count
+        }
+        times: dict[Entry, float] = defaultdict(float)
+        for entry, share in profile.times.items():
+            if entry.doing == Doing.TORCH and profile.own_line(entry) in short:
+                entry = entry._replace(doing=Doing.SHORT_CALLS)
+            times[entry] += share
+        profile.times = dict(times)
+        return profile
+
+
+def _doings(of: RankLines, sample: int, stack: SampledStack, state: str) -> list[tuple[Doing, Any]]:
+    """Return what a sample's time went to, with the part of each."""
+    if state in ("wait", "transfer"):
+        return [(Doing.COLLECTIVE, 1.0)]
+    doing = Doing(stack.activity)
+    # The time since the previous sample is the line's own only if that was in the same line.
+    before = of.stacks[int(of.stack[sample - 1])] if sample else stack
+    off_core = float(of.off_core[sample]) if before.lines[:1] == stack.lines[:1] else 0.0
+    if stack.activity in (Activity.PYTHON, Activity.LIBRARY) and off_core > MIN_OFF_CORE:
+        doing = Doing.WAIT
+    core, garbage = float(of.core_wait[sample]), float(of.garbage[sample])
+    parts = [(Doing.CORE, core), (Doing.GARBAGE, garbage), (doing, 1 - core - garbage)]
+    return [(kind, part) for kind, part in parts if part > 0]

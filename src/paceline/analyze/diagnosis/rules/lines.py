@@ -1,0 +1,289 @@
+"""Rules that name a line of the user's code: where time goes that no other cause explains."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ....plurals import counted
+from ..evidence import MIN_SHARE, Evidence, NamedCause
+from ..line_profile import Doing, Entry, LineProfile, LineTime, SampledLine
+
+MIN_LINE_SHARE = 0.1  # of a step, outside of torch's operators
+MAX_LINE_CAUSES = 3
+MIN_OF_WAITS = 0.3  # of the waits for a rank: then its line is their reason
+MIN_EXCESS = 0.3  # of a rank's time in a line of its own work, that other ranks do not have
+MIN_OTHER_EXCESS = 0.7  # the same in a line with operators, where ranks differ by chance
+MIN_SAMPLES = 5  # of a rank in a line
+MIN_OF_STATE = 0.3  # of the time in a state, for its line to be named
+
+# What a line does by itself. Operators, other ranks and a lack of cores are other causes'.
+_OWN_WORK = (
+    *(Doing.PYTHON, Doing.LIBRARY, Doing.SHORT_CALLS, Doing.FILE, Doing.WAIT, Doing.GARBAGE),
+)
+# The states whose time a cause explains, by the beginning of its id.
+_EXPLAINED_STATES = {
+    "input": ("input",),
+    "loader-start": ("input",),
+    "validation": ("validation",),
+    "checkpoint": ("checkpoint",),
+    "script": ("other",),
+    "synchronisation": ("other",),
+}
+
+
+@dataclass(frozen=True)
+class LineCause:
+    """A cause that names a line, with its share of a step's time."""
+
+    share: float
+    named: NamedCause
+
+
+def evidence_of(line: SampledLine, share: float, what: str = "") -> dict[str, object]:
+    """Return a line as the evidence of a cause has it, same as ``losses.lines_in``."""
+    return {
+        "file": line.file,
+        "line": line.line,
+        "function": line.function,
+        "inside": what,
+        "code": line.code,
+        "share": share,
+    }
+
+
+def lines_in_state(profile: LineProfile, *states: str) -> list[dict[str, object]]:
+    """Return the five lines with most time in these states, with their shares of that time."""
+    entries = [entry for entry in profile.times if entry.state in states]
+    whole = profile.share(entries)
+    found = [one for one in profile.lines(entries) if one.share > 0]
+    return [evidence_of(one.line, one.share / whole, one.what) for one in found[:5]]
+
+
+def loader_lines(e: Evidence) -> list[dict[str, object]]:
+    """Return the lines in which batches are made: of the loader workers, or of the ranks."""
+    profile = e.line_profile
+    if profile is None:
+        return []
+    workers = [one for one in profile.worker_lines() if one.doing != Doing.COLLECTIVE]
+    whole = sum(one.share for one in workers)
+    if whole:
+        return [evidence_of(one.line, one.share / whole, one.what) for one in workers[:5]]
+    return lines_in_state(profile, "input")
+
+
+def mostly_in(lines: list[dict[str, object]]) -> str:
+    """Return ", mostly in line 7: code" for the first of the lines, if it is most of them."""
+    if not lines or float(str(lines[0].get("share", 1.0))) < MIN_OF_STATE:
+        return ""
+    return f", mostly in line {lines[0]['line']}: {lines[0]['code']}"
+
+
+# Work of one rank
+
+
+def work_of_one_rank(
+    e: Evidence, rank: int, is_only_there: bool = False
+) -> list[dict[str, object]]:
+    """Return the lines with which a rank was busy while others waited for it, and they were not.
+
+    The lines are of one function. Their shares are of the waits for the rank. Empty if no function
+    explains the waits. is_only_there: Whether other ranks must not execute the lines at all.
+    """
+    profile = e.line_profile
+    waited = profile.waited.get(rank, {}) if profile is not None else {}
+    whole = sum(waited.values())
+    if profile is None or not whole:
+        return []
+    functions: dict[tuple[str, str], list[LineTime]] = defaultdict(list)
+    for one in profile.lines():
+        if one.line in waited and _is_of_one_rank(profile, one, rank, is_only_there):
+            functions[(one.line.file, one.line.function)].append(one)
+    most = max(
+        functions.values(), key=lambda lines: sum(waited[one.line] for one in lines), default=[]
+    )
+    if sum(waited[one.line] for one in most) < MIN_OF_WAITS * whole:
+        return []
+    most.sort(key=lambda one: -waited[one.line])
+    return [evidence_of(one.line, waited[one.line] / whole, one.what) for one in most[:5]]
+
+
+def _is_of_one_rank(profile: LineProfile, time: LineTime, rank: int, is_only_there: bool) -> bool:
+    """Return whether a rank spends time in a line that the other ranks do not spend there."""
+    mine = time.own[profile.ranks.index(rank)]
+    others = [own for r, own in zip(profile.ranks, time.own, strict=True) if r != rank]
+    if not mine or not others or mine * profile.samples / len(profile.ranks) < MIN_SAMPLES:
+        return False
+    excess = 1 - sum(others) / len(others) / mine
+    may_differ = time.main_activity in _OWN_WORK and not is_only_there
+    return excess >= (MIN_EXCESS if may_differ else MIN_OTHER_EXCESS)
+
+
+def sentence_of_rank(e: Evidence, rank: int, lines: list[dict[str, object]], when: str) -> str:
+    """Say which line of a rank the others wait for."""
+    place = f"rank {rank}{f', {when},' if when else ''} is busy in {lines[0]['function']}"
+    return f"{place}{mostly_in([lines[0] | {'share': 1.0}])}, and all others wait for it"
+
+
+def late_rank(e: Evidence) -> LineCause | None:
+    """Return the cause if others wait for the work of one rank, with its line."""
+    profile = e.line_profile
+    if profile is None or len(profile.ranks) < 2:
+        return None
+    found = {rank: work_of_one_rank(e, rank, is_only_there=True) for rank in profile.waited}
+    waits = {
+        rank: sum(profile.waited[rank].values()) * sum(float(str(one["share"])) for one in lines)
+        for rank, lines in found.items()
+    }
+    rank = max(waits, key=lambda one: waits[one], default=None)
+    if rank is None:
+        return None
+    lines = found[rank]
+    share = waits[rank] * len(profile.ranks) / (len(profile.ranks) - 1)  # of the others' time
+    if share < MIN_SHARE:
+        return None
+    when = e.describe_lateness(rank)
+    place = profile.ranks.index(rank)
+    host = e.report.hosts[place] if place < len(e.report.hosts) else ""
+    evidence = {"rank": rank, "host": host, "when": when, "lines": lines}
+    named = ("slow-rank", sentence_of_rank(e, rank, lines, when), evidence)
+    return LineCause(share, named)
+
+
+# Work of all ranks
+
+
+def unexplained_lines(e: Evidence, explained: Iterable[NamedCause]) -> list[LineCause]:
+    """Return the functions that take MIN_LINE_SHARE of a step in time that no cause explains.
+
+    Time within torch's operators, in communication, and without a core does not count. The time of
+    a function is that of its own lines; where many functions take a little, it is the innermost
+    line that called them and is not the training loop's.
+    """
+    profile = e.line_profile
+    if profile is None:
+        return []
+    explained = list(explained)
+    left = {
+        entry
+        for entry in profile.times
+        if entry.doing in _OWN_WORK
+        and profile.own_line(entry) is not None
+        and not (entry.state == "input" and entry.doing == Doing.WAIT)  # for the loader
+        and not any(_explains(profile, cause, entry) for cause in explained)
+    }
+    found: list[LineCause] = []
+    while len(found) < MAX_LINE_CAUSES:
+        chosen = _largest_function(profile, left) or _innermost_caller(profile, left)
+        if not chosen:
+            break
+        left -= set(chosen[1])
+        found.append(_named(profile, *chosen))
+    return found
+
+
+def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
+    name, _, evidence = cause
+    states = next(
+        (states for start, states in _EXPLAINED_STATES.items() if name.startswith(start)), ()
+    )
+    if entry.state in states:
+        return True
+    if name in ("script", "interpreter") and entry.doing == Doing.WAIT:
+        return True
+    if name == "slow-rank" and entry.rank == evidence.get("rank"):
+        own = profile.own_line(entry)
+        functions = {(one["file"], one["function"]) for one in evidence.get("lines", [])}
+        return own is not None and (own.file, own.function) in functions
+    return False
+
+
+def _is_enough(profile: LineProfile, entries: Iterable[Entry]) -> bool:
+    share = profile.share(entries)
+    return share >= MIN_LINE_SHARE and share * profile.samples >= MIN_SAMPLES
+
+
+_Chosen = tuple[SampledLine, list[Entry]]
+
+
+def _largest_function(profile: LineProfile, entries: Collection[Entry]) -> _Chosen | None:
+    """Return the function with most own time, if that is enough, by its longest line."""
+    functions: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        line = profile.own_line(entry)
+        assert line is not None
+        functions[(line.file, line.function)].append(entry)
+    most = max(functions.values(), key=profile.share, default=[])
+    if not _is_enough(profile, most):
+        return None
+    return profile.lines(most)[0].line, most
+
+
+def _innermost_caller(profile: LineProfile, entries: Collection[Entry]) -> _Chosen | None:
+    """Return the innermost line with enough time below it, that is not the training loop's."""
+    loops = training_loop(profile)
+    depth: dict[SampledLine, int] = {}
+    below: dict[SampledLine, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        lines = profile.stacks[entry.stack].lines
+        for at, line in enumerate(reversed(lines)):
+            if (line.file, line.function) not in loops and entry not in below[line][-1:]:
+                below[line].append(entry)
+                depth[line] = max(depth.get(line, 0), at)
+    enough = [line for line, found in below.items() if _is_enough(profile, found)]
+    if not enough:
+        return None
+    line = max(enough, key=lambda one: (depth[one], profile.share(below[one])))
+    return line, below[line]
+
+
+def training_loop(profile: LineProfile) -> set[tuple[str, str]]:
+    """Return the file and name of the functions that are on all stacks, from the outermost."""
+    chains = [
+        [(line.file, line.function) for line in reversed(stack.lines)]
+        for stack in {entry.stack: profile.stacks[entry.stack] for entry in profile.times}.values()
+        if stack.lines
+    ]
+    found: set[tuple[str, str]] = set()
+    for places in zip(*chains, strict=False):
+        if len(set(places)) > 1:
+            break
+        found.add(places[0])
+    return found
+
+
+def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> LineCause:
+    share = profile.share(entries)
+    lines = profile.lines(entries)
+    doing: dict[Doing, float] = defaultdict(float)
+    for entry in entries:
+        doing[entry.doing] += profile.times[entry]
+    main = max(doing, key=lambda one: doing[one])
+    main_lines = [one for one in lines if one.share > 0 and one.main_activity == main]
+    what = main_lines[0].what if main_lines else ""
+    executions = max((one.executions or 0.0 for one in lines if one.share > 0), default=0.0)
+    shown = [one for one in lines if one.line == line] + [one for one in lines if one.line != line]
+    evidence: dict[str, Any] = {
+        "lines": [
+            evidence_of(one.line, (one.share or one.inclusive_share) / share, one.what)
+            for one in shown[:5]
+        ],
+        "doing": str(main),
+        "what": what,
+        "executions_a_step": executions or None,
+        "by_rank": [sum(profile.times[e] for e in entries if e.rank == r) for r in profile.ranks],
+    }
+    sentence = f"{line.function} {_does(main, what, executions)}, mostly in line {line.line}"
+    return LineCause(share, ("line", f"{sentence}: {line.code}", evidence))
+
+
+def _does(doing: Doing, what: str, executions: float) -> str:
+    times = f", {counted(int(executions), 'time')} a step" if executions > 1 else ""
+    return {
+        Doing.PYTHON: f"computes in Python{times}",
+        Doing.SHORT_CALLS: f"calls small operators of torch one after another{times}",
+        Doing.LIBRARY: f"calls {what or 'a library'}{times}",
+        Doing.FILE: f"reads or writes files{f' ({what})' if what else ''}{times}",
+        Doing.WAIT: f"waits{f' ({what})' if what else ''} on no core{times}",
+        Doing.GARBAGE: "makes Python collect garbage",
+    }[doing]

@@ -1,0 +1,123 @@
+"""Read a rank's line profile (rank-N.profile), which is untrusted input."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...record.experiments.lines.sidecar import MAX_PROFILE_BYTES, Activity, LineProfile
+from ...record.ring.header_schema import MAX_TIME_NS, without_line_breaks
+from ...security.files import InvalidFileError
+from ...security.schema import read_json
+
+SAMPLE_FIELDS = ("at", "late", "stack", "ran", "delayed", "garbage")
+Ints = npt.NDArray[np.int64]
+
+
+class Clock(Protocol):
+    """A clock whose times can be converted to those of another."""
+
+    def to_common(self, local: Ints) -> Ints: ...
+
+
+@dataclass(frozen=True)
+class SampledLine:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+
+@dataclass(frozen=True)
+class SampledStack:
+    """A chain of lines by their numbers, innermost first, and what the innermost one did.
+
+    what: A function of a library, or a path; "" for Python itself.
+    """
+
+    lines: tuple[int, ...]
+    activity: Activity
+    what: str
+
+
+@dataclass(frozen=True)
+class RankLines:
+    """The line profile of one rank.
+
+    Attributes:
+        at: Time of each sample (ns, on the clock of the record's events).
+        weight: Time that each sample stands for (ns).
+        stack: Number of its stack.
+        core_wait, garbage, off_core: Share of the time since the previous sample in which the
+            thread waited for a core, collected garbage, or used no core.
+        executions: By line, how often it was executed in one step.
+        workers: Number of loader workers.
+        worker_ns: Sampled time of all workers, with their waits for work.
+        worker_times: Stack and time of all workers in it (ns).
+    """
+
+    lines: list[SampledLine]
+    stacks: list[SampledStack]
+    at: Ints
+    weight: Ints
+    stack: Ints
+    core_wait: npt.NDArray[np.float64]
+    garbage: npt.NDArray[np.float64]
+    off_core: npt.NDArray[np.float64]
+    executions: dict[int, int]
+    workers: int
+    worker_ns: int
+    worker_times: list[tuple[int, int]]
+
+    def on_clock(self, clock: Clock) -> "RankLines":
+        """Return the profile with its times on another clock."""
+        return replace(self, at=clock.to_common(self.at))
+
+
+def read_rank_lines(path: Path) -> RankLines:
+    """Return the line profile in a file.
+
+    Raises:
+        InvalidFileError: The file is not a valid profile.
+        OSError: The file can't be opened.
+    """
+    found: Any = read_json(path, LineProfile, MAX_PROFILE_BYTES)
+    lines = [SampledLine(*without_line_breaks(frame)) for frame in found["frames"]]
+    stacks = [
+        SampledStack(tuple(one["frames"]), one["activity"], without_line_breaks(one["what"]))
+        for one in found["stacks"]
+    ]
+    rows = np.array(found["samples"], np.int64).reshape(-1, len(SAMPLE_FIELDS))
+    of = dict(zip(SAMPLE_FIELDS, rows.T, strict=True))
+    numbers = [number for stack in stacks for number in stack.lines]
+    numbers += [number for number, _ in found["executions"]]
+    used = [one["stack"] for one in found["worker_times"]]
+    largest = int(of["at"].max(initial=0)) + found["start_ns"]
+    if (
+        max(numbers, default=-1) >= len(lines)
+        or max([*used, int(of["stack"].max(initial=-1))]) >= len(stacks)
+        or largest >= MAX_TIME_NS
+        or int(of["late"].max(initial=0)) + found["interval_ns"] >= MAX_TIME_NS >> 16
+    ):
+        raise InvalidFileError(path, "is damaged: it refers to a line, a stack or a time without")
+    since = np.maximum(np.diff(of["at"], prepend=0), 1).astype(np.float64)
+    core_wait = np.clip(of["delayed"] / since, 0, 1)
+    garbage = np.clip(of["garbage"] / since, 0, 1 - core_wait)
+    return RankLines(
+        lines=lines,
+        stacks=stacks,
+        at=of["at"] + found["start_ns"],
+        weight=of["late"] + found["interval_ns"],
+        stack=of["stack"],
+        core_wait=core_wait,
+        garbage=garbage,
+        off_core=np.clip(1 - (of["ran"] + of["delayed"]) / since, 0, 1),
+        executions=dict(found["executions"]),
+        workers=found["workers"],
+        worker_ns=found["worker_ns"],
+        worker_times=[(one["stack"], one["ns"]) for one in found["worker_times"]],
+    )

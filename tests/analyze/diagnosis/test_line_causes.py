@@ -1,0 +1,146 @@
+"""Causes that name a line: what no other cause explains, and the work of one rank."""
+
+import pytest
+from test_causes import INPUT, LOADER, WAITS_INPUT, judged
+
+from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
+from paceline.analyze.figures.losses import Loss
+
+MAIN = SampledLine("train.py", 40, "main", "loss = model(x)")
+FORWARD = SampledLine("model.py", 7, "Net.forward", "h = self.mix(h)")
+MIX = SampledLine("model.py", 12, "Net.mix", "total += weight(node)")
+READ = SampledLine("data.py", 5, "Files.__getitem__", "text = file.read()")
+EXTRA = SampledLine("train.py", 9, "extra", "total += k")
+CALLER = SampledLine("train.py", 44, "main", "extra()")
+HELPERS = [SampledLine("helpers.py", n, f"helper_{n}", "return 1") for n in range(4)]
+
+
+def profile(*parts, waited=None, samples=400):
+    """Return a profile of two ranks.
+
+    ``parts``: (rank or None for both, lines from the innermost, state, doing, share); the rest of a
+    rank's time is an operator in MAIN.
+    """
+    found = LineProfile([0, 1], samples=samples, waited=waited or {})
+    for rank in (0, 1):
+        rest = 1.0
+        for of, lines, state, doing, share in parts:
+            if of in (None, rank):
+                add(found, rank, lines, state, doing, share)
+                rest -= share
+        add(found, rank, (MAIN,), "useful", Doing.TORCH, rest)
+    return found
+
+
+def add(found, rank, lines, state, doing, share):
+    stack = Stack(tuple(lines), "")
+    if stack not in found.stacks:
+        found.stacks.append(stack)
+    entry = Entry(rank, found.stacks.index(stack), state, doing)
+    found.times[entry] = found.times.get(entry, 0.0) + share
+
+
+def of_line(share, doing=Doing.PYTHON, state="useful"):
+    return profile((None, (MIX, FORWARD, MAIN), state, doing, share))
+
+
+@pytest.mark.parametrize(
+    "doing",
+    [Doing.PYTHON, Doing.SHORT_CALLS, Doing.FILE, Doing.LIBRARY, Doing.WAIT, Doing.GARBAGE],
+)
+def test_line_that_takes_a_tenth_of_a_step_is_a_cause(doing):
+    (cause,) = judged(line_profile=of_line(0.3, doing))
+    assert cause.id == "line"
+    assert cause.share == pytest.approx(0.3)
+    assert cause.sentence.startswith("Net.mix ")
+    assert cause.sentence.endswith("mostly in line 12: total += weight(node)")
+    assert cause.evidence["lines"][0]["file"] == "model.py"
+    assert cause.evidence["doing"] == str(doing)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        of_line(0.08),
+        of_line(0.6, Doing.TORCH),
+        of_line(0.6, Doing.CORE),
+        of_line(0.6, Doing.COLLECTIVE, "wait"),
+        of_line(0.6, Doing.WAIT, "input"),
+    ],
+)
+def test_small_parts_operators_and_waits_for_others_are_no_cause_of_their_own(found):
+    assert judged(line_profile=found) == []
+
+
+def test_lines_of_one_function_count_together():
+    lines = [SampledLine("model.py", n, "Net.mix", "x") for n in range(4)]
+    parts = [(None, (line, FORWARD, MAIN), "useful", Doing.PYTHON, 0.04) for line in lines]
+    (cause,) = judged(line_profile=profile(*parts))
+    assert cause.share == pytest.approx(0.16)
+
+
+def test_many_small_functions_are_named_by_the_line_that_calls_them():
+    parts = [(None, (one, FORWARD, MAIN), "useful", Doing.PYTHON, 0.05) for one in HELPERS]
+    (cause,) = judged(line_profile=profile(*parts))
+    assert cause.share == pytest.approx(0.2)
+    assert "line 7: h = self.mix(h)" in cause.sentence
+
+
+def test_input_cause_explains_the_lines_of_its_state_and_names_them():
+    found = profile((None, (READ, MAIN), "input", Doing.FILE, 0.5))
+    (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, line_profile=found, **INPUT)
+    assert cause.id.startswith("input")
+    assert cause.sentence.endswith("mostly in line 5: text = file.read()")
+    assert cause.evidence["loader_lines"][0]["file"] == "data.py"
+
+
+def test_input_cause_names_the_line_of_the_workers():
+    found = profile()
+    add(found, 0, (READ,), "input", Doing.FILE, 0.0)
+    found.workers[(len(found.stacks) - 1, Doing.FILE)] = 0.4
+    (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, line_profile=found, **INPUT)
+    assert "line 5: text = file.read()" in cause.sentence
+
+
+WORK_OF_RANK_1 = profile(
+    (1, (EXTRA, CALLER), "other", Doing.PYTHON, 0.2),
+    (0, (MAIN,), "wait", Doing.COLLECTIVE, 0.2),
+    waited={1: {EXTRA: 0.09, MAIN: 0.01}},
+)
+
+
+def test_work_of_one_rank_is_named_with_its_line_and_with_what_others_wait():
+    (cause,) = judged(line_profile=WORK_OF_RANK_1, late="in 3 of 10 steps")
+    assert cause.id == "slow-rank"
+    assert cause.evidence["rank"] == 1
+    assert cause.share == pytest.approx(0.18)  # of the other rank's time
+    assert "rank 1, in 3 of 10 steps, is busy in extra" in cause.sentence
+    assert "line 9: total += k" in cause.sentence
+
+
+def test_work_of_one_rank_replaces_the_cause_script_for_the_same_line():
+    losses = [Loss("other", 0.1), Loss("wait", 0.1, 1, "b", "other")]
+    found = judged(line_profile=WORK_OF_RANK_1, losses=losses)
+    assert [cause.id for cause in found] == ["slow-rank"]
+
+
+def test_line_in_which_all_ranks_spend_time_is_not_the_work_of_one():
+    found = profile(
+        (None, (EXTRA, CALLER), "other", Doing.PYTHON, 0.09),
+        waited={1: {EXTRA: 0.09, MAIN: 0.01}},
+    )
+    assert judged(line_profile=found) == []
+
+
+def test_few_samples_do_not_name_a_rank():
+    few = LineProfile(
+        [0, 1], 20, WORK_OF_RANK_1.stacks, WORK_OF_RANK_1.times, WORK_OF_RANK_1.waited
+    )
+    assert judged(line_profile=few) == []
+
+
+def test_script_cause_names_the_line_of_the_profile():
+    found = profile((None, (EXTRA, CALLER), "other", Doing.PYTHON, 0.2))
+    (cause,) = judged(line_profile=found, losses=[Loss("other", 0.2)])
+    assert cause.id == "script"
+    assert "line 9: total += k" in cause.sentence
