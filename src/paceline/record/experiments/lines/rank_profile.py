@@ -17,7 +17,7 @@ from .worker_profile import WorkerProfiles
 
 _P = ParamSpec("_P")
 WANTED_SAMPLES = 300  # of a phase
-MIN_INTERVAL_S = 0.002  # about 3 % of the time is spent in sampling then
+MIN_INTERVAL_S = 0.005  # about 3 % of the time is spent in sampling then
 MIN_COUNTED_SAMPLES = 3  # in a function: then the executions of its lines are counted
 
 
