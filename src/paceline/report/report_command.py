@@ -17,6 +17,7 @@ from ..cost.machine.machine_file import load as load_machine
 from .console import PlainConsole
 from .terminal import comparison
 from .terminal.run_report import panel
+from .verdict.of_run import run_json
 
 
 def report_text(
@@ -81,7 +82,7 @@ def report_text(
 
 def _single_report(report: Report, as_json: bool) -> str:
     if as_json:
-        return report.to_json() + "\n"
+        return run_json(report) + "\n"
     return _render(lambda width: panel(report, width, full=True))
 
 

@@ -100,8 +100,10 @@ class Report:
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
+    def to_json(self, **more: Any) -> str:
+        """Return the report as JSON text. more: Further keys, in front of the figures."""
+        whole = {"format": "paceline-report", "version": 1, **more, **asdict(self)}
+        return json.dumps(whole, indent=1)
 
 
 @dataclass(frozen=True)

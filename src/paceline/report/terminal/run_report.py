@@ -16,8 +16,10 @@ from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
+from ..verdict.of_run import verdict_of_run
 from . import step_work
 from .roofline import draw_roofline
+from .verdict import verdict_table
 
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR_COLUMNS = 12
@@ -88,11 +90,8 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             sentence each.
     """
     explained = width >= 100 or (len(report.ranks) < 3 and width >= 88)
-    parts: list[RenderableType] = [_head(report)]
-    if report.window_s is None:
-        steps = "No optimizer step was" if report.steps == 0 else "Fewer than two steps were"
-        parts.append(Text(f"{steps} recorded: too few to measure where the time went."))
-    else:
+    parts: list[RenderableType] = [verdict_table(verdict_of_run(report)), Text(), _head(report)]
+    if report.window_s is not None:
         parts += [_states(report, explained), Text()]
         if full:
             parts += [

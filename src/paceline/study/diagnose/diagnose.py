@@ -47,6 +47,7 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         off: Error of earlier predictions, by kind of prediction.
+        options: Options of ``paceline diagnose`` that choose the ranks and how they run.
     """
 
     command: list[str]
@@ -61,6 +62,7 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     off: dict[str, history.PredictionError] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
 
 
 def run_diagnosis(
@@ -79,7 +81,9 @@ def run_diagnosis(
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
-        return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
+        return Diagnosis(
+            command, ladder, report, None, [], [], notes, roofline, options=asked.typed_options
+        )
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
@@ -98,6 +102,7 @@ def run_diagnosis(
         roofline,
         remedies=would,
         off=history.prediction_errors(),
+        options=asked.typed_options,
     )
 
 
