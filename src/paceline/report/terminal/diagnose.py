@@ -15,9 +15,9 @@ from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
 from ..verdict.of_diagnosis import verdict_of_diagnosis
+from ..verdict.table import verdict_table
 from . import remedies as cures
 from .step_work import reaches
-from .verdict import verdict_table
 
 NAMES = {
     "sharing": "sharing the machine",

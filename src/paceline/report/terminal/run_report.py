@@ -17,9 +17,9 @@ from ..console import PlainConsole
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from ..verdict.of_run import verdict_of_run
+from ..verdict.table import verdict_table
 from . import step_work
 from .roofline import draw_roofline
-from .verdict import verdict_table
 
 GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of Excellence)
 BAR_COLUMNS = 12

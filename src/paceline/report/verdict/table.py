@@ -3,7 +3,7 @@
 from rich.table import Table
 from rich.text import Text
 
-from ..verdict.verdict import Verdict
+from .verdict import Verdict
 
 
 def verdict_table(verdict: Verdict) -> Table:
