@@ -11,6 +11,7 @@ import numpy as np
 from ...cost.machine.machine_file import Machine
 from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
+from ..memory.growth import MemoryGrowth, find_growth
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
@@ -99,6 +100,7 @@ class Report:
     loading: LoaderTotals | None = None  # by paceline.data.Loader
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
+    memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
 
     def to_json(self, **more: Any) -> str:
         """Return the report as JSON text. more: Further keys, in front of the figures."""
@@ -178,6 +180,7 @@ def analyse_with_window(
         work=sum_work(records),
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
+        memory=find_growth(records),
     )
     return RunAnalysis(report, measured)
 

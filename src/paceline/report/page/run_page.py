@@ -4,6 +4,7 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
+from ..memory import memory_warnings
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..terminal import step_work
@@ -84,6 +85,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "heading": f"Where the time of {counted(report.size, 'rank')} went",
         "achieved": achieved(report),
         "conclusion": verdict_of_run(report),
+        "grown": memory_warnings(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),
         "tree": list(tree(report)),

@@ -6,7 +6,9 @@ from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.figures.losses import Loss
 from ...analyze.figures.report import Report
 from ...analyze.figures.stalls import STILL
-from ..numbers import counted, percent
+from ...analyze.memory.growth import MemoryGrowth
+from ..memory import first_end, memory_sentence
+from ..numbers import counted, duration, percent
 from ..sentences import doing, place, sentence
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options
 
@@ -42,7 +44,13 @@ class _Topic:
 
 
 def verdict_of_run(report: Report) -> Verdict:
-    """Return what limits a run, according to its record."""
+    """Return what limits a run, according to its record.
+
+    Memory that ends the job within a day comes first, whatever the losses are.
+    """
+    if grown := first_end(report):
+        command = diagnose_command(rank_options(report.hosts, report.size), report.command)
+        return verdict_of_growth(grown, command)
     if report.window_s is None or report.efficiencies is None:
         return _without_steps(report)
     command = diagnose_command(rank_options(report.hosts, report.size), report.command)
@@ -62,6 +70,14 @@ def verdict_of_run(report: Report) -> Verdict:
     said = f"{percent(topic.share)} of the ranks' time is lost to {_lost_to(topic, report)}."
     why = begin_sentence(sentence(largest, report))
     return Verdict(in_doubt(said, doubt), why, _next(topic, report, command))
+
+
+def verdict_of_growth(grown: list[MemoryGrowth], command: str) -> Verdict:
+    """Return the verdict on memory that ends the job; command: What to run next."""
+    hours = min(one.hours_left for one in grown if one.hours_left is not None)
+    left = duration(3600 * hours)
+    said = f"The {grown[0].kind} memory grows, and ends the job in about {left}."
+    return Verdict(said, begin_sentence(memory_sentence(grown)), f"{_WHAT_GROWS}; {command}")
 
 
 def run_json(report: Report) -> str:
@@ -129,6 +145,10 @@ def _without_steps(report: Report) -> Verdict:
     return Verdict(said, begin_sentence(why), _COUNTED_STEPS)
 
 
+_WHAT_GROWS = (
+    "search the script for lists and caches that grow in each step (losses.append(loss) keeps "
+    "graphs: append loss.item())"
+)
 _AGAIN = "record the run again: paceline run --record FOLDER SCRIPT"
 _COUNTED_STEPS = (
     "train with a torch.optim optimizer, or report each step: a loop over world.epochs and "
