@@ -19,6 +19,7 @@ from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
+from .growing import growing_notes
 from .ladder import Ladder, climb_ladder
 from .run_script import RunRequest
 from .try_remedies import ALL, Trial, TrialResults, select_remedies, try_remedies
@@ -78,6 +79,7 @@ def run_diagnosis(
     report = examined.report
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
+    notes += growing_notes(ladder.first.records)
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
