@@ -117,8 +117,8 @@ def steady_slope(times: Floats, values: Floats) -> tuple[float, float, float] | 
     if len(times) < MIN_SAMPLES or times[-1] - times[0] < MIN_SPAN_S:
         return None
     blocks = np.array_split(np.arange(len(times)), BLOCKS)
-    middle = np.array([times[block].mean() for block in blocks])
-    lowest = np.array([values[block].min() for block in blocks])
+    at = np.array([block[values[block].argmin()] for block in blocks])
+    middle, lowest = times[at], values[at]
     highest = np.array([values[block].max() for block in blocks])
     if not ((np.diff(lowest) > 0).all() and (np.diff(highest) > 0).all()):
         return None
