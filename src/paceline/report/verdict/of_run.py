@@ -77,7 +77,7 @@ def verdict_of_growth(grown: list[MemoryGrowth], command: str) -> Verdict:
     hours = min(one.hours_left for one in grown if one.hours_left is not None)
     left = duration(3600 * hours)
     said = f"The {grown[0].kind} memory grows, and ends the job in about {left}."
-    return Verdict(said, begin_sentence(memory_sentence(grown)), f"{_WHAT_GROWS}; {command}")
+    return Verdict(said, begin_sentence(memory_sentence(grown)), f"{command} {_WHAT_GROWS}")
 
 
 def run_json(report: Report) -> str:
@@ -146,8 +146,8 @@ def _without_steps(report: Report) -> Verdict:
 
 
 _WHAT_GROWS = (
-    "search the script for lists and caches that grow in each step (losses.append(loss) keeps "
-    "graphs: append loss.item())"
+    "names containers that keep tensors of each step (losses.append(loss) keeps graphs: append "
+    "loss.item())"
 )
 _AGAIN = "record the run again: paceline run --record FOLDER SCRIPT"
 _COUNTED_STEPS = (
