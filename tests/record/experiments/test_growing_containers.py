@@ -52,9 +52,12 @@ def test_note_says_what_grows_on_which_ranks():
 
     history = {"name": "history", "kind": "list", "elements": 1.0, "bytes": 4, "graphs": True}
     outputs = {"name": "a", "kind": "dict", "elements": 2.0, "bytes": 1 << 20, "graphs": False}
-    notes = growing_notes([Record(0, history), Record(1, history, outputs)])
+    source = "a = {}\nself.history.append(loss)\nif a[0] == 1:\n    a[step] = x\n"
+    notes = growing_notes([Record(0, history), Record(1, history, outputs)], source)
     assert notes[0].startswith(
-        "the list history grows by 1 element in each step and keeps tensors with their graphs"
+        "the list history grows by 1 element in each step (line 2: self.history.append(loss)) and "
+        "keeps tensors with their graphs"
     )
     assert "append loss.item()" in notes[0]
-    assert notes[1].startswith("the dict a of rank 1 grows by 2 elements in each step and keeps")
+    assert notes[1].startswith("the dict a of rank 1 grows by 2 elements in each step (line 4: ")
+    assert "and keeps 1,024 KiB of tensors per step" in notes[1]

@@ -47,7 +47,7 @@ class ContainerSizes:
             and one is not self._lengths
             and len(one) - self._lengths.get(id(one), len(one)) >= MIN_GROWTH_PER_STEP * steps
         ]
-        found = []
+        found: list[dict[str, Any]] = []
         for one in grown:
             added = (len(one) - self._lengths[id(one)]) / steps
             tensors = [list(_tensors(x, MAX_DEPTH)) for x in islice(_newest(one), LAST_ELEMENTS)]
@@ -106,7 +106,7 @@ def _name_of(container: Any) -> str:
     return ""
 
 
-def _holder_of(values: dict[Any, Any]) -> Any:
+def _holder_of(values: Mapping[Any, Any]) -> Any:
     """Return the object whose ``__dict__`` this is; None if it is an ordinary dictionary."""
     for owner in gc.get_referrers(values):
         if getattr(owner, "__dict__", None) is values:

@@ -79,7 +79,7 @@ def run_diagnosis(
     report = examined.report
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
-    notes += growing_notes(ladder.first.records)
+    notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
