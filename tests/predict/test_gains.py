@@ -1,11 +1,14 @@
 """Predicted gains of remedies, each checked against a calculation by hand."""
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rungs import STEP, rung
 
+import paceline
 from paceline.analyze.diagnosis.causes import Cause, Evidence
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.diagnosis.ladder import Interval, waterfall
@@ -175,3 +178,82 @@ def test_prediction_errors_are_saved_in_history(tmp_path, monkeypatch):
     history.path().unlink()
     history.path().mkdir()
     assert "these predictions are not remembered" in history.append(pairs)
+
+
+CAUSES_PAGE = Path(paceline.__file__).parents[2] / "docs/reference/causes.md"
+CAUSE_IDS = sorted(
+    name
+    for row in re.findall(
+        r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", CAUSES_PAGE.read_text(), re.MULTILINE
+    )
+    for name in re.findall(r"`([a-z-]+)`", row)
+)
+# A call, an assignment or option, a command, or a verb in the imperative.
+ACTION = re.compile(
+    r"\w\(|\w=|--\w|\bpaceline [a-z]|^(call|do|double|evaluate|end|give|measure|read|reduce|remove|"
+    r"run|save|set|start|use)\b"
+)
+
+
+@pytest.mark.parametrize("name", CAUSE_IDS)
+def test_every_cause_has_a_remedy_with_an_action_and_a_prediction(name):
+    used = {"one thread": rung(0.07), "everything": rung(starting=0.4)}
+    g, loader = GradientSync(4, 4, 8, 1 << 20, 0, 0), loading(0.02, workers=2)
+    e = evidence(0.04, gradients=g, loader=loader, **used)
+    found = remedies(e, [cause(name)], "", {})
+    assert found
+    assert all(ACTION.search(one.edit) for one in found), [one.edit for one in found]
+    predicted = [one for one in found if one.gain is not None or one.settable]
+    assert predicted == found  # an edit cannot be measured by --try
+
+
+def test_script_without_a_loader_is_told_to_read_ahead():
+    found = {one.knob: one for one in remedies(evidence(), [cause("input", 0.3)], "", {})}
+    assert "persistent-workers" not in found
+    # A step takes 70 ms instead of 100, and 3 ms to receive a batch.
+    assert found["read-ahead"].gain.mean == pytest.approx(1 / 0.73 - 1, abs=0.01)
+    with_loader = remedies(evidence(loader=loading(0.02)), [cause("input", 0.3)], "", {})
+    assert "read-ahead" not in [one.knob for one in with_loader]
+
+
+def test_slow_rank_on_one_node_is_not_left_out():
+    found = remedies(evidence(), [cause("slow-rank", 0.6)], "if rank == 1:\n    work()", {})
+    assert [(one.knob, one.line) for one in found] == [("same-work", 1)]
+    e = evidence()
+    e.report.hosts = ["a", "b"]
+    found = remedies(e, [cause("slow-rank", 0.6)], "", {})
+    assert {one.knob for one in found} == {"same-work", "leave-rank-out"}
+
+
+def test_faster_computing_is_not_proposed_for_what_it_cannot_help():
+    facts = {
+        "ddp": {},
+        "product_s": {"float32": 1.0, "bfloat16": 0.4},
+        "parameters": {"float32": 9},
+    }
+    knobs = {"autocast-bf16", "compile"}
+
+    def proposed(*causes, states=0.9, **rungs):
+        e = evidence(facts=[facts] * 2, **rungs)
+        e.report.states = [{"useful": states, "other": 0.0}] * 2
+        return {one.knob for one in remedies(e, causes, "", {})} & knobs
+
+    assert proposed() == knobs
+    assert proposed(cause("exchange-latency", 0.1)) == knobs
+    assert proposed(cause("input", 0.4)) == set()  # first the batches
+    assert proposed(cause("interpreter", 0.19), states=0.6) == set()
+    # The useful time is sleep.
+    assert proposed(silent=rung(process=0.2)) == set()
+    sizes = {"elements": {"mean": 10.0, "spread": 3.0, "slope": 1.0, "correlation": 0.9}}
+    assert proposed(everything=rung(**sizes)) == {"autocast-bf16"}
+
+
+def test_few_remedies_of_a_cause_the_easiest_first():
+    e = evidence(facts=[{"ddp": {}}] * 2)
+    e.report.hosts = ["a", "b"]
+    found = remedies(e, [cause("exchange-bandwidth", 0.4)], "", {})
+    settable = [one for one in found if one.settable]
+    assert len(settable) <= 4
+    edits = remedies(evidence(), [cause("validation-on-one-rank", 0.4)], "", {})
+    # Half as often is one number; a part for each rank saves as much, and is more work.
+    assert [one.knob for one in edits] == ["rarer-validation", "validate-on-all"]

@@ -5,45 +5,16 @@ A knob is set without an edit of the script if that is safe; otherwise the scrip
 them.
 """
 
-from dataclasses import dataclass
-
-from .value_types import ON, Choice, Range, Switch
+from .edits import EDITS
+from .knob import COMPUTING as COMPUTING
+from .knob import Knob as Knob
+from .value_types import ON, Choice, Range
 
 # Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
 
 VARIABLE = "PACELINE_SETTINGS"  # passes knobs and their values to a rank, as JSON
 
-
-@dataclass(frozen=True)
-class Knob:
-    """One knob.
-
-    Attributes:
-        does: What the knob changes, for the user.
-        answers: Ids of the causes in ``paceline diagnose`` that it may remove, or ``COMPUTING``.
-        edit: The equivalent edit of the script.
-        hook: module:function under ``paceline`` that sets the knob in a rank; empty if the script
-            must be edited.
-        value: Values that the knob accepts; None if the script must be edited.
-        looks_for: Regular expression that finds the line of the script to edit.
-        costs: Possible costs, for the user.
-        numbers: Whether results change by more than the order of summation causes.
-        excludes: Names of knobs that cannot be set together with this one.
-    """
-
-    does: str
-    answers: tuple[str, ...]
-    edit: str
-    hook: str = ""
-    value: Range | Switch | Choice | None = None
-    looks_for: str = ""
-    costs: str = ""
-    numbers: bool = False
-    excludes: tuple[str, ...] = ()
-
-
-COMPUTING = "computing"  # not a cause: applies if no cause limits the training
 _LOADING = ("input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth", "input")
 
 KNOBS: dict[str, Knob] = {
@@ -237,7 +208,7 @@ KNOBS: dict[str, Knob] = {
     "keep-memory": Knob(
         "glibc keeps freed memory for later allocations (mallopt)",
         ("allocator",),
-        "MALLOC_TOP_PAD_, MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, or jemalloc",
+        "set MALLOC_TOP_PAD_, MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ in the environment",
         "knobs.process:kept",
         ON,
         costs="memory of a rank stays at its peak",
@@ -309,6 +280,7 @@ KNOBS: dict[str, Knob] = {
         ("exchange-latency",),
         "one collective over a stacked tensor, or one collective every N steps (as world.log does)",
         looks_for=r"\b(all_reduce|all_gather|reduce|broadcast)\w*\(",
+        effort=2,
     ),
     "ddp": Knob(
         "gradients are synchronized during the backward",
@@ -326,18 +298,22 @@ KNOBS: dict[str, Knob] = {
         "the script does its other work less often, or in a thread",
         ("script",),
         "do this work less often, or in a thread that releases the GIL",
+        effort=2,
     ),
     "threads-beside": Knob(
         "another process does the work of the other Python thread",
         ("interpreter",),
-        "multiprocessing instead of threading, or a library that releases the GIL",
+        "use multiprocessing instead of threading, or a library that releases the GIL",
         looks_for=r"Thread\(",
+        effort=3,
     ),
     "validate-on-all": Knob(
         "each rank validates a part of the data",
-        ("validation-on-one-rank",),
-        "for x, y in world.batches(world.shard(loader)), and world.log over all ranks",
+        ("validation-on-one-rank", "validation"),
+        "give each rank a part of the samples: for x, y in world.batches(world.shard(loader)), and "
+        "world.log over all ranks",
         looks_for=r"\.eval\(\)|no_grad|inference_mode",
+        effort=2,
     ),
     "async-checkpoint": Knob(
         "checkpoints are written during the training",
@@ -356,7 +332,7 @@ KNOBS: dict[str, Knob] = {
     ),
     "larger-batch": Knob(
         "batches of twice the size, with half as many gradient synchronizations per sample",
-        ("exchange-bandwidth", "exchange-latency", "no-overlap"),
+        ("exchange-bandwidth", "exchange-latency", "no-overlap", "fixed-cost"),
         "double batch_size, and multiply the learning rate by 2 (SGD) or 1.4 (Adam), with warm-up",
         looks_for=r"\bDataLoader\(|batch_size",
         costs="more samples until the same loss if batches exceed the gradient noise scale; memory "
@@ -369,6 +345,7 @@ KNOBS: dict[str, Knob] = {
         'paceline pack FOLDER PACKED, and paceline.data.Loader("PACKED", ...) for DataLoader',
         looks_for=r"\bDataLoader\(",
         costs="space for a second copy of the samples",
+        effort=3,
     ),
     "stage": Knob(
         "samples are on node-local storage",
@@ -377,6 +354,7 @@ KNOBS: dict[str, Knob] = {
         "(PACELINE_STAGE); paceline check --data PACKED predicts the gain",
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space on each node",
+        effort=3,
     ),
     "offline": Knob(
         "preprocessing that is the same in each epoch is done once",
@@ -385,6 +363,7 @@ KNOBS: dict[str, Knob] = {
         "check --data DATASET --transform MODULE:FUNCTION measures their time per sample",
         looks_for=r"\bDataLoader\(|\bLoader\(",
         costs="space for a second copy of the samples",
+        effort=3,
     ),
     "edit-line": Knob(
         "the line that takes the time is changed, or is executed less often",
@@ -396,18 +375,22 @@ KNOBS: dict[str, Knob] = {
         ("slow-rank",),
         "paceline run with one rank fewer; the global batch becomes smaller",
         numbers=True,
+        effort=2,
     ),
     "equal-batches": Knob(
         "batches of the ranks have the same number of elements",
         ("uneven-data",),
-        "a sampler that puts samples of similar length into the same step (bucketing)",
+        "use a sampler that puts samples of similar length into the same step (bucketing)",
         looks_for=r"Sampler\(|\bDataLoader\(",
         numbers=True,
+        effort=3,
     ),
     "leave-host-out": Knob(
         "the slow node is not used",
         ("slow-host",),
         "paceline run -H with the other hosts; the global batch becomes smaller",
         numbers=True,
+        effort=3,
     ),
+    **EDITS,
 }

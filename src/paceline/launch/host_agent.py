@@ -160,9 +160,7 @@ class HostAgent:
         self.agent_lock = acquire(begin["PACELINE_RUN"], place)
         variables_by_rank = bind_ranks.variables_of_all(self.job, self.places)
         self.folder = job_folder.job_folder()
-        job_folder.try_write_label(
-            self.folder, [self.job.name, *self.job.args], begin["PACELINE_RUN"]
-        )
+        job_folder.try_write_label(self.folder, self.job.words, begin["PACELINE_RUN"])
         if record is not None:
             self._choose_record_target(Path(record), begin["PACELINE_RUN"])
         environment = {**os.environ, **begin, "PACELINE_RECORD": str(self.folder)}

@@ -85,6 +85,11 @@ class Job:
     stage: list[str] = field(default_factory=list)
 
     @property
+    def words(self) -> list[str]:
+        """The script and its arguments, as ``paceline run`` takes them."""
+        return [*["-m"] * self.module, self.name, *self.args]
+
+    @property
     def own_interpreters(self) -> bool:
         """Whether each rank gets a new Python interpreter instead of a fork."""
         return (

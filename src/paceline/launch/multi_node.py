@@ -275,7 +275,7 @@ def _describe_job(job: Job, hosts: list[RemoteHost], ranks_per_host: list[int]) 
     record = str(job.record.absolute()) if job.record is not None else None
     names = [host.name for host in hosts]
     return {
-        "command": [job.name, *job.args],
+        "command": job.words,
         "record": record,
         "hosts": names,
         "on_each": ranks_per_host,

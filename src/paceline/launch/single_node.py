@@ -58,7 +58,7 @@ def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
     prctl(SUBREAPER, 1)
     started_ns = time.monotonic_ns()
     variables_by_rank = bind_ranks.variables_of_all(job, places)
-    folder, command = job_folder.job_folder(), [job.name, *job.args]
+    folder, command = job_folder.job_folder(), job.words
     server: RankServer | None = None
     try:
         if job.record is not None:
@@ -103,17 +103,18 @@ def print_summary(job: Job, folder: Path, code: int) -> None:
     from ..analyze.figures.report import analyse
     from ..analyze.records.load_run import load_run
     from ..report.terminal.run_report import render
+    from ..report.verdict.of_run import run_json
 
     try:
         report = analyse(load_run(folder))
     except ValueError as error:
         sys.stderr.write(f"paceline: {error}\n")
         return
-    if code in (0, STOPPED_EARLY_EXIT_CODE) and report.window_s is not None:
+    if code in (0, STOPPED_EARLY_EXIT_CODE):
         sys.stderr.write(render(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if job.summary is not None:
-        write_output(job.summary, report.to_json())
+        write_output(job.summary, run_json(report))
 
 
 def run_rank_server(job: ForkedRankServer) -> NoReturn:

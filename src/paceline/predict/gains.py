@@ -13,6 +13,7 @@ from typing import Any
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
+from ..analyze.diagnosis.rules.ranks import data
 
 LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
 TRIED = "a few steps"  # a measurement of a few steps with the knob set
@@ -71,7 +72,8 @@ def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
 
 def persistent_workers(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of persistent workers: all starts but the wait for the first batch."""
-    if e.loader is not None and not e.loader["workers"]:
+    workers = e.loader["workers"] if e.loader is not None else cause.id == "loader-start"
+    if not workers:
         return None
     share = e.mean_usage("everything", "starting")
     low, high = (1 - MAX_REMAINING_START_SHARE) * share, share
@@ -215,13 +217,47 @@ def autocast_bf16(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def compile_model(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose to compile the model, if the script wraps it in DDP: it is compiled at that point."""
-    return Saving(True, None, TRIED) if "ddp" in e.first_facts else None
+    """Propose to compile the model, if the script wraps it in DDP: it is compiled at that point.
+
+    Batches of different sizes would compile it again and again.
+    """
+    if "ddp" not in e.first_facts or data(e) is not None:
+        return None
+    return Saving(True, None, TRIED)
 
 
 def half_share(source: str) -> PredictSaving:
     """Return a function that predicts that half of the cause's share is saved."""
     return lambda e, cause: scaled(e, cause, 0.5, source)
+
+
+def up_to_share(source: str) -> PredictSaving:
+    """Return a function that predicts that between nothing and all of the cause's share is
+    saved.
+    """
+
+    def gain(e: Evidence, cause: Cause) -> Saving | None:
+        return Saving(True, Interval(cause.share / 2, 0.0, cause.share), source)
+
+    return gain
+
+
+def read_ahead(e: Evidence, cause: Cause) -> Saving | None:
+    """Predict the saving if batches are made during the training, without a loader to set.
+
+    A step then takes the longer of both, and HANDOVER_SHARE.
+    """
+    if e.loader is not None:
+        return None
+    low, high = cause.interval
+    mean, least, most = (min(x, 1 - x) - HANDOVER_SHARE for x in (cause.share, low, high))
+    return Saving(True, Interval(mean, min(least, most), max(least, most)), FORMULA)
+
+
+def more_cores(e: Evidence, cause: Cause) -> Saving | None:
+    """Predict the saving without the launcher's binding; see ``without_own_binding``."""
+    narrowed = without_own_binding(e, cause) is not None
+    return None if narrowed else whole_share(LADDER)(e, cause)
 
 
 def edit_line(e: Evidence, cause: Cause) -> Saving | None:
@@ -248,8 +284,12 @@ LINE_EDITS = {
 
 
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
-    """Predict the saving without a slow rank, unless its own work is what makes it slow."""
-    if cause.evidence.get("lines"):
+    """Predict the saving without the device of a slow rank; the ranks of one node without GPUs
+    share its cores.
+    """
+    if cause.evidence.get("lines"):  # the rank's own work makes it slow
+        return None
+    if not e.first_facts.get("gpu") and len(set(e.report.hosts)) < 2:
         return None
     return without_one_of(e.report.size, cause)
 
@@ -281,9 +321,16 @@ def overlap_backward(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def spread_over_ranks(e: Evidence, cause: Cause) -> Saving | None:
-    """Predict the saving if N ranks share the work that one rank did: (N - 1) / N."""
+    """Predict the saving if N ranks share the work that one rank did: (N - 1) / N.
+
+    If all ranks validate, each of them may have its part already: then nothing is saved.
+    """
     n = e.report.size
-    return scaled(e, cause, (n - 1) / n, FORMULA)
+    whole = scaled(e, cause, (n - 1) / n, FORMULA)
+    if cause.id != "validation" or whole.saves is None:
+        return whole
+    most = whole.saves.high
+    return replace(whole, saves=Interval(most / 2, 0.0, most))
 
 
 def without_host(e: Evidence, cause: Cause) -> Saving | None:
@@ -331,9 +378,18 @@ GAINS: dict[str, PredictSaving] = {
     "larger-batch": half_share(FORMULA),
     "pack": half_share(FORMULA),
     "stage": storage_wait,
-    "offline": must_be_tried,
     "edit-line": edit_line,
+    "offline": up_to_share(RECORD),
     "leave-rank-out": without_rank,
     "equal-batches": whole_share(LADDER),
     "leave-host-out": without_host,
+    "read-ahead": read_ahead,
+    "same-work": whole_share(LADDER),
+    "rarer-validation": half_share(LADDER),
+    "end-other-programs": whole_share(RECORD),
+    "even-steps": up_to_share(RECORD),
+    "spread-ranks": up_to_share(LADDER),
+    "more-cores": more_cores,
+    "less-memory": whole_share(RECORD),
+    "replace-host": whole_share(RECORD),
 }

@@ -1,6 +1,7 @@
 """Select the knobs that address each cause, each with its predicted gain."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import Evidence
 from ..analyze.diagnosis.ladder import Interval
+from ..analyze.diagnosis.rules.script import off_core_share
 from ..knobs.registry import COMPUTING, KNOBS, Knob
 from .gains import GAINS
 
@@ -16,6 +18,12 @@ MAX_SAVING = 0.95  # share of a step: larger savings are not credible and are cl
 MIN_UNCERTAINTY = 0.2  # minimum relative uncertainty of a gain: error of narrower predictions
 MIN_COMPUTING_SHARE = (
     0.5  # minimum share of computing in a step for which faster computing is proposed
+)
+MAX_CAUSE_SHARE = 0.2  # a larger cause comes before faster computing
+MAX_OF_CAUSE = 4  # remedies of one cause, of those that Paceline can set and of the edits each
+# Causes within the useful time, which faster kernels do not shorten.
+_IN_USEFUL = frozenset(
+    ("allocator", "binding", "interpreter", "memory-limit", "noisy-machine", "too-many-threads")
 )
 
 
@@ -53,7 +61,7 @@ class Remedy:
 def remedies(
     e: Evidence, causes: Sequence[Cause], script: str, known: Mapping[str, Any]
 ) -> list[Remedy]:
-    """Return the remedies, those that Paceline can set first, then by decreasing gain.
+    """Return the remedies, those that Paceline can set first, then by gain over effort.
 
     Args:
         script: Source code of the training script.
@@ -61,7 +69,7 @@ def remedies(
     """
     found = [
         remedy
-        for cause in (*causes, *_computing(e))
+        for cause in (*causes, *_computing(e, causes))
         for name, knob in KNOBS.items()
         if cause.id in knob.answers and (remedy := _remedy(name, knob, e, cause, script))
         if known.get(name) != remedy.value
@@ -71,19 +79,36 @@ def remedies(
         other = best.get(remedy.knob)
         if other is None or _sort_key(remedy) > _sort_key(other):
             best[remedy.knob] = remedy
-    return sorted(best.values(), key=lambda one: (not one.settable, -_sort_key(one)))
+    ranked = sorted(best.values(), key=lambda one: (not one.settable, -_sort_key(one)))
+    counts: Counter[tuple[str, bool]] = Counter()
+    shown = []
+    for remedy in ranked:
+        kind = (remedy.cause, remedy.settable)
+        counts[kind] += 1
+        if counts[kind] <= MAX_OF_CAUSE:
+            shown.append(remedy)
+    return shown
 
 
-def _computing(e: Evidence) -> list[Cause]:
-    """Return computing as a pseudo-cause, if it is most of a step; it is ranked last."""
+def _computing(e: Evidence, causes: Sequence[Cause]) -> list[Cause]:
+    """Return computing as a pseudo-cause, if it is most of a step and no cause is large.
+
+    Time in which a rank computes nothing is left out: that in which it uses no core, and that of
+    the causes that lie within the useful time.
+    """
     own = [rank["useful"] for rank in e.report.states]
     share = sum(own) / len(own) if own else 0.0
-    return [Cause(COMPUTING, share, (share, share), "", {})] if share >= MIN_COMPUTING_SHARE else []
+    share -= off_core_share(e) + sum(one.share for one in causes if one.id in _IN_USEFUL)
+    largest = max((one.share for one in causes), default=0.0)
+    if share < MIN_COMPUTING_SHARE or largest >= MAX_CAUSE_SHARE:
+        return []
+    return [Cause(COMPUTING, share, (share, share), "", {})]
 
 
 def _sort_key(remedy: Remedy) -> float:
-    """Return the sort key: the mean gain; remedies that must be measured come last."""
-    return remedy.gain.mean if remedy.gain is not None else 0.0
+    """Return the mean gain over the effort; remedies that must be measured come last."""
+    effort = KNOBS[remedy.knob].effort + remedy.numbers
+    return remedy.gain.mean / effort if remedy.gain is not None else 0.0
 
 
 def gain_of(saves: Interval) -> Interval:

@@ -26,6 +26,7 @@ from .console import PlainConsole
 from .numbers import counted
 from .terminal import comparison
 from .terminal.run_report import panel
+from .verdict.of_run import run_json
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _comparison(before: Reports, after: Reports, gate: Gate | None, as_json: boo
 
 def _single_report(report: Report, as_json: bool) -> str:
     if as_json:
-        return report.to_json() + "\n"
+        return run_json(report) + "\n"
     return _render(lambda width: panel(report, width, full=True))
 
 

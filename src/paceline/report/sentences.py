@@ -140,10 +140,11 @@ def _source_line(loss: Loss) -> str:
         return ""
     line = loss.lines[0]
     inside = f" (in {line['inside']})" if line.get("inside") else ""
-    return f" Seen at {_place(line)}{inside}  {line['code']}"
+    return f" Seen at {place(line)}{inside}  {line['code']}"
 
 
-def _place(line: dict[str, object]) -> str:
+def place(line: dict[str, object]) -> str:
+    """Return the file name and number of a line of the script: "train.py:12"."""
     return f"{Path(str(line['file'])).name}:{line['line']}"
 
 
@@ -181,8 +182,8 @@ def _standstill_sentence(one: Standstill, several: bool) -> str:
         who, evidence = one.host, f"no thread of its ranks ran ({ranks})"
         as_when = "a node or a whole job is paused"
     if one.line is not None and one.state in _STATES_OF_SCRIPT:
-        place = f"{_place(one.line)} ({one.line['code']})"
-        as_when = f"{place} calls C code that holds the interpreter lock (GIL), or {as_when}"
+        called = f"{place(one.line)} ({one.line['code']})"
+        as_when = f"{called} calls C code that holds the interpreter lock (GIL), or {as_when}"
     waited = ""
     if one.waited_s is not None and one.waited_s >= _MIN_WAIT_S:
         whom = "it" if one.whole or len(one.ranks) == 1 else "them"

@@ -49,13 +49,15 @@ class RunFinalizer:
         from ..analyze.records.load_run import Run
         from ..analyze.records.read_record import parse_record
         from ..report.terminal.run_report import show
+        from ..report.verdict.of_run import run_json
 
-        report = analyse(Run("this run", [parse_record(record) for record in records], missing))
+        parsed = [parse_record(record) for record in records]
+        report = analyse(Run("this run", parsed, missing, command=_command()))
         if report.steps:
             show(report)
         path = os.environ.get("PACELINE_SUMMARY")
-        if path and not send_to_launcher(summary=report.to_json()):
-            write_output(Path(path), report.to_json())
+        if path and not send_to_launcher(summary=run_json(report)):
+            write_output(Path(path), run_json(report))
 
     def _gather(self) -> tuple[list[bytes], list[int]]:
         """Return all ranks' records on rank 0, and the ranks that did not send theirs in time."""
@@ -76,3 +78,9 @@ class RunFinalizer:
                 continue
             records.append(zlib.decompress(self.store.get(f"record/{rank}")))
         return records, missing
+
+
+def _command() -> list[str]:
+    """Return the script with its arguments, as ``paceline run`` takes them."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return ["-m", spec.name, *sys.argv[1:]] if spec is not None else list(sys.argv)

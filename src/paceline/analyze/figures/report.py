@@ -12,6 +12,7 @@ from ...cost.machine.machine_file import Machine
 from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
+from ..memory.growth import MemoryGrowth, find_growth
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
@@ -109,11 +110,14 @@ class Report:
     loading: LoaderTotals | None = None  # by paceline.data.Loader
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
+    memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
 
-    def to_json(self) -> str:
-        return json.dumps({"format": "paceline-report", "version": 1, **asdict(self)}, indent=1)
+    def to_json(self, **more: Any) -> str:
+        """Return the report as JSON text. more: Further keys, in front of the figures."""
+        whole = {"format": "paceline-report", "version": 1, **more, **asdict(self)}
+        return json.dumps(whole, indent=1)
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ def analyse_with_window(
         work=sum_work(records),
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
+        memory=find_growth(records),
     )
     return RunAnalysis(report, measured)
 

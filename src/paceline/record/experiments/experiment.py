@@ -26,6 +26,7 @@ from ..ring.resource_usage import (
     measure_open_s,
 )
 from .cached_batches import CachedBatches
+from .growing_containers import ContainerSizes
 from .lines.rank_profile import RankProfile
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
@@ -45,6 +46,7 @@ class Experiment:
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
         self._observer = Observer()
         self._results: dict[str, Any] = {"silent": 0}
+        self._containers: ContainerSizes | None = None  # after the first step
         self._loss_sum, self._loss_count = 0.0, 0
         self._step_start = time.perf_counter()
         self._cached_batches = CachedBatches(
@@ -79,6 +81,9 @@ class Experiment:
                 self._observer.end_phase(self._phase)
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
+                    self._find_growing_containers(step)
+        if step == 1:
+            self._containers = ContainerSizes()
         if index == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[index]
@@ -95,6 +100,15 @@ class Experiment:
             expected = (time.perf_counter() - self._step_start) * self.rung.steps
             self._lines.start(is_kept=self._phase == EVERYTHING, expected_s=expected)
         self._step_start = time.perf_counter()
+
+    def _find_growing_containers(self, step: int) -> None:
+        """Store what grew in each step since the first; a failure ends no experiment."""
+        try:
+            if self._containers is not None and (growing := self._containers.growing(step - 1)):
+                self._results["growing"] = growing
+        except Exception as error:  # of an object of the script
+            notify(f"warning: Paceline could not look for memory that grows: {error}\n")
+        self._containers = None
 
     def _enter(self, phase: str) -> None:
         import torch

@@ -130,6 +130,16 @@ class DdpOptions(TypedDict):
     unused_bytes: NotRequired[NonNegativeInt]
 
 
+class GrowingContainer(TypedDict):
+    """A container that grows in each step (record/experiments/growing_containers.py)."""
+
+    name: str
+    kind: str
+    elements: NonNegativeFloat
+    bytes: NonNegativeInt
+    graphs: bool
+
+
 class RungTotals(TypedDict, total=False):
     """Results of one run of ``paceline diagnose``.
 
@@ -139,6 +149,7 @@ class RungTotals(TypedDict, total=False):
     cached: NonNegativeInt
     silent: NonNegativeInt
     stopped: str
+    growing: Annotated[list[GrowingContainer], Meta(max_length=16)]
     loss: float  # of the user's script: NaN is possible
     workers: NonNegativeInt
     threads: NonNegativeInt

@@ -19,7 +19,7 @@ from ...security.files import open_regular
 from .states import BACKGROUND_STATES
 
 MAGIC = b"PACELINE"
-VERSION = 5
+VERSION = 6
 HEADER_BYTES = 16384
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON

@@ -22,6 +22,7 @@ from types import FrameType
 
 from ...security.files import open_regular
 from .launcher_messages import notify
+from .memory_sampler import MemorySampler
 from .recorder import Recorder, now
 from .states import State
 
@@ -60,7 +61,7 @@ class StackSampler:
             notify(f"warning: Paceline's stack sampler failed and is off: {error}\n")
 
     def _sample(self) -> None:
-        gap = StallDetector()
+        gap, memory = StallDetector(), MemorySampler(self.recorder)
         while not self._end.wait(SAMPLE_INTERVAL_S):
             at, began = now(), time.thread_time_ns()  # excludes the wait for the GIL
             frame = sys._current_frames().get(self._main or 0)
@@ -70,6 +71,7 @@ class StackSampler:
             del frame
             if since := gap.stood_still(at):
                 self.recorder.event(State.STILL, since, at)
+            memory.sample(at)
             self.recorder.extra_cost_ns += time.thread_time_ns() - began
             gap.begins()
 

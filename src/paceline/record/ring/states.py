@@ -28,6 +28,16 @@ class State(IntEnum):
     # Like COLLECTIVE and BLOCKED, in another thread than the one that trains: beside its states.
     BACKGROUND_COLLECTIVE = 17
     BACKGROUND_BLOCKED = 18
+    MEMORY = 24  # memory at an instant; amount = bytes, peer = which (Memory)
+
+
+class Memory(IntEnum):
+    """What a MEMORY event measures."""
+
+    HOST = 0  # of this rank
+    HOST_AVAILABLE = 1  # left for all processes of the node, or of the job's cgroup there
+    DEVICE = 2  # allocated by this rank
+    DEVICE_AVAILABLE = 3  # the rest of its device
 
 
 class Op(IntEnum):
@@ -49,6 +59,7 @@ class Op(IntEnum):
 SAMPLER_STATES = (
     State.SAMPLE,
     State.STILL,
+    State.MEMORY,
 )  # written by the stack sampler, possibly while the rank waits in a call
 BACKGROUND_STATES = (State.BACKGROUND_COLLECTIVE, State.BACKGROUND_BLOCKED)
 LAUNCH_STATES = (State.COLLECTIVE, State.BACKGROUND_COLLECTIVE)

@@ -14,6 +14,7 @@ from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ..numbers import amount, counted, percent
 from ..terminal.diagnose import NAMES, Diagnosis, computing
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
+from ..verdict.of_diagnosis import verdict_of_diagnosis
 from .definitions import DEFINITIONS
 from .wording import joined
 from .write_page import page
@@ -64,7 +65,8 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "rounds": max((len(runs) for runs in found.ladder.rungs.values()), default=0),
         "notes": [*computing(found), *found.notes],
         "finite": math.isfinite,
-        "verdict": verdict,
+        "agreement": agreement,
+        "conclusion": verdict_of_diagnosis(found),
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
         **_remedies(found, unit),
@@ -105,7 +107,7 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
     }
 
 
-def verdict(one: Witness) -> str:
+def agreement(one: Witness) -> str:
     """Return in words whether experiment and record agree; empty if only one of them exists."""
     if one.ladder is None or one.record is None:
         return ""

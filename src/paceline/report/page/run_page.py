@@ -4,10 +4,12 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
+from ..memory import memory_warnings
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..terminal import step_work
 from ..terminal.run_report import EFFICIENCY_TREE, MULTI_RANK_EFFICIENCIES
+from ..verdict.of_run import verdict_of_run
 from . import captions
 from .roofline import chart
 from .series import series
@@ -82,6 +84,8 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "title": f"Paceline: {report.name}",
         "heading": f"Where the time of {counted(report.size, 'rank')} went",
         "achieved": achieved(report),
+        "conclusion": verdict_of_run(report),
+        "grown": memory_warnings(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),
         "tree": list(tree(report)),

@@ -21,6 +21,8 @@ from ...analyze.diagnosis.line_profile import (
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
+from ..verdict.of_diagnosis import verdict_of_diagnosis
+from ..verdict.table import verdict_table
 from . import remedies as cures
 from .step_work import reaches
 
@@ -53,6 +55,8 @@ class Diagnosis(Protocol):
 
     @property
     def command(self) -> list[str]: ...
+    @property
+    def options(self) -> list[str]: ...
     @property
     def ladder(self) -> Any: ...
     @property
@@ -88,7 +92,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         f"{counted(ladder.steps, 'step')} each, "
         f"{elapsed(ladder.seconds)}"
     )
-    parts: list[RenderableType] = [Text(head, style="bold"), Text()]
+    verdict = verdict_table(verdict_of_diagnosis(found))
+    parts: list[RenderableType] = [verdict, Text(), Text(head, style="bold"), Text()]
     if found.waterfall is not None:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
@@ -319,6 +324,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "format": "paceline-diagnosis",
         "version": 1,
         "command": found.command,
+        "verdict": asdict(verdict_of_diagnosis(found)),
         "ranks": found.report.size,
         "warm_up": ladder.warm,
         "steps": ladder.steps,

@@ -14,8 +14,11 @@ from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
+from ..memory import memory_warnings
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
+from ..verdict.of_run import verdict_of_run
+from ..verdict.table import verdict_table
 from . import step_work
 from .roofline import draw_roofline
 
@@ -88,11 +91,8 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             sentence each.
     """
     explained = width >= 100 or (len(report.ranks) < 3 and width >= 88)
-    parts: list[RenderableType] = [_head(report)]
-    if report.window_s is None:
-        steps = "No optimizer step was" if report.steps == 0 else "Fewer than two steps were"
-        parts.append(Text(f"{steps} recorded: too few to measure where the time went."))
-    else:
+    parts: list[RenderableType] = [verdict_table(verdict_of_run(report)), Text(), _head(report)]
+    if report.window_s is not None:
         parts += [_states(report, explained), Text()]
         if full:
             parts += [
@@ -105,6 +105,8 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
         parts += [*_loading(report), _recording_overhead(report)]
+    grown = memory_warnings(report)
+    parts += [Text(f"{line[0].upper()}{line[1:]}.", style="yellow") for line in grown]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
     if full and report.confidence < 0.995:
         parts.append(Text(f"confidence {report.confidence:.2f}", style="yellow"))

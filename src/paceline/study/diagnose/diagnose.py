@@ -21,6 +21,7 @@ from ...analyze.records.state_timeline import STATES
 from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
+from .growing import growing_notes
 from .ladder import Ladder, climb_ladder
 from .run_script import RunRequest
 from .try_remedies import (
@@ -57,6 +58,7 @@ class Diagnosis:
         after: Diagnosis with all remedies that were kept; None if none was kept.
         lines: Time by line of the script; None if nothing was sampled.
         off: Error of earlier predictions, by kind of prediction.
+        options: Options of ``paceline diagnose`` that choose the ranks and how they run.
     """
 
     command: list[str]
@@ -72,6 +74,7 @@ class Diagnosis:
     after: "Diagnosis | None" = None
     lines: LineProfile | None = None
     off: dict[str, history.PredictionError] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
 
 
 def run_diagnosis(
@@ -87,11 +90,23 @@ def run_diagnosis(
     report = examined.report
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
+    notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     lines = _line_profile(ladder, examined)
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
-        return Diagnosis(command, ladder, report, None, [], [], notes, roofline, lines=lines)
+        return Diagnosis(
+            command,
+            ladder,
+            report,
+            None,
+            [],
+            [],
+            notes,
+            roofline,
+            lines=lines,
+            options=asked.typed_options,
+        )
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
@@ -111,6 +126,7 @@ def run_diagnosis(
         remedies=would,
         lines=lines,
         off=history.prediction_errors(),
+        options=asked.typed_options,
     )
 
 

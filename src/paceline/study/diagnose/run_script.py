@@ -59,6 +59,12 @@ class RunRequest:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def typed_options(self) -> list[str]:
+        """The options that select the ranks and how they run, as the user typed them."""
+        ranks = [] if self.ranks is None else ["-n", str(self.ranks)]
+        return [*self.where, *ranks, *self.options]
+
+    @property
     def warming(self) -> int:
         """Number of warm-up steps.
 

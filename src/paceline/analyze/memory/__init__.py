@@ -1,0 +1,1 @@
+"""Memory of the ranks over time."""

@@ -1,0 +1,77 @@
+"""Remedies that need an edit of the script, or another start of the job.
+
+These are the remedies of causes for which no setting exists. ``registry.KNOBS`` contains them.
+"""
+
+from .knob import Knob
+
+_INPUT = ("input", "input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth")
+_EVALUATES = r"\.eval\(\)|no_grad|inference_mode"
+
+EDITS: dict[str, Knob] = {
+    "read-ahead": Knob(
+        "the next batches are made while the training computes",
+        _INPUT,
+        "read with torch.utils.data.DataLoader(dataset, num_workers=2) or paceline.data.Loader",
+        looks_for=r"^\s*for .*(load|data|batch|read)",
+        costs="memory for the batches of the workers",
+        effort=2,
+    ),
+    "same-work": Knob(
+        "all ranks do the same work",
+        ("slow-rank",),
+        "remove work that only one rank does (code under if rank == ...), or give each rank a "
+        "part of it; without such code: paceline check, and end other programs on its cores",
+        looks_for=r"^\s*(el)?if .*rank\w*(\(\))?\s*(==|>|<|!=|in\b|%)|^\s*(el)?if .*is_main",
+        effort=2,
+    ),
+    "rarer-validation": Knob(
+        "validation runs half as often",
+        ("validation", "validation-on-one-rank"),
+        "evaluate half as often, or on half of the validation samples",
+        looks_for=_EVALUATES,
+        costs="fewer points of the validation curve",
+    ),
+    "end-other-programs": Knob(
+        "no other program uses the cores of the job",
+        ("noisy-machine",),
+        "end the other programs (top shows them), or request the nodes exclusively (Slurm: "
+        "--exclusive)",
+    ),
+    "even-steps": Knob(
+        "ranks have the same work in each step, and a core of their own",
+        ("jitter",),
+        "run with paceline run --bind core, leave one core of each node free, and give all ranks "
+        "batches with the same number of elements",
+        effort=2,
+    ),
+    "spread-ranks": Knob(
+        "fewer ranks share a node",
+        ("shared-machine",),
+        "start the same number of ranks on more nodes (paceline run -H host1:N,host2:N), or fewer "
+        "ranks with more threads each (paceline run -n N --threads T)",
+        costs="more communication between nodes",
+        effort=3,
+    ),
+    "more-cores": Knob(
+        "ranks may use all cores that they need",
+        ("binding",),
+        "start with paceline run --bind none, or request more cores for each rank (Slurm: "
+        "--cpus-per-task=T)",
+    ),
+    "less-memory": Knob(
+        "the ranks of a node fit into its memory",
+        ("memory-limit",),
+        "reduce batch_size or the number of loader workers, wrap layers in "
+        "torch.utils.checkpoint.checkpoint(), or request more memory (Slurm: --mem=SIZE)",
+        looks_for=r"\bDataLoader\(|batch_size",
+        effort=2,
+    ),
+    "replace-host": Knob(
+        "another node takes the place of the slow one",
+        ("slow-host",),
+        "measure the nodes (paceline check -H host1,host2), and exclude the slow one from the "
+        "allocation (Slurm: --exclude=HOST)",
+        effort=2,
+    ),
+}

@@ -1,0 +1,120 @@
+"""Samples of a rank's memory, about one a second, in the thread of the stack sampler.
+
+Host memory is the resident memory that no file backs: pages of mapped datasets are not growth.
+"""
+
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from .recorder import Recorder
+from .states import Memory, State
+
+MEMORY_INTERVAL_NS = 1_000_000_000
+UNLIMITED_BYTES = 1 << 60  # a larger limit of cgroup v1 means that there is none
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class MemorySampler:
+    """Writes the memory of the process, and what is left of the node and the device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._due = 0
+        self._cgroups = _limited_cgroups()
+        self._device_fails = False
+
+    def sample(self, at: int) -> None:
+        """Write one sample, if the last one is ``MEMORY_INTERVAL_NS`` old. at: now, in ns."""
+        if at < self._due:
+            return
+        self._due = at + MEMORY_INTERVAL_NS
+        try:
+            self._write(at, Memory.HOST, own_memory())
+            self._write(at, Memory.HOST_AVAILABLE, self._available())
+        except (OSError, ValueError, IndexError):
+            pass  # not Linux, or without /proc
+        if not self._device_fails:
+            try:
+                self._device(at)
+            except Exception:  # a device that failed must not end the stack sampler
+                self._device_fails = True
+
+    def _write(self, at: int, kind: Memory, count: int) -> None:
+        self._recorder.event(State.MEMORY, at, at, amount=max(count, 0), peer=kind)
+
+    def _available(self) -> int:
+        found = [_mem_available()]
+        found += [left for folder in self._cgroups if (left := _left_in(folder)) is not None]
+        return min(found)
+
+    def _device(self, at: int) -> None:
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        devices = range(torch.cuda.device_count())
+        used = [torch.cuda.memory_allocated(device) for device in devices]
+        most = max(devices, key=used.__getitem__)
+        if used[most]:
+            self._write(at, Memory.DEVICE, used[most])
+            total = torch.cuda.get_device_properties(most).total_memory
+            self._write(at, Memory.DEVICE_AVAILABLE, total - used[most])
+
+
+def own_memory() -> int:
+    """Return the resident bytes of this process that no file backs."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
+def _mem_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("/proc/meminfo has no MemAvailable")
+
+
+def _limited_cgroups() -> list[Path]:
+    """Return the folders of the cgroups that limit the memory of this process."""
+    found: list[Path] = []
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            top = CGROUPS / controllers
+            place = Path(os.path.normpath(top / name.lstrip("/")))
+            folders = [place, *place.parents] if place.is_relative_to(top) else [top]
+            found += [x for x in folders if x.is_relative_to(top) and _limit(x) is not None]
+    except (OSError, ValueError):
+        pass
+    return found
+
+
+def _limit(folder: Path) -> int | None:
+    """Return the memory limit of a cgroup in bytes; None if it has none."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            limit = int((folder / name).read_text())
+        except (OSError, ValueError):  # "max": no limit
+            continue
+        return limit if limit < UNLIMITED_BYTES else None
+    return None
+
+
+def _left_in(folder: Path) -> int | None:
+    """Return the bytes that a cgroup may still use; its page cache can be reclaimed."""
+    limit = _limit(folder)
+    if limit is None:
+        return None
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        try:
+            used = int((folder / name).read_text())
+            stat = dict(x.split(" ", 1) for x in (folder / "memory.stat").read_text().splitlines())
+            cache = sum(int(stat.get(key, 0)) for key in ("active_file", "inactive_file"))
+            return limit - used + cache
+        except (OSError, ValueError):
+            continue
+    return None

@@ -1,0 +1,1 @@
+"""The three sentences that every report begins with: verdict, why, next."""

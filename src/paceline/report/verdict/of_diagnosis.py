@@ -1,0 +1,185 @@
+"""The verdict of a diagnosis: its largest cause, the evidence, and the remedy to begin with."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...analyze.diagnosis.causes import MIN_SHARE, Cause, uncertain_bars
+from ...analyze.diagnosis.ladder import Waterfall
+from ...analyze.figures.report import Report
+from ...knobs.registry import KNOBS
+from ..numbers import percent
+from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt
+
+# Noun phrases that continue "is lost to", by the id of a cause.
+LOST_TO = {
+    "loader-start": "the start of the loader in each epoch",
+    "input-small-files": "reading small files",
+    "input-bandwidth": "reading files from storage",
+    "input-preprocessing": "preprocessing of samples",
+    "input-waiting": "waiting for the loader",
+    "input": "waiting for the next batch",
+    "synchronisation": "waiting for a value, an output or a barrier",
+    "accumulation-exchange": "gradient synchronization in every backward of a step",
+    "bucket-size": "gradient synchronization with an unsuitable bucket size",
+    "exchange-latency": "many small collectives",
+    "no-overlap": "gradient synchronization after the backward",
+    "exchange-bandwidth": "communication limited by bandwidth",
+    "uneven-data": "batches of different sizes",
+    "slow-host": "a slow node",
+    "slow-rank": "a slow rank",
+    "noisy-machine": "other programs on the node",
+    "jitter": "ranks that are late in different steps",
+    "too-many-threads": "too many compute threads",
+    "binding": "a binding to too few cores",
+    "fixed-cost": "the cost of a step that does not depend on the batch size",
+    "shared-machine": "sharing of the node by its ranks",
+    "validation": "validation",
+    "validation-on-one-rank": "validation on one rank",
+    "checkpoint": "checkpoints",
+    "checkpoint-on-one-rank": "checkpoints of one rank",
+    "script": "other work of the script",
+    "line": "one function of the script",
+    "layout": "the memory layout of convolutions",
+    "precision": "computing in float64",
+    "allocator": "page faults of the memory allocator",
+    "memory-limit": "lack of memory",
+    "interpreter": "another Python thread",
+    "unused-parameter-search": "the search for unused parameters",
+}
+
+_BARS = {"sharing": "sharing the machine", "uneven": "slower ranks", "checkpoint": "checkpoints"}
+
+
+class Remedy(Protocol):
+    """A remedy, as far as a verdict reads it."""
+
+    @property
+    def knob(self) -> str: ...
+    @property
+    def cause(self) -> str: ...
+    @property
+    def gain(self) -> Any: ...
+    @property
+    def settable(self) -> bool: ...
+    @property
+    def edit(self) -> str: ...
+    @property
+    def line(self) -> int | None: ...
+
+
+class Diagnosed(Protocol):
+    """A diagnosis, as far as a verdict reads it."""
+
+    @property
+    def command(self) -> list[str]: ...
+    @property
+    def options(self) -> Sequence[str]: ...
+    @property
+    def report(self) -> Report: ...
+    @property
+    def waterfall(self) -> Waterfall | None: ...
+    @property
+    def causes(self) -> list[Cause]: ...
+    @property
+    def notes(self) -> list[str]: ...
+    @property
+    def remedies(self) -> Sequence[Remedy]: ...
+    @property
+    def tried(self) -> Any: ...
+
+
+def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
+    """Return what limits a training, according to its diagnosis."""
+    if found.waterfall is None:
+        return _without_experiments(found)
+    reached = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
+    if not found.causes:
+        return _without_cause(found, found.waterfall, reached)
+    cause = found.causes[0]
+    low, high = cause.interval
+    around = f" ({100 * low:.0f} to {100 * high:.0f})" if low < high and math.isfinite(low) else ""
+    said = f"{percent(cause.share)}{around} of a step's time is lost to {_lost_to(cause)}."
+    doubt = "the interval contains less than 2.5 %" if low < MIN_SHARE / 2 else ""
+    return Verdict(in_doubt(said, doubt), begin_sentence(cause.sentence), _next(found, cause))
+
+
+def _lost_to(cause: Cause) -> str:
+    return LOST_TO.get(cause.id, cause.id.replace("-", " "))
+
+
+def _next(found: Diagnosed, cause: Cause) -> str:
+    """Return the kept remedy with the largest gain, or else the first one for the cause."""
+    trials = [] if found.tried is None else found.tried.trials
+    kept = [one for one in trials if one.kept and one.gain is not None]
+    if kept:
+        best = max(kept, key=lambda one: one.gain.mean)
+        return f"{_edit(best.remedy)} (measured gain {100 * best.gain.mean:+.0f} %)"
+    dropped = {one.remedy.knob for one in trials}
+    left = [one for one in found.remedies if one.knob not in dropped]
+    first = [one for one in left if one.cause == cause.id]
+    others = [one for one in left if one.knob in KNOBS and cause.id in KNOBS[one.knob].answers]
+    for remedy in (*first, *others):
+        return _apply(found, remedy)
+    return f"no remedy is known for this cause; {_command(found, ['--json'])} has its evidence"
+
+
+def _apply(found: Diagnosed, remedy: Remedy) -> str:
+    """Return the command that measures a remedy, or the edit that it needs."""
+    gain = remedy.gain
+    predicted = f" (predicted gain {100 * gain.mean:+.0f} %)" if gain is not None else ""
+    if remedy.settable:
+        return f"{_command(found, ['--try', remedy.knob])}{predicted}"
+    return f"{_edit(remedy)}{predicted}"
+
+
+def _edit(remedy: Remedy) -> str:
+    return f"line {remedy.line}: {remedy.edit}" if remedy.line is not None else remedy.edit
+
+
+def _command(found: Diagnosed, wanted: Sequence[str]) -> str:
+    return diagnose_command(_without_values(found.options), found.command, wanted)
+
+
+def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
+    doubtful = uncertain_bars(w)
+    limit = f"{100 * MIN_SHARE:.0f} %"
+    said = f"No cause takes {limit} of a step's time or more: {reached} of the ideal is reached."
+    largest = max(w.bars, key=lambda bar: bar.of_step.mean, default=None)
+    why = f"the experiments differ by less than {limit} of a step"
+    if largest is not None:
+        share = percent(max(largest.of_step.mean, 0.0))
+        why = (
+            f"the largest difference between experiments is {share} of a step ({_bar(largest.id)})"
+        )
+    if doubtful:
+        said = f"No cause is certain: {reached} of the ideal is reached."
+        why = (
+            f"the rounds are too few or differ too much to judge: {', '.join(map(_bar, doubtful))}"
+        )
+        wanted = _command(found, ["--minutes", "10"])
+        return Verdict(in_doubt(said, "noisy rounds"), begin_sentence(why), wanted)
+    if found.remedies:
+        return Verdict(said, begin_sentence(why), _apply(found, found.remedies[0]))
+    return Verdict(said, begin_sentence(why), "no change is needed")
+
+
+def _bar(name: str) -> str:
+    return _BARS.get(name, name)
+
+
+def _without_experiments(found: Diagnosed) -> Verdict:
+    said = "Paceline cannot determine what limits the training: experiments are missing."
+    note = next(iter(found.notes), "the script could not be measured with parts switched off")
+    why, _, hint = note.partition(" HINT: ")
+    record = "paceline run --record FOLDER SCRIPT, which needs no experiments"
+    return Verdict(said, begin_sentence(why.rstrip(". ")), hint or record)
+
+
+def _without_values(options: Sequence[str]) -> list[str]:
+    """Return options without the values of environment variables, which may be secret."""
+    words = list(options)
+    for at, word in enumerate(words[:-1]):
+        if word == "--env":
+            words[at + 1] = words[at + 1].partition("=")[0]
+    return words
