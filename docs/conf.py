@@ -54,3 +54,16 @@ html_show_search_summary = False
 html_theme_options = {"navigation_with_keys": True}
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
+
+
+def read_all_pages(app, env, added, changed, removed):
+    """Read every page again if one has changed.
+
+    After an incremental build, the search index lacks the index entries of unchanged pages.
+    """
+    return env.found_docs if added or changed or removed else []
+
+
+def setup(app):
+    """Connect the functions of this file to the events of Sphinx."""
+    app.connect("env-get-outdated", read_all_pages)

@@ -57,7 +57,7 @@ def diagnose(
     minutes: Annotated[
         float,
         typer.Option(
-            help="Approximate duration. A longer one gives narrower intervals.",
+            help="Approximate duration. A longer measurement gives narrower intervals.",
             metavar="MINUTES",
             min=0.2,
         ),
@@ -69,7 +69,7 @@ def diagnose(
             metavar="NAME[=VALUE]",
             help="Set this remedy (all: every remedy, best prediction first), measure it in "
             "alternation with the unchanged training, and keep it if it helps. May be repeated. "
-            "Takes about as long again.",
+            "Roughly doubles the duration.",
             show_default=False,
         ),
     ] = None,

@@ -42,12 +42,15 @@ def submit(
     args: Args = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.", metavar="N")] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs of each node.", metavar="N", show_default=False)
+        int | None,
+        typer.Option(help="Number of GPUs on each node.", metavar="N", show_default=False),
     ] = None,
     time: Annotated[
         str | None,
         typer.Option(
-            help="Time limit: 2:00:00, 90min, 2h, 1-12:00:00.", metavar="TIME", show_default=False
+            help="Time limit: 2:00:00, 90min, 2h, 1-12:00:00. Default: that of the queue.",
+            metavar="TIME",
+            show_default=False,
         ),
     ] = None,
     queue: Annotated[
@@ -64,8 +67,8 @@ def submit(
         bool,
         typer.Option(
             "--requeue",
-            help="Requeue the job until it is done: after a lost node, and (Slurm, LSF) after it "
-            "stopped early with a checkpoint.",
+            help="Requeue the job until the script completes: after a lost node, and (Slurm, LSF) "
+            "after exit code 75 (time limit, checkpoint written).",
         ),
     ] = False,
     module: Module = False,
@@ -75,7 +78,7 @@ def submit(
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
-            help="Default: one for each GPU; one without GPUs.",
+            help="Number of ranks on each node. Default: one for each GPU; one without GPUs.",
             metavar="N",
             show_default=False,
             rich_help_panel=RESOURCES,
@@ -129,7 +132,8 @@ def submit(
         str | None,
         typer.Option(
             help="File for the output of the job, with the scheduler's placeholders (Slurm: %j, "
-            "%A_%a; LSF: %J, %I). Default: name and number of the job, in this folder.",
+            "%A_%a; LSF: %J, %I). Default: name and number of the job, in the "
+            "working directory.",
             metavar="FILE",
             show_default=False,
             rich_help_panel=SCHEDULER,
@@ -159,7 +163,7 @@ def submit(
     setup: Annotated[
         list[str] | None,
         typer.Option(
-            help="Line of shell to run before the ranks start: 'module load cuda'. May be "
+            help="Shell command to run before the ranks start: 'module load cuda'. May be "
             "repeated.",
             metavar="LINE",
             rich_help_panel=SCHEDULER,
@@ -168,20 +172,27 @@ def submit(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            help="Option of the scheduler, passed on unchanged. May be repeated.",
+            help="Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be "
+            "repeated.",
             metavar="OPTION",
             rich_help_panel=SCHEDULER,
         ),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(help="See paceline run.", metavar="N", min=0, rich_help_panel=TRAINING),
+        typer.Option(
+            help="Number of restarts after failures, within the job.",
+            metavar="N",
+            min=0,
+            rich_help_panel=TRAINING,
+        ),
     ] = 0,
     min_hosts: Annotated[
         int | None,
         typer.Option(
-            help="See paceline run. The scheduler is asked to leave the job its other nodes when "
-            "one is lost (Slurm, PBS Pro).",
+            help="With --max-restarts: continue without lost nodes, if at least this many remain. "
+            "The batch script asks the scheduler to keep the job after the loss of a node (Slurm, "
+            "PBS Pro).",
             metavar="N",
             show_default=False,
             rich_help_panel=TRAINING,
@@ -190,7 +201,8 @@ def submit(
     record: Annotated[
         Path | None,
         typer.Option(
-            help="See paceline run. Each job of an array gets a separate folder in it.",
+            help="Record what every rank does into this folder. Each job of an array gets a "
+            "separate subfolder.",
             metavar="DIR",
             show_default=False,
             rich_help_panel=TRAINING,
@@ -207,12 +219,12 @@ def submit(
 ) -> None:
     """Write a batch script that runs SCRIPT, and submit it to Slurm, LSF, PBS Pro or Torque.
 
-    The number of the job is printed on standard output, and the file of its output on standard
-    error. The batch script changes to this folder, activates this Python environment, and becomes
-    paceline run (exec), so that signals of the scheduler reach it.
+    The command prints the job ID on standard output, and the name of the output file on standard
+    error. The batch script changes to the current working directory, activates the current Python
+    environment, and starts paceline run with exec, so that it gets the signals of the scheduler.
 
     Slurm is tested with a real server, Torque with the qsub of Slurm. LSF, PBS Pro and the server
-    of Torque are modelled after their documentation: look at --dry-run first.
+    of Torque are modelled after their documentation: check the output of --dry-run first.
     """
     from ..launch.submit import batch_options as said
     from ..launch.submit import submit as command

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from ..figures.losses import booked_waits, last_together, rows_by_value
+from ..figures.losses import attributed_waits, last_together, rows_by_value
 from ..figures.measured_window import MeasuredWindow
 from ..records.rank_lines import RankLines, SampledLine
 from .line_profile import LineProfile
@@ -22,7 +22,7 @@ def add_waits(profile: LineProfile, m: MeasuredWindow, weight: float) -> None:
     if m.clocks_unaligned:
         return
     rows = m.matched.waits
-    known = np.flatnonzero(booked_waits(m.matched, m.blocked, m.within, m.residual_ns))
+    known = np.flatnonzero(attributed_waits(m.matched, m.blocked, m.within, m.residual_ns))
     start = np.clip(rows["start"], m.within.start, m.within.end)
     together = np.clip(last_together(rows), m.within.start, start)
     arrival = np.clip(np.minimum(rows["latest"], rows["end"]), start, m.within.end)

@@ -9,6 +9,7 @@ import typer
 from ...security.files import InvalidFileError
 from ...security.text import printable
 from ...version import __version__
+from .command import Group
 
 # Headings of the commands in --help.
 RUN = "Run and submit"
@@ -17,12 +18,13 @@ DATASETS = "Data"
 MACHINE = "Machine"
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Scale a PyTorch training script, and see where every second of every rank goes.",
-    epilog="paceline COMMAND --help explains a command. Documentation: make docs",
+    epilog="paceline COMMAND --help explains a command. Documentation: docs/, or make docs",
 )
 
 

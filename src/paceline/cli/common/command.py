@@ -2,17 +2,29 @@
 
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ...security.outputs import write_output
 
 STDOUT = Path("/dev/stdout")  # --json without a file
+
+
+class Group(TyperGroup):
+    """The group of all commands. Its help shows no type for flags."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _hide_flag_types(self.params)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
 
 
 class Command(TyperCommand):
@@ -33,9 +45,17 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        for parameter in self.params:
-            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
-                parameter.metavar = " "  # and not "<bool>"
+        _hide_flag_types(self.params)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line: SCRIPT and [ARGS], not {SCRIPT}."""
+        return [
+            re.sub(r"^\{(.*?)\}(\.\.\.)?$", _plain, word)
+            for word in super().collect_usage_pieces(ctx)
+        ]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
@@ -84,6 +104,22 @@ class Command(TyperCommand):
             if name in (*one.opts, *one.secondary_opts):
                 return 0 if getattr(one, "is_flag", False) else one.nargs
         return 0
+
+
+def _hide_flag_types(parameters: Iterable[Any]) -> None:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = " "  # and not "<bool>"
+
+
+def _without_type(option: Any) -> Any:
+    if option is not None:
+        option.metavar = " "
+    return option
+
+
+def _plain(word: re.Match[str]) -> str:
+    return word[1].removesuffix("...") + ("..." if word[2] else "")
 
 
 def print_json(value: Any, path: Path, indent: int | None = None) -> None:

@@ -18,12 +18,15 @@ DATA = "Data"
 EXCHANGE = "Gradient synchronization"
 RECORDING = "Recording"
 
-Script = Annotated[str, typer.Argument(help="Training script, or module with -m.")]
+Script = Annotated[
+    str, typer.Argument(help="Training script, or module with -m.", metavar="SCRIPT")
+]
 Args = Annotated[
     list[str] | None,
     typer.Argument(
         help="Arguments passed to the script unchanged. Options of this command come before the "
-        "script; -- before the script passes everything after it to the script."
+        "script; -- before the script passes everything after it to the script.",
+        metavar="ARGS",
     ),
 ]
 Ranks = Annotated[
@@ -133,11 +136,11 @@ Smt = Annotated[
 HangTimeout = Annotated[
     float | None,
     typer.Option(
-        help="Seconds without progress on any rank, and at least three times the longest pause so "
-        "far, after which the job is ended (exit code 124) or restarted. Paceline first reports "
-        "which ranks are missing from which collective, with all stacks. Default: 300, and the "
-        "job is ended only if ranks wait in a collective that cannot complete; otherwise the "
-        "report is a warning. 0 disables hang detection.",
+        help="Seconds without progress on any rank (at least three times the longest pause so "
+        "far) before Paceline reports a hang: which ranks are missing from which collective, with "
+        "all stacks. Paceline then restarts or ends the job (exit code 124). Default: 300; "
+        "without this option, Paceline restarts or ends the job only if a collective cannot "
+        "complete, and otherwise prints a warning. 0 disables hang detection.",
         metavar="SECONDS",
         show_default=False,
         rich_help_panel=FAULTS,
@@ -157,9 +160,10 @@ Settings = Annotated[
 Exchange = Annotated[
     str | None,
     typer.Option(
-        help="paceline: CPU ranks of a node exchange through shared memory, and each node once "
-        "for its ranks, also if the script requests gloo. gloo: never. Default: paceline for "
-        "scripts with paceline.init() or the backend paceline.",
+        help="Backend of collectives between CPU ranks. paceline: shared memory within a node, one "
+        "exchange per node between nodes; replaces gloo if the script requests it. gloo: do not "
+        "use shared memory. Default: paceline for scripts with paceline.init() or the backend "
+        "paceline.",
         metavar="BACKEND",
         show_default=False,
         rich_help_panel=EXCHANGE,
