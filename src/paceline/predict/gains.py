@@ -261,13 +261,18 @@ def more_cores(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def edit_line(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose an edit of the cause's line; no more than its share can be saved, which is shown."""
-    if not cause.evidence.get("lines"):
+    """Propose an edit of the cause's line, and predict that between nothing and all of its share
+    is saved.
+    """
+    lines = cause.evidence.get("lines")
+    if cause.id == "slow-rank" and not lines:
         return None
     doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
-    place = str(cause.evidence["lines"][0]["file"]).rpartition("/")[2]
-    edit = f"{LINE_EDITS[doing]} (in {place})"
-    return Saving(edit, None, f"at most its {100 * cause.share:.0f} % of a step")
+    place = f" (in {str(lines[0]['file']).rpartition('/')[2]})" if lines else ""
+    edit = f"execute the line {LINE_EDITS.get(doing, LINE_EDITS['library'])}{place}"
+    if doing in REPLACED:
+        edit = f"use {LINE_EDITS[doing]}{place}"
+    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
 
 
 ONE_RANK = "one rank"
@@ -276,11 +281,12 @@ LINE_EDITS = {
     "python": "operators on whole tensors in place of a Python loop, or once before the training",
     "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
     "library": "in the loader's workers, once before the training, or every N steps",
-    "file": "read once and kept in memory, in the loader's workers, or every N steps",
+    "file": "once and keep what it reads in memory, in the loader's workers, or every N steps",
     "wait": "every N steps, or in a thread whose result the next step uses",
     "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
     ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
 }
+REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
 
 
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
