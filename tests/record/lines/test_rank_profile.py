@@ -74,7 +74,7 @@ def test_samples_of_workers_are_added_to_the_profile(tmp_path):
 
 
 def test_short_phases_are_sampled_more_often():
-    assert interval_for(0.01) == 0.002
+    assert interval_for(0.01) == 0.005
     assert interval_for(1.5) == 0.005
     assert interval_for(100) == 0.01
 
