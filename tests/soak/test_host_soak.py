@@ -190,7 +190,8 @@ def test_job_resumes_after_launcher_or_agent_is_killed(hosts, shared_folder):
         else:
             agent(hosts, victim)
             assert job.process.wait(20) == 137, job.said
-            text = f"on {victim} was lost with its node: its agent has ended, or the connection"
+            # "the connection broke" alone if the launcher's write fails before it reads the end.
+            text = f"on {victim} was lost with its node: "
             assert text in " ".join(job.said.split())
         assert hosts.left_over(10) == []
     job = Job(hosts, shared_folder)
