@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 TF_VENV := .venv-tf
 # In the slow tiers each command is started by an interpreter of its own (tests/support/warm_start.py).
 COLD := PACELINE_TESTS_WARM=0
+# Other load can make a test fail that depends on time. It gets a second attempt, and is listed by
+# name as RERUN: a defect of that test.
+RETRY := --reruns 1 -raR
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
@@ -47,8 +50,8 @@ demo: $(VENV)/installed
 
 # Three at a time, as many wait, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
-	$(BIN)/pytest --durations=10 -m "alone and not soak and not long and not bench"
+	$(BIN)/pytest $(RETRY) -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
+	$(BIN)/pytest $(RETRY) --durations=10 -m "alone and not soak and not long and not bench"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -56,8 +59,8 @@ test-frameworks: $(TF_VENV)/installed
 # PyTorch's own tests of collectives and DDP, over the exchange in shared memory: on four ranks,
 # and those of groups on eight, as they ask for.
 test-torch: $(VENV)/installed
-	$(BIN)/pytest -n 2 --durations=5 -m "" tests/comm/torchs_own.py
-	WORLD_SIZE=8 $(BIN)/pytest -n 2 --durations=5 -m "" -k "_group" tests/comm/torchs_own.py
+	$(BIN)/pytest $(RETRY) -n 2 --durations=5 -m "" tests/comm/torchs_own.py
+	WORLD_SIZE=8 $(BIN)/pytest $(RETRY) -n 2 --durations=5 -m "" -k "_group" tests/comm/torchs_own.py
 
 # Real ssh, Slurm, MPI and Chromium for the tests that need hosts or open pages; without them those
 # tests are skipped.
@@ -66,16 +69,16 @@ test-packages:
 
 # Short runs of all benchmarks: they must run and write all their results.
 test-benchmarks: $(VENV)/installed
-	$(COLD) $(BIN)/pytest -n 2 --durations=10 --junitxml=run/bench.xml -m bench
+	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --durations=10 --junitxml=run/bench.xml -m bench
 
 # Tests that train or measure for long, and launchers on more layouts of hosts.
 test-long: $(VENV)/installed
-	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/long.xml -m "long and not alone"
-	$(COLD) $(BIN)/pytest --durations=20 --junitxml=run/long-alone.xml -m "long and alone"
+	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --dist worksteal --durations=20 --junitxml=run/long.xml -m "long and not alone"
+	$(COLD) $(BIN)/pytest $(RETRY) --durations=20 --junitxml=run/long-alone.xml -m "long and alone"
 
 soak: $(VENV)/installed
-	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
-	$(COLD) $(BIN)/pytest --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
+	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
+	$(COLD) $(BIN)/pytest $(RETRY) --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
 
 # The part of the benchmark, long and soak tests that tests/select_slow.py chooses for a CI run.
 # pytest exits with 5 where none of the chosen tests has the mark.
@@ -83,8 +86,8 @@ test-slow: $(VENV)/installed
 	@mkdir -p run
 	@$(BIN)/pytest -q --collect-only -m "bench or long or soak" > run/slow-ids.txt
 	@$(BIN)/python tests/select_slow.py choose run/slow-ids.txt run/slow-chosen.txt
-	$(COLD) $(BIN)/pytest -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
-	$(COLD) $(BIN)/pytest --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
+	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
+	$(COLD) $(BIN)/pytest $(RETRY) --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
 
 # All tiers. Each prints its longest tests; the durations are the base of test-slow's choice.
 everything: test test-benchmarks test-long soak
