@@ -29,9 +29,23 @@ from .cached_batches import CachedBatches
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
-from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
+from .rung import (
+    CHANNELS_LAST,
+    EVERYTHING,
+    LOADER,
+    NO_COLLECTION,
+    ONE_THREAD,
+    SILENT,
+    SINGLE_PRECISION,
+    SWITCHED,
+    THREADS_PAUSED,
+    Rung,
+)
+from .single_precision import install as use_single_precision
+from .switches import GarbageCollector, ScriptThreads, Switch
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
+_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, *SWITCHED)  # phases with its batches
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
@@ -42,7 +56,14 @@ class Experiment:
         self.rung, self.recorder, self._detach = rung, recorder, detach
         self._phase = rung.phases[0]
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
-        self._observer = Observer()
+        self._collector = GarbageCollector()
+        self._observer = Observer(self._collector)
+        self._other_threads = ScriptThreads(lambda: recorder.training_thread)
+        self._switches: dict[str, Switch] = {
+            NO_COLLECTION: self._collector,
+            THREADS_PAUSED: self._other_threads,
+        }
+        self._is_switched_off = False
         self._results: dict[str, Any] = {"silent": 0}
         self._loss_sum, self._loss_count = 0.0, 0
         self._cached_batches = CachedBatches(
@@ -52,6 +73,11 @@ class Experiment:
     def install(self) -> None:
         """Patch torch. Must precede the recorder's own hooks, which then wrap these."""
         self._observer.install()
+        self._collector.install()
+        if THREADS_PAUSED in self.rung.phases:
+            self._other_threads.install()
+        if SINGLE_PRECISION in self.rung.phases:
+            after_import({"torch": use_single_precision})
         self._file_opens = FileOpenCounter()
         after_import({"torch.utils.data.dataloader": self._cached_batches.install})
         if self.rung.losses:
@@ -70,7 +96,8 @@ class Experiment:
         if self.rung.measures(step - 1):
             self._observer.after_step()
             if not self.rung.measures(step):
-                self._observer.end_phase(self._phase)
+                switch = self._switches.get(self._phase)
+                self._observer.end_phase(self._phase, switch.results() if switch else {})
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
         if index == len(self.rung.phases):
@@ -80,10 +107,21 @@ class Experiment:
             self._leave(self._phase)
             self._phase = phase
             self._enter(phase)
+        self._set_switch(phase, step)
         if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
             self._observer.begin_phase()
+
+    def _set_switch(self, phase: str, step: int) -> None:
+        """Switch the part that a switched phase tests off or on for the next step."""
+        switch = self._switches.get(phase)
+        if switch is None:
+            return
+        switch.after_step()
+        if (off := self.rung.is_off(step)) != self._is_switched_off:
+            self._is_switched_off = off
+            (switch.off if off else switch.on)()
 
     def _enter(self, phase: str) -> None:
         import torch
@@ -99,6 +137,9 @@ class Experiment:
     def _leave(self, phase: str) -> None:
         import torch
 
+        if self._is_switched_off:
+            self._is_switched_off = False
+            self._switches[phase].on()
         if phase == ONE_THREAD:
             inspect.unwrap(torch.set_num_threads)(self._usual_threads)
         elif phase == CHANNELS_LAST:
@@ -135,7 +176,7 @@ class Experiment:
         return self.recorder.step < self.rung.warm
 
     def _is_replaying(self) -> bool:
-        return self._phase not in (EVERYTHING, LOADER)
+        return self._phase not in _WITH_LOADER
 
     def _run_loader_only(
         self,

@@ -129,15 +129,20 @@ DEFINITIONS = {
     "held by threads": "All ranks without exchange: a step, minus one with a single thread a rank.",
     "held by layout": "One rank with its batch in memory: a step, minus one in which convolutions "
     "have weights and images as channels-last.",
-    "held by precision": "The useful share, times what a product of matrices takes longer in "
-    "float64 than in float32 on these cores.",
-    "held by allocator": "Pages that were touched for the first time, times what one takes, or the "
-    "time inside the kernel where that is less.",
+    "held by precision": "A step, minus one of the same script in float32. The record: the useful "
+    "share, times what a product of matrices takes longer in float64 than in float32 on these "
+    "cores.",
+    "held by allocator": "A step, minus one in which freed memory is kept. The record: pages that "
+    "were touched for the first time, times what one takes, or the time inside the kernel where "
+    "that is less.",
     "held by memory": "That some process of the host waited for memory, as the kernel tells it.",
-    "held by interpreter": "What other threads of Python computed while the training one did "
+    "held by collector": "Steps with Python's garbage collector, minus steps without it, in turns. "
+    "The record: the time inside collections.",
+    "held by interpreter": "Steps with the script's other Python threads, minus steps in which "
+    "they are paused, in turns. The record: what they computed while the training thread did "
     "neither compute nor wait for a core.",
-    "held by search": "DDP's search after each forward, and the exchange of its map of parameters "
-    "that were used; where all are.",
+    "held by search": "A step, minus one without the search. The record: DDP's search after each "
+    "forward, and the exchange of its map of parameters that were used; where all are.",
     "held by script": "What the script does between the phases of its steps. The record alone "
     "tells it.",
     "remedy": "One thing that can be changed: from outside, or by an edit of the script.",

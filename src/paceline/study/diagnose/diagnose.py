@@ -7,7 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
+from ...analyze.diagnosis.causes import (
+    Cause,
+    Evidence,
+    Witness,
+    causes,
+    unconfirmed_causes,
+    witnesses,
+)
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import lateness
@@ -46,6 +53,7 @@ class Diagnosis:
         remedies: Proposed remedies.
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
+        unconfirmed: Expected causes that no experiment confirms.
         off: Error of earlier predictions, by kind of prediction.
     """
 
@@ -60,6 +68,7 @@ class Diagnosis:
     remedies: list[Remedy] = field(default_factory=list)
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
+    unconfirmed: list[Cause] = field(default_factory=list)
     off: dict[str, history.PredictionError] = field(default_factory=dict)
 
 
@@ -97,6 +106,7 @@ def run_diagnosis(
         notes,
         roofline,
         remedies=would,
+        unconfirmed=unconfirmed_causes(evidence),
         off=history.prediction_errors(),
     )
 
@@ -201,6 +211,7 @@ def _evidence(
         per_host=max(report.hosts.count(host) for host in set(report.hosts)),
         steps=ladder.steps,
         rungs=ladder.rungs,
+        savings=ladder.savings,
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
