@@ -327,6 +327,14 @@ KNOBS: dict[str, Knob] = {
         ("script",),
         "do this work less often, or in a thread that releases the GIL",
     ),
+    "collect-rarely": Knob(
+        "Python's garbage collector does not run in each step",
+        ("garbage-collection",),
+        "gc.freeze() after the set-up, and no gc.collect() in each step; or gc.disable(), and "
+        "gc.collect() after many steps",
+        looks_for=r"\bgc\.collect\(",
+        costs="memory of unreachable objects until the next collection",
+    ),
     "threads-beside": Knob(
         "another process does the work of the other Python thread",
         ("interpreter",),

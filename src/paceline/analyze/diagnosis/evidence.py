@@ -34,12 +34,12 @@ class Evidence:
         steps: Measured steps.
         rungs: Results of each rung, one per repetition, by the rung's name
             (record/experiments/rung.py).
-        savings: By name of a switched phase (rung.py): share of a step that its part takes, by
-            pair of neighbouring blocks of steps.
         facts: Facts of each rank, by rank (record/experiments/observer.py).
         gradients: Exchange of gradients in the run of the unchanged script.
         lines: Lines of the script, by the state that ranks were in.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
+        savings: By name of a switched phase (rung.py): share of a step that its part takes, by
+            pair of neighbouring blocks of steps.
     """
 
     waterfall: Waterfall
@@ -50,11 +50,11 @@ class Evidence:
     per_host: int
     steps: int
     rungs: dict[str, list[RungResult]] = field(default_factory=dict)
-    savings: dict[str, list[float]] = field(default_factory=dict)
     facts: list[dict[str, Any]] = field(default_factory=list)
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     describe_lateness: Callable[[int], str] = lambda rank: ""
+    savings: dict[str, list[float]] = field(default_factory=dict)
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""

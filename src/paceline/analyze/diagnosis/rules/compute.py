@@ -86,8 +86,8 @@ def collector(e: Evidence) -> NamedCause:
     count = most.get("count", 0) / e.steps
     where = f", mostly in {place(most)}" if "file" in most else ""
     sentence = (
-        f"Python's garbage collector runs {counted(count, 'time')} per step{where} (gc.freeze() "
-        "after the set-up, and no gc.collect() in each step)"
+        f"Python's garbage collector runs {counted(count, 'time')} per step{where}, and "
+        "nothing else of the rank runs meanwhile"
     )
     return "garbage-collection", sentence, most | {"collections_a_step": count}
 
