@@ -25,7 +25,7 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "threads": ("one thread", "silent"),
     "layout": ("alone, channels-last", "alone"),
     "collector": (NO_COLLECTION, reference_name(NO_COLLECTION)),
-    "interpreter": (THREADS_PAUSED, reference_name(THREADS_PAUSED)),
+    "interpreter": (THREADS_PAUSED, "everything"),
     "allocator": (KEPT_MEMORY, "everything"),
     "search": (SEARCH_OFF, "everything"),
     "precision": (FLOAT32, "everything"),
@@ -79,9 +79,16 @@ def measured(e: Evidence, name: str) -> Interval | None:
     The interval of a switched phase is that of all its pairs of blocks.
     """
     without, reference = EXPERIMENTS[name]
-    if savings := e.savings.get(without):
-        return Interval.of(savings)
-    return e.step_time_saving(without, reference)
+    against = e.step_time_saving(without, reference)
+    savings = e.savings.get(without)
+    if not savings:
+        return against
+    found = Interval.of(savings)
+    if name == "layout":  # of the step of one rank
+        return found.scaled(e.relative_step_time(reference))
+    if name == "interpreter" and against is not None and 0 < against.mean < found.mean:
+        return found.scaled(against.mean / found.mean)  # threads that can be paused are slower
+    return found
 
 
 def verdict(witness: Witness) -> str:

@@ -48,7 +48,7 @@ class Cause:
 def _collected_between_phases(e: Evidence) -> float:
     """Return the share of work between the phases of a step in lines that collect garbage."""
     at = {
-        (one["collecting"]["file"].rpartition("/")[2], one["collecting"]["line"])
+        (one["collecting"]["file"].rpartition("/")[2], one["collecting"].get("line"))
         for climbed in e.rungs.get("everything", [])
         for one in climbed.used
         if "file" in one.get("collecting", {})
@@ -122,7 +122,7 @@ def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
     left = {cause.witness: cause for cause in causes}
     for (specific, general), overlap in SIGNS.items():
         if specific in left and general in left:
-            shared = min(overlap(e), left[specific].share, left[general].share)
+            shared = max(min(overlap(e), left[specific].share, left[general].share), 0.0)
             _take(left, specific, general, shared)
     whole = 1.0
     found: list[Cause] = []

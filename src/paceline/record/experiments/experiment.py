@@ -26,6 +26,7 @@ from ..ring.resource_usage import (
     measure_open_s,
 )
 from .cached_batches import CachedBatches
+from .memory_format import ContiguousFormat
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
@@ -37,7 +38,6 @@ from .rung import (
     ONE_THREAD,
     SILENT,
     SINGLE_PRECISION,
-    SWITCHED,
     THREADS_PAUSED,
     Rung,
 )
@@ -45,7 +45,8 @@ from .single_precision import install as use_single_precision
 from .switches import GarbageCollector, ScriptThreads, Switch
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
-_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, *SWITCHED)  # phases with its batches
+# Phases with the loader's batches.
+_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, NO_COLLECTION, THREADS_PAUSED)
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
@@ -68,6 +69,9 @@ class Experiment:
         self._loss_sum, self._loss_count = 0.0, 0
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
+        )
+        self._switches[CHANNELS_LAST] = ContiguousFormat(
+            self._observer.convolutions, self._cached_batches
         )
 
     def install(self) -> None:
@@ -131,8 +135,6 @@ class Experiment:
         elif phase == ONE_THREAD:
             self._usual_threads = torch.get_num_threads()
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.channels_last)
 
     def _leave(self, phase: str) -> None:
         import torch
@@ -142,20 +144,7 @@ class Experiment:
             self._switches[phase].on()
         if phase == ONE_THREAD:
             inspect.unwrap(torch.set_num_threads)(self._usual_threads)
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.contiguous_format)
-            self._cached_batches.convert = None
-
-    def _set_memory_format(self, memory_format: Any) -> None:
-        for ref in self._observer.convolutions:
-            if (layer := ref()) is not None:
-                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
-
-        def convert(leaf: Any) -> Any:
-            fits = hasattr(leaf, "dim") and leaf.dim() == 4
-            return leaf.contiguous(memory_format=memory_format) if fits else leaf
-
-        self._cached_batches.convert = convert
+        self._cached_batches.convert = None
 
     def _record_losses(self, torch: Any) -> None:
         """Sum the losses: the scalars on which ``backward`` is called."""

@@ -7,16 +7,17 @@ several rungs, called phases here, one after another:
 
     everything     nothing is switched off
     cached         the loader's batches come from memory
-    channels-last  as cached, with convolution weights and images in that memory format
     silent         as cached, and collectives move no data
     one thread     as silent, and every rank computes with one thread
     loader         batches are fetched, and nothing else happens
     float32        a script that computes in float64 computes in float32, from its start on
 
-A switched phase tests a hypothesis: a part is off in some blocks of its steps and on in the others.
+A switched phase tests a hypothesis: a part is off in some blocks of its steps and on in the others
+(of channels-last, the contiguous memory format).
 
     no garbage collection   Python's garbage collector is off
     other threads paused    the script's other Python threads do not run
+    channels-last           as cached, with convolution weights and images in that memory format
 
 ``experiment.py`` carries the phases out in a rank's process.
 """
@@ -31,7 +32,7 @@ EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
 SINGLE_PRECISION = "float32"
-SWITCHED = (NO_COLLECTION, THREADS_PAUSED)
+SWITCHED = (NO_COLLECTION, THREADS_PAUSED, CHANNELS_LAST)
 # Whether the part is off, by block. A machine that slows down steadily affects both alike.
 PATTERN = (False, True, True, False)
 BLOCKS = ((64, 16), (32, 8), (8, 4), (0, 2))  # number of blocks from this number of steps on

@@ -111,12 +111,12 @@ class GarbageCollector:
 class ScriptThreads:
     """The Python threads of the script other than the training thread.
 
-    A thread is paused by its profile function, at a call or a return in the script's own code.
-    It does not hold the interpreter lock there, and no lock of a library. It may hold a lock of
-    the script that the training thread wants: if no step ends for ``PATIENCE_STEPS`` steps, all
-    threads continue, and the experiment is void. A lower priority or a core binding would not do:
-    a thread without a core keeps the interpreter lock. Threads of libraries (also those of
-    loaders) and of Paceline are never paused.
+    A thread is paused by its trace function, between two lines of the script's own code. It does
+    not hold the interpreter lock there, and no lock of a library. It may hold a lock of the script
+    that the training thread wants: if no step ends for ``PATIENCE_STEPS`` steps, all threads
+    continue, and the experiment is void. A lower priority or a core binding would not do: a thread
+    without a core keeps the interpreter lock. Threads of libraries (also those of loaders) and of
+    Paceline are never paused.
     """
 
     def __init__(self, training_thread: Callable[[], int]) -> None:
@@ -129,13 +129,16 @@ class ScriptThreads:
         self._longest_step_s = 0.0
 
     def install(self) -> None:
-        """Give threads that start from now on a profile function, unless they have one."""
-        if threading.getprofile() is None:
-            threading.setprofile(self._on_event)
+        """Give threads that start from now on a trace function, unless a debugger does."""
+        if threading.gettrace() is None:
+            threading.settrace(self._on_call)
 
     def off(self) -> None:
         self._resume.clear()
         self._is_off = not self._gave_up
+        for thread, frame in sys._current_frames().items():
+            if self._is_off and thread != self._training_thread():
+                self._trace_lines(frame)
 
     def on(self) -> None:
         self._is_off = False
@@ -151,21 +154,31 @@ class ScriptThreads:
         """Return the number of paused threads, and whether the training needed one of them."""
         return {"paused": len(self._paused), "gave_up": self._gave_up}
 
-    def _on_event(self, frame: FrameType, *_: Any) -> None:
+    def _trace_lines(self, frame: FrameType | None) -> None:
+        """Let a thread call ``_on_line``, if it has a trace function and none of its own."""
+        while frame is not None:
+            if _is_script(frame) and frame.f_trace is None:
+                frame.f_trace = self._on_line
+            frame = frame.f_back
+
+    def _on_call(self, frame: FrameType, *_: Any) -> Any:
+        return self._on_line if self._is_off and _is_script(frame) else None
+
+    def _on_line(self, frame: FrameType, *_: Any) -> Any:
         if self._is_off and self._may_pause(frame):
             self._paused.add(threading.get_ident())
             while self._is_off and not self._is_needed():
                 self._resume.wait(POLL_INTERVAL_S)
+        if not self._is_off:
+            frame.f_trace = None  # the next lines are not traced
+        return None
 
     def _may_pause(self, frame: FrameType) -> bool:
         if threading.get_ident() == self._training_thread():
             return False
-        if frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
-            return False
         above = frame.f_back
         while above is not None:
-            file = above.f_code.co_filename
-            if file.startswith(LIBRARY_PREFIXES) and file not in _STARTERS:
+            if not _is_script(above) and above.f_code.co_filename not in _STARTERS:
                 return False
             above = above.f_back
         return True
@@ -176,3 +189,7 @@ class ScriptThreads:
             self._gave_up, self._is_off = True, False
             self._resume.set()
         return self._gave_up
+
+
+def _is_script(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(LIBRARY_PREFIXES)

@@ -19,6 +19,7 @@ from ...analyze.diagnosis.rules.compute import MIN_FLOAT64_SHARE
 from ...analyze.diagnosis.switched import measure_switched, reference_name
 from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
+    CHANNELS_LAST,
     EVERYTHING,
     NO_COLLECTION,
     SINGLE_PRECISION,
@@ -29,7 +30,10 @@ from ...record.experiments.rung import (
 
 MAX_SEPARATE_RUNS = 2  # of each round, in addition to those of one rank and of all ranks
 MIN_EXPECTED_SHARE = MIN_SHARE / 2  # of a step; a first run of few steps is uncertain
+CHANNELS_LAST_RUNG = "alone, channels-last"
 WORDS = {
+    CHANNELS_LAST_RUNG: "one rank, batches in memory, images as channels-last",
+    reference_name(CHANNELS_LAST): "in turns with it: images as they are",
     NO_COLLECTION: "all ranks, no garbage collection",
     reference_name(NO_COLLECTION): "in turns with it: garbage collection",
     THREADS_PAUSED: "all ranks, other Python threads paused",
@@ -49,6 +53,7 @@ class Hypothesis:
         phase: Phase of the run.
         settings: Knobs that are set in the run.
         separate: Whether it needs a run of its own, from the start of the processes.
+        alone: Whether it is tested with one rank.
     """
 
     rung: str
@@ -56,6 +61,7 @@ class Hypothesis:
     expected: float
     settings: dict[str, Any] = field(default_factory=dict)
     separate: bool = True
+    alone: bool = False
 
     @property
     def rungs(self) -> tuple[str, ...]:
@@ -89,7 +95,7 @@ class Hypothesis:
         if any(one.get("gave_up") for one in used):
             return "the training waits for another Python thread, which cannot be paused"
         if self.phase == THREADS_PAUSED and not any(one.get("paused") for one in used):
-            return "the other Python threads call nothing in the script, and cannot be paused"
+            return "the other Python threads run no code of the script, and cannot be paused"
         return ""
 
 
@@ -102,6 +108,7 @@ def hypotheses(facts: Sequence[Mapping[str, Any]]) -> list[Hypothesis]:
     found = [
         Hypothesis(NO_COLLECTION, NO_COLLECTION, _largest(used, _collecting), separate=False),
         Hypothesis(THREADS_PAUSED, THREADS_PAUSED, _largest(used, _other_threads)),
+        Hypothesis(CHANNELS_LAST_RUNG, CHANNELS_LAST, _contiguous(facts), {}, False, True),
         Hypothesis(KEPT_MEMORY, EVERYTHING, _page_faults(facts, used), {"keep-memory": True}),
         Hypothesis(SEARCH_OFF, EVERYTHING, _search(facts), {"unused-search-off": True}),
         Hypothesis(FLOAT32, SINGLE_PRECISION, _float64(facts)),
@@ -134,6 +141,11 @@ def _page_faults(facts: Sequence[Mapping[str, Any]], used: Sequence[Mapping[str,
         if one.get("seconds") and "faults" in one and "system" in one
     ]
     return max(shares, default=0.0)
+
+
+def _contiguous(facts: Sequence[Mapping[str, Any]]) -> float:
+    """Return 1.0 if there are convolutions in the contiguous format: the share is not known yet."""
+    return float(any(one.get("convolutions") and not one.get("channels_last") for one in facts))
 
 
 def _search(facts: Sequence[Mapping[str, Any]]) -> float:

@@ -49,7 +49,6 @@ RUNGS = {
 WORDS = {
     "alone": "one rank, batches in memory",
     "alone, loading": "one rank, everything",
-    "alone, channels-last": "one rank, batches in memory, images as channels-last",
     "silent": "all ranks, batches in memory, no communication",
     "one thread": "all ranks, batches in memory, no communication, one thread per rank",
     "cached": "all ranks, batches in memory",
@@ -301,11 +300,13 @@ class _Climb:
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
         self.hypotheses = hypotheses(told)
-        switched = [one.phase for one in self.hypotheses if not one.separate]
+        alone, switched = (
+            [one.phase for one in self.hypotheses if one.alone == single and not one.separate]
+            for single in (True, False)
+        )
         threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in told) else []
         self.phases[False] = (EVERYTHING, *switched, CACHED, SILENT, *threads, LOADER)
-        if any(one.get("convolutions") and not one.get("channels_last") for one in told):
-            self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
+        self.phases[True] = (EVERYTHING, CACHED, *alone)
 
 
 def in_bursts(steps: int, burst: int) -> int:

@@ -94,7 +94,7 @@ def collector(e: Evidence) -> NamedCause:
 
 def place(found: dict[str, Any]) -> str:
     """Return the file without its folders, and the line."""
-    return f"{found['file'].rpartition('/')[2]}:{found['line']}"
+    return f"{found['file'].rpartition('/')[2]}:{found.get('line', '?')}"
 
 
 def interpreter_lock_share(e: Evidence) -> float:
