@@ -283,6 +283,28 @@ def words_of(told, width=200):
     return " ".join(console.file.getvalue().split())
 
 
+def test_unconfirmed_causes_are_shown_apart(tmp_path, opened):
+    refuted = Cause(
+        *("allocator", 0.2, (0.2, 0.2), "pages are touched anew", {}),
+        confirmed="not-confirmed",
+        measured=Interval(0.004, -0.01, 0.018),
+    )
+    estimated = dataclasses.replace(CAUSES[2], confirmed="not-testable", basis="estimate")
+    told = dataclasses.replace(
+        found(tmp_path / "run", causes=[CAUSES[0], estimated]), unconfirmed=[refuted]
+    )
+    page = opened(told)
+    assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 130
+    summary = page.inner_text("#summary")
+    assert "Expected, but not confirmed" in summary
+    assert "allocator: 20.0 % of a step's time expected, 0.4 % (-1.0 % to 1.8 %)" in summary
+    assert "Not testable from outside: estimated" in summary
+    text = words_of(told)
+    assert "- allocator: 20.0 % expected, 0.4 % (-1.0 to 1.8) measured" in text
+    assert "between its steps. Estimated; no experiment could test it." in text
+    assert "loads the batches). 2." in text
+
+
 def test_remedies_are_shown_with_predicted_gain(tmp_path, opened):
     remedies = [WORKERS, SHORTER, LESS]
     told = dataclasses.replace(found(tmp_path / "run"), remedies=remedies, off=OFF)
