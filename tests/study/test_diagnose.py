@@ -154,9 +154,7 @@ IMAGES = """
 def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
-    asked = RunRequest(
-        str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=0.5
-    )
+    asked = RunRequest(str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=2)
     found = run_diagnosis(asked, lambda said: None)
     # Fewer than ladder.LEAST_STEPS, so the script ends too early on any machine.
     assert found.ladder.steps == 56 // 4 - 5
@@ -164,7 +162,8 @@ def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
         "the script ends after 56 steps: each experiment measures only 9"
     )
     rungs = found.ladder.rungs
-    assert {name: len(runs) for name, runs in rungs.items()} == dict.fromkeys(ladder.RUNGS, 2)
+    assert {name: len(rungs[name]) for name in ladder.RUNGS} == dict.fromkeys(ladder.RUNGS, 2)
+    assert len(found.ladder.savings["alone, channels-last"]) == 2 * 2  # pairs of blocks
     assert found.ladder.facts[0]["convolutions"] == 1
     assert found.ladder.facts[0]["parameters"]["float32"] == 4 * (8 * 27 + 8 + 8 * 36 + 1)
     assert {one.name for one in found.witnesses} > {"threads", "layout"}

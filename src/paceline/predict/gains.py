@@ -151,10 +151,14 @@ def between_nodes(value: Any) -> PredictSaving:
 
 
 def whole_share(source: str) -> PredictSaving:
-    """Return a function that predicts that all of the cause's share is saved."""
+    """Return a function that predicts that all of the cause's share is saved.
+
+    The source is the ladder if an experiment measured the cause.
+    """
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
-        return Saving(True, Interval(cause.share, *cause.interval), source)
+        by = LADDER if cause.measured is not None else source
+        return Saving(True, Interval(cause.share, *cause.interval), by)
 
     return gain
 
@@ -198,8 +202,10 @@ def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of keeping memory.
 
     It is at least the first touches of pages, and at most all kernel CPU time in that phase, as
-    pages are also returned to the system.
+    pages are also returned to the system. An experiment that measured it is better.
     """
+    if cause.measured is not None:
+        return Saving(True, Interval(cause.share, *cause.interval), LADDER)
     kernel = (
         e.mean_usage("silent", "system") / max(e.threads or 1, 1) * e.relative_step_time("silent")
     )
@@ -377,6 +383,7 @@ GAINS: dict[str, PredictSaving] = {
     "ddp": overlap_backward,
     "no-synchronisation": whole_share(RECORD),
     "script-beside": whole_share(RECORD),
+    "collect-rarely": whole_share(LADDER),
     "threads-beside": whole_share(RECORD),
     "validate-on-all": spread_over_ranks,
     "async-checkpoint": whole_share(LADDER),

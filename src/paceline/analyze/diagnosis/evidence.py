@@ -45,6 +45,8 @@ class Evidence:
             unchanged script; None if unknown.
         line_profile: Time by line of the script, of all rounds; None if nothing was sampled.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
+        savings: By name of a switched phase (rung.py): share of a step that its part takes, by
+            pair of neighbouring blocks of steps.
     """
 
     waterfall: Waterfall
@@ -61,6 +63,7 @@ class Evidence:
     rank_spread: RankSpread | None = None
     line_profile: LineProfile | None = None
     describe_lateness: Callable[[int], str] = lambda rank: ""
+    savings: dict[str, list[float]] = field(default_factory=dict)
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""

@@ -79,6 +79,10 @@ class Interval:
         mean, half = statistics.fmean(values), half_width(values, INTERVAL_TAIL)
         return cls(mean, mean - half, mean + half)
 
+    def scaled(self, factor: float) -> "Interval":
+        """Return the interval times a factor that is not negative."""
+        return Interval(factor * self.mean, factor * self.low, factor * self.high)
+
     @property
     def sure(self) -> bool:
         """Whether the interval is above zero."""

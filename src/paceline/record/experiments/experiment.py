@@ -28,12 +28,27 @@ from ..ring.resource_usage import (
 from .cached_batches import CachedBatches
 from .growing_containers import ContainerSizes
 from .lines.rank_profile import RankProfile
+from .memory_format import ContiguousFormat
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
-from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
+from .rung import (
+    CHANNELS_LAST,
+    EVERYTHING,
+    LOADER,
+    NO_COLLECTION,
+    ONE_THREAD,
+    SILENT,
+    SINGLE_PRECISION,
+    THREADS_PAUSED,
+    Rung,
+)
+from .single_precision import install as use_single_precision
+from .switches import GarbageCollector, ScriptThreads, Switch
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
+# Phases with the loader's batches.
+_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, NO_COLLECTION, THREADS_PAUSED)
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
@@ -44,7 +59,14 @@ class Experiment:
         self.rung, self.recorder, self._detach = rung, recorder, detach
         self._phase = rung.phases[0]
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
-        self._observer = Observer()
+        self._collector = GarbageCollector()
+        self._observer = Observer(self._collector)
+        self._other_threads = ScriptThreads(lambda: recorder.training_thread)
+        self._switches: dict[str, Switch] = {
+            NO_COLLECTION: self._collector,
+            THREADS_PAUSED: self._other_threads,
+        }
+        self._is_switched_off = False
         self._results: dict[str, Any] = {"silent": 0}
         self._containers: ContainerSizes | None = None  # after the first step
         self._loss_sum, self._loss_count = 0.0, 0
@@ -52,10 +74,18 @@ class Experiment:
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
         )
+        self._switches[CHANNELS_LAST] = ContiguousFormat(
+            self._observer.convolutions, self._cached_batches
+        )
 
     def install(self) -> None:
         """Patch torch. Must precede the recorder's own hooks, which then wrap these."""
         self._observer.install()
+        self._collector.install()
+        if THREADS_PAUSED in self.rung.phases:
+            self._other_threads.install()
+        if SINGLE_PRECISION in self.rung.phases:
+            after_import({"torch": use_single_precision})
         self._file_opens = FileOpenCounter()
         self._lines = RankProfile(self.recorder, self._file_opens)
         self._lines.install()
@@ -78,7 +108,8 @@ class Experiment:
             self._observer.after_step()
             if not self.rung.measures(step):
                 self._lines.stop()
-                self._observer.end_phase(self._phase)
+                switch = self._switches.get(self._phase)
+                self._observer.end_phase(self._phase, switch.results() if switch else {})
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
                     self._find_growing_containers(step)
@@ -93,6 +124,7 @@ class Experiment:
                 self._lines.start_counting()
             self._phase = phase
             self._enter(phase)
+        self._set_switch(phase, step)
         if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
@@ -110,6 +142,16 @@ class Experiment:
             notify(f"warning: Paceline could not look for memory that grows: {error}\n")
         self._containers = None
 
+    def _set_switch(self, phase: str, step: int) -> None:
+        """Switch the part that a switched phase tests off or on for the next step."""
+        switch = self._switches.get(phase)
+        if switch is None:
+            return
+        switch.after_step()
+        if (off := self.rung.is_off(step)) != self._is_switched_off:
+            self._is_switched_off = off
+            (switch.off if off else switch.on)()
+
     def _enter(self, phase: str) -> None:
         import torch
 
@@ -118,28 +160,16 @@ class Experiment:
         elif phase == ONE_THREAD:
             self._usual_threads = torch.get_num_threads()
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.channels_last)
 
     def _leave(self, phase: str) -> None:
         import torch
 
+        if self._is_switched_off:
+            self._is_switched_off = False
+            self._switches[phase].on()
         if phase == ONE_THREAD:
             inspect.unwrap(torch.set_num_threads)(self._usual_threads)
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.contiguous_format)
-            self._cached_batches.convert = None
-
-    def _set_memory_format(self, memory_format: Any) -> None:
-        for ref in self._observer.convolutions:
-            if (layer := ref()) is not None:
-                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
-
-        def convert(leaf: Any) -> Any:
-            fits = hasattr(leaf, "dim") and leaf.dim() == 4
-            return leaf.contiguous(memory_format=memory_format) if fits else leaf
-
-        self._cached_batches.convert = convert
+        self._cached_batches.convert = None
 
     def _record_losses(self, torch: Any) -> None:
         """Sum the losses: the scalars on which ``backward`` is called."""
@@ -160,7 +190,7 @@ class Experiment:
         return self.recorder.step < self.rung.warm
 
     def _is_replaying(self) -> bool:
-        return self._phase not in (EVERYTHING, LOADER)
+        return self._phase not in _WITH_LOADER
 
     def _run_loader_only(
         self,

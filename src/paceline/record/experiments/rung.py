@@ -7,10 +7,17 @@ several rungs, called phases here, one after another:
 
     everything     nothing is switched off
     cached         the loader's batches come from memory
-    channels-last  as cached, with convolution weights and images in that memory format
     silent         as cached, and collectives move no data
     one thread     as silent, and every rank computes with one thread
     loader         batches are fetched, and nothing else happens
+    float32        a script that computes in float64 computes in float32, from its start on
+
+A switched phase tests a hypothesis: a part is off in some blocks of its steps and on in the others
+(of channels-last, the contiguous memory format).
+
+    no garbage collection   Python's garbage collector is off
+    other threads paused    the script's other Python threads do not run
+    channels-last           as cached, with convolution weights and images in that memory format
 
 ``experiment.py`` carries the phases out in a rank's process.
 """
@@ -23,6 +30,12 @@ from dataclasses import asdict, dataclass
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
+NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
+SINGLE_PRECISION = "float32"
+SWITCHED = (NO_COLLECTION, THREADS_PAUSED, CHANNELS_LAST)
+# Whether the part is off, by block. A machine that slows down steadily affects both alike.
+PATTERN = (False, True, True, False)
+BLOCKS = ((64, 16), (32, 8), (8, 4), (0, 2))  # number of blocks from this number of steps on
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,35 @@ class Rung:
     def first_measured_step(self, phase: str) -> int:
         """Return the first step of a phase that is measured."""
         return self.phases.index(phase) * (self.warm + self.steps) + self.warm
+
+    def is_off(self, step: int) -> bool:
+        """Return whether the part that a switched phase tests is off in a step."""
+        at = step % (self.warm + self.steps) - self.warm
+        block = at // self._block_steps if at >= 0 else -1
+        return 0 <= block < self._blocks and PATTERN[block % len(PATTERN)]
+
+    def switched_pairs(self, phase: str) -> list[tuple[list[int], list[int]]]:
+        """Return the steps of each two neighbouring blocks of a switched phase: on, and off.
+
+        The first step after a change is in neither of them, if blocks have several steps.
+        """
+        first, length = self.first_measured_step(phase), self._block_steps
+        pairs: list[tuple[list[int], list[int]]] = []
+        for start in range(first, first + self._blocks * length, 2 * length):
+            steps: tuple[list[int], list[int]] = ([], [])
+            for step in range(start, start + 2 * length):
+                if length == 1 or self.is_off(step) == self.is_off(step - 1):
+                    steps[self.is_off(step)].append(step)
+            pairs.append(steps)
+        return pairs
+
+    @property
+    def _blocks(self) -> int:
+        return next(blocks for least, blocks in BLOCKS if self.steps >= least)
+
+    @property
+    def _block_steps(self) -> int:
+        return max(self.steps // self._blocks, 1)
 
     def to_json(self) -> str:
         """Return the value of the environment variable ``RUNG_VARIABLE``."""

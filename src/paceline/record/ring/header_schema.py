@@ -89,6 +89,15 @@ class OtherThread(TypedDict, total=False):
     line: NonNegativeInt
 
 
+class Collections(TypedDict, total=False):
+    """Garbage collections of a phase, and the line with most (record/experiments/switches.py)."""
+
+    seconds: FiniteFloat
+    count: NonNegativeInt
+    file: str
+    line: NonNegativeInt
+
+
 class Elements(TypedDict):
     """Dependence of the step time on the number of elements in a batch.
 
@@ -118,6 +127,9 @@ class ResourceUsage(TypedDict, total=False):
     starting: FiniteFloat
     starts: NonNegativeInt
     others: OtherThread
+    collecting: Collections
+    paused: NonNegativeInt
+    gave_up: bool
     elements: Elements
 
 

@@ -9,7 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
+from ...analyze.diagnosis.causes import (
+    CONFIRMED,
+    MIN_SHARE,
+    Cause,
+    Witness,
+    uncertain_bars,
+)
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import (
     Activity,
@@ -45,6 +51,7 @@ NAMES = {
     "precision": "precision",
     "allocator": "page faults",
     "memory": "lack of memory",
+    "collector": "garbage collection",
     "interpreter": "interpreter lock",
     "search": "search for unused parameters",
 }
@@ -67,6 +74,8 @@ class Diagnosis(Protocol):
     def witnesses(self) -> list[Witness]: ...
     @property
     def causes(self) -> list[Cause]: ...
+    @property
+    def unconfirmed(self) -> list[Cause]: ...
     @property
     def notes(self) -> list[str]: ...
     @property
@@ -303,12 +312,34 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
         said += "a step's time."
         if doubtful:
             said = f"Training runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
-        return [Text(said, style="bold")]
+        return [Text(said, style="bold"), *_unconfirmed(found)]
     lines: list[RenderableType] = [Text("Largest causes, of a step's time:", style="bold")]
     for number, cause in enumerate(found.causes, 1):
         text = Text(f"{number}. ").append(percent(cause.share), style="bold")
-        lines.append(text.append(f"  {cause.sentence}."))
-    return [*lines, Text(_DOUBT.format(doubtful))] if doubtful else lines
+        text.append(f"  {cause.sentence}.")
+        if cause.confirmed != CONFIRMED:
+            text.append(f" {_BASES.get(cause.basis, '')}", style="yellow")
+        lines.append(text)
+    lines += [Text(_DOUBT.format(doubtful))] if doubtful else []
+    return [*lines, *_unconfirmed(found)]
+
+
+def _unconfirmed(found: Diagnosis) -> list[RenderableType]:
+    """Render the expected causes that the experiments do not confirm."""
+    if not found.unconfirmed:
+        return []
+    lines: list[RenderableType] = [Text("Expected, but not confirmed by experiment:", style="bold")]
+    for cause in found.unconfirmed:
+        spread = _spread(cause.measured) if cause.measured is not None else "nothing"
+        said = f"- {cause.id}: {percent(cause.share)} expected, {spread} measured"
+        lines.append(Text(f"{said} ({cause.sentence})"))
+    return lines
+
+
+_BASES = {  # of causes that no experiment can switch off
+    "record": "Measured in the record; no experiment can switch it off.",
+    "estimate": "Estimated; no experiment could test it.",
+}
 
 
 _DOUBT = (
@@ -330,11 +361,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "steps": ladder.steps,
         "seconds": ladder.seconds,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
+        "savings": ladder.savings,
         "loader": ladder.loader,
         "facts": ladder.facts,
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
         "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
-        "causes": [asdict(cause) for cause in found.causes],
+        "causes": [_finite(asdict(cause)) for cause in found.causes],
+        "unconfirmed": [_finite(asdict(cause)) for cause in found.unconfirmed],
         "lines": lines_as_json(found.lines),
         "notes": found.notes,
         "roofline": _finite(asdict(found.roofline)) if found.roofline else None,

@@ -44,6 +44,7 @@ LOST_TO = {
     "precision": "computing in float64",
     "allocator": "page faults of the memory allocator",
     "memory-limit": "lack of memory",
+    "garbage-collection": "Python's garbage collector",
     "interpreter": "another Python thread",
     "unused-parameter-search": "the search for unused parameters",
 }

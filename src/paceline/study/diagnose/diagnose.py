@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ...analyze.diagnosis.build_line_profile import profile_of_runs
-from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
+from ...analyze.diagnosis.causes import (
+    Cause,
+    Evidence,
+    Witness,
+    causes,
+    unconfirmed_causes,
+    witnesses,
+)
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
@@ -57,6 +64,7 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         lines: Time by line of the script; None if nothing was sampled.
+        unconfirmed: Expected causes that no experiment confirms.
         off: Error of earlier predictions, by kind of prediction.
         options: Options of ``paceline diagnose`` that choose the ranks and how they run.
     """
@@ -73,6 +81,7 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     lines: LineProfile | None = None
+    unconfirmed: list[Cause] = field(default_factory=list)
     off: dict[str, history.PredictionError] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
 
@@ -125,6 +134,7 @@ def run_diagnosis(
         roofline,
         remedies=would,
         lines=lines,
+        unconfirmed=unconfirmed_causes(evidence),
         off=history.prediction_errors(),
         options=asked.typed_options,
     )
@@ -244,6 +254,7 @@ def _evidence(
         per_host=max(report.hosts.count(host) for host in set(report.hosts)),
         steps=ladder.steps,
         rungs=ladder.rungs,
+        savings=ladder.savings,
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,

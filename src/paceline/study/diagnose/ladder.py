@@ -20,8 +20,11 @@ from ...record.experiments.rung import (
     LOADER,
     ONE_THREAD,
     SILENT,
+    SWITCHED,
     Rung,
 )
+from .hypotheses import WORDS as HYPOTHESIS_WORDS
+from .hypotheses import Hypothesis, hypotheses
 from .run_script import MINUTE_S, FailedError, Runner, RunRequest
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
@@ -46,12 +49,12 @@ RUNGS = {
 WORDS = {
     "alone": "one rank, batches in memory",
     "alone, loading": "one rank, everything",
-    "alone, channels-last": "one rank, batches in memory, images as channels-last",
     "silent": "all ranks, batches in memory, no communication",
     "one thread": "all ranks, batches in memory, no communication, one thread per rank",
     "cached": "all ranks, batches in memory",
     "everything": "all ranks, everything",
     "loader": "all ranks, loaders only",
+    **HYPOTHESIS_WORDS,
 }
 
 
@@ -71,6 +74,8 @@ class Ladder:
         seconds: Duration of the whole ladder.
         refused: Rungs that could not be run, with the reason.
         notes: Remarks for the user.
+        savings: By name of a switched phase: share of a step that its part takes, by pair of
+            blocks of all rounds.
     """
 
     warm: int
@@ -83,6 +88,20 @@ class Ladder:
     seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    savings: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, tested: Hypothesis, results: dict[str, RungResult], savings: list[float]) -> None:
+        """Add what a round measured of a hypothesis."""
+        for name, result in results.items():
+            self.rungs.setdefault(name, []).append(result)
+        if savings:
+            self.savings.setdefault(tested.rung, []).extend(savings)
+
+    def drop(self, tested: Hypothesis) -> None:
+        """Remove the results of a hypothesis that cannot be tested."""
+        for name in tested.rungs:
+            self.rungs.pop(name, None)
+        self.savings.pop(tested.rung, None)
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -110,6 +129,7 @@ class _Climb:
         self.asked, self.runner, self.began = asked, runner, began
         self.workers = 0  # most workers of a rank's loader
         self.starts_s = 0.0  # start-up time of the processes of one round
+        self.hypotheses: list[Hypothesis] = []
         self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
 
     def all(self) -> Ladder:
@@ -121,7 +141,7 @@ class _Climb:
         known = measure_rung(run, asked.warming, steps, EVERYTHING)
         self._adapt_to_script(run)
         start_s = took - (steps + asked.warming) * known.step_s
-        self.starts_s = len(self.phases) * max(start_s, 0.1)
+        self.starts_s = (len(self.phases) + len(self._separate)) * max(start_s, 0.1)
         steps = asked.steps or self._choose_steps(known.step_s)
         rungs: dict[str, list[RungResult]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
@@ -183,6 +203,7 @@ class _Climb:
         found.rounds.clear()
         for rungs in found.rungs.values():
             rungs.clear()
+        found.savings.clear()
 
     def _choose_steps(self, step_s: float) -> int:
         """Return the number of steps per phase that the budget allows.
@@ -191,6 +212,7 @@ class _Climb:
         are as many rounds as leave enough of the budget for steps.
         """
         a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
+        a_round += len(self._separate)
         left = self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
         starts = self.starts_s
         rounds = min(
@@ -235,15 +257,43 @@ class _Climb:
                 found.refused |= {_rung_name(alone, one): str(failed) for one in left[number:]}
                 for rungs in found.rungs.values():
                     del rungs[count:]
+                for one in self.hypotheses:
+                    if one.rung in found.refused:
+                        found.drop(one)
                 return
             for phase in left:
-                if phase != LOADER:
+                if phase in SWITCHED:
+                    tested = next(one for one in self.hypotheses if one.phase == phase)
+                    found.add(tested, *tested.measure(run, rung))
+                elif phase != LOADER:
                     taken = measure_rung(run, rung.first_measured_step(phase), found.steps, phase)
                     found.rungs[_rung_name(alone, phase)].append(taken)
             if not alone:
                 found.run = run
                 found.rounds.append((run, (found.warm, found.warm + found.steps)))
                 found.loader = _loader_totals(run) or found.loader
+        for one in self._separate:
+            if one.rung not in found.refused:
+                self._test(one, found)
+
+    @property
+    def _separate(self) -> list[Hypothesis]:
+        return [one for one in self.hypotheses if one.separate]
+
+    def _test(self, tested: Hypothesis, found: Ladder) -> None:
+        """Test a hypothesis in a run of its own; one that cannot be tested is left out."""
+        rung = Rung(found.warm, found.steps, (tested.phase,))
+        named = f"{counted(found.steps, 'step')} of {tested.rung}"
+        try:
+            run = self.runner.run(False, rung, settings=tested.settings, named=named)
+            why = tested.why_void(run)
+        except FailedError as failed:
+            why = str(failed)
+        if why:
+            found.refused[tested.rung] = why
+            found.drop(tested)
+        else:
+            found.add(tested, *tested.measure(run, rung))
 
     def _adapt_to_script(self, run: Run) -> None:
         """Adapt later runs to what the first run shows of the script.
@@ -254,10 +304,14 @@ class _Climb:
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
-        if any(one.get("threads", 1) > 1 for one in told):
-            self.phases[False] = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
-        if any(one.get("convolutions") and not one.get("channels_last") for one in told):
-            self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
+        self.hypotheses = hypotheses(told)
+        alone, switched = (
+            [one.phase for one in self.hypotheses if one.alone == single and not one.separate]
+            for single in (True, False)
+        )
+        threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in told) else []
+        self.phases[False] = (EVERYTHING, *switched, CACHED, SILENT, *threads, LOADER)
+        self.phases[True] = (EVERYTHING, CACHED, *alone)
 
 
 def in_bursts(steps: int, burst: int) -> int:
