@@ -11,8 +11,12 @@ from typing import Any
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval, Waterfall
 from .rules import compute, exchange, inputs, ranks, script
+from .rules.operators import Finding
 
-__all__ = ["MIN_SHARE", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
+__all__ = [
+    *("MIN_SHARE", "Cause", "Evidence", "Witness"),
+    *("causes", "operator_causes", "uncertain_bars", "witnesses"),
+]
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,25 @@ def causes(e: Evidence) -> list[Cause]:
         cause = Cause(name, share, interval, sentence, evidence)
         found[name] = _merge(found[name], cause, witness) if name in found else cause
     return sorted(found.values(), key=lambda cause: -cause.share)
+
+
+def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
+    """Return the findings inside the model as causes, except for those that are known already.
+
+    Their share is an upper bound, and no experiment has confirmed it.
+    """
+    ids = {cause.id for cause in known}
+    return [
+        Cause(
+            one.id,
+            one.share,
+            (0.0, one.share),
+            f"{one.sentence} (at most this share; not confirmed by an experiment)",
+            {**one.evidence, "lines": one.lines, "remedy": one.remedy},
+        )
+        for one in found
+        if one.id not in ids
+    ]
 
 
 def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:

@@ -11,6 +11,8 @@ from ...security.files import read_regular
 from ...security.folders import Folder, open_subfolder, replace_file
 from ...security.text import printable
 
+FILES_BESIDE = (".lines", ".operators")  # suffixes of the files that a rank writes beside its ring
+
 
 def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
     """Copy the records of the last attempt to ``target``, those of earlier attempts to its
@@ -64,14 +66,15 @@ def copy_records(folder: Folder, target: Path, noted: int | None) -> None:
         if not told and sizes and size not in sizes:
             continue
         place = target if attempt == last else target / f"attempt-{attempt}"
-        lines = name.removesuffix(".ring") + ".lines"
+        stem = name.removesuffix(".ring")
         inside = open_subfolder(place) if place != target else None
         try:
             path = place if inside is None else Path()
             replace_file(path / f"rank-{rank}.ring", data, dir_fd=inside)
-            if folder.status(lines) is not None:
-                told_lines = folder.read(lines, MAX_RECORD_BYTES)
-                replace_file(path / f"rank-{rank}.lines", told_lines, dir_fd=inside)
+            for suffix in FILES_BESIDE:
+                if folder.status(stem + suffix) is not None:
+                    beside = folder.read(stem + suffix, MAX_RECORD_BYTES)
+                    replace_file(path / f"rank-{rank}{suffix}", beside, dir_fd=inside)
         finally:
             if inside is not None:
                 os.close(inside)

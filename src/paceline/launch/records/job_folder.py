@@ -27,7 +27,7 @@ from ...security.files import InvalidFileError, read_regular
 from ...security.folders import Folder, can_be_renamed_by_others, replace_file
 from ...security.schema import read_json
 from ...security.text import printable
-from .copy_records import copy_records
+from .copy_records import FILES_BESIDE, copy_records
 
 DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
@@ -394,5 +394,5 @@ def _set_aside(folder: Folder) -> None:
         copy_records(folder, waiting.path, read_attempt(folder.path))
     folder.rename(part, TO_SEND)
     for name in folder.names():
-        if name.endswith((".ring", ".lines", ".stack")):
+        if name.endswith((".ring", *FILES_BESIDE, ".stack")):
             folder.remove(name)

@@ -8,11 +8,12 @@ import functools
 import inspect
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
@@ -31,6 +32,9 @@ from .observer import Observer
 from .protect_files import FileProtection
 from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
 
+if TYPE_CHECKING:
+    from .operator_rows import OperatorRun
+
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
@@ -44,6 +48,9 @@ class Experiment:
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
         self._observer = Observer()
         self._results: dict[str, Any] = {"silent": 0}
+        self._operators: OperatorRun | None = None
+        self._step_times: list[float] = []  # s, of the measured steps of the last phase
+        self._last_step = 0.0
         self._loss_sum, self._loss_count = 0.0, 0
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
@@ -66,13 +73,22 @@ class Experiment:
 
     def after_step(self) -> None:
         """Advance the experiment; called at the end of every optimizer step of the job."""
+        if self._operators is not None:
+            self._continue_profile(self._operators)
+            return
         step, index = self.recorder.step, self.rung.phase_index(self.recorder.step)
+        step_end = time.perf_counter()
         if self.rung.measures(step - 1):
+            self._step_times.append(step_end - self._last_step)
             self._observer.after_step()
             if not self.rung.measures(step):
                 self._observer.end_phase(self._phase)
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
+        self._last_step = step_end
+        if index == len(self.rung.phases) and self.rung.profiles:
+            self._begin_profile()
+            return
         if index == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[index]
@@ -84,6 +100,36 @@ class Experiment:
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
             self._observer.begin_phase()
+
+    # Operators
+
+    def _begin_profile(self) -> None:
+        """Profile the operators of the next steps. The results so far are stored before."""
+        self._write_results()
+        try:
+            from .operator_rows import OperatorRun
+
+            self._operators = OperatorRun(statistics.median(self._step_times))
+            self._operators.start()
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+
+    def _continue_profile(self, operators: "OperatorRun") -> None:
+        path = self.recorder.path
+        try:
+            if not operators.after_step():
+                return
+            if path is not None:
+                from .operator_rows import write_rows
+
+                write_rows(path, operators.finish())
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+        self._end_profile("")
+
+    def _end_profile(self, failure: str) -> NoReturn:
+        self._results["profile_failure"] = failure[:200]
+        self._finish()
 
     def _enter(self, phase: str) -> None:
         import torch
@@ -200,14 +246,17 @@ class Experiment:
         notify(f"paceline: stopped: {why}\n")
         self._finish()
 
-    def _finish(self) -> NoReturn:
-        """Write the results into the record and end this process without exit handlers."""
-        if "stopped" not in self._results:
+    def _write_results(self) -> None:
+        if "stopped" not in self._results and self._operators is None:
             self._observer.finish()
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
         self.recorder.update_header(rung=results)
+
+    def _finish(self) -> NoReturn:
+        """Write the results into the record and end this process without exit handlers."""
+        self._write_results()
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True

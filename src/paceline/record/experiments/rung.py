@@ -23,6 +23,9 @@ from dataclasses import asdict, dataclass
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
+# Steps whose operators are profiled: not used, used, and only to see later uses of results.
+PROFILE_WARM_UP, PROFILE_USED, PROFILE_LATER = 1, 3, 1
+PROFILED_STEPS = PROFILE_WARM_UP + PROFILE_USED + PROFILE_LATER
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Rung:
         phases: Names of the phases, in order.
         scratch: Folder for the files that the script writes.
         losses: Whether to report the mean loss of the measured steps.
+        profiles: Whether to profile the operators of ``PROFILED_STEPS`` steps after the last phase,
+            which is not ``loader``.
     """
 
     warm: int
@@ -42,6 +47,7 @@ class Rung:
     phases: tuple[str, ...]
     scratch: str = ""
     losses: bool = False
+    profiles: bool = False
 
     def phase_index(self, step: int) -> int:
         """Return the index of the phase of a step; the number of phases once all are over."""

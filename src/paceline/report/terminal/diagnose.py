@@ -11,9 +11,11 @@ from rich.text import Text
 
 from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
+from . import operators
 from . import remedies as cures
 from .step_work import reaches
 
@@ -57,6 +59,8 @@ class Diagnosis(Protocol):
     @property
     def roofline(self) -> Roofline | None: ...
     @property
+    def operators(self) -> OperatorProfile | None: ...
+    @property
     def remedies(self) -> Sequence[cures.Remedy]: ...
     @property
     def tried(self) -> Any: ...
@@ -80,6 +84,7 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
+    parts += operators.render(found.operators)
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
@@ -222,6 +227,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "causes": [asdict(cause) for cause in found.causes],
         "notes": found.notes,
         "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
+        "operators": _finite(operators.as_json(found.operators)),
         **_finite(cures.as_json(found)),
         "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),

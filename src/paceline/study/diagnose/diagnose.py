@@ -7,10 +7,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
+from ...analyze.diagnosis.causes import (
+    Cause,
+    Evidence,
+    Witness,
+    causes,
+    operator_causes,
+    witnesses,
+)
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import lateness
+from ...analyze.diagnosis.operator_profile import OperatorProfile, combine_profiles
+from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, analyse_with_window
@@ -47,6 +56,7 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         off: Error of earlier predictions, by kind of prediction.
+        operators: What a step computes, by line and operator; None if it could not be profiled.
     """
 
     command: list[str]
@@ -61,6 +71,7 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     off: dict[str, history.PredictionError] = field(default_factory=dict)
+    operators: OperatorProfile | None = None
 
 
 def run_diagnosis(
@@ -77,9 +88,14 @@ def run_diagnosis(
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
     roofline = _roofline(ladder, report, machine) if machine is not None else None
+    operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
+    if operators is None:
+        notes += [f"inside the model: {one}" for one in ladder.operators.notes]
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
-        return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
+        return Diagnosis(
+            command, ladder, report, None, [], [], notes, roofline, operators=operators
+        )
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
@@ -87,6 +103,9 @@ def run_diagnosis(
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
     found = causes(evidence)
     would = remedies(evidence, found, _source(asked.script), asked.settings)
+    if operators is not None:
+        inside = operator_causes(findings(operators), found)
+        found = sorted([*found, *inside], key=lambda cause: -cause.share)
     return Diagnosis(
         command,
         ladder,
@@ -98,6 +117,7 @@ def run_diagnosis(
         roofline,
         remedies=would,
         off=history.prediction_errors(),
+        operators=operators,
     )
 
 
