@@ -3,19 +3,24 @@
 Each test trains a small model with a known fault for a few steps, in this process.
 """
 
+import io
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
+from rich.console import Console, Group
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from paceline.analyze.diagnosis.causes import operator_causes
 from paceline.analyze.diagnosis.operator_profile import OperatorProfile, combine_profiles
 from paceline.analyze.diagnosis.rules.operators import findings, products
-from paceline.analyze.records.operator_file import read_operator_files
+from paceline.analyze.records.operator_file import OperatorFile, read_operator_files
 from paceline.record.experiments.operator_rows import OperatorRun, write_rows
+from paceline.report.terminal.operators import render
 
 SIDE = 192
 
@@ -81,6 +86,56 @@ def test_healthy_model_has_no_finding_and_its_products_are_named(profile):
     assert first.code == "return self.second(self.between(self.first(x)))"
     assert first.row.flops == 2 * SIDE**3
     assert first.row.shapes == ", ".join([f"float32[{SIDE}]", *[f"float32[{SIDE}x{SIDE}]"] * 2])
+
+
+def test_terminal_names_the_products_of_a_healthy_model(profile):
+    said = shown(profile(Model(functional.relu)))
+    assert "Inside the model: operators take" in said
+    assert "Nothing inside the model takes 5% of a step without need" in said
+    assert "of the roofline (" in said
+    assert "mm of float32[192x192], float32[192x192] in Model.second" in said
+
+
+def test_terminal_names_the_lines_and_the_remedy(profile):
+    said = shown(profile(Model(permuted)))
+    assert "copies, at most " in said
+    assert "test_operator_profile.py:" in said
+    assert "HINT: keep one order of dimensions" in said
+
+
+def test_a_finding_is_a_cause_unless_a_cause_has_its_id(profile):
+    found = findings(profile(Model(permuted)))
+    (cause,) = operator_causes(found, [])
+    assert cause.id == "copies"
+    assert "not confirmed by an experiment" in cause.sentence
+    assert cause.interval == (0.0, cause.share)
+    assert cause.evidence["remedy"]
+    assert operator_causes(found, [cause]) == []
+
+
+def test_waits_for_a_core_lengthen_the_operators():
+    run = OperatorRun(step_s=1.0, core_wait=2.0)
+    run.start()
+    torch.mm(torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE))
+    run.after_step()
+    content = run.finish()
+    file = msgspec.convert(content | {"steps": 1}, OperatorFile)
+    found = combine_profiles([file], [])
+    assert found.share(0.1) == pytest.approx(0.2)
+
+
+def test_compiled_code_is_not_diagnosed():
+    run = OperatorRun(step_s=1.0)
+    run.start()
+    file = msgspec.convert(run.finish() | {"steps": 1, "compiled": True}, OperatorFile)
+    notes = []
+    assert combine_profiles([file], notes) is None
+
+
+def shown(found: OperatorProfile) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(Group(*render(found)))
+    return " ".join(console.file.getvalue().split())
 
 
 def test_operators_of_backward_belong_to_lines_of_forward(profile):
@@ -174,7 +229,9 @@ class Checkpointed(Model):
 
 def test_activation_checkpointing_is_named(profile):
     x = torch.randn(SIDE, SIDE, requires_grad=True)
-    assert list(found_in(profile(Checkpointed(functional.relu), data=x))) == ["activation-checkpointing"]
+    assert list(found_in(profile(Checkpointed(functional.relu), data=x))) == [
+        "activation-checkpointing"
+    ]
 
 
 class Unused(Model):

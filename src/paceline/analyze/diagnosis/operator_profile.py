@@ -41,6 +41,7 @@ class OperatorProfile:
     Attributes:
         ranks: Number of ranks that were profiled.
         step_s: Duration of a step without the profile.
+        core_wait: Factor by which waits for a core lengthen the operators.
         profiled_step_s: Duration of a step with it.
         accounted: Share of a step in operators. The rest is Python, input, waiting and
             communication.
@@ -52,6 +53,7 @@ class OperatorProfile:
 
     ranks: int
     step_s: float
+    core_wait: float
     profiled_step_s: float
     accounted: float
     dispatch_s: float
@@ -67,7 +69,7 @@ class OperatorProfile:
         If the operators take longer than a step without the profile, of their sum.
         """
         whole = max(self.step_s, self.step_s * self.accounted)
-        return seconds / whole if whole else 0.0
+        return seconds * self.core_wait / whole if whole else 0.0
 
 
 def combine_profiles(files: list[OperatorFile], notes: list[str]) -> OperatorProfile | None:
@@ -82,11 +84,13 @@ def combine_profiles(files: list[OperatorFile], notes: list[str]) -> OperatorPro
     count = len(used)
     step_s = sum(file.step_s for file in used) / count
     total = sum(sum(row.seconds for row in f.operators) + f.left_out_s for f in used) / count
+    core_wait = sum(file.core_wait for file in used) / count
     profile = OperatorProfile(
         ranks=count,
         step_s=step_s,
+        core_wait=core_wait,
         profiled_step_s=sum(file.profiled_step_s for file in used) / count,
-        accounted=total / step_s,
+        accounted=total * core_wait / step_s,
         dispatch_s=sum(file.dispatch_s for file in used) / count,
         device=used[0].device,
         parameter_bytes=used[0].parameter_bytes,

@@ -90,6 +90,7 @@ class OperatorFile(msgspec.Struct, frozen=True):
 
     Attributes:
         step_s: Median duration of a step without the profile.
+        core_wait: Factor by which waits for a core lengthen the computation of a step.
         profiled_step_s: Duration of a step with it.
         dispatch_s: Seconds of an operator on one element.
         compiled: Whether torch.compile had compiled code, which the profile does not see.
@@ -102,6 +103,7 @@ class OperatorFile(msgspec.Struct, frozen=True):
     version: Number
     steps: Number
     step_s: Seconds
+    core_wait: Annotated[float, msgspec.Meta(ge=1, le=1e6)]
     profiled_step_s: Seconds
     device: Text
     dispatch_s: Seconds

@@ -109,7 +109,9 @@ class Experiment:
         try:
             from .operator_rows import OperatorRun
 
-            self._operators = OperatorRun(statistics.median(self._step_times))
+            used = self._observer.facts["used"][self._phase]
+            waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
+            self._operators = OperatorRun(statistics.median(self._step_times), 1 + waits)
             self._operators.start()
         except Exception as error:
             self._end_profile(f"{type(error).__name__}: {error}")

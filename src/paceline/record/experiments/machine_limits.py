@@ -34,23 +34,23 @@ class DispatchCost:
 class _Timed(TorchDispatchMode):
     """Measures one operator in the same way as the profile does."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seconds: list[float] = []
-        self._synchronize = synchronize
+        self._clock, self._synchronize = operator_clock(device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._synchronize()
-        start = time.perf_counter()
+        start = self._clock()
         out = func(*args, **(kwargs or {}))
         self._synchronize()
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(self._clock() - start)
         return out
 
 
 def measure_dispatch(device: str) -> DispatchCost:
     """Measure the cost of an operator on one element."""
-    synchronize = _synchronize_function(device)
+    _, synchronize = operator_clock(device)
     one = torch.ones(1, device=device)
     with_gradient = torch.ones(1, device=device, requires_grad=True)
     means = []
@@ -62,7 +62,7 @@ def measure_dispatch(device: str) -> DispatchCost:
                 value = value + one
             synchronize()
             means.append((time.perf_counter() - start) / REPETITIONS)
-        with _Timed(synchronize) as mode:
+        with _Timed(device) as mode:
             for _ in range(REPETITIONS):
                 one + one
     return DispatchCost(min(means), sorted(mode.seconds)[REPETITIONS // 4])
@@ -70,7 +70,7 @@ def measure_dispatch(device: str) -> DispatchCost:
 
 def measure_limits(device: str) -> dict[str, float]:
     """Return FLOP/s of float32 products, B/s of a triad, and bytes of memory of the device."""
-    synchronize = _synchronize_function(device)
+    _, synchronize = operator_clock(device)
     on_gpu = device != "cpu"
     side = GPU_SIDE if on_gpu else CPU_SIDE
     matrix = torch.randn(side, side, device=device)
@@ -104,7 +104,11 @@ def _best(function: Callable[[], Any], synchronize: Callable[[], None]) -> float
     return min(found)
 
 
-def _synchronize_function(device: str) -> Callable[[], None]:
+def operator_clock(device: str) -> tuple[Callable[[], float], Callable[[], None]]:
+    """Return the clock for operators, in seconds, and a function that waits for the device.
+
+    On CPUs it is the CPU time of the thread, which does not include waits for a core.
+    """
     if device == "cpu":
-        return lambda: None
-    return lambda: torch.cuda.current_stream().synchronize()
+        return time.thread_time, lambda: None
+    return time.perf_counter, lambda: torch.cuda.current_stream().synchronize()

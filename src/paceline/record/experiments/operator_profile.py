@@ -27,15 +27,21 @@ from ..hooks.flop_counter import (
 )
 from .backward_graph import BackwardGraph
 from .call_sites import NO_LINE, CallSites, Line, ModuleStack
-from .machine_limits import DispatchCost
+from .machine_limits import DispatchCost, operator_clock
 from .value_numbers import ValueNumbers
 
 MAX_CALLS_PER_STEP = 400_000  # operators; later ones of the step are not profiled
+MAX_GROWTH = 1e6  # stored for operators without inputs
 SMALL_FACTOR = 3.0  # a small operator takes at most this many times as long as one on one element
 COPIES = ("clone", "copy_", "_to_copy", "_reshape_copy", "repeat")
 ALIASES = ("detach", "alias", "lift_fresh")
 # Operators whose autograd node keeps their output, for which PyTorch detaches it.
 SAVED_OUTPUTS = ("relu", "sigmoid", "tanh", "_softmax", "_log_softmax", "exp", "sqrt", "rsqrt")
+BATCH_NORMS = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("cudnn_batch_norm", "miopen_batch_norm"),
+)
+TRAINING = 5  # position of this argument of BATCH_NORMS
 WIDE_DTYPES = (torch.float64, torch.complex128)
 
 
@@ -85,7 +91,7 @@ class Step:
 class OperatorProfiler(TorchDispatchMode):
     """Dispatch mode that notes every operator of the steps between ``start`` and ``stop``."""
 
-    def __init__(self, optimized: Callable[[], set[int]]) -> None:
+    def __init__(self, device: str, optimized: Callable[[], set[int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.failure = ""  # the first error of the profile itself
@@ -94,9 +100,7 @@ class OperatorProfiler(TorchDispatchMode):
         self._infos: dict[Any, _Info] = {}
         self._last_sequence, self._began = 0, 0.0
         self._made: dict[int, Call] = {}  # forward call by the number of its autograd node
-        self._synchronize: Callable[[], None] | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            self._synchronize = lambda: torch.cuda.current_stream().synchronize()
+        self._clock, self._synchronize = operator_clock(device)
         self._backward: Any = None
         self._previous: Call | None = None
 
@@ -146,13 +150,11 @@ class OperatorProfiler(TorchDispatchMode):
         before = None
         with contextlib.suppress(Exception):
             before = self._before(func, args, kwargs)
-        if self._synchronize is not None:
-            self._synchronize()
-        start = time.perf_counter()
+        self._synchronize()
+        start = self._clock()
         out = func(*args, **kwargs)
-        if self._synchronize is not None:
-            self._synchronize()
-        took = time.perf_counter() - start
+        self._synchronize()
+        took = self._clock() - start
         try:
             if before is not None and len(self.steps[-1].calls) < MAX_CALLS_PER_STEP:
                 self._note(func, before, out, took)
@@ -170,7 +172,11 @@ class OperatorProfiler(TorchDispatchMode):
             info = self._infos[func] = _Info.of(func)
         tensors = list({id(t): t for t in tensors_in((*args, *kwargs.values()))}.values())
         random = info.random or info.changes or info.name in FREE_OPERATORS
-        key = None if random else self._values.key(func, args, kwargs)
+        compared = args
+        if info.name in BATCH_NORMS and len(args) > TRAINING and args[TRAINING]:
+            # The running statistics have no effect on the output.
+            random, compared = False, (*args[:3], *args[TRAINING:])
+        key = None if random else self._values.key(func, compared, kwargs)
         return _Before(info, args, kwargs, tensors, key, self._values.producers(tensors))
 
     def _note(self, func: Any, before: "_Before", out: Any, took: float) -> None:
@@ -244,7 +250,7 @@ class OperatorProfiler(TorchDispatchMode):
         inputs = sum(map(tensor_bytes, read))
         call.output_bytes = sum(tensor_bytes(t) for t in written if id(t) not in known)
         call.bytes = inputs + call.output_bytes
-        call.growth = call.output_bytes / inputs if inputs else float(call.output_bytes > 0)
+        call.growth = min(call.output_bytes / max(inputs, 1), MAX_GROWTH)
         call.shapes = ", ".join(map(_describe, read[:3] or written[:1]))
         call.wide = any(t.dtype in WIDE_DTYPES and t.numel() > 1 for t in (*read, *written))
         call.widens = (

@@ -59,9 +59,12 @@ class _Row:
 class OperatorRun:
     """The profile of one rank: begun after the measured steps, written after the last step."""
 
-    def __init__(self, step_s: float) -> None:
-        """``step_s``: duration of a step without the profile, in seconds."""
-        self._step_s = step_s
+    def __init__(self, step_s: float, core_wait: float = 1.0) -> None:
+        """Args:
+        step_s: Duration of a step without the profile, in seconds.
+        core_wait: Factor by which waits for a core lengthen the computation of these steps.
+        """
+        self._step_s, self._core_wait = step_s, core_wait
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hook: Any = None
         self._profiler: OperatorProfiler | None = None
@@ -79,7 +82,7 @@ class OperatorRun:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._device = "cuda"
         self._cost = measure_dispatch(self._device)
-        self._profiler = OperatorProfiler(self._optimized)
+        self._profiler = OperatorProfiler(self._device, self._optimized)
         self._profiler.start()
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -112,6 +115,7 @@ class OperatorRun:
             "version": FORMAT_VERSION,
             "steps": len(steps),
             "step_s": self._step_s,
+            "core_wait": self._core_wait if self._device == "cpu" else 1.0,
             "profiled_step_s": sum(step.seconds for step in steps) / max(len(steps), 1),
             "device": self._device,
             "dispatch_s": self._cost.dispatch_s,

@@ -94,6 +94,7 @@ def as_json(profile: OperatorProfile | None) -> dict[str, Any] | None:
     return {
         "ranks": profile.ranks,
         "step_s": profile.step_s,
+        "core_wait": profile.core_wait,
         "profiled_step_s": profile.profiled_step_s,
         "accounted": profile.accounted,
         "dispatch_s": profile.dispatch_s,

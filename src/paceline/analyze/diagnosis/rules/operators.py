@@ -11,7 +11,7 @@ from typing import Any
 from ..evidence import MIN_SHARE
 from ..operator_profile import OperatorProfile, ProfiledOperator
 
-MIN_SMALL_CALLS = 32  # per step and line: fewer are not a loop
+MIN_SMALL_CALLS = 32  # of an operator per step, in one line and module: fewer are not a loop
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes: then the rule "precision" applies
 SLOW_ROOFLINE_SHARE = 0.2  # of the attainable FLOP/s
 SLOW_BANDWIDTH_SHARE = 0.01  # of the memory bandwidth; exp and tanh on CPUs reach more
@@ -118,13 +118,8 @@ def _copies(profile: OperatorProfile) -> Finding | None:
 
 
 def _small_operators(profile: OperatorProfile) -> Finding | None:
-    calls: dict[tuple[str, int], float] = {}
-    for one in profile.operators:
-        calls[one.place] = calls.get(one.place, 0) + one.row.small_calls
     chosen = [
-        one
-        for one in profile.operators
-        if one.file and one.row.small_calls and calls[one.place] >= MIN_SMALL_CALLS
+        one for one in profile.operators if one.file and one.row.small_calls >= MIN_SMALL_CALLS
     ]
     count = sum(one.row.small_calls for one in chosen)
     sentence = (
@@ -242,7 +237,7 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
     for one in profile.operators:
         # A convolution or linear layer of few channels makes a larger output by definition.
         expands = one.row.growth >= MIN_GROWTH and (
-            not one.row.flops or one.row.operator in ("bmm", "baddbmm")
+            not (one.row.flops or one.row.random) or one.row.operator in ("bmm", "baddbmm")
         )
         size = one.row.output_bytes
         if one.file and (
