@@ -16,7 +16,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline.analyze.diagnosis.causes import operator_causes
-from paceline.analyze.diagnosis.operator_profile import OperatorProfile, combine_profiles
+from paceline.analyze.diagnosis.operator_profile import (
+    OperatorProfile,
+    combine_profiles,
+    profile_notes,
+)
 from paceline.analyze.diagnosis.rules.operators import findings, products
 from paceline.analyze.records.operator_file import OperatorFile, read_operator_files
 from paceline.record.experiments.operator_rows import OperatorRun, write_rows
@@ -128,8 +132,8 @@ def test_compiled_code_is_not_diagnosed():
     run = OperatorRun(step_s=1.0)
     run.start()
     file = msgspec.convert(run.finish() | {"steps": 1, "compiled": True}, OperatorFile)
-    notes = []
-    assert combine_profiles([file], notes) is None
+    assert combine_profiles([file], []) is None
+    assert "torch.compile" in profile_notes([file], [])[0]
 
 
 def shown(found: OperatorProfile) -> str:

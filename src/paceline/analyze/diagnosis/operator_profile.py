@@ -72,13 +72,16 @@ class OperatorProfile:
         return seconds * self.core_wait / whole if whole else 0.0
 
 
+def profile_notes(files: list[OperatorFile], notes: list[str]) -> list[str]:
+    """Return ``notes`` and what the profiles lack."""
+    compiled = "the script uses torch.compile, whose operators were not profiled"
+    failures = [f"the profile is incomplete: {file.failure}" for file in files if file.failure]
+    return [*notes, *[compiled] * any(one.compiled for one in files), *dict.fromkeys(failures)]
+
+
 def combine_profiles(files: list[OperatorFile], notes: list[str]) -> OperatorProfile | None:
     """Return the mean over all ranks, or None without a profile that can be used."""
-    compiled = any(file.compiled for file in files)
     used = [file for file in files if file.steps and file.step_s and not file.compiled]
-    if compiled:
-        notes = [*notes, "the script uses torch.compile, whose operators were not profiled"]
-    notes = [*notes, *dict.fromkeys(file.failure for file in used if file.failure)]
     if not used:
         return None
     count = len(used)
@@ -100,7 +103,7 @@ def combine_profiles(files: list[OperatorFile], notes: list[str]) -> OperatorPro
                 for name in ("flops_per_s", "bytes_per_s", "memory_bytes")
             )
         ),
-        notes=notes,
+        notes=profile_notes(files, notes),
     )
     return replace(profile, operators=_operators(used, profile))
 

@@ -18,7 +18,11 @@ from ...analyze.diagnosis.causes import (
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import lateness
-from ...analyze.diagnosis.operator_profile import OperatorProfile, combine_profiles
+from ...analyze.diagnosis.operator_profile import (
+    OperatorProfile,
+    combine_profiles,
+    profile_notes,
+)
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
@@ -90,7 +94,8 @@ def run_diagnosis(
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
     if operators is None:
-        notes += [f"inside the model: {one}" for one in ladder.operators.notes]
+        reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
+        notes += [f"inside the model: {one}" for one in reasons]
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
         return Diagnosis(
