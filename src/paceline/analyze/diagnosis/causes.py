@@ -14,8 +14,14 @@ from .rules import compute, exchange, inputs, ranks, script
 from .rules.operators import Finding
 
 __all__ = [
-    *("MIN_SHARE", "Cause", "Evidence", "Witness"),
-    *("causes", "operator_causes", "uncertain_bars", "witnesses"),
+    "MIN_SHARE",
+    "Cause",
+    "Evidence",
+    "Witness",
+    "causes",
+    "operator_causes",
+    "uncertain_bars",
+    "witnesses",
 ]
 
 

@@ -33,7 +33,7 @@ from .protect_files import FileProtection
 from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
 
 if TYPE_CHECKING:
-    from .operator_rows import OperatorRun
+    from .operators.operator_rows import OperatorRun
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
@@ -107,7 +107,7 @@ class Experiment:
         """Profile the operators of the next steps. The results so far are stored before."""
         self._write_results()
         try:
-            from .operator_rows import OperatorRun
+            from .operators.operator_rows import OperatorRun
 
             used = self._observer.facts["used"][self._phase]
             waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
@@ -122,7 +122,7 @@ class Experiment:
             if not operators.after_step():
                 return
             if path is not None:
-                from .operator_rows import write_rows
+                from .operators.operator_rows import write_rows
 
                 write_rows(path, operators.finish())
         except Exception as error:

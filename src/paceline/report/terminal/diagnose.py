@@ -15,8 +15,8 @@ from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
-from . import operators
 from . import remedies as cures
+from .diagnosis import operators
 from .step_work import reaches
 
 NAMES = {

@@ -173,6 +173,8 @@ class _Climb:
         files, notes = read_operator_files(Path(run.name))
         told = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
         notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in told if one)
+        if not files and not notes:
+            notes = ["the operators were not profiled: the script ends after its first steps"]
         return run, OperatorFiles(files, notes)
 
     def _warm_up_steps(self, steps: int) -> int:

@@ -221,8 +221,9 @@ def _lost_to_slow_kernels(profile: OperatorProfile) -> Iterator[tuple[ProfiledOp
             reached, least = _bandwidth_share(one, profile), SLOW_BANDWIDTH_SHARE
             if row.random or row.copy or not row.bytes:
                 continue
-        if reached < least * reference:
-            yield one, row.seconds * (1 - reached / reference)
+        lost = row.seconds * (1 - reached / reference)
+        if reached < least * reference and profile.share(lost) >= MIN_SHARE:
+            yield one, lost
 
 
 def _bandwidth_share(one: ProfiledOperator, profile: OperatorProfile) -> float:

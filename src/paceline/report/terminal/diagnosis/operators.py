@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.diagnosis.evidence import MIN_SHARE
-from ...analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
-from ...analyze.diagnosis.rules.operators import Finding, findings, products
-from ..numbers import percent
+from ....analyze.diagnosis.evidence import MIN_SHARE
+from ....analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
+from ....analyze.diagnosis.rules.operators import Finding, findings, products
+from ...numbers import percent
 
 MAX_ROWS = 5  # of the table
 MAX_JSON_OPERATORS = 100
@@ -109,4 +109,4 @@ def as_json(profile: OperatorProfile | None) -> dict[str, Any] | None:
 def _row_as_json(one: ProfiledOperator) -> dict[str, Any]:
     place = {"file": one.file, "line": one.line, "code": one.code}
     figures = {"share": one.share, "of_roofline": one.of_roofline}
-    return msgspec.to_builtins(one.row) | place | figures
+    return {**msgspec.to_builtins(one.row), **place, **figures}

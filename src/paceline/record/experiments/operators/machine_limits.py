@@ -70,17 +70,17 @@ def measure_dispatch(device: str) -> DispatchCost:
 
 def measure_limits(device: str) -> dict[str, float]:
     """Return FLOP/s of float32 products, B/s of a triad, and bytes of memory of the device."""
-    _, synchronize = operator_clock(device)
+    clock, synchronize = operator_clock(device)
     on_gpu = device != "cpu"
     side = GPU_SIDE if on_gpu else CPU_SIDE
     matrix = torch.randn(side, side, device=device)
     out = torch.empty_like(matrix)
-    product_s = _best(lambda: torch.mm(matrix, matrix, out=out), synchronize)
+    product_s = _best(lambda: torch.mm(matrix, matrix, out=out), clock, synchronize)
     vectors = [
         torch.ones(GPU_ELEMENTS if on_gpu else CPU_ELEMENTS, device=device) for _ in range(3)
     ]
     a, b, c = vectors
-    triad_s = _best(lambda: torch.add(a, b, alpha=2, out=c), synchronize)
+    triad_s = _best(lambda: torch.add(a, b, alpha=2, out=c), clock, synchronize)
     if on_gpu:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -92,15 +92,18 @@ def measure_limits(device: str) -> dict[str, float]:
     }
 
 
-def _best(function: Callable[[], Any], synchronize: Callable[[], None]) -> float:
+def _best(
+    function: Callable[[], Any], clock: Callable[[], float], synchronize: Callable[[], None]
+) -> float:
     function()
     synchronize()
-    found, until = [], time.perf_counter() + PROBE_S
+    found: list[float] = []
+    until = time.perf_counter() + PROBE_S
     while len(found) < 3 or time.perf_counter() < until:
-        start = time.perf_counter()
+        start = clock()
         function()
         synchronize()
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return min(found)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ring.stack_sampler import LIBRARY_PREFIXES
+from ...ring.stack_sampler import LIBRARY_PREFIXES
 
 MAX_CODE_CHARACTERS = 120  # of a line of the script
 _BACKWARD = "_engine_run_backward"  # the function of torch from which operators of a backward come

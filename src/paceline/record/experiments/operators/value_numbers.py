@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..hooks.flop_counter import tensors_in
+from ...hooks.flop_counter import tensors_in
 
-_WeakTensorRef: Any = torch._C._WeakTensorRef  # unlike weakref.ref, survives Python's object
+_torch_c: Any = torch._C
+_WeakTensorRef = _torch_c._WeakTensorRef  # unlike weakref.ref, survives Python's object
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ...security.files import open_regular
+from ....security.files import open_regular
+from ..rung import PROFILE_USED, PROFILE_WARM_UP, PROFILED_STEPS
 from .call_sites import Line, code_of
 from .machine_limits import measure_dispatch, measure_limits
 from .operator_profile import Call, OperatorProfiler, Step, correct_times
-from .rung import PROFILE_USED, PROFILE_WARM_UP, PROFILED_STEPS
 
 FORMAT_VERSION = 1
 MAX_ROWS = 4096  # of the file: those that take longest
