@@ -234,7 +234,8 @@ def main() -> None:
             if args.local:
                 model.require_backward_grad_sync = last
             loss = nn.functional.mse_loss(model(x), y)
-            for _ in range(args.products):  # additional computation in the forward pass
+            for number in range(args.products):  # additional computation in the forward pass
+                matrix[0, 0] = number  # equal products would be a fault of their own
                 loss = loss + 0 * (matrix @ matrix)[0, 0]
             if args.touch:
                 ones = room.fill_(1) if args.reuse else torch.ones(args.touch, dtype=torch.uint8)

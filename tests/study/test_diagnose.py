@@ -83,6 +83,10 @@ def test_slow_loader_is_reported_without_changing_files(script, monkeypatch, tmp
     # Four samples of 15 ms each; without them a step is several times shorter.
     assert all(one.step_s > 0.06 for one in rungs["everything"])
     assert all(one.step_s < 0.03 for one in rungs["cached"])
+    assert found.operators.ranks == 2
+    forward = next(one for one in found.operators.operators if one.row.operator == "addmm")
+    assert forward.code == 'loss = (model(x) - batch["y"]).square().mean()'
+    assert forward.row.module == "DistributedDataParallel.module"
     of_step = found.waterfall.of_step("input")
     assert of_step.mean > 0.5
     record = next(one.record for one in found.witnesses if one.name == "input")

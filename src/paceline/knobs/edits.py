@@ -40,6 +40,16 @@ EDITS: dict[str, Knob] = {
         looks_for=r"\bgc\.collect\(",
         costs="memory of unreachable objects until the next collection",
     ),
+    "edit-operators": Knob(
+        "operators inside the model are avoided, or computed by a faster one",
+        (
+            *("copies", "small-operators", "recomputation", "activation-checkpointing"),
+            *("unused-output", "unneeded-gradient", "slow-operators", "large-intermediate"),
+            "precision",
+        ),
+        "{value}",
+        effort=2,
+    ),
     "end-other-programs": Knob(
         "no other program uses the cores of the job",
         ("noisy-machine",),

@@ -19,8 +19,9 @@ from .confirmation import (
 )
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval, RungResult, Waterfall
-from .overlap import Cause, without_overlap
+from .overlap import Cause, ranked, without_overlap
 from .rules import compute, exchange, inputs, lines, ranks, script
+from .rules.operators import Finding
 
 __all__ = [
     "CONFIRMED",
@@ -31,6 +32,8 @@ __all__ = [
     "Evidence",
     "Witness",
     "causes",
+    "operator_causes",
+    "ranked",
     "uncertain_bars",
     "unconfirmed_causes",
     "witnesses",
@@ -182,6 +185,34 @@ def _named(witness: Witness, e: Evidence) -> Cause | None:
         basis=witness.basis,
         witness=witness.name,
     )
+
+
+def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
+    """Return the findings inside the model as causes, except for those that are known already.
+
+    Their share is an upper bound, and no experiment has confirmed it. A finding in the main line of
+    a known cause ``line`` is that cause.
+    """
+    ids = {cause.id for cause in known}
+    of_lines = [cause.evidence["lines"] for cause in known if cause.id == "line"]
+    places = {_place_of(lines[0]) for lines in of_lines if lines}
+    return [
+        Cause(
+            *(one.id, one.share, (0.0, one.share)),
+            f"{one.sentence} (at most this share; not confirmed by an experiment)",
+            {**one.evidence, "lines": one.lines, "remedy": one.remedy},
+            confirmed=NOT_TESTABLE,
+            basis=RECORD,
+            witness="operators",
+        )
+        for one in found
+        if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)
+    ]
+
+
+def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
+    """Return the file of a line without its folders, and its number."""
+    return str(line.get("file", "")).rpartition("/")[2], line.get("line")
 
 
 def _merge(one: Cause, other: Cause) -> Cause:

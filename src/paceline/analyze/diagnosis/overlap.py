@@ -134,7 +134,12 @@ def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
         elif found:  # its time belongs to the causes before it
             at = found.index(max(found, key=lambda one: one.share))
             found[at] = _with_sign(found[at], cause)
-    return sorted(found, key=lambda one: (one.basis == ESTIMATE, -one.share))
+    return ranked(found)
+
+
+def ranked(causes: list[Cause]) -> list[Cause]:
+    """Return the causes, largest first; estimates come last."""
+    return sorted(causes, key=lambda one: (one.basis == ESTIMATE, -one.share))
 
 
 def _take(left: dict[str, Cause], specific: str, general: str, shared: float) -> None:

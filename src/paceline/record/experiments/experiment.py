@@ -8,11 +8,12 @@ import functools
 import inspect
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
@@ -46,6 +47,9 @@ from .rung import (
 from .single_precision import install as use_single_precision
 from .switches import GarbageCollector, ScriptThreads, Switch
 
+if TYPE_CHECKING:
+    from .operators.operator_rows import OperatorRun
+
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 # Phases with the loader's batches.
 _WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, NO_COLLECTION, THREADS_PAUSED)
@@ -69,6 +73,8 @@ class Experiment:
         self._is_switched_off = False
         self._results: dict[str, Any] = {"silent": 0}
         self._containers: ContainerSizes | None = None  # after the first step
+        self._operators: OperatorRun | None = None
+        self._step_times: list[float] = []  # s, of the measured steps of the last phase
         self._loss_sum, self._loss_count = 0.0, 0
         self._step_start = time.perf_counter()
         self._cached_batches = CachedBatches(
@@ -102,9 +108,13 @@ class Experiment:
 
     def after_step(self) -> None:
         """Advance the experiment; called at the end of every optimizer step of the job."""
+        if self._operators is not None:
+            self._continue_profile(self._operators)
+            return
         step, index = self.recorder.step, self.rung.phase_index(self.recorder.step)
         self._lines.stop_counting()
         if self.rung.measures(step - 1):
+            self._step_times.append(time.perf_counter() - self._step_start)
             self._observer.after_step()
             if not self.rung.measures(step):
                 self._lines.stop()
@@ -115,6 +125,9 @@ class Experiment:
                     self._find_growing_containers(step)
         if step == 1:
             self._containers = ContainerSizes()
+        if index == len(self.rung.phases) and self.rung.profiles:
+            self._begin_profile()
+            return
         if index == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[index]
@@ -151,6 +164,38 @@ class Experiment:
         if (off := self.rung.is_off(step)) != self._is_switched_off:
             self._is_switched_off = off
             (switch.off if off else switch.on)()
+
+    # Operators
+
+    def _begin_profile(self) -> None:
+        """Profile the operators of the next steps. The results so far are stored before."""
+        self._write_results()
+        try:
+            from .operators.operator_rows import OperatorRun
+
+            used = self._observer.facts["used"][self._phase]
+            waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
+            self._operators = OperatorRun(statistics.median(self._step_times), 1 + waits)
+            self._operators.start()
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+
+    def _continue_profile(self, operators: "OperatorRun") -> None:
+        path = self.recorder.path
+        try:
+            if not operators.after_step():
+                return
+            if path is not None:
+                from .operators.operator_rows import write_rows
+
+                write_rows(path, operators.finish())
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+        self._end_profile("")
+
+    def _end_profile(self, failure: str) -> NoReturn:
+        self._results["profile_failure"] = failure[:200]
+        self._finish()
 
     def _enter(self, phase: str) -> None:
         import torch
@@ -255,16 +300,20 @@ class Experiment:
         notify(f"paceline: the experiment stops: {why}\n")
         self._finish()
 
-    def _finish(self) -> NoReturn:
-        """Write the results into the record and end this process without exit handlers."""
-        self._lines.stop()
-        if "stopped" not in self._results:
+    def _write_results(self) -> None:
+        """Write the results into the record; only those of the last call count."""
+        if "stopped" not in self._results and self._operators is None:
             self._observer.finish()
             self._lines.write()
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
         self.recorder.update_header(rung=results)
+
+    def _finish(self) -> NoReturn:
+        """Write the results into the record and end this process without exit handlers."""
+        self._lines.stop()
+        self._write_results()
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True

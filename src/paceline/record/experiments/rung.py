@@ -36,6 +36,9 @@ SWITCHED = (NO_COLLECTION, THREADS_PAUSED, CHANNELS_LAST)
 # Whether the part is off, by block. A machine that slows down steadily affects both alike.
 PATTERN = (False, True, True, False)
 BLOCKS = ((64, 16), (32, 8), (8, 4), (0, 2))  # number of blocks from this number of steps on
+# Steps whose operators are profiled: not used, used, and only to see later uses of results.
+PROFILE_WARM_UP, PROFILE_USED, PROFILE_LATER = 1, 3, 1
+PROFILED_STEPS = PROFILE_WARM_UP + PROFILE_USED + PROFILE_LATER
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Rung:
         phases: Names of the phases, in order.
         scratch: Folder for the files that the script writes.
         losses: Whether to report the mean loss of the measured steps.
+        profiles: Whether to profile the operators of ``PROFILED_STEPS`` steps after the last phase,
+            which is not ``loader``.
     """
 
     warm: int
@@ -55,6 +60,7 @@ class Rung:
     phases: tuple[str, ...]
     scratch: str = ""
     losses: bool = False
+    profiles: bool = False
 
     def phase_index(self, step: int) -> int:
         """Return the index of the phase of a step; the number of phases once all are over."""

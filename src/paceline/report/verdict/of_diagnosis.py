@@ -47,6 +47,14 @@ LOST_TO = {
     "garbage-collection": "Python's garbage collector",
     "interpreter": "another Python thread",
     "unused-parameter-search": "the search for unused parameters",
+    "copies": "copies of tensors between memory layouts or dtypes",
+    "small-operators": "many small operators",
+    "recomputation": "operators computed again on the same values",
+    "activation-checkpointing": "activation checkpointing",
+    "unused-output": "outputs that nothing uses",
+    "unneeded-gradient": "gradients of parameters that no optimizer updates",
+    "slow-operators": "operators far below the limits of the device",
+    "large-intermediate": "large intermediate tensors",
 }
 
 _BARS = {"sharing": "sharing the machine", "uneven": "slower ranks", "checkpoint": "checkpoints"}

@@ -13,6 +13,8 @@ from ...analyze.diagnosis.causes import (
     Evidence,
     Witness,
     causes,
+    operator_causes,
+    ranked,
     unconfirmed_causes,
     witnesses,
 )
@@ -20,6 +22,12 @@ from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.diagnosis.line_profile import LineProfile
+from ...analyze.diagnosis.operator_profile import (
+    OperatorProfile,
+    combine_profiles,
+    profile_notes,
+)
+from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
@@ -67,6 +75,7 @@ class Diagnosis:
         unconfirmed: Expected causes that no experiment confirms.
         off: Error of earlier predictions, by kind of prediction.
         options: Options of ``paceline diagnose`` that choose the ranks and how they run.
+        operators: What a step computes, by line and operator; None if it could not be profiled.
     """
 
     command: list[str]
@@ -84,6 +93,7 @@ class Diagnosis:
     unconfirmed: list[Cause] = field(default_factory=list)
     off: dict[str, history.PredictionError] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
+    operators: OperatorProfile | None = None
 
 
 def run_diagnosis(
@@ -102,6 +112,10 @@ def run_diagnosis(
     notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     lines = _line_profile(ladder, examined)
+    operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
+    if operators is None:
+        reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
+        notes += [f"inside the model: {one}" for one in reasons]
     command = [asked.script, *asked.args]
     if not (rungs["silent"] and rungs["cached"]):
         return Diagnosis(
@@ -115,6 +129,7 @@ def run_diagnosis(
             roofline,
             lines=lines,
             options=asked.typed_options,
+            operators=operators,
         )
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
@@ -122,6 +137,8 @@ def run_diagnosis(
     evidence = _evidence(ladder, report, examined.measured, fall, lines)
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
     found = causes(evidence)
+    if operators is not None:
+        found = ranked([*found, *operator_causes(findings(operators), found)])
     would = remedies(evidence, found, _source(asked.script), asked.settings)
     return Diagnosis(
         command,
@@ -137,6 +154,7 @@ def run_diagnosis(
         unconfirmed=unconfirmed_causes(evidence),
         off=history.prediction_errors(),
         options=asked.typed_options,
+        operators=operators,
     )
 
 

@@ -7,11 +7,13 @@ The experiments are short runs of the user's script. Each of them disables somet
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
 from ...analyze.records.load_run import Run
+from ...analyze.records.operator_file import OperatorFile, read_operator_files
 from ...plurals import counted
 from ...record.experiments.rung import (
     CACHED,
@@ -58,6 +60,14 @@ WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class OperatorFiles:
+    """Profiles of the ranks that have one, and the reasons why others have none."""
+
+    files: list[OperatorFile]
+    notes: list[str]
+
+
 @dataclass
 class Ladder:
     """Results of the ladder of experiments.
@@ -76,6 +86,7 @@ class Ladder:
         notes: Remarks for the user.
         savings: By name of a switched phase: share of a step that its part takes, by pair of
             blocks of all rounds.
+        operators: Profiles of operators at the end of the first run.
     """
 
     warm: int
@@ -89,6 +100,7 @@ class Ladder:
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     savings: dict[str, list[float]] = field(default_factory=dict)
+    operators: OperatorFiles = field(default_factory=lambda: OperatorFiles([], []))
 
     def add(self, tested: Hypothesis, results: dict[str, RungResult], savings: list[float]) -> None:
         """Add what a round measured of a hypothesis."""
@@ -136,8 +148,8 @@ class _Climb:
         asked = self.asked
         steps = asked.steps or FIRST_STEPS
         before = time.monotonic()
-        run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
-        took = time.monotonic() - before
+        run, profile = self._first_run(steps)
+        took = time.monotonic() - before - max((one.whole_s for one in profile.files), default=0.0)
         known = measure_rung(run, asked.warming, steps, EVERYTHING)
         self._adapt_to_script(run)
         start_s = took - (steps + asked.warming) * known.step_s
@@ -146,7 +158,7 @@ class _Climb:
         rungs: dict[str, list[RungResult]] = {
             name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
         }
-        found = Ladder(self._warm_up_steps(steps), steps, rungs, run, run)
+        found = Ladder(self._warm_up_steps(steps), steps, rungs, run, run, operators=profile)
         limit = asked.minutes * MINUTE_S
         while len(found.rungs["everything"]) < REPETITIONS[1]:
             turn = time.monotonic()
@@ -165,6 +177,28 @@ class _Climb:
         if not asked.steps and not found.notes and found.steps < LEAST_STEPS:
             found.notes = [self._few_steps_note(found)]
         return found
+
+    def _first_run(self, steps: int) -> tuple[Run, OperatorFiles]:
+        """Return the first run with the operators of its last steps.
+
+        If the script fails while they are profiled, it runs again without.
+        """
+        rung = Rung(self.asked.warming, steps, (EVERYTHING,), profiles=True)
+        try:
+            run = self.runner.run(False, rung, self.asked.count)
+        except FailedError as failed:
+            if failed.steps < rung.warm + rung.steps:
+                raise
+            note = f"the script fails while its operators are profiled: {failed.short}"
+            rung = replace(rung, profiles=False)
+            run = self.runner.run(False, rung, self.asked.count)
+            return run, OperatorFiles([], [note])
+        files, notes = read_operator_files(Path(run.name))
+        told = [record.meta.get("rung", {}).get("profile_failure") for record in run.records]
+        notes += dict.fromkeys(f"the operators were not profiled: {one}" for one in told if one)
+        if not files and not notes:
+            notes = ["the operators were not profiled: the script ends after its first steps"]
+        return run, OperatorFiles(files, notes)
 
     def _warm_up_steps(self, steps: int) -> int:
         """Return the number of warm-up steps before ``steps`` measured ones."""

@@ -17,8 +17,8 @@ from ...analyze.diagnosis.ladder import Interval
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...knobs.value_types import Switch
-from ...predict.gains import TRIED
 from ...predict.remedies import Remedy, gain_after
+from ...predict.saving import TRIED
 from ...significance import SharedLevel
 from .paired_runs import (
     TIGHT,
