@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.study.diagnose.ladder import in_bursts
+from paceline.study.diagnose.plan import in_bursts
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ def detach() -> None:
     if _loop is not None and not _loop.stopped:
         try:
             _loop.end()
+            if _loop.recorder.experiment is not None:
+                _loop.recorder.experiment.write_results()
         except Exception as error:
             report_failure("the end of the script", error)
         _loop.recorder.write_cost()

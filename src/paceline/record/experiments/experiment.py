@@ -73,12 +73,15 @@ class Experiment:
                 self._observer.end_phase(self._phase)
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
+                self.write_results()  # the run may be ended before its last phase
         if index == len(self.rung.phases):
             self._finish()
         phase = self.rung.phases[index]
         if phase != self._phase:
             self._leave(self._phase)
             self._phase = phase
+            self._enter(phase)
+        elif step == 1:  # the first phase; only now are there process groups to replace
             self._enter(phase)
         if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.end_setup()
@@ -88,9 +91,9 @@ class Experiment:
     def _enter(self, phase: str) -> None:
         import torch
 
-        if phase == SILENT:
+        if phase in (SILENT, ONE_THREAD) and not self._results["silent"]:
             self._replace_groups()
-        elif phase == ONE_THREAD:
+        if phase == ONE_THREAD:
             self._usual_threads = torch.get_num_threads()
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
         elif phase == CHANNELS_LAST:
@@ -200,14 +203,18 @@ class Experiment:
         notify(f"paceline: stopped: {why}\n")
         self._finish()
 
-    def _finish(self) -> NoReturn:
-        """Write the results into the record and end this process without exit handlers."""
-        if "stopped" not in self._results:
-            self._observer.finish()
+    def write_results(self) -> None:
+        """Write the results so far into the record's header."""
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
         self.recorder.update_header(rung=results)
+
+    def _finish(self) -> NoReturn:
+        """Write the results into the record and end this process without exit handlers."""
+        if "stopped" not in self._results:
+            self._observer.finish()
+        self.write_results()
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True

@@ -15,6 +15,7 @@ from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
 from . import remedies as cures
+from .run_report import panel
 from .step_work import reaches
 
 NAMES = {
@@ -80,9 +81,22 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
+    else:  # the time was not enough for the experiments
+        parts += [panel(found.report, width, full=True), Text()]
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
+
+
+def render_trial(trial: Any) -> RenderableType:
+    """Return one line for a trial that has just ended."""
+    return Text(cures.describe_trial(trial))
+
+
+def render_trials(found: Diagnosis, width: int = 100) -> RenderableType:
+    """Return what follows a diagnosis that was printed before its trials."""
+    notes = [Text(f"{note}.", style="yellow") for note in found.notes]
+    return Group(*_cures(found), *notes)
 
 
 def _cures(found: Diagnosis) -> list[RenderableType]:
@@ -214,6 +228,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "warm_up": ladder.warm,
         "steps": ladder.steps,
         "seconds": ladder.seconds,
+        "ended": ladder.ended,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "loader": ladder.loader,
         "facts": ladder.facts,

@@ -115,6 +115,14 @@ def render_tried(tried: Any) -> list[RenderableType]:
     return [table, *(Text(line) for line in loss_changes(tried))]
 
 
+def describe_trial(trial: Any) -> str:
+    """Return the result of one trial in one line."""
+    said = "kept" if trial.kept else trial.why
+    predicted = f" (predicted {format_gain(trial.predicted)})" if trial.predicted else ""
+    measured = f"{format_gain(trial.gain)}{predicted}, " if trial.gain else ""
+    return f"tried {set_to(trial.remedy)}: {measured}{said}"
+
+
 def loss_changes(tried: Any) -> list[str]:
     """Say how the knobs that change numerical results changed the training loss."""
     lines = []

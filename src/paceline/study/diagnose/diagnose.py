@@ -20,10 +20,16 @@ from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
 from .ladder import Ladder, climb_ladder
-from .run_script import RunRequest
+from .plan import Deadline
+from .run_script import MINUTE_S, OutOfTimeError, RunRequest
 from .try_remedies import ALL, Trial, TrialResults, select_remedies, try_remedies
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
+REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smaller of both
+# With --try, everything together takes at most this factor of the requested minutes.
+TRY_BUDGET_FACTOR = 1.5
+LADDER_SHARE = 0.4  # of that time, for the first diagnosis
+TRIALS_SHARE = 0.6  # of the time left, for each pass of trials; a new diagnosis gets the rest
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before
 DRIFT = 0.25  # share of a step's time; a larger difference between rounds indicates a noisy machine
@@ -63,6 +69,12 @@ class Diagnosis:
     off: dict[str, history.PredictionError] = field(default_factory=dict)
 
 
+def total_deadline(minutes: float, tries: bool) -> Deadline:
+    """Return the deadline of a diagnosis that begins now, with or without trials of remedies."""
+    seconds = MINUTE_S * minutes * (TRY_BUDGET_FACTOR if tries else 1.0)
+    return Deadline.after(seconds - min(REPORT_S, REPORT_SHARE * seconds))
+
+
 def run_diagnosis(
     asked: RunRequest, say: Callable[[str], None], machine: Machine | None = None
 ) -> Diagnosis:
@@ -71,6 +83,7 @@ def run_diagnosis(
     Raises:
         ValueError: The script cannot be measured.
     """
+    asked = replace(asked, deadline=asked.deadline or total_deadline(asked.minutes, False))
     ladder = climb_ladder(replace(asked, count=machine is not None), say)
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
@@ -78,7 +91,7 @@ def run_diagnosis(
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     command = [asked.script, *asked.args]
-    if not (rungs["silent"] and rungs["cached"]):
+    if not (rungs["silent"] and rungs["cached"] and rungs["everything"]):
         return Diagnosis(command, ladder, report, None, [], [], notes, roofline)
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
@@ -102,20 +115,43 @@ def run_diagnosis(
 
 
 def try_all(
-    asked: RunRequest, found: Diagnosis, names: list[str], say: Callable[[str], None]
+    asked: RunRequest,
+    found: Diagnosis,
+    names: list[str],
+    say: Callable[[str], None],
+    update: Callable[[Diagnosis], None] = lambda _: None,
 ) -> Diagnosis:
     """Try remedies, and diagnose the script again with those that helped.
 
-    ``names`` are names of knobs, or "all". With "all", remedies that only the new diagnosis
-    proposes are tried, too. If the user interrupts the trials, the results so far are returned.
+    Args:
+        asked: The request, whose deadline is that of all trials.
+        found: The diagnosis before the trials.
+        names: Names of knobs, or "all": remedies that only the new diagnosis proposes are then
+            tried, too.
+        say: Receives what happens now.
+        update: Receives the diagnosis after each trial.
+
+    Returns:
+        The diagnosis with all results, also if the user interrupts the trials or the time is over.
     """
     result, notes = TrialResults(kept=dict(asked.settings)), list(found.notes)
     diagnoses: list[Diagnosis] = []
+    reported = 0
+
+    def say_and_update(text: str) -> None:
+        nonlocal reported
+        if len(result.trials) != reported:
+            reported = len(result.trials)
+            update(replace(found, tried=result))
+        say(text)
+
     try:
         # extend() keeps the diagnoses that were yielded before an exception.
-        diagnoses.extend(_passes(asked, found, names, result, say))
+        diagnoses.extend(_passes(asked, found, names, result, say_and_update))
     except KeyboardInterrupt:
         notes.append("the trials were interrupted, and not all remedies were tried")
+    except OutOfTimeError as late:
+        notes.append(f"the script was not diagnosed again with the kept settings: {late}")
     except ValueError as mistake:
         notes.append(f"with the kept settings the script could not be diagnosed again: {mistake}")
     wrong = history.append(pair for one in result.trials for pair in _pairs(asked.script, one))
@@ -137,13 +173,16 @@ def _passes(
 ) -> Iterator[Diagnosis]:
     """Add trials to ``result``, and yield a new diagnosis after each pass that kept a remedy."""
     wanted = select_remedies(names, found.remedies)
+    deadline = asked.deadline or total_deadline(asked.minutes, True).part(1 - LADDER_SHARE)
     for at in range(PASSES + LATE):
+        asked = replace(asked, deadline=deadline.part(TRIALS_SHARE))
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
         try_remedies(asked, found.ladder.steps, wanted, result, say)
         if result.kept == before:
             return
-        after = run_diagnosis(replace(asked, settings=dict(result.kept)), say)
+        again = replace(asked, settings=dict(result.kept), deadline=deadline.part(TRIALS_SHARE))
+        after = run_diagnosis(again, say)
         yield after
         late = {trial.remedy.knob for trial in result.trials if trial.late}
         known = {trial.remedy.knob for trial in result.trials} - late

@@ -22,16 +22,24 @@ from ...record.experiments.rung import (
     SILENT,
     Rung,
 )
-from .run_script import MINUTE_S, FailedError, Runner, RunRequest
+from ...record.ring.states import State
+from .plan import LEAST_STEPS, Plan, RoundCost, first_plan, fit_into_script, next_plan
+from .run_script import (
+    MINUTE_S,
+    FailedError,
+    InterruptedRunError,
+    OutOfTimeError,
+    Runner,
+    RunRequest,
+)
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
-LEAST_STEPS, MOST_STEPS = 10, 400
-BURST = 16  # steps; longer bursts are ignored
-MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
 REPETITIONS = (3, 9)  # minimum and maximum number of rounds
-# The budget may be exceeded by this factor for LEAST_STEPS, which include occasional operations.
-MAX_BUDGET_FACTOR = 2.0
-STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 5.0, 60.0
+# How a ladder ended.
+COMPLETE, OUT_OF_TIME, INTERRUPTED, FAILED = "complete", "out-of-time", "interrupted", "failed"
 
 # Rungs by name: whether only one rank runs, and the phase of its run.
 RUNGS = {
@@ -69,6 +77,8 @@ class Ladder:
         seconds: Duration of the whole ladder.
         refused: Rungs that could not be run, with the reason.
         notes: Remarks for the user.
+        ended: "complete", or why there are fewer rounds than needed: "out-of-time", "interrupted"
+            or "failed".
     """
 
     warm: int
@@ -80,6 +90,7 @@ class Ladder:
     seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    ended: str = COMPLETE
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -92,153 +103,232 @@ class Ladder:
 
 
 def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
-    """Run the ladder.
+    """Run the ladder until its deadline, or until the user interrupts it.
 
     Raises:
         ValueError: The script cannot be measured.
+        KeyboardInterrupt: The user interrupted it before anything was measured.
     """
-    began = time.monotonic()
     with Runner(asked, say) as runner:
-        return _Climb(asked, runner, began).all()
+        return _Climb(asked, runner).all()
 
 
 class _Climb:
-    def __init__(self, asked: RunRequest, runner: Runner, began: float) -> None:
-        self.asked, self.runner, self.began = asked, runner, began
+    def __init__(self, asked: RunRequest, runner: Runner) -> None:
+        self.asked, self.runner, self.began = asked, runner, time.monotonic()
         self.workers = 0  # most workers of a rank's loader
-        self.starts_s = 0.0  # start-up time of the processes of one round
-        self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
+        self.start_s = 0.1  # start-up time of the processes of one run
+        self.step_s = 0.0  # of the first run
+        self.script_steps: int | None = None  # if the first run reached the script's end
+        # The runs of a round: whether one rank runs alone, and the phases. The run of all ranks is
+        # first, because it can be evaluated without the other one.
+        self.runs: list[tuple[bool, tuple[str, ...]]] = [
+            (False, (EVERYTHING, CACHED, SILENT, LOADER)),
+            (True, (EVERYTHING, CACHED)),
+        ]
 
     def all(self) -> Ladder:
-        asked = self.asked
-        steps = asked.steps or FIRST_STEPS
-        before = time.monotonic()
-        run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
-        took = time.monotonic() - before
-        known = measure_rung(run, asked.warming, steps, EVERYTHING)
-        self._adapt_to_script(run)
-        start_s = took - (steps + asked.warming) * known.step_s
-        self.starts_s = len(self.phases) * max(start_s, 0.1)
-        steps = asked.steps or self._choose_steps(known.step_s)
-        rungs: dict[str, list[RungResult]] = {
-            name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
-        }
-        found = Ladder(self._warm_up_steps(steps), steps, rungs, run, run)
-        limit = asked.minutes * MINUTE_S
-        while len(found.rungs["everything"]) < REPETITIONS[1]:
-            turn = time.monotonic()
-            try:
-                self._run_round(found)
-            except EndedError as ended:
-                self._fit_into_script(found, ended)
-                continue
-            took, spent = time.monotonic() - turn, time.monotonic() - self.began
-            enough = len(found.rungs["everything"]) >= REPETITIONS[0]
-            if enough and spent + took > limit:
-                break
-            if not enough:
-                self._shorten_rounds(found, took)
+        found = self._first_run()
+        if found.ended == COMPLETE:
+            self._run_rounds(found)
         found.seconds = time.monotonic() - self.began
-        if not asked.steps and not found.notes and found.steps < LEAST_STEPS:
-            found.notes = [self._few_steps_note(found)]
+        found.notes += self._short_notes(found)
         return found
 
-    def _warm_up_steps(self, steps: int) -> int:
-        """Return the number of warm-up steps before ``steps`` measured ones."""
-        asked = self.asked.warming
-        if self.asked.steps or steps >= LEAST_STEPS:
-            return asked
-        return min(asked, max(1, steps // 2))
+    def _first_run(self) -> Ladder:
+        """Run all ranks once, to measure the duration of a step and inspect the script.
 
-    def _shorten_rounds(self, found: Ladder, took: float) -> None:
-        """Measure fewer steps in later rounds if rounds of ``took`` seconds take too long."""
-        missing = REPETITIONS[0] - len(found.rungs["everything"])
-        share = self._max_step_time_s(missing) / max(took - self.starts_s, 0.1)
-        steps = in_bursts(max(MIN_STEPS_SHORT_RUN, int(share * found.steps)), self.workers)
-        if share < 1 and steps < found.steps and not self.asked.steps:
-            found.steps, found.warm = steps, self._warm_up_steps(steps)
+        Its record is the result if no time is left for anything else.
+        """
+        asked, ended, cut = self.asked, COMPLETE, False
+        steps, warm = asked.steps or FIRST_STEPS, asked.warming
+        before = time.monotonic()
+        rung = Rung(warm, steps, (EVERYTHING,))
+        try:
+            run = self.runner.run(False, rung, asked.count)
+        except (OutOfTimeError, InterruptedRunError) as early:
+            if early.run is None or _steps_done(early.run) < 2:
+                raise
+            run, cut = early.run, True
+            ended = INTERRUPTED if isinstance(early, InterruptedRunError) else COMPLETE
+        took_s = time.monotonic() - before
+        done = _steps_done(run)
+        if done < warm + steps:
+            if done < 2:
+                raise EndedError(done, warm + steps)
+            warm = min(warm, max(1, done // 3))
+            steps = min(steps, done - warm)
+        self.step_s = measure_rung(run, warm, steps, EVERYTHING).step_s
+        self.start_s = max(took_s - done * self.step_s, 0.1)
+        self._adapt_to_script(run)
+        rungs: dict[str, list[RungResult]] = {
+            name: [] for name, kind in RUNGS.items() if self._has(kind)
+        }
+        found = Ladder(warm, steps, rungs, run, run, ended=ended)
+        if not cut and done < rung.warm + rung.steps:
+            self.script_steps = done
+        return found
 
-    def _few_steps_note(self, found: Ladder) -> str:
+    def _run_rounds(self, found: Ladder) -> None:
+        """Run rounds until the time is over; the results of each are added to ``found``."""
+        asked, deadline = self.asked, self.runner.deadline
+        if asked.steps:
+            plan: Plan | None = Plan(asked.warming, asked.steps)
+        else:
+            plan = first_plan(
+                deadline.left_s, self._cost(), asked.warming, self.workers, REPETITIONS
+            )
+        if self.script_steps is not None:
+            plan = self._fitted(plan, EndedError(self.script_steps, 0), found)
+        while plan is not None and len(found.rungs["everything"]) < REPETITIONS[1]:
+            turn, before = time.monotonic(), len(found.refused)
+            try:
+                self._run_round(found, plan)
+            except EndedError as ended:
+                plan = self._fitted(plan, ended, found)
+                continue
+            except (OutOfTimeError, InterruptedRunError) as early:
+                found.ended = OUT_OF_TIME if isinstance(early, OutOfTimeError) else INTERRUPTED
+                return
+            except FailedError as failed:
+                found.ended = FAILED
+                found.notes.append(f"the experiments ended early: {failed}")
+                return
+            took_s = time.monotonic() - turn
+            missing = max(REPETITIONS[0] - len(found.rungs["everything"]), 0)
+            if len(found.refused) > before and not found.rungs["everything"]:
+                continue  # the round was discarded
+            plan = self._next(plan, took_s, missing)
+        if len(found.rungs["everything"]) < REPETITIONS[0]:
+            found.ended = OUT_OF_TIME
+
+    def _next(self, plan: Plan, took_s: float, missing: int) -> Plan | None:
+        left_s = self.runner.deadline.left_s
+        if self.asked.steps:
+            return plan if took_s <= left_s else None
+        return next_plan(plan, took_s, left_s, self._cost(), missing, self.workers)
+
+    def _cost(self) -> RoundCost:
+        phases = sum(one != LOADER for _, phases in self.runs for one in phases)
+        return RoundCost(len(self.runs) * self.start_s, self.step_s, phases)
+
+    def _has(self, kind: tuple[bool, str]) -> bool:
+        return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
+
+    def _short_notes(self, found: Ladder) -> list[str]:
+        """Return notes on rounds or steps that are fewer than they should be."""
+        rounds = len(found.rungs["everything"])
+        minutes = f"--minutes {self.asked.minutes:g}"
+        if found.ended == INTERRUPTED:
+            return [f"interrupted: the figures are of {counted(rounds, 'round')}"]
+        if found.ended == OUT_OF_TIME:
+            round_s = self._cost().duration_s(LEAST_STEPS + self.asked.warming)
+            needed = (REPETITIONS[0] * round_s + self.start_s) / MINUTE_S
+            return [
+                f"{minutes} was enough for {counted(rounds, 'round')} of experiments, and "
+                f"{REPETITIONS[0]} are needed to tell what is noise. HINT: --minutes "
+                f"{max(math.ceil(1.2 * needed), math.ceil(self.asked.minutes + 0.1))}"
+            ]
+        if self.asked.steps or found.notes or found.steps >= LEAST_STEPS:
+            return []
         more = (LEAST_STEPS + self.asked.warming) / (found.steps + found.warm)
-        return (
-            f"steps are too long for --minutes {self.asked.minutes:g}: each run measured only "
-            f"{found.steps}, and the figures are less precise. HINT: --minutes "
+        return [
+            f"steps are too long for {minutes}: each run measured only {found.steps}, and the "
+            "figures are less precise. HINT: --minutes "
             f"{math.ceil(more * found.seconds / MINUTE_S)}"
-        )
+        ]
 
-    def _fit_into_script(self, found: Ladder, ended: EndedError) -> None:
-        """Shorten the phases so that all of them fit into a script that ends early."""
-        most = max(sum(one != LOADER for one in phases) for phases in self.phases.values())
-        steps = ended.done // most - found.warm
-        if self.asked.steps or steps < MIN_STEPS_SHORT_RUN or steps >= found.steps:
+    def _fitted(self, plan: Plan | None, ended: EndedError, found: Ladder) -> Plan:
+        """Return a plan that fits into a script that ends early.
+
+        If not even short phases fit into one run, each phase gets a run of its own.
+        """
+        assert plan is not None
+        fits = fit_into_script(plan, ended.done, self._most_phases())
+        if fits is None and self._most_phases() > 1:
+            self.runs = [(alone, part) for alone, phases in self.runs for part in _split(phases)]
+            fits = fit_into_script(plan, ended.done, 1)
+            if plan.warm + plan.steps <= ended.done:
+                fits = plan
+        if fits is None:
             raise ended
-        found.steps = steps
         found.notes = [
             f"the script ends after {counted(ended.done, 'step')}: each experiment measures only "
-            f"{steps}. HINT: let the script train longer for more precise figures"
+            f"{fits.steps}. HINT: let the script train longer for more precise figures"
         ]
         for rungs in found.rungs.values():
             rungs.clear()
+        return fits
 
-    def _choose_steps(self, step_s: float) -> int:
-        """Return the number of steps per phase that the budget allows.
+    def _most_phases(self) -> int:
+        return max(sum(one != LOADER for one in phases) for _, phases in self.runs)
 
-        More rounds are better than longer phases, because each round starts new processes: there
-        are as many rounds as leave enough of the budget for steps.
-        """
-        a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
-        left = self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
-        starts = self.starts_s
-        rounds = min(
-            max(int((1 - STEP_SHARE_OF_BUDGET) * left / starts), REPETITIONS[0]), REPETITIONS[1]
-        )
-        each = (
-            max((left - rounds * starts) / rounds, STEP_SHARE_OF_BUDGET * left / rounds) / a_round
-        )
-        most = int(each / step_s) - self.asked.warming
-        if most >= LEAST_STEPS:
-            return in_bursts(min(MOST_STEPS, most), self.workers)
-        most = int(self._max_step_time_s(REPETITIONS[0]) / a_round / step_s)
-        few = LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
-        return in_bursts(max(MIN_STEPS_SHORT_RUN, few), self.workers)
-
-    def _max_step_time_s(self, rounds: int) -> float:
-        """Return the maximum time in s for the steps of each of ``rounds`` rounds.
-
-        It is at least the time for starting the runs: shorter phases would save little.
-        """
-        left = MAX_BUDGET_FACTOR * self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
-        return max(left / rounds - self.starts_s, self.starts_s)
-
-    def _run_round(self, found: Ladder) -> None:
+    def _run_round(self, found: Ladder, plan: Plan) -> None:
         """Run every rung once, with one rank and with all ranks.
 
         A rung that fails is left out from now on, and the results of this round are discarded.
+
+        Raises:
+            OutOfTimeError, InterruptedRunError: The round was ended early. Its results are kept
+                if there is no other round.
         """
         count = len(found.rungs["everything"])
-        for alone, phases in self.phases.items():
+        for alone, phases in self.runs:
             left = tuple(one for one in phases if _rung_name(alone, one) not in found.refused)
             if not left:
                 continue
-            rung = Rung(found.warm, found.steps, left)
+            rung = Rung(plan.warm, plan.steps, left)
+            steps = len(left) * (plan.warm + plan.steps)
+            limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * (self.start_s + steps * self.step_s))
             try:
-                run = self.runner.run(alone, rung)
+                run = self.runner.run(alone, rung, limit_s=limit_s)
             except FailedError as failed:
-                number = min(rung.phase_index(failed.steps), len(left) - 1)
-                name = _rung_name(alone, left[number])
-                if name == "everything":
-                    raise
-                found.refused |= {_rung_name(alone, one): str(failed) for one in left[number:]}
-                for rungs in found.rungs.values():
-                    del rungs[count:]
+                self._refuse(found, count, rung, alone, failed.steps, failed)
                 return
+            except (OutOfTimeError, InterruptedRunError) as early:
+                if isinstance(early, OutOfTimeError) and self.runner.deadline.left_s:
+                    slow = FailedError(f"it took longer than {limit_s:.0f} s", 0, "too slow")
+                    done = _steps_done(early.run) if early.run is not None else 0
+                    self._refuse(found, count, rung, alone, done, slow)
+                    return
+                self._use_part(found, count, rung, alone, early.run)
+                raise
             for phase in left:
                 if phase != LOADER:
-                    taken = measure_rung(run, rung.first_measured_step(phase), found.steps, phase)
-                    found.rungs[_rung_name(alone, phase)].append(taken)
-            if not alone:
-                found.run = run
-                found.loader = _loader_totals(run) or found.loader
+                    self._measure(found, run, rung, alone, phase)
+            if not alone and EVERYTHING in left:
+                found.run, found.warm, found.steps = run, plan.warm, plan.steps
+            found.loader = (_loader_totals(run) if not alone else None) or found.loader
+
+    def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
+        taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
+        found.rungs[_rung_name(alone, phase)].append(taken)
+
+    def _refuse(
+        self, found: Ladder, count: int, rung: Rung, alone: bool, steps: int, failed: FailedError
+    ) -> None:
+        """Leave out the rung that failed, and those after it, and discard this round."""
+        number = min(rung.phase_index(steps), len(rung.phases) - 1)
+        _keep_rounds(found, count)
+        if _rung_name(alone, rung.phases[number]) == "everything":
+            raise failed
+        found.refused |= {_rung_name(alone, one): str(failed) for one in rung.phases[number:]}
+
+    def _use_part(
+        self, found: Ladder, count: int, rung: Rung, alone: bool, run: Run | None
+    ) -> None:
+        """Keep what an unfinished round has measured, if there is no complete round."""
+        if count:
+            _keep_rounds(found, count)
+            return
+        for phase in rung.phases if run is not None and not run.missing else ():
+            assert run is not None
+            try:
+                self._measure(found, run, rung, alone, phase)
+            except (EndedError, KeyError):  # the run was ended before this phase was over
+                break
+            if not alone and phase == EVERYTHING:
+                found.run, found.warm, found.steps = run, rung.warm, rung.steps
 
     def _adapt_to_script(self, run: Run) -> None:
         """Adapt later runs to what the first run shows of the script.
@@ -249,19 +339,29 @@ class _Climb:
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
+        together: tuple[str, ...] = (EVERYTHING, CACHED, SILENT, LOADER)
+        single: tuple[str, ...] = (EVERYTHING, CACHED)
         if any(one.get("threads", 1) > 1 for one in told):
-            self.phases[False] = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
+            together = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
         if any(one.get("convolutions") and not one.get("channels_last") for one in told):
-            self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
+            single = (EVERYTHING, CACHED, CHANNELS_LAST)
+        self.runs = [(False, together), (True, single)]
 
 
-def in_bursts(steps: int, burst: int) -> int:
-    """Round the number of steps up to a multiple of ``burst``, if that is at most BURST.
+def _split(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return one run for each phase; the loader alone is measured after the first of them."""
+    parts = [(one,) for one in phases if one != LOADER]
+    return [(*parts[0], LOADER), *parts[1:]] if LOADER in phases else list(parts)
 
-    Loader workers with equal speed deliver their batches together, in bursts. A part of a burst
-    would contain either the whole wait for it, or none.
-    """
-    return math.ceil(steps / burst) * burst if 1 < burst <= BURST else steps
+
+def _keep_rounds(found: Ladder, count: int) -> None:
+    """Discard results of rounds after the first ``count``."""
+    for rungs in found.rungs.values():
+        del rungs[count:]
+
+
+def _steps_done(run: Run) -> int:
+    return min((record.count(State.STEP) for record in run.records), default=0)
 
 
 def _rung_name(alone: bool, phase: str) -> str:

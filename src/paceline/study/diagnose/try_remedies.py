@@ -5,7 +5,6 @@ Runs with and without a remedy are interleaved. A remedy is kept only if its gai
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +16,11 @@ from ...knobs.value_types import Switch
 from ...predict.gains import TRIED
 from ...predict.remedies import Remedy, gain_after
 from ...record.experiments.rung import EVERYTHING, Rung
-from .ladder import in_bursts
-from .run_script import MINUTE_S, FailedError, Runner, RunRequest
+from .plan import in_bursts
+from .run_script import OUT_OF_TIME, FailedError, OutOfTimeError, Runner, RunRequest
 
 ROUNDS = (3, 8)  # minimum and maximum number of rounds of a trial
-BUDGET_FACTOR = 1.5  # time budget of each pass of trials, relative to --minutes
+GLIMPSE_SHARE = 0.5  # of the time of a pass of trials, at most, for micro-measurements
 # Half of the interval of a gain at which its measurement ends: absolute, and relative to the gain.
 TIGHT, TIGHT_OF_GAIN = 0.02, 0.07
 MAX_LOSS_INCREASE = (
@@ -182,13 +181,12 @@ def try_remedies(
     """Try each remedy with all settings kept before, and add the trials to ``found``.
 
     The remedy with the largest predicted gain is tried first. Remedies whose gain only a
-    micro-measurement can predict come last. No trial starts after ``BUDGET_FACTOR`` times the
-    requested minutes, except that the most promising remedy is tried even if the predictions took
-    all of this time.
+    micro-measurement can predict come last. At the deadline of ``asked`` the trial that runs ends
+    with the rounds that it has, and none starts. Micro-measurements end earlier, so that time is
+    left for the trials.
     """
-    until = time.monotonic() + BUDGET_FACTOR * MINUTE_S * asked.minutes
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, until).all(remedies, found)
+        _Trials(runner, steps).all(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -209,9 +207,9 @@ def combine_predictions(first: Interval, steps: Interval) -> Interval:
 
 
 class _Trials:
-    def __init__(self, runner: Runner, steps: int, until: float) -> None:
-        self.runner, self.steps, self.deadline = runner, steps, until
-        self.measured = 0  # number of knobs measured so far
+    def __init__(self, runner: Runner, steps: int) -> None:
+        self.runner, self.steps, self.deadline = runner, steps, runner.deadline
+        self.glimpses_until = runner.deadline.part(GLIMPSE_SHARE)
 
     def all(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
@@ -249,7 +247,7 @@ class _Trials:
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
         """Return the gain over a few steps; None if there is no time left or no value to set."""
-        if remedy.value is None or time.monotonic() > self.deadline:
+        if remedy.value is None or not self.glimpses_until.left_s:
             return None
         steps = min(self.steps, MAX_MICRO_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
@@ -260,19 +258,13 @@ class _Trials:
         """Measure interleaved rounds until the gain is known precisely enough."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps longer")
-        promising = predicted is not None and predicted.mean > 0
-        if time.monotonic() > self.deadline and (self.measured or not promising):
-            why = (
-                "not tried: the time budget was used up. HINT: increase --minutes, or --try "
-                f"{remedy.knob}"
-            )
-            return Trial(remedy, predicted, None, False, why, late=True)
+        if not self.deadline.left_s:
+            return _late(remedy, predicted)
         if remedy.value is None:
             why = f"not tried: no cause suggests a value. HINT: --try {remedy.knob}=VALUE"
             return Trial(remedy, None, None, False, why)
         gains: list[float] = []
         losses: list[tuple[float, float]] = []
-        self.measured += 1
         try:
             while len(gains) < ROUNDS[1]:
                 gain, loss = self._pair(remedy, kept, self.steps, len(gains))
@@ -282,8 +274,12 @@ class _Trials:
                 enough = max(TIGHT, TIGHT_OF_GAIN * abs(known.mean))
                 if len(gains) >= ROUNDS[0] and known.high - known.low < 2 * enough:
                     break
+        except OutOfTimeError:
+            if not gains:
+                return _late(remedy, predicted)
         except (ValueError, _NoEffectError) as error:
             return _not_measured(remedy, predicted, error)
+        known = Interval.of(gains)
         lost = _losses(losses)
         why = "" if known.sure else "the gain is within the noise"
         why = "steps became longer" if known.high < 0 else why
@@ -332,6 +328,11 @@ def _mean_gain(remedy: Remedy) -> float:
 
 def _rough(gain: Interval) -> bool:
     return gain.high - gain.low > 2 * MAX_HALF_WIDTH
+
+
+def _late(remedy: Remedy, predicted: Interval | None) -> Trial:
+    why = f"not tried: {OUT_OF_TIME}. HINT: increase --minutes, or --try {remedy.knob}"
+    return Trial(remedy, predicted, None, False, why, late=True)
 
 
 def _not_measured(
