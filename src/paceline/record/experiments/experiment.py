@@ -57,7 +57,9 @@ class Experiment:
         if self.rung.losses:
             after_import({"torch": self._record_losses})
         if self.rung.scratch:
-            self._file_protection = FileProtection(Path(self.rung.scratch), self._stop)
+            self._file_protection = FileProtection(
+                Path(self.rung.scratch), self._stop, self.rung.covered
+            )
             self._file_protection.install()
 
     def place(self, path: str | Path) -> Path:

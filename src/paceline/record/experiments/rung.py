@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
+OVERLAY_NAME = "paceline-diagnose"  # of the mounts that cover the user's folders
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 
@@ -35,6 +36,7 @@ class Rung:
         phases: Names of the phases, in order.
         scratch: Folder for the files that the script writes.
         losses: Whether to report the mean loss of the measured steps.
+        covered: Folders of the user that an overlay covers, so that they need no other protection.
     """
 
     warm: int
@@ -42,6 +44,7 @@ class Rung:
     phases: tuple[str, ...]
     scratch: str = ""
     losses: bool = False
+    covered: tuple[str, ...] = ()
 
     def phase_index(self, step: int) -> int:
         """Return the index of the phase of a step; the number of phases once all are over."""
@@ -66,4 +69,4 @@ def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
     if not text:
         return None
     fields = json.loads(text)
-    return Rung(**fields | {"phases": tuple(fields["phases"])})
+    return Rung(**fields | {name: tuple(fields[name]) for name in ("phases", "covered")})

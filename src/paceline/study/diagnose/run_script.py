@@ -7,7 +7,6 @@ and settings (knobs/settings.py).
 import math
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
 from ...security.files import open_regular
 from ...security.text import printable
+from . import overlay
 from .plan import Deadline
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
@@ -125,6 +125,7 @@ class Runner:
 
     def __enter__(self) -> "Runner":
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-diagnose-"))
+        self.overlay = overlay.Overlay.prepare(self.asked.script, self.asked.args, self.folder)
         return self
 
     def __exit__(
@@ -133,7 +134,7 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        overlay.remove(self.folder)
 
     def as_in(self, run: Run) -> None:
         """Let a single rank compute with as many threads as each rank of this run."""
@@ -169,17 +170,10 @@ class Runner:
         if not self.deadline.left_s:
             raise OutOfTimeError(self.asked.minutes)
         self.runs += 1
-        where = _one(self.asked.where) if alone else list(self.asked.where)
-        if self.asked.ranks is not None or alone:
-            where += ["-n", "1" if alone else str(self.asked.ranks)]
-        record = self.folder / f"{self.runs}"
-        rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
-        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
-        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
-        words += ["--count-flops"] * count
-        if settings := {**self.asked.settings, **(settings or {})}:
-            words += ["--settings", str(self._written(settings))]
-        words += ["--record", str(record), "--", self.asked.script, *self.asked.args]
+        record, changes = (self.folder / f"{name}{self.runs}" for name in ("", "overlay-"))
+        words = self._words(alone, rung, count, settings or {}, record)
+        if self.overlay is not None:
+            words = self.overlay.command(changes, words)
         who = "one rank" if alone else "all ranks"
         what = named or f"{counted(rung.steps, 'step')} of each: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")
@@ -188,6 +182,8 @@ class Runner:
             code = _run_process(words, log, min(limit_s, self.deadline.left_s))
         except KeyboardInterrupt:
             raise InterruptedRunError(_load_partial(record)) from None
+        finally:
+            overlay.remove(changes)
         if code is None:
             raise OutOfTimeError(self.asked.minutes, _load_partial(record))
         run = load_run(record) if any(record.glob("*.ring")) else None
@@ -201,6 +197,23 @@ class Runner:
             said = f"the script with {who} ended with exit code {code}:{words_of}"
             raise FailedError(said, steps, _error(last) or f"exit code {code}")
         return run
+
+    def _words(
+        self, alone: bool, rung: Rung, count: bool, settings: dict[str, Any], record: Path
+    ) -> list[str]:
+        """Return the command of a run."""
+        where = _one(self.asked.where) if alone else list(self.asked.where)
+        if self.asked.ranks is not None or alone:
+            where += ["-n", "1" if alone else str(self.asked.ranks)]
+        scratch = self.folder / f"scratch-{self.runs}"
+        covered = self.overlay.folders if self.overlay is not None else ()
+        rung = replace(rung, scratch=str(scratch), covered=covered)
+        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
+        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
+        words += ["--count-flops"] * count
+        if settings := {**self.asked.settings, **settings}:
+            words += ["--settings", str(self._written(settings))]
+        return [*words, "--record", str(record), "--", self.asked.script, *self.asked.args]
 
     def _written(self, settings: dict[str, Any]) -> Path:
         path = self.folder / f"settings-{self.runs}.toml"
