@@ -163,9 +163,7 @@ IMAGES = """
 def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)
-    asked = RunRequest(
-        str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=0.5
-    )
+    asked = RunRequest(str(ranks.write(tmp_path, IMAGES)), [], [], ["--threads", "2"], 2, minutes=3)
     found = run_diagnosis(asked, lambda said: None)
     # Fewer than ladder.LEAST_STEPS, so the script ends too early on any machine.
     assert found.ladder.steps == 56 // 4 - 5

@@ -145,8 +145,8 @@ def diagnose(
     The results so far are printed and saved after each part, when the time is over, and after
     Ctrl-C or SIGTERM.
 
-    The script and its files are not changed: new files go to a scratch folder, and a run that
-    would change an existing file is stopped with a message.
+    The script and its files are not changed: what the script writes goes to a scratch folder. A
+    run that would change a file in a way that cannot be redirected is stopped with a message.
     """
     from ..cost.machine.machine_file import load
     from ..study.diagnose.diagnose import LADDER_SHARE, run_diagnosis, total_deadline, try_all

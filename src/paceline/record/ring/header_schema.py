@@ -157,6 +157,13 @@ class RungTotals(TypedDict, total=False):
     product_s: dict[str, NonNegativeFloat]
 
 
+class ChildProcesses(TypedDict):
+    """Processes that the rank started, which trained without a process group (record/attach.py)."""
+
+    count: NonNegativeInt
+    steps: NonNegativeInt
+
+
 class RecordHeader(TypedDict):
     """All keys of a record's header that Paceline reads."""
 
@@ -183,6 +190,7 @@ class RecordHeader(TypedDict):
     loader: NotRequired[LoaderTotals]
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
+    children: NotRequired[ChildProcesses]
     failed_hooks: NotRequired[dict[str, str]]  # of the recorder: the exception of each
     failure: NotRequired[str]  # exception or exit code that ended the script
     batches: NotRequired[list[NonNegativeInt]]  # checksums of the first batches of a loader

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
+from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import (
@@ -155,7 +156,8 @@ class _Climb:
         done = _steps_done(run)
         if done < warm + steps:
             if done < 2:
-                raise EndedError(done, warm + steps)
+                children = untracked_training(run.records)
+                raise ValueError(children[0]) if children else EndedError(done, warm + steps)
             warm = min(warm, max(1, done // 3))
             steps = min(steps, done - warm)
         self.step_s = measure_rung(run, warm, steps, EVERYTHING).step_s

@@ -24,8 +24,9 @@ from ...record.experiments.rung import OVERLAY_NAME
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 # Folders that are never covered, with all that is in them.
-SYSTEM_FOLDERS = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin")
-SYSTEM_FOLDERS += ("/sys", "/usr")
+SYSTEM_FOLDERS = (
+    *("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr"),
+)
 # File systems inside a covered folder that stay as they are: they hold no files of the user.
 PSEUDO = {"proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "debugfs", "bpf"}
 FAILED = 125  # exit code if the folders cannot be covered

@@ -147,7 +147,7 @@ def fit_into_script(plan: Plan, done: int, phases: int) -> Plan | None:
         None if no shorter plan fits.
     """
     each = done // phases
-    warm = min(plan.warm, max(1, each // 3))
+    warm = plan.warm if each >= 2 * plan.warm else max(1, each // 3)
     if each - warm < min(MIN_STEPS_SHORT_RUN, plan.steps) or each >= plan.warm + plan.steps:
         return None
     return replace(plan, warm=warm, steps=each - warm)

@@ -218,7 +218,8 @@ def test_what_is_not_redirected_stops_the_script(folder, code, said):
     assert fingerprint(folder) == before
 
 
-def test_covered_folders_are_left_alone(folder):
+def test_folder_that_no_overlay_covers_is_protected(folder):
+    """For example on another node than the one on which the overlay was mounted."""
     done = run(folder, "open('data.txt', 'w').write('new')", str(folder))
     assert done.returncode == 0, done.stderr
-    assert (folder / "data.txt").read_text() == "new"
+    assert (folder / "data.txt").read_text() == "precious"

@@ -57,9 +57,9 @@ def test_rounds_become_shorter_and_then_fewer():
 
 
 def test_phases_fit_into_a_script_that_ends():
-    assert fit_into_script(Plan(5, 20), 56, 4) == Plan(4, 10)
+    assert fit_into_script(Plan(5, 20), 56, 4) == Plan(5, 9)
     assert fit_into_script(Plan(5, 20), 12, 4) is None  # each phase then gets a run of its own
-    assert fit_into_script(Plan(5, 20), 12, 1) == Plan(4, 8)
+    assert fit_into_script(Plan(5, 20), 12, 1) == Plan(5, 7)
     assert fit_into_script(Plan(1, 3), 12, 1) is None  # it fits already
 
 
@@ -121,7 +121,7 @@ def test_terminated_diagnosis_prints_what_it_has(tmp_path):
     assert found["ended"] == "interrupted"
     assert found["report"]["steps"] >= 10
     assert scratch_folders(tmp_path) == []
-    still = subprocess.run(["pgrep", "-f", str(tmp_path / "script.py")], capture_output=True)
+    still = subprocess.run(["pgrep", "-fa", str(tmp_path / "script.py")], capture_output=True)
     assert still.stdout == b""
 
 
