@@ -104,7 +104,7 @@ def test_steps_too_long_for_the_time_leave_the_record(tmp_path):
 @pytest.mark.long
 def test_terminated_diagnosis_prints_what_it_has(tmp_path):
     process = subprocess.Popen(
-        [*diagnose(tmp_path, "--minutes", "5"), "0.1", "100000"],
+        [*diagnose(tmp_path, "--minutes", "1"), "0.1", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ from ..figures.losses import Loss
 from ..figures.report import Report
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
+from .survey import is_rare
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
@@ -37,6 +38,8 @@ class Evidence:
         facts: Facts of each rank, by rank (record/experiments/observer.py).
         gradients: Exchange of gradients in the run of the unchanged script.
         lines: Lines of the script, by the state that ranks were in.
+        rare_losses: Losses by validation and checkpoints in a survey of many steps, which replace
+            those of the report; None without a survey.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
     """
 
@@ -52,14 +55,21 @@ class Evidence:
     gradients: GradientSync | None = None
     lines: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     describe_lateness: Callable[[int], str] = lambda rank: ""
+    rare_losses: list[Loss] | None = None
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""
         return [
             loss
-            for loss in self.report.losses
+            for loss in self._losses
             if loss.kind in kinds or (loss.kind == "wait" and loss.doing in doing)
         ]
+
+    @cached_property
+    def _losses(self) -> list[Loss]:
+        if self.rare_losses is None:
+            return self.report.losses
+        return [*(one for one in self.report.losses if not is_rare(one)), *self.rare_losses]
 
     def loss_share(self, *kinds: str, doing: tuple[str, ...] = ()) -> float:
         """Return the sum of the shares of ``losses_of_kind``."""

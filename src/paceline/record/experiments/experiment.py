@@ -30,6 +30,7 @@ from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
 from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
+from .survey_end import SurveyEnd
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
@@ -45,6 +46,7 @@ class Experiment:
         self._observer = Observer()
         self._results: dict[str, Any] = {"silent": 0}
         self._loss_sum, self._loss_count = 0.0, 0
+        self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until)
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
         )
@@ -77,6 +79,8 @@ class Experiment:
                     self._results["workers"] = len(child_pids())
                 self.write_results()  # the run may be ended before its last phase
         if index == len(self.rung.phases):
+            if not self._survey.is_over(step, self._observer.epoch_batches, self.recorder.has_room):
+                return
             self._finish()
         phase = self.rung.phases[index]
         if phase != self._phase:

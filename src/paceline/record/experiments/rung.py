@@ -36,6 +36,9 @@ class Rung:
         phases: Names of the phases, in order.
         scratch: Folder for the files that the script writes.
         losses: Whether to report the mean loss of the measured steps.
+        survey_until: When to end the survey, in s of ``time.monotonic``: the unchanged training
+            goes on after the last phase until then, or until it is past its first epoch. 0: no
+            survey.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
     """
 
@@ -44,6 +47,7 @@ class Rung:
     phases: tuple[str, ...]
     scratch: str = ""
     losses: bool = False
+    survey_until: float = 0.0
     covered: tuple[str, ...] = ()
 
     def phase_index(self, step: int) -> int:

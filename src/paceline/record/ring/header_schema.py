@@ -141,6 +141,7 @@ class RungTotals(TypedDict, total=False):
     stopped: str
     loss: float  # of the user's script: NaN is possible
     workers: NonNegativeInt
+    epoch_batches: NonNegativeInt
     threads: NonNegativeInt
     convolutions: NonNegativeInt
     channels_last: bool

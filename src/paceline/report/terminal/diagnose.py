@@ -14,6 +14,7 @@ from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
+from ..survey import describe_survey
 from . import remedies as cures
 from .run_report import panel
 from .step_work import reaches
@@ -65,6 +66,8 @@ class Diagnosis(Protocol):
     def after(self) -> "Diagnosis | None": ...
     @property
     def off(self) -> Mapping[str, cures.PredictionError]: ...
+    @property
+    def minutes(self) -> float: ...
 
 
 def render(found: Diagnosis, width: int = 100) -> RenderableType:
@@ -83,6 +86,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += _cures(found)
     else:  # the time was not enough for the experiments
         parts += [panel(found.report, width, full=True), Text()]
+    if ladder.survey is not None:
+        parts += [Text(), *(Text(f"{x}.") for x in describe_survey(ladder.survey, found.minutes))]
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
@@ -229,6 +234,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "steps": ladder.steps,
         "seconds": ladder.seconds,
         "ended": ladder.ended,
+        "survey": _finite(asdict(ladder.survey)) if ladder.survey else None,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "loader": ladder.loader,
         "facts": ladder.facts,

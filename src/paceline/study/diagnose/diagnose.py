@@ -53,6 +53,7 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         off: Error of earlier predictions, by kind of prediction.
+        minutes: Time budget.
     """
 
     command: list[str]
@@ -67,6 +68,7 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     off: dict[str, history.PredictionError] = field(default_factory=dict)
+    minutes: float = 0.0
 
 
 def total_deadline(minutes: float, tries: bool) -> Deadline:
@@ -111,6 +113,7 @@ def run_diagnosis(
         roofline,
         remedies=would,
         off=history.prediction_errors(),
+        minutes=asked.minutes,
     )
 
 
@@ -244,6 +247,7 @@ def _evidence(
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
+        rare_losses=ladder.survey.losses if ladder.survey is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
+from ...analyze.diagnosis.survey import Survey, book_rare, pooled, survey
 from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
 from ...plurals import counted
@@ -23,8 +24,8 @@ from ...record.experiments.rung import (
     SILENT,
     Rung,
 )
-from ...record.ring.states import State
 from .plan import LEAST_STEPS, Plan, RoundCost, first_plan, fit_into_script, next_plan
+from .run_figures import loader_totals, split_phases, steps_done, steps_s
 from .run_script import (
     MINUTE_S,
     FailedError,
@@ -35,6 +36,7 @@ from .run_script import (
 )
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
+SURVEY_SHARE = 0.25  # of the time budget, at most, for the first run
 REPETITIONS = (3, 9)  # minimum and maximum number of rounds
 # A run may take this factor of the time that is expected, and at least this time, before it counts
 # as failed.
@@ -80,6 +82,7 @@ class Ladder:
         notes: Remarks for the user.
         ended: "complete", or why there are fewer rounds than needed: "out-of-time", "interrupted"
             or "failed".
+        survey: What happens seldom in the training; None if it could not be seen.
     """
 
     warm: int
@@ -92,6 +95,7 @@ class Ladder:
     refused: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ended: str = COMPLETE
+    survey: Survey | None = None
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -132,6 +136,7 @@ class _Climb:
         found = self._first_run()
         if found.ended == COMPLETE:
             self._run_rounds(found)
+        _book_rare(found, self._most_phases())
         found.seconds = time.monotonic() - self.began
         found.notes += self._short_notes(found)
         return found
@@ -144,16 +149,19 @@ class _Climb:
         asked, ended, cut = self.asked, COMPLETE, False
         steps, warm = asked.steps or FIRST_STEPS, asked.warming
         before = time.monotonic()
-        rung = Rung(warm, steps, (EVERYTHING,))
+        until_s = 0.0 if asked.where else self.runner.deadline.part(SURVEY_SHARE).at_s
+        rung = Rung(warm, steps, (EVERYTHING,), survey_until=until_s)
         try:
-            run = self.runner.run(False, rung, asked.count)
+            run = self.runner.run(
+                False, rung, asked.count, named=f"{steps} steps, and a survey of what follows"
+            )
         except (OutOfTimeError, InterruptedRunError) as early:
-            if early.run is None or _steps_done(early.run) < 2:
+            if early.run is None or steps_done(early.run) < 2:
                 raise
             run, cut = early.run, True
             ended = INTERRUPTED if isinstance(early, InterruptedRunError) else COMPLETE
         took_s = time.monotonic() - before
-        done = _steps_done(run)
+        done = steps_done(run)
         if done < warm + steps:
             if done < 2:
                 children = untracked_training(run.records)
@@ -161,12 +169,12 @@ class _Climb:
             warm = min(warm, max(1, done // 3))
             steps = min(steps, done - warm)
         self.step_s = measure_rung(run, warm, steps, EVERYTHING).step_s
-        self.start_s = max(took_s - done * self.step_s, 0.1)
+        self.start_s = max(took_s - steps_s(run), 0.1)
         self._adapt_to_script(run)
         rungs: dict[str, list[RungResult]] = {
             name: [] for name, kind in RUNGS.items() if self._has(kind)
         }
-        found = Ladder(warm, steps, rungs, run, run, ended=ended)
+        found = Ladder(warm, steps, rungs, run, run, ended=ended, survey=survey(run, warm))
         if not cut and done < rung.warm + rung.steps:
             self.script_steps = done
         return found
@@ -182,26 +190,28 @@ class _Climb:
             )
         if self.script_steps is not None:
             plan = self._fitted(plan, EndedError(self.script_steps, 0), found)
-        while plan is not None and len(found.rungs["everything"]) < REPETITIONS[1]:
-            turn, before = time.monotonic(), len(found.refused)
+        while plan is not None and _rounds(found) < REPETITIONS[1]:
+            turn, before, done = time.monotonic(), len(found.refused), _rounds(found)
             try:
                 self._run_round(found, plan)
             except EndedError as ended:
                 plan = self._fitted(plan, ended, found)
                 continue
-            except (OutOfTimeError, InterruptedRunError) as early:
+            except (OutOfTimeError, KeyboardInterrupt) as early:
                 found.ended = OUT_OF_TIME if isinstance(early, OutOfTimeError) else INTERRUPTED
+                if done:
+                    _keep_rounds(found, done)
                 return
             except FailedError as failed:
                 found.ended = FAILED
                 found.notes.append(f"the experiments ended early: {failed}")
                 return
             took_s = time.monotonic() - turn
-            missing = max(REPETITIONS[0] - len(found.rungs["everything"]), 0)
+            missing = max(REPETITIONS[0] - _rounds(found), 0)
             if len(found.refused) > before and not found.rungs["everything"]:
                 continue  # the round was discarded
             plan = self._next(plan, took_s, missing)
-        if len(found.rungs["everything"]) < REPETITIONS[0]:
+        if _rounds(found) < REPETITIONS[0]:
             found.ended = OUT_OF_TIME
 
     def _next(self, plan: Plan, took_s: float, missing: int) -> Plan | None:
@@ -219,7 +229,7 @@ class _Climb:
 
     def _short_notes(self, found: Ladder) -> list[str]:
         """Return notes on rounds or steps that are fewer than they should be."""
-        rounds = len(found.rungs["everything"])
+        rounds = _rounds(found)
         minutes = f"--minutes {self.asked.minutes:g}"
         if found.ended == INTERRUPTED:
             return [f"interrupted: the figures are of {counted(rounds, 'round')}"]
@@ -248,7 +258,9 @@ class _Climb:
         assert plan is not None
         fits = fit_into_script(plan, ended.done, self._most_phases())
         if fits is None and self._most_phases() > 1:
-            self.runs = [(alone, part) for alone, phases in self.runs for part in _split(phases)]
+            self.runs = [
+                (alone, part) for alone, phases in self.runs for part in split_phases(phases)
+            ]
             fits = fit_into_script(plan, ended.done, 1)
             if plan.warm + plan.steps <= ended.done:
                 fits = plan
@@ -274,7 +286,7 @@ class _Climb:
             OutOfTimeError, InterruptedRunError: The round was ended early. Its results are kept
                 if there is no other round.
         """
-        count = len(found.rungs["everything"])
+        count = _rounds(found)
         for alone, phases in self.runs:
             left = tuple(one for one in phases if _rung_name(alone, one) not in found.refused)
             if not left:
@@ -290,7 +302,7 @@ class _Climb:
             except (OutOfTimeError, InterruptedRunError) as early:
                 if isinstance(early, OutOfTimeError) and self.runner.deadline.left_s:
                     slow = FailedError(f"it took longer than {limit_s:.0f} s", 0, "too slow")
-                    done = _steps_done(early.run) if early.run is not None else 0
+                    done = steps_done(early.run) if early.run is not None else 0
                     self._refuse(found, count, rung, alone, done, slow)
                     return
                 self._use_part(found, count, rung, alone, early.run)
@@ -300,7 +312,7 @@ class _Climb:
                     self._measure(found, run, rung, alone, phase)
             if not alone and EVERYTHING in left:
                 found.run, found.warm, found.steps = run, plan.warm, plan.steps
-            found.loader = (_loader_totals(run) if not alone else None) or found.loader
+            found.loader = (loader_totals(run) if not alone else None) or found.loader
 
     def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
         taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
@@ -321,7 +333,6 @@ class _Climb:
     ) -> None:
         """Keep what an unfinished round has measured, if there is no complete round."""
         if count:
-            _keep_rounds(found, count)
             return
         for phase in rung.phases if run is not None and not run.missing else ():
             assert run is not None
@@ -350,31 +361,26 @@ class _Climb:
         self.runs = [(False, together), (True, single)]
 
 
-def _split(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return one run for each phase; the loader alone is measured after the first of them."""
-    parts = [(one,) for one in phases if one != LOADER]
-    return [(*parts[0], LOADER), *parts[1:]] if LOADER in phases else list(parts)
-
-
 def _keep_rounds(found: Ladder, count: int) -> None:
     """Discard results of rounds after the first ``count``."""
     for rungs in found.rungs.values():
         del rungs[count:]
 
 
-def _steps_done(run: Run) -> int:
-    return min((record.count(State.STEP) for record in run.records), default=0)
+def _book_rare(found: Ladder, phases: int) -> None:
+    """Compare rungs with the same share of validation and checkpoints in each."""
+    if found.survey is not None and found.survey.steps < phases * (found.warm + found.steps):
+        found.survey = None  # the experiments have seen more
+    names = [name for name, (alone, _) in RUNGS.items() if not alone and name in found.rungs]
+    seen = found.survey or pooled([one for name in names for one in found.rungs[name]])
+    if seen is not None:
+        found.rungs |= {name: book_rare(found.rungs[name], seen) for name in names}
+
+
+def _rounds(found: Ladder) -> int:
+    return len(found.rungs["everything"])
 
 
 def _rung_name(alone: bool, phase: str) -> str:
     """Return the name of the rung that runs a phase with one or with all ranks."""
     return next((name for name, rung in RUNGS.items() if rung == (alone, phase)), phase)
-
-
-def _loader_totals(run: Run) -> dict[str, float] | None:
-    """Return the totals of all ranks' loaders when they run without training, or None."""
-    told = [record.meta.get("rung", {}).get("loader") for record in run.records]
-    known = [one for one in told if one and one["batches"]]
-    if not known:
-        return None
-    return {key: sum(one[key] for one in known) for key in known[0]} | {"ranks": len(known)}

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -245,16 +246,32 @@ def _run_process(words: list[str], log: Path, limit_s: float) -> int | None:
 
     The command has its own process group, so that Ctrl-C reaches it once: from here.
     """
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, process_group=0
-        )
+    started: list[subprocess.Popen[bytes]] = []
+    failed: list[OSError] = []
+
+    def start() -> None:
+        try:
+            with log.open("w") as file:
+                options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                started.append(subprocess.Popen(words, process_group=0, **options))
+        except OSError as error:
+            failed.append(error)
+
+    # Signals interrupt the main thread only: a process that has started is never lost.
+    thread = threading.Thread(target=start)
     try:
-        return process.wait(limit_s)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        return started[0].wait(limit_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _end(process)
+        if thread.ident is not None:
+            thread.join()
+        for process in started:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
