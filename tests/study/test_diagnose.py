@@ -129,7 +129,7 @@ def run(script, *words):
 
 @pytest.mark.long
 def test_json_output_matches_documentation(script):
-    done = run(script, "--minutes", "0.7", "--steps", "16", script, "0.005")
+    done = run(script, "--minutes", "1", "--steps", "16", script, "0.005")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["format"], found["version"], found["ranks"]) == ("paceline-diagnosis", 1, 2)
@@ -178,14 +178,16 @@ def test_short_script_with_images_and_threads(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-def test_single_rank_failure_uses_fastest_run_as_ideal(tmp_path):
+def test_single_rank_failure_uses_fastest_run_as_ideal(monkeypatch, tmp_path):
+    monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
+    monkeypatch.chdir(tmp_path)
     alone = "    if dist.get_world_size() == 1:\n        sys.exit('needs more memory')\n"
     text = textwrap.dedent(TRAIN).replace("model = nn", textwrap.dedent(alone) + "model = nn", 1)
     script = ranks.write(tmp_path, text)
-    done = run(script, "--minutes", "0.7", "--steps", "16", script, "0.005")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert "needs more memory" in found["notes"][0]
-    assert found["notes"][1].startswith("one rank alone could not be run")
-    assert "sharing" not in [bar["id"] for bar in found["waterfall"]["bars"]]
-    assert found["causes"][0]["id"] == "input-waiting"
+    asked = RunRequest(str(script), ["0.005"], [], ["--threads", "1"], 2, steps=16)
+    found = run_diagnosis(asked, lambda said: None)
+    assert "needs more memory" in found.notes[0]
+    assert found.notes[1].startswith("one rank alone could not be run")
+    assert "sharing" not in [bar.id for bar in found.waterfall.bars]
+    assert found.waterfall.repetitions == 2
+    assert found.waterfall.of_step("input").mean > 0.3

@@ -28,7 +28,7 @@ LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the
 REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smaller of both
 # With --try, everything together takes at most this factor of the requested minutes.
 TRY_BUDGET_FACTOR = 1.5
-LADDER_SHARE = 0.4  # of that time, for the first diagnosis
+LADDER_SHARE = 0.5  # of that time, for the first diagnosis
 TRIALS_SHARE = 0.6  # of the time left, for each pass of trials; a new diagnosis gets the rest
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before

@@ -280,7 +280,7 @@ class _Climb:
     def _run_round(self, found: Ladder, plan: Plan) -> None:
         """Run every rung once, with one rank and with all ranks.
 
-        A rung that fails is left out from now on, and the results of this round are discarded.
+        A rung that fails is left out from now on, and the results of this run are discarded.
 
         Raises:
             OutOfTimeError, InterruptedRunError: The round was ended early. Its results are kept
@@ -321,9 +321,12 @@ class _Climb:
     def _refuse(
         self, found: Ladder, count: int, rung: Rung, alone: bool, steps: int, failed: FailedError
     ) -> None:
-        """Leave out the rung that failed, and those after it, and discard this round."""
+        """Leave out the rung that failed, and those after it, and discard this round.
+
+        If one rank alone fails, only its part of the round is discarded.
+        """
         number = min(rung.phase_index(steps), len(rung.phases) - 1)
-        _keep_rounds(found, count)
+        _keep_rounds(found, count, alone)
         if _rung_name(alone, rung.phases[number]) == "everything":
             raise failed
         found.refused |= {_rung_name(alone, one): str(failed) for one in rung.phases[number:]}
@@ -361,10 +364,11 @@ class _Climb:
         self.runs = [(False, together), (True, single)]
 
 
-def _keep_rounds(found: Ladder, count: int) -> None:
+def _keep_rounds(found: Ladder, count: int, only_alone: bool = False) -> None:
     """Discard results of rounds after the first ``count``."""
-    for rungs in found.rungs.values():
-        del rungs[count:]
+    for name, rungs in found.rungs.items():
+        if RUNGS[name][0] or not only_alone:
+            del rungs[count:]
 
 
 def _book_rare(found: Ladder, phases: int) -> None:
