@@ -71,7 +71,11 @@ def survey(run: Run, warm: int) -> Survey | None:
     lengths = [record.meta.get("rung", {}).get("epoch_batches") for record in run.records]
     epoch = max((one for one in lengths if one), default=None)
     report = analyse_with_window(run, (warm, warm + steps)).report
-    events = sorted(_events(report.losses), key=lambda one: one.share, reverse=True)
+    together: dict[str, RareEvent] = {}
+    for one in _events(report.losses):  # what a rank does, and the others' waiting for it
+        before = together.get(one.kind)
+        together[one.kind] = replace(before, share=before.share + one.share) if before else one
+    events = sorted(together.values(), key=lambda one: one.share, reverse=True)
     taken = measure_rung(run, warm, steps)
     return Survey(
         steps=steps,

@@ -373,7 +373,9 @@ def _keep_rounds(found: Ladder, count: int, only_alone: bool = False) -> None:
 
 def _book_rare(found: Ladder, phases: int) -> None:
     """Compare rungs with the same share of validation and checkpoints in each."""
-    if found.survey is not None and found.survey.steps < phases * (found.warm + found.steps):
+    seen = found.survey
+    is_partial = seen is not None and (seen.missing_s > 0 or not seen.epoch_batches)
+    if seen is not None and is_partial and seen.steps < phases * (found.warm + found.steps):
         found.survey = None  # the experiments have seen more
     names = [name for name, (alone, _) in RUNGS.items() if not alone and name in found.rungs]
     seen = found.survey or pooled([one for name in names for one in found.rungs[name]])
