@@ -29,7 +29,7 @@ class StatusLine:
 
             self._live = Live(
                 get_renderable=self._line,
-                console=PlainConsole(stderr=True),
+                console=PlainConsole(stderr=True, highlight=False),
                 refresh_per_second=1,
                 transient=True,
                 redirect_stdout=False,
