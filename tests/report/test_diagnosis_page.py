@@ -27,7 +27,7 @@ from paceline.report.page.diagnosis_page import chart, diagnosis
 from paceline.report.terminal.diagnose import NAMES, as_json
 from paceline.report.terminal.diagnose import render as in_terminal
 from paceline.study.diagnose.diagnose import Diagnosis
-from paceline.study.diagnose.ladder import WORDS, Ladder
+from paceline.study.diagnose.ladder_results import WORDS, Ladder
 from paceline.study.diagnose.try_remedies import Losses, Trial, TrialResults
 
 LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}

@@ -45,6 +45,7 @@ from .rung import (
     Rung,
 )
 from .single_precision import install as use_single_precision
+from .survey_end import SurveyEnd
 from .switches import GarbageCollector, ScriptThreads, Switch
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Experiment:
         self._step_times: list[float] = []  # s, of the measured steps of the last phase
         self._loss_sum, self._loss_count = 0.0, 0
         self._step_start = time.perf_counter()
+        self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until)
+        self._is_complete = False  # the measurements
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
         )
@@ -99,7 +102,9 @@ class Experiment:
         if self.rung.losses:
             after_import({"torch": self._record_losses})
         if self.rung.scratch:
-            self._file_protection = FileProtection(Path(self.rung.scratch), self._stop)
+            self._file_protection = FileProtection(
+                Path(self.rung.scratch), self._stop, self.rung.covered
+            )
             self._file_protection.install()
 
     def place(self, path: str | Path) -> Path:
@@ -123,12 +128,15 @@ class Experiment:
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
                     self._find_growing_containers(step)
+                self.write_results()  # the run may be ended before its last phase
         if step == 1:
             self._containers = ContainerSizes()
         if index == len(self.rung.phases) and self.rung.profiles:
             self._begin_profile()
             return
         if index == len(self.rung.phases):
+            if not self._survey.is_over(step, self._observer.epoch_batches, self.recorder.has_room):
+                return
             self._finish()
         phase = self.rung.phases[index]
         if phase != self._phase:
@@ -136,6 +144,8 @@ class Experiment:
             if self._phase == EVERYTHING:
                 self._lines.start_counting()
             self._phase = phase
+            self._enter(phase)
+        elif step == 1:  # the first phase; only now are there process groups to replace
             self._enter(phase)
         self._set_switch(phase, step)
         if step == min(INSPECTED_STEPS, self.rung.warm):
@@ -169,7 +179,8 @@ class Experiment:
 
     def _begin_profile(self) -> None:
         """Profile the operators of the next steps. The results so far are stored before."""
-        self._write_results()
+        self._complete()
+        self.write_results()
         try:
             from .operators.operator_rows import OperatorRun
 
@@ -200,9 +211,9 @@ class Experiment:
     def _enter(self, phase: str) -> None:
         import torch
 
-        if phase == SILENT:
+        if phase in (SILENT, ONE_THREAD) and not self._results["silent"]:
             self._replace_groups()
-        elif phase == ONE_THREAD:
+        if phase == ONE_THREAD:
             self._usual_threads = torch.get_num_threads()
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
 
@@ -300,11 +311,15 @@ class Experiment:
         notify(f"paceline: the experiment stops: {why}\n")
         self._finish()
 
-    def _write_results(self) -> None:
-        """Write the results into the record; only those of the last call count."""
-        if "stopped" not in self._results and self._operators is None:
+    def _complete(self) -> None:
+        """End the measurements, and write the line profile."""
+        if "stopped" not in self._results and not self._is_complete:
+            self._is_complete = True
             self._observer.finish()
             self._lines.write()
+
+    def write_results(self) -> None:
+        """Write the results so far into the record's header."""
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
@@ -313,7 +328,8 @@ class Experiment:
     def _finish(self) -> NoReturn:
         """Write the results into the record and end this process without exit handlers."""
         self._lines.stop()
-        self._write_results()
+        self._complete()
+        self.write_results()
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True

@@ -29,6 +29,7 @@ class Observer:
         self.facts: dict[str, Any] = {"used": {}}
         self._collector = collector or GarbageCollector()
         self.convolutions: list[Any] = []
+        self.epoch_batches = float("inf")  # of the training's dataset; infinite if not known
         self._elements = 0.0
         self._step_costs: list[tuple[float, float]] = []  # (elements, CPU seconds)
         self._fetch_times: deque[float] = deque(maxlen=200)
@@ -85,13 +86,16 @@ class Observer:
 
     # The loader
 
-    def loader_started(self, dataset: int, seconds: float) -> None:
+    def loader_started(self, dataset: int, seconds: float, batches: float = float("inf")) -> None:
         """Store the seconds from making an iterator to its first batch.
 
-        ``dataset`` is an id. The dataset that is read first is taken to be the training's.
+        ``dataset`` is an id, ``batches`` the length of the iterator. The dataset that is read first
+        is taken to be the training's.
         """
         if self._training_dataset is None:
-            self._training_dataset = dataset
+            self._training_dataset, self.epoch_batches = dataset, batches
+            if batches < float("inf"):
+                self.facts["epoch_batches"] = int(batches)
         if dataset == self._training_dataset:
             self._start_times.append(seconds)
 

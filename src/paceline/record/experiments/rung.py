@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
+OVERLAY_NAME = "paceline-diagnose"  # of the mounts that cover the user's folders
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
@@ -53,6 +54,10 @@ class Rung:
         losses: Whether to report the mean loss of the measured steps.
         profiles: Whether to profile the operators of ``PROFILED_STEPS`` steps after the last phase,
             which is not ``loader``.
+        survey_until: When to end the survey, in s of ``time.monotonic``: the unchanged training
+            goes on after the last phase until then, or until it is past its first epoch. 0: no
+            survey.
+        covered: Folders of the user that an overlay covers, so that they need no other protection.
     """
 
     warm: int
@@ -61,6 +66,8 @@ class Rung:
     scratch: str = ""
     losses: bool = False
     profiles: bool = False
+    survey_until: float = 0.0
+    covered: tuple[str, ...] = ()
 
     def phase_index(self, step: int) -> int:
         """Return the index of the phase of a step; the number of phases once all are over."""
@@ -114,4 +121,4 @@ def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
     if not text:
         return None
     fields = json.loads(text)
-    return Rung(**fields | {"phases": tuple(fields["phases"])})
+    return Rung(**fields | {name: tuple(fields[name]) for name in ("phases", "covered")})

@@ -22,11 +22,13 @@ from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
+from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
 from ..verdict.table import verdict_table
 from . import remedies as cures
 from .diagnosis import operators
 from .diagnosis.lines import lines_as_json, render_lines
+from .run_report import panel
 from .step_work import reaches
 
 NAMES = {
@@ -85,6 +87,8 @@ class Diagnosis(Protocol):
     def lines(self) -> LineProfile | None: ...
     @property
     def off(self) -> Mapping[str, cures.PredictionError]: ...
+    @property
+    def minutes(self) -> float: ...
 
 
 def render(found: Diagnosis, width: int = 100) -> RenderableType:
@@ -102,12 +106,28 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
+    else:  # the time was not enough for the experiments
+        parts += [panel(found.report, width, full=True), Text()]
     if found.lines is not None:
         parts += [Text(), *render_lines(found.lines)]
     parts += operators.render(found.operators)
+    if ladder.survey is not None:
+        parts += [Text(), *(Text(f"{x}.") for x in describe_survey(ladder.survey, found.minutes))]
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
+
+
+def render_trial(trial: Any) -> RenderableType:
+    """Return one line for a trial that has just ended."""
+    return Text(cures.describe_trial(trial))
+
+
+def render_trials(found: Diagnosis, width: int = 100) -> RenderableType:
+    """Return what follows a diagnosis that was printed before its trials."""
+    notes = [Text(f"{note}.", style="yellow") for note in found.notes]
+    verdict = verdict_table(verdict_of_diagnosis(found))
+    return Group(*_cures(found), *notes, Text(), verdict)
 
 
 def _cures(found: Diagnosis) -> list[RenderableType]:
@@ -271,6 +291,8 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "warm_up": ladder.warm,
         "steps": ladder.steps,
         "seconds": ladder.seconds,
+        "ended": ladder.ended,
+        "survey": _finite(asdict(ladder.survey)) if ladder.survey else None,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
         "savings": ladder.savings,
         "loader": ladder.loader,
