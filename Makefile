@@ -136,7 +136,6 @@ plotly-bundle:
 	cd tools/plotly_bundle && npm ci --no-audit --no-fund && npm run build
 
 picture: $(VENV)/installed
-	$(BIN)/python docs/pictures/demo.py
 	$(BIN)/python docs/pictures/pages.py
 
 # The documentation site, in run/site; a warning is an error.

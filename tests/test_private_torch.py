@@ -113,6 +113,7 @@ INTERFACES = {
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     # DataLoader (data/loading/loader.py, record)
     "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
+    "torch.utils.data._utils.worker._worker_loop": "wrapped: a worker's stack is sampled",
     "iterator._dataset": "the dataset of a loader, for experiments and warnings",
     "iterator._index_sampler": "whether a loader gives each rank all samples",
     "iterator._num_yielded": "batches that a loader has returned",

@@ -190,7 +190,7 @@ CAUSE_IDS = sorted(
 )
 # A call, an assignment or option, a command, or a verb in the imperative.
 ACTION = re.compile(
-    r"\w\(|\w=|--\w|\bpaceline [a-z]|^(call|do|double|evaluate|end|execute|give|measure|read|"
+    r"\w\(|\w=|--\w|\bpaceline [a-z]|^(call|do|double|evaluate|execute|end|give|measure|read|"
     r"reduce|remove|run|save|set|start|use)\b"
 )
 

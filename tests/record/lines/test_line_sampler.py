@@ -102,12 +102,12 @@ def test_garbage_collection_is_measured():
     kept = [[i] for i in range(200_000)]
     sampler = LineSampler(threading.get_ident(), take)
     sampler.start()
-    end = time.perf_counter() + 1
-    while time.perf_counter() < end:
+    end = time.perf_counter() + 30
+    while sum(collected) < 0.3e9 and time.perf_counter() < end:
         gc.collect()
     sampler.stop()
     assert len(kept) == 200_000
-    assert sum(collected) > 0.3e9
+    assert sum(collected) >= 0.3e9
 
 
 def loop(count):

@@ -100,7 +100,7 @@ class _Builder:
         times: dict[Entry, float] = defaultdict(float)
         for entry, share in profile.times.items():
             if entry.doing == Doing.TORCH and profile.own_line(entry) in short:
-                entry = entry._replace(doing=Doing.SHORT_CALLS)
+                entry = Entry(entry.rank, entry.stack, entry.state, Doing.SHORT_CALLS)
             times[entry] += share
         profile.times = dict(times)
         return profile

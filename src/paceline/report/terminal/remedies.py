@@ -84,7 +84,7 @@ def render_proposed(
         return []
     table = Table(box=None, pad_edge=False)
     for heading in ("remedy", "predicted gain", "from", "how"):
-        table.add_column(heading, no_wrap=bool(heading))
+        table.add_column(heading, no_wrap=heading != "how")
     for one in remedies:
         sets = f"--try {one.knob}, or " if one.settable else ""
         table.add_row(
