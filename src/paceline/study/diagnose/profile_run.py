@@ -11,7 +11,7 @@ from .run_script import FailedError, OutOfTimeError, Runner
 
 STEPS_BEFORE = 10  # measured steps before the profile
 TIME_SHARE = 0.2  # of the time left, at most, for this run
-SLOWDOWN = 10.0  # expected, of a step whose operators are profiled
+SLOWDOWN = 5.0  # expected, of a step whose operators are profiled
 LIMIT_FACTOR, MIN_LIMIT_S = 5.0, 60.0  # of the expected duration; then the run counts as failed
 
 
