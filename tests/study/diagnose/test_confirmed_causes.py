@@ -50,6 +50,7 @@ TRAIN = """
 def diagnosed(tmp_path, monkeypatch):
     """Return a function that diagnoses the script with one fault."""
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
+    monkeypatch.setattr(ladder, "SURVEY_SHARE", 0.01)
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, TRAIN)
 
