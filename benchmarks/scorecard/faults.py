@@ -10,7 +10,7 @@ WEAK, _, STRONG = STRENGTHS
 SMALL_FILE_S, READ_S_PER_BYTE = 28e-6, 2e-10
 REDUCE_S, BARRIER_S, PRINT_S = 0.0004, 0.0004, 0.00003
 EXCHANGE_S = 0.003  # all-reduce of 4 MiB, a layer of 1024 x 1024
-LAYER_S, START_S, FAULT_S = 0.001, 0.1, 2.5e-6
+LAYER_S, START_S, FAULT_S, VISIT_S = 0.001, 0.1, 2.5e-6, 1e-7
 PAGE, BATCH, CHUNK = 4096, 64, 1 << 20
 
 
@@ -132,6 +132,11 @@ FAULTS = (
         lambda *_: ["--unused", "--layers", "1500", "--width", "8", "--products", "0"],
         alone=True,
         cure=("--no-unused",),
+    ),
+    Fault(
+        "garbage-collection",
+        ("garbage-collection",),
+        lambda s, _: ["--collect", f"{round(s / VISIT_S)}"],
     ),
     Fault("interpreter", ("interpreter",), lambda _, k: ["--holder", f"{k / STRONG}"], alone=True),
     Fault(

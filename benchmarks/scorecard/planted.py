@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -120,6 +121,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--double", action="store_true")
     parser.add_argument("--touch", type=int, default=0, help="bytes that are new in each step")
     parser.add_argument("--reuse", action="store_true", help="and are not, by hand")
+    parser.add_argument("--collect", type=int, default=0, help="objects that a collection visits")
     parser.add_argument("--holder", type=float, default=0.0, help="cores a thread of Python takes")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--on-core", type=int, default=-1, help="that all ranks bind themselves to")
@@ -224,6 +226,7 @@ def main() -> None:
     dtype = torch.float64 if args.double else torch.float32
     matrix, small = torch.randn(256, 256, dtype=dtype), torch.zeros(1)
     room = torch.empty(args.touch if args.reuse else 0, dtype=torch.uint8)
+    known = [[i] for i in range(args.collect)]
     step = micro = 0
     while step < args.steps:
         for x, y in loader:
@@ -231,7 +234,8 @@ def main() -> None:
             if args.local:
                 model.require_backward_grad_sync = last
             loss = nn.functional.mse_loss(model(x), y)
-            for _ in range(args.products):  # additional computation in the forward pass
+            for number in range(args.products):  # additional computation in the forward pass
+                matrix[0, 0] = number  # equal products would be a fault of their own
                 loss = loss + 0 * (matrix @ matrix)[0, 0]
             if args.touch:
                 ones = room.fill_(1) if args.reuse else torch.ones(args.touch, dtype=torch.uint8)
@@ -254,6 +258,8 @@ def main() -> None:
                 dist.barrier()
             optimizer.step()
             step += 1
+            if known:
+                gc.collect()
             if args.script:
                 time.sleep(args.script)
             for i in range(args.prints):

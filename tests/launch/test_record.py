@@ -192,6 +192,38 @@ def test_child_processes_of_ranks_are_not_recorded(tmp_path):
     assert len(list(record.glob("*.ring"))) == 1
 
 
+def test_training_in_child_processes_is_reported(tmp_path):
+    """Hogwild: processes that share the parameters, without a process group."""
+    script = ranks.write(
+        tmp_path,
+        """
+        import torch, torch.multiprocessing as mp
+
+        def train(model):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(5):
+                optimizer.zero_grad()
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
+
+        if __name__ == "__main__":
+            model = torch.nn.Linear(8, 1).share_memory()
+            context = mp.get_context("fork")
+            processes = [context.Process(target=train, args=(model,)) for _ in range(3)]
+            [one.start() for one in processes]
+            [one.join() for one in processes]
+        """,
+    )
+    record = tmp_path / "record"
+    ranks.run(script, ranks=1, launcher=f"paceline --record {record}")
+    report = analyse(load_run(record))
+    assert report.steps == 0
+    assert report.doubts[0].startswith(
+        "training went on in 3 child processes of rank 0 that are not ranks: their 15 optimizer "
+        "steps are not recorded. HINT: start the script with paceline run -n 3"
+    )
+
+
 def test_json_summary_of_recorded_run_is_report(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record, summary = tmp_path / "record", tmp_path / "summary.json"

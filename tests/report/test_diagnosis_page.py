@@ -27,7 +27,7 @@ from paceline.report.page.diagnosis_page import chart, diagnosis
 from paceline.report.terminal.diagnose import NAMES, as_json
 from paceline.report.terminal.diagnose import render as in_terminal
 from paceline.study.diagnose.diagnose import Diagnosis
-from paceline.study.diagnose.ladder import WORDS, Ladder
+from paceline.study.diagnose.ladder_results import WORDS, Ladder
 from paceline.study.diagnose.try_remedies import Losses, Trial, TrialResults
 
 LINE = {"file": "train.py", "line": 7, "function": "step", "code": "x.item() < 3 & y", "share": 0.8}
@@ -87,6 +87,8 @@ CAUSES = [
         *("script", 0.051, (0.051, 0.051)),
         "the script does other work between its steps",
         {"lines": [LINE], "of": {"rank": 3, "steps": (9, 24)}},
+        confirmed="not-testable",
+        basis="record",
     ),
 ]
 
@@ -121,7 +123,7 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert page.locator(".losses .share").all_inner_texts() == ["43.0 %", "12.0 %", "5.1 %"]
     first, second, script = page.locator(".losses li").all()
     assert "41.0 % to 47.0 % of a step's time" in first.inner_text()
-    assert "From the record: no experiment" in script.inner_text()
+    assert "Not testable from outside: measured in the record" in script.inner_text()
     for one in (first, second, script):
         assert not one.locator("table").is_visible()
         one.locator("summary").click()
@@ -281,6 +283,28 @@ def words_of(told, width=200):
     console = Console(width=width, file=io.StringIO())
     console.print(in_terminal(told, width))
     return " ".join(console.file.getvalue().split())
+
+
+def test_unconfirmed_causes_are_shown_apart(tmp_path, opened):
+    refuted = Cause(
+        *("allocator", 0.2, (0.2, 0.2), "pages are touched anew", {}),
+        confirmed="not-confirmed",
+        measured=Interval(0.004, -0.01, 0.018),
+    )
+    estimated = dataclasses.replace(CAUSES[2], confirmed="not-testable", basis="estimate")
+    told = dataclasses.replace(
+        found(tmp_path / "run", causes=[CAUSES[0], estimated]), unconfirmed=[refuted]
+    )
+    page = opened(told)
+    assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 130
+    summary = page.inner_text("#summary")
+    assert "Expected, but not confirmed" in summary
+    assert "allocator: 20.0 % of a step's time expected, 0.4 % (-1.0 % to 1.8 %)" in summary
+    assert "Not testable from outside: estimated" in summary
+    text = words_of(told)
+    assert "- allocator: 20.0 % expected, 0.4 % (-1.0 to 1.8) measured" in text
+    assert "between its steps. Estimated; no experiment could test it." in text
+    assert "loads the batches). 2." in text
 
 
 def test_remedies_are_shown_with_predicted_gain(tmp_path, opened):

@@ -19,6 +19,7 @@ from paceline.study.diagnose import diagnose as diagnose_module
 from paceline.study.diagnose import ladder, paired_runs
 from paceline.study.diagnose import try_remedies as trials_module
 from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
+from paceline.study.diagnose.plan import Deadline
 from paceline.study.diagnose.run_script import RunRequest
 from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (
@@ -268,7 +269,8 @@ class Simulated:
     def __init__(self, monkeypatch, seed, gains=()):
         self.rng, self.gains, self.drift = np.random.default_rng(seed), dict(gains), 0.0
         self.pairs = 0
-        monkeypatch.setattr(trials_module, "Runner", lambda asked, say: nullcontext())
+        runner = SimpleNamespace(deadline=Deadline.after(1e6))
+        monkeypatch.setattr(trials_module, "Runner", lambda asked, say: nullcontext(runner))
         monkeypatch.setattr(trials_module, "PairedRuns", lambda runner: self)
 
     def pair(self, base, added, steps, at, name):

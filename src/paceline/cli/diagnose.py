@@ -1,13 +1,13 @@
 """The command ``paceline diagnose``."""
 
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, print_json
+from .common.diagnosis_outputs import DiagnosisOutputs
 from .common.options import (
     Args,
     Bind,
@@ -29,11 +29,12 @@ from .common.options import (
     knobs_of,
 )
 from .common.script_options import ScriptCommand
-
-MEASUREMENT = "Measurement"  # heading of options in --help
+from .common.status_line import StatusLine, interruptible
 
 if TYPE_CHECKING:
-    from ..report.terminal.diagnose import Diagnosis
+    from ..study.diagnose.diagnose import Diagnosis
+
+MEASUREMENT = "Measurement"  # heading of options in --help
 
 
 @app.command(
@@ -57,7 +58,7 @@ def diagnose(
     minutes: Annotated[
         float,
         typer.Option(
-            help="Approximate duration. A longer measurement gives narrower intervals.",
+            help="Maximum duration. A longer measurement gives narrower intervals.",
             metavar="MINUTES",
             min=0.2,
         ),
@@ -69,7 +70,7 @@ def diagnose(
             metavar="NAME[=VALUE]",
             help="Set this remedy (all: every remedy, best prediction first), measure it in "
             "alternation with the unchanged training, and keep it if it helps. May be repeated. "
-            "Roughly doubles the duration.",
+            "Everything together takes at most 1.5 times --minutes.",
             show_default=False,
         ),
     ] = None,
@@ -141,14 +142,15 @@ def diagnose(
     with remedies and predicted gains. --try sets remedies, measures them, and keeps those that
     help.
 
-    The script and its files are not changed: new files go to a scratch folder, and a run that
-    would change an existing file is stopped with a message.
+    The results so far are printed and saved after each part, when the time is over, and after
+    Ctrl-C or SIGTERM.
+
+    The script and its files are not changed: what the script writes goes to a scratch folder. A
+    run that would change a file in a way that cannot be redirected is stopped with a message.
     """
     from ..cost.machine.machine_file import load
-    from ..report.terminal import diagnose as shown
-    from ..study.diagnose.diagnose import run_diagnosis, try_all
+    from ..study.diagnose.diagnose import LADDER_SHARE, run_diagnosis, total_deadline, try_all
     from ..study.diagnose.run_script import RunRequest
-    from ..study.diagnose.save_settings import save_kept_settings
     from ..study.diagnose.try_remedies import check_arguments
 
     options = ["-m"] * module + ["--fresh"] * fresh
@@ -179,36 +181,20 @@ def diagnose(
         asked = RunRequest(
             script, args or [], where, options, ranks, minutes, steps, warm_up, settings=knobs
         )
-        found = run_diagnosis(asked, _progress, known)
-        if try_:
-            found = try_all(asked, found, try_, _progress)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[2K")
-    if json is not None:
-        print_json(shown.as_json(found), json, indent=1)
-    else:
-        from ..report.console import PlainConsole
+        total = total_deadline(minutes, bool(try_))
+        outputs = DiagnosisOutputs(json, html, save_settings)
+        with interruptible() as interruption, StatusLine(total.at_s) as status:
+            first = total.part(LADDER_SHARE) if try_ else total
+            found = run_diagnosis(replace(asked, deadline=first), status.say, known)
+            if try_ and interruption.signal_number is None:
 
-        console = PlainConsole()
-        console.print(shown.render(found, console.width))
-    if save_settings is not None:
-        typer.echo(save_kept_settings(found, save_settings), err=json == STDOUT)
-    if html is not None:
-        _written(found, html, json == STDOUT)
+                def update(now: "Diagnosis") -> None:
+                    status.clear()
+                    outputs.update(now)
 
-
-def _written(found: "Diagnosis", path: Path, err: bool) -> None:
-    """Write the HTML page, and print a message to stdout, or to stderr if ``err``."""
-    from ..report.page.diagnosis_page import diagnosis
-    from ..report.page.write_page import save
-    from ..study.diagnose.ladder import WORDS
-
-    with exit_on_mistake():
-        typer.echo(save(diagnosis(found, WORDS), path), err=err)
-
-
-def _progress(text: str) -> None:
-    """Print progress to stderr: in one line on a terminal, else one line per message."""
-    terminal = sys.stderr.isatty()
-    sys.stderr.write(f"\r\x1b[2Kpaceline: {text}" if terminal else f"paceline: {text}\n")
-    sys.stderr.flush()
+                update(found)
+                found = try_all(replace(asked, deadline=total), found, try_, status.say, update)
+            status.clear()
+            outputs.finish(found)
+    if interruption.signal_number is not None:
+        raise typer.Exit(128 + interruption.signal_number)

@@ -32,6 +32,24 @@ EDITS: dict[str, Knob] = {
         looks_for=_EVALUATES,
         costs="fewer points of the validation curve",
     ),
+    "collect-rarely": Knob(
+        "Python's garbage collector does not run in each step",
+        ("garbage-collection",),
+        "gc.freeze() after the set-up, and no gc.collect() in each step; or gc.disable(), and "
+        "gc.collect() after many steps",
+        looks_for=r"\bgc\.collect\(",
+        costs="memory of unreachable objects until the next collection",
+    ),
+    "edit-operators": Knob(
+        "operators inside the model are avoided, or computed by a faster one",
+        (
+            *("copies", "small-operators", "recomputation", "activation-checkpointing"),
+            *("unused-output", "unneeded-gradient", "slow-operators", "large-intermediate"),
+            "precision",
+        ),
+        "{value}",
+        effort=2,
+    ),
     "end-other-programs": Knob(
         "no other program uses the cores of the job",
         ("noisy-machine",),

@@ -5,8 +5,7 @@ a share of the measured step time, with an interval.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +13,9 @@ from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
+from .edits import edit_line, edit_operators
+from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
-LADDER, RECORD, FORMULA = "the ladder", "the record", "a formula"
-TRIED = "a few steps"  # a measurement of a few steps with the knob set
 MAX_WORKERS = 16  # loader workers per rank
 WORKER_TIME_SHARE = (
     0.5  # target time of all workers together per batch, as a share of the training's own time
@@ -24,24 +23,6 @@ WORKER_TIME_SHARE = (
 PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
 HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
 MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Predicted saving of one knob.
-
-    Attributes:
-        value: Value of the knob.
-        saves: Saved share of a step; None if it must be measured in a few steps.
-        source: Kind of the prediction: LADDER, RECORD, FORMULA or TRIED; or a bound.
-    """
-
-    value: Any
-    saves: Interval | None
-    source: str
-
-
-PredictSaving = Callable[[Evidence, Cause], Saving | None]
 
 
 def loader_workers(e: Evidence, cause: Cause) -> Saving | None:
@@ -151,10 +132,14 @@ def between_nodes(value: Any) -> PredictSaving:
 
 
 def whole_share(source: str) -> PredictSaving:
-    """Return a function that predicts that all of the cause's share is saved."""
+    """Return a function that predicts that all of the cause's share is saved.
+
+    The source is the ladder if an experiment measured the cause.
+    """
 
     def gain(e: Evidence, cause: Cause) -> Saving | None:
-        return Saving(True, Interval(cause.share, *cause.interval), source)
+        by = LADDER if cause.measured is not None else source
+        return Saving(True, Interval(cause.share, *cause.interval), by)
 
     return gain
 
@@ -198,8 +183,10 @@ def keep_memory(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving of keeping memory.
 
     It is at least the first touches of pages, and at most all kernel CPU time in that phase, as
-    pages are also returned to the system.
+    pages are also returned to the system. An experiment that measured it is better.
     """
+    if cause.measured is not None:
+        return Saving(True, Interval(cause.share, *cause.interval), LADDER)
     kernel = (
         e.mean_usage("silent", "system") / max(e.threads or 1, 1) * e.relative_step_time("silent")
     )
@@ -258,35 +245,6 @@ def more_cores(e: Evidence, cause: Cause) -> Saving | None:
     """Predict the saving without the launcher's binding; see ``without_own_binding``."""
     narrowed = without_own_binding(e, cause) is not None
     return None if narrowed else whole_share(LADDER)(e, cause)
-
-
-def edit_line(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose an edit of the cause's line, and predict that between nothing and all of its share
-    is saved.
-    """
-    lines = cause.evidence.get("lines")
-    if cause.id == "slow-rank" and not lines:
-        return None
-    doing = ONE_RANK if cause.id == "slow-rank" else str(cause.evidence.get("doing"))
-    place = f" (in {str(lines[0]['file']).rpartition('/')[2]})" if lines else ""
-    edit = f"execute the line {LINE_EDITS.get(doing, LINE_EDITS['library'])}{place}"
-    if doing in REPLACED:
-        edit = f"use {LINE_EDITS[doing]}{place}"
-    return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
-
-
-ONE_RANK = "one rank"
-# By what a line does: how to change it.
-LINE_EDITS = {
-    "python": "operators on whole tensors in place of a Python loop, or once before the training",
-    "short calls": "one operator on the whole batch in place of many small ones, or torch.compile",
-    "library": "in the loader's workers, once before the training, or every N steps",
-    "file": "once and keep what it reads in memory, in the loader's workers, or every N steps",
-    "wait": "every N steps, or in a thread whose result the next step uses",
-    "garbage collection": "fewer Python objects, or gc.freeze() after the first step",
-    ONE_RANK: "every N steps, or a part of it on each rank, or in a thread",
-}
-REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
 
 
 def without_rank(e: Evidence, cause: Cause) -> Saving | None:
@@ -377,6 +335,7 @@ GAINS: dict[str, PredictSaving] = {
     "ddp": overlap_backward,
     "no-synchronisation": whole_share(RECORD),
     "script-beside": whole_share(RECORD),
+    "collect-rarely": whole_share(LADDER),
     "threads-beside": whole_share(RECORD),
     "validate-on-all": spread_over_ranks,
     "async-checkpoint": whole_share(LADDER),
@@ -385,6 +344,7 @@ GAINS: dict[str, PredictSaving] = {
     "pack": half_share(FORMULA),
     "stage": storage_wait,
     "edit-line": edit_line,
+    "edit-operators": edit_operators,
     "offline": up_to_share(RECORD),
     "leave-rank-out": without_rank,
     "equal-batches": whole_share(LADDER),

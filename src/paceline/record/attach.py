@@ -9,6 +9,7 @@ recording begins once they have joined a process group.
 import atexit
 import multiprocessing.process
 import os
+from pathlib import Path
 from typing import Any
 
 from .hooks.hook_failures import report_failure
@@ -76,6 +77,9 @@ def detach() -> None:
     if _loop is not None and not _loop.stopped:
         try:
             _loop.end()
+            _note_children(_loop.recorder)
+            if _loop.recorder.experiment is not None:
+                _loop.recorder.experiment.write_results()
         except Exception as error:
             report_failure("the end of the script", error)
         _loop.recorder.write_cost()
@@ -102,17 +106,44 @@ def release_recorder() -> Recorder | None:
     return recorder
 
 
+def _note_children(recorder: Recorder) -> None:
+    """Write into the header how many optimizer steps child processes did that are no ranks."""
+    folder = os.environ.get("PACELINE_RECORD")
+    steps = []
+    for note in Path(folder).glob(f"child-of-{os.getpid()}-*") if folder else ():
+        text = note.read_text()
+        steps += [int(text)] if text.isdigit() else []
+        note.unlink()
+    if steps:
+        recorder.update_header(children={"count": len(steps), "steps": sum(steps)})
+
+
 class _RecordedTarget:
     """The target of a ``multiprocessing`` process, in which the hooks are installed first."""
 
     def __init__(self, target: Any) -> None:
-        self.target = target
+        self.target, self.parent = target, os.getpid()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         after_import(
             {"torch": lambda _: attach(child=True)}
         )  # not every such process imports torch
-        return self.target(*args, **kwargs)
+        before = _loop.recorder.step if _loop is not None else 0
+        try:
+            return self.target(*args, **kwargs)
+        finally:
+            self._note_steps(before)
+
+    def _note_steps(self, before: int) -> None:
+        """Leave a note for the parent if this process trained without a process group."""
+        folder = os.environ.get("PACELINE_RECORD")
+        steps = _loop.recorder.step - before if _loop is not None else 0
+        if not folder or steps <= 0 or _loop.recorder.path is not None:
+            return
+        try:
+            Path(folder, f"child-of-{self.parent}-{os.getpid()}").write_text(str(steps))
+        except OSError as error:
+            report_failure("the end of a child process", error)
 
 
 # Modules whose processes are never ranks.

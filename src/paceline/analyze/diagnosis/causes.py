@@ -1,50 +1,43 @@
 """Find what slows a training down, by rules over the figures of the ladder and the record.
 
-``RULES`` maps each witness to the rule that names its cause. A cause has the share of a step that
-it takes.
+``RULES`` maps each witness to the rule that names its cause. ``confirmation`` decides whether the
+experiments confirm it, and ``overlap`` gives each second of a step to one cause only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from .confirmation import (
+    CONFIRMED,
+    NOT_CONFIRMED,
+    NOT_TESTABLE,
+    RECORD,
+    Witness,
+    measured,
+    verdict,
+)
 from .evidence import MIN_SHARE, Evidence
-from .ladder import BARS, Interval, Waterfall
+from .ladder import BARS, Interval, RungResult, Waterfall
+from .overlap import Cause, ranked, without_overlap
 from .rules import compute, exchange, inputs, lines, ranks, script
+from .rules.operators import Finding
 
-__all__ = ["MIN_SHARE", "Cause", "Evidence", "Witness", "causes", "uncertain_bars", "witnesses"]
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One cause of lost time.
-
-    Attributes:
-        share: Share of a step's time, as measured.
-        interval: Range of shares that the ladder and the record allow.
-    """
-
-    id: str
-    share: float
-    interval: tuple[float, float]
-    sentence: str
-    evidence: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Witness:
-    """One possible cause as seen by the ladder and by the record. None: it can't be seen there."""
-
-    name: str
-    ladder: Interval | None
-    record: float | None
-
-    @property
-    def differ(self) -> bool:
-        """Whether the two differ by more than the interval and by more than ``MIN_SHARE``."""
-        if self.ladder is None or self.record is None:
-            return False
-        return not (self.ladder.low - MIN_SHARE <= self.record <= self.ladder.high + MIN_SHARE)
+__all__ = [
+    "CONFIRMED",
+    "MIN_SHARE",
+    "NOT_CONFIRMED",
+    "NOT_TESTABLE",
+    "Cause",
+    "Evidence",
+    "Witness",
+    "causes",
+    "operator_causes",
+    "ranked",
+    "uncertain_bars",
+    "unconfirmed_causes",
+    "witnesses",
+]
 
 
 def witnesses(e: Evidence) -> list[Witness]:
@@ -57,21 +50,34 @@ def witnesses(e: Evidence) -> list[Witness]:
     return [
         Witness("sharing", bar("sharing"), None),
         Witness("uneven", bar("uneven"), e.compute_imbalance),
-        Witness("exchange", bar("exchange"), exchanged),
-        Witness("input", bar("input"), share("input", doing=("input",))),
+        Witness("exchange", _switched_off(e, "silent", bar("exchange")), exchanged),
+        Witness(
+            "input", _switched_off(e, "cached", bar("input")), share("input", doing=("input",))
+        ),
         Witness("validation", bar("validation"), share("validation", doing=("validation",))),
         Witness("checkpoint", bar("checkpoint"), share("checkpoint", doing=("checkpoint",))),
         Witness("script", None, share("other")),
         Witness("standing", None, script.off_core_share(e)),
         Witness("noise", None, ranks.foreign_delay_share(e)),
-        Witness("threads", e.step_time_saving("one thread", "silent"), None),
-        Witness("layout", e.step_time_saving("alone, channels-last", "alone"), None),
-        Witness("precision", None, compute.float64_share(e)),
-        Witness("allocator", None, compute.page_fault_share(e)),
+        Witness("threads", measured(e, "threads"), None),
+        Witness("layout", measured(e, "layout"), None),
+        Witness("precision", measured(e, "precision"), compute.float64_share(e)),
+        Witness("allocator", measured(e, "allocator"), compute.page_fault_share(e)),
         Witness("memory", None, e.mean_usage("everything", "squeezed")),
-        Witness("interpreter", None, compute.interpreter_lock_share(e)),
-        Witness("search", None, compute.unused_search_share(e)),
+        Witness("collector", measured(e, "collector"), compute.collecting_share(e)),
+        Witness("interpreter", measured(e, "interpreter"), compute.interpreter_lock_share(e)),
+        Witness("search", measured(e, "search"), compute.unused_search_share(e)),
     ]
+
+
+def _switched_off(e: Evidence, rung: str, bar: Interval | None) -> Interval | None:
+    """Return the bar below a rung, or None if the rung could switch nothing off."""
+
+    def count(one: RungResult) -> int:
+        return one.cached if rung == "cached" else one.silent
+
+    results = e.rungs.get(rung, [])
+    return bar if not results or any(map(count, results)) else None
 
 
 Rule = Callable[[Evidence], tuple[str, str, dict[str, Any]] | None]
@@ -92,6 +98,7 @@ RULES: dict[str, Rule] = {
     "precision": compute.precision,
     "allocator": compute.allocator,
     "memory": compute.memory,
+    "collector": compute.collector,
     "interpreter": compute.interpreter,
     "search": compute.search,
 }
@@ -100,20 +107,16 @@ RULES: dict[str, Rule] = {
 def causes(e: Evidence) -> list[Cause]:
     """Return the causes above ``MIN_SHARE``, largest first; empty if nothing holds the training
     back.
+
+    Causes that are confirmed, or that the record shows, come before those that are estimated.
     """
     found: dict[str, Cause] = {}
     for witness in witnesses(e):
-        share, interval = _share_of(witness)
-        if witness.name == "exchange":  # the map of used parameters belongs to "search"
-            share *= 1 - compute.used_map_share(e)
-        if share < MIN_SHARE or not _is_confirmed(witness):
+        if verdict(witness) not in (CONFIRMED, NOT_TESTABLE):
             continue
-        named = RULES[witness.name](e)
-        if named is None:
-            continue
-        name, sentence, evidence = named
-        cause = Cause(name, share, interval, sentence, evidence)
-        found[name] = _merge(found[name], cause, witness) if name in found else cause
+        if (cause := _named(witness, e)) is not None:
+            before = found.get(cause.id)
+            found[cause.id] = cause if before is None else _merge(before, cause)
     late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
     work = late.named[2] if late is not None else None
     work = found["slow-rank"].evidence if "slow-rank" in found else work
@@ -121,7 +124,7 @@ def causes(e: Evidence) -> list[Cause]:
         if work is not None and name in found and _have_same_line(work, found[name].evidence):
             del found[name]  # it is the work of one rank
     by_line = _of_lines(e, found, [late] if late is not None else [])
-    return sorted([*found.values(), *by_line], key=lambda cause: -cause.share)
+    return without_overlap([*found.values(), *by_line], e)
 
 
 def _have_same_line(*evidence: dict[str, Any]) -> bool:
@@ -136,9 +139,16 @@ def _of_lines(e: Evidence, found: dict[str, Cause], result: list[lines.LineCause
     explained = [(one.id, one.sentence, one.evidence) for one in found.values()]
     result += lines.unexplained_lines(e, [*explained, *(one.named for one in result)])
     causes_of_lines = []
-    for one in result:
+    for number, one in enumerate(result):
         name, sentence, evidence = one.named
-        causes_of_lines.append(Cause(name, one.share, (one.share, one.share), sentence, evidence))
+        causes_of_lines.append(
+            Cause(
+                *(name, one.share, (one.share, one.share), sentence, evidence),
+                confirmed=NOT_TESTABLE,
+                basis=RECORD,
+                witness=f"line {number}",
+            )
+        )
     return causes_of_lines
 
 
@@ -148,38 +158,72 @@ _LATE_RANK_CAUSES = {
 }
 
 
-def _merge(one: Cause, other: Cause, witness: Witness) -> Cause:
+def unconfirmed_causes(e: Evidence) -> list[Cause]:
+    """Return what was expected, but is no cause, as no experiment confirms it; largest first."""
+    named = [_named(one, e) for one in witnesses(e) if verdict(one) == NOT_CONFIRMED]
+    return sorted((one for one in named if one is not None), key=lambda cause: -cause.share)
+
+
+def _named(witness: Witness, e: Evidence) -> Cause | None:
+    """Return the cause that the witness's rule names.
+
+    The share of an unconfirmed one is what was expected, if the record has it.
+    """
+    named = RULES[witness.name](e)
+    if named is None:
+        return None
+    name, sentence, evidence = named
+    judged, share, interval = verdict(witness), witness.share, witness.interval
+    if witness.ladder is not None and witness.record is not None and witness.name not in BARS:
+        evidence = evidence | {"expected": witness.record}
+    if judged == NOT_CONFIRMED and witness.record:
+        share, interval = witness.record, (witness.record, witness.record)
+    return Cause(
+        *(name, share, interval, sentence, evidence),
+        confirmed=judged,
+        measured=witness.ladder,
+        basis=witness.basis,
+        witness=witness.name,
+    )
+
+
+def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
+    """Return the findings inside the model as causes, except for those that are known already.
+
+    Their share is an upper bound, and no experiment has confirmed it. A finding in the main line of
+    a known cause ``line`` is that cause.
+    """
+    ids = {cause.id for cause in known}
+    of_lines = [cause.evidence["lines"] for cause in known if cause.id == "line"]
+    places = {_place_of(lines[0]) for lines in of_lines if lines}
+    return [
+        Cause(
+            *(one.id, one.share, (0.0, one.share)),
+            f"{one.sentence} (at most this share; not confirmed by an experiment)",
+            {**one.evidence, "lines": one.lines, "remedy": one.remedy},
+            confirmed=NOT_TESTABLE,
+            basis=RECORD,
+            witness="operators",
+        )
+        for one in found
+        if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)
+    ]
+
+
+def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
+    """Return the file of a line without its folders, and its number."""
+    return str(line.get("file", "")).rpartition("/")[2], line.get("line")
+
+
+def _merge(one: Cause, other: Cause) -> Cause:
     """Merge two findings of the same cause: bars are disjoint and add up, other shares overlap."""
-    if witness.name not in BARS:
+    if other.witness not in BARS:
         return max(one, other, key=lambda cause: cause.share)
     low, high = (a + b for a, b in zip(one.interval, other.interval, strict=True))
     return replace(one, share=one.share + other.share, interval=(low, high))
-
-
-def _is_confirmed(witness: Witness) -> bool:
-    """Whether the ladder and the record confirm a cause.
-
-    Both have to see at least half of ``MIN_SHARE``, and their mean has to reach it: one of them
-    alone may be off by that much.
-    """
-    experiment = witness.ladder is None or witness.ladder.low >= MIN_SHARE / 2
-    if witness.ladder is None or witness.record is None:
-        return experiment and (witness.record is None or witness.record >= MIN_SHARE / 2)
-    both = (witness.ladder.mean + witness.record) / 2
-    return experiment and witness.record >= MIN_SHARE / 2 and both >= MIN_SHARE
 
 
 def uncertain_bars(w: Waterfall) -> list[str]:
     """Return the bars that are above ``MIN_SHARE`` but may be close to zero."""
     least = MIN_SHARE / 2
     return [bar.id for bar in w.bars if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]
-
-
-def _share_of(witness: Witness) -> tuple[float, tuple[float, float]]:
-    """Return the ladder's figure where there is one, and an interval that contains both figures."""
-    if witness.ladder is None:
-        share = witness.record or 0.0
-        return share, (share, share)
-    bounds = [witness.ladder.low, witness.ladder.high]
-    bounds += [witness.record] if witness.record is not None else []
-    return witness.ladder.mean, (min(bounds), max(bounds))

@@ -17,6 +17,7 @@ from ..figures.report import Report
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
 from .line_profile import LineProfile
+from .survey import is_rare
 
 NamedCause = tuple[str, str, dict[str, Any]]  # a cause's id, sentence and evidence
 MIN_SHARE = 0.05  # of a step's time; smaller losses are not reported
@@ -44,7 +45,11 @@ class Evidence:
         rank_spread: Constant differences between the ranks' computing times in the run of the
             unchanged script; None if unknown.
         line_profile: Time by line of the script, of all rounds; None if nothing was sampled.
+        rare_losses: Losses by validation and checkpoints in a survey of many steps, which replace
+            those of the report; None without a survey.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
+        savings: By name of a switched phase (rung.py): share of a step that its part takes, by
+            pair of neighbouring blocks of steps.
     """
 
     waterfall: Waterfall
@@ -61,14 +66,22 @@ class Evidence:
     rank_spread: RankSpread | None = None
     line_profile: LineProfile | None = None
     describe_lateness: Callable[[int], str] = lambda rank: ""
+    savings: dict[str, list[float]] = field(default_factory=dict)
+    rare_losses: list[Loss] | None = None
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""
         return [
             loss
-            for loss in self.report.losses
+            for loss in self._losses
             if loss.kind in kinds or (loss.kind == "wait" and loss.doing in doing)
         ]
+
+    @cached_property
+    def _losses(self) -> list[Loss]:
+        if self.rare_losses is None:
+            return self.report.losses
+        return [*(one for one in self.report.losses if not is_rare(one)), *self.rare_losses]
 
     def loss_share(self, *kinds: str, doing: tuple[str, ...] = ()) -> float:
         """Return the sum of the shares of ``losses_of_kind``."""

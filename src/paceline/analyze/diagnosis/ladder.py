@@ -31,7 +31,7 @@ class RungResult:
     Attributes:
         together: samples/s of all ranks at the pace of the slowest.
         step_s: Mean step of the slowest rank, in seconds.
-        training_s: By rank, mean step without validation and checkpoints.
+        training_s: By rank, mean of the steps in which no rank validates or writes a checkpoint.
         validation_s, checkpoint_s: By rank, seconds per step.
         cached: Batches that came from memory, of the rank with the fewest.
         silent: Process groups whose communication was switched off.
@@ -78,6 +78,10 @@ class Interval:
     def of(cls, values: Sequence[float]) -> "Interval":
         mean, half = statistics.fmean(values), half_width(values, INTERVAL_TAIL)
         return cls(mean, mean - half, mean + half)
+
+    def scaled(self, factor: float) -> "Interval":
+        """Return the interval times a factor that is not negative."""
+        return Interval(factor * self.mean, factor * self.low, factor * self.high)
 
     @property
     def sure(self) -> bool:
@@ -127,7 +131,7 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
     Raises:
         EndedError: The script ended before these steps.
     """
-    samples, steps_s = 0, []
+    samples, steps_s, rare = 0, [], _rare_steps(run, first, steps)
     phases: dict[int, list[float]] = {State.VALIDATION: [], State.CHECKPOINT: []}
     rung_facts: list[dict[str, Any]] = []
     for record in run.records:
@@ -138,16 +142,21 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
         start, end = int(rows["start"].min()), int(rows["end"].max())
         # Samples are what it takes to compare one rank with several; steps stand in for them.
         samples += total(rows["amount"]) or len(rows)
-        steps_s.append((end - start) / 1e9 / steps)
         for state, took in phases.items():
             took.append(_time_in_state(record, state, start, end) / 1e9 / steps)
+        alike = rows[~np.isin(rows["step"], rare)]
+        if len(rare) and len(alike):
+            steps_s.append(total(alike["end"] - alike["start"]) / 1e9 / len(alike))
+        else:
+            phases_s = sum(took[-1] for took in phases.values())
+            steps_s.append((end - start) / 1e9 / steps - phases_s)
         rung_facts.append(record.meta.get("rung", {}))
     validation, checkpoint = phases.values()
-    slowest = max(steps_s)
+    slowest = max(map(sum, zip(steps_s, validation, checkpoint, strict=True)))
     return RungResult(
         together=samples / (slowest * steps),
         step_s=slowest,
-        training_s=[a - b - c for a, b, c in zip(steps_s, validation, checkpoint, strict=True)],
+        training_s=steps_s,
         validation_s=validation,
         checkpoint_s=checkpoint,
         ranks=len(steps_s),
@@ -155,6 +164,22 @@ def measure_rung(run: Run, first: int, steps: int, phase: str = "") -> RungResul
         silent=min(one.get("silent", 0) for one in rung_facts),
         used=[one.get("used", {}).get(phase, {}) for one in rung_facts],
     )
+
+
+def _rare_steps(run: Run, first: int, steps: int) -> list[int]:
+    """Return the numbers of the steps in which a rank validates or writes a checkpoint."""
+    found: set[int] = set()
+    for record in run.records:
+        rows = record.events_in(State.STEP)
+        rows = rows[(rows["step"] >= first) & (rows["step"] < first + steps)]
+        if not len(rows):
+            continue
+        for state in (State.VALIDATION, State.CHECKPOINT):
+            events = record.events_in(state)
+            at = np.searchsorted(rows["end"], events["start"], "right")
+            inside = (at < len(rows)) & (events["end"] > rows["start"].min())
+            found |= set(rows["step"][at[inside]].tolist())
+    return sorted(found)
 
 
 def _time_in_state(record: Record, state: int, start: int, end: int) -> int:

@@ -13,6 +13,7 @@ from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
 from ..memory.growth import MemoryGrowth, find_growth
+from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
@@ -302,6 +303,7 @@ def _doubts(
         them = "it" if len(run.missing) == 1 else "them"
         doubts.append(f"no record of {named_ranks(run.missing)}: the figures do not include {them}")
     doubts += [f"a file was ignored: {what}" for what in run.refused]
+    doubts += untracked_training(records)
     doubts += _failures(records)
     if any(record.meta.get("failed_hooks") for record in records):
         confidence *= 0.5

@@ -83,7 +83,7 @@ class CachedBatches:
         opening = iterator.__dict__.pop("_paceline_opening", None)
         dataset = id(iterator._dataset)
         if opening is not None:
-            self._observer.loader_started(dataset, opening + seconds)
+            self._observer.loader_started(dataset, opening + seconds, _length(iterator))
         self._observer.batch_fetched(dataset, batch, seconds if opening is None else None)
 
     def _next_cached(self, iterator: Any, batches: "list[_Batch]") -> Any:

@@ -8,11 +8,12 @@ import functools
 import inspect
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
@@ -28,12 +29,31 @@ from ..ring.resource_usage import (
 from .cached_batches import CachedBatches
 from .growing_containers import ContainerSizes
 from .lines.rank_profile import RankProfile
+from .memory_format import ContiguousFormat
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
 from .protect_files import FileProtection
-from .rung import CHANNELS_LAST, EVERYTHING, LOADER, ONE_THREAD, SILENT, Rung
+from .rung import (
+    CHANNELS_LAST,
+    EVERYTHING,
+    LOADER,
+    NO_COLLECTION,
+    ONE_THREAD,
+    SILENT,
+    SINGLE_PRECISION,
+    THREADS_PAUSED,
+    Rung,
+)
+from .single_precision import install as use_single_precision
+from .survey_end import SurveyEnd
+from .switches import GarbageCollector, ScriptThreads, Switch
+
+if TYPE_CHECKING:
+    from .operators.operator_rows import OperatorRun
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
+# Phases with the loader's batches.
+_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, NO_COLLECTION, THREADS_PAUSED)
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
@@ -44,18 +64,37 @@ class Experiment:
         self.rung, self.recorder, self._detach = rung, recorder, detach
         self._phase = rung.phases[0]
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
-        self._observer = Observer()
+        self._collector = GarbageCollector()
+        self._observer = Observer(self._collector)
+        self._other_threads = ScriptThreads(lambda: recorder.training_thread)
+        self._switches: dict[str, Switch] = {
+            NO_COLLECTION: self._collector,
+            THREADS_PAUSED: self._other_threads,
+        }
+        self._is_switched_off = False
         self._results: dict[str, Any] = {"silent": 0}
         self._containers: ContainerSizes | None = None  # after the first step
+        self._operators: OperatorRun | None = None
+        self._step_times: list[float] = []  # s, of the measured steps of the last phase
         self._loss_sum, self._loss_count = 0.0, 0
         self._step_start = time.perf_counter()
+        self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until)
+        self._is_complete = False  # the measurements
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
+        )
+        self._switches[CHANNELS_LAST] = ContiguousFormat(
+            self._observer.convolutions, self._cached_batches
         )
 
     def install(self) -> None:
         """Patch torch. Must precede the recorder's own hooks, which then wrap these."""
         self._observer.install()
+        self._collector.install()
+        if THREADS_PAUSED in self.rung.phases:
+            self._other_threads.install()
+        if SINGLE_PRECISION in self.rung.phases:
+            after_import({"torch": use_single_precision})
         self._file_opens = FileOpenCounter()
         self._lines = RankProfile(self.recorder, self._file_opens)
         self._lines.install()
@@ -63,7 +102,9 @@ class Experiment:
         if self.rung.losses:
             after_import({"torch": self._record_losses})
         if self.rung.scratch:
-            self._file_protection = FileProtection(Path(self.rung.scratch), self._stop)
+            self._file_protection = FileProtection(
+                Path(self.rung.scratch), self._stop, self.rung.covered
+            )
             self._file_protection.install()
 
     def place(self, path: str | Path) -> Path:
@@ -72,19 +113,30 @@ class Experiment:
 
     def after_step(self) -> None:
         """Advance the experiment; called at the end of every optimizer step of the job."""
+        if self._operators is not None:
+            self._continue_profile(self._operators)
+            return
         step, index = self.recorder.step, self.rung.phase_index(self.recorder.step)
         self._lines.stop_counting()
         if self.rung.measures(step - 1):
+            self._step_times.append(time.perf_counter() - self._step_start)
             self._observer.after_step()
             if not self.rung.measures(step):
                 self._lines.stop()
-                self._observer.end_phase(self._phase)
+                switch = self._switches.get(self._phase)
+                self._observer.end_phase(self._phase, switch.results() if switch else {})
                 if self._phase == EVERYTHING:
                     self._results["workers"] = len(child_pids())
                     self._find_growing_containers(step)
+                self.write_results()  # the run may be ended before its last phase
         if step == 1:
             self._containers = ContainerSizes()
+        if index == len(self.rung.phases) and self.rung.profiles:
+            self._begin_profile()
+            return
         if index == len(self.rung.phases):
+            if not self._survey.is_over(step, self._observer.epoch_batches, self.recorder.has_room):
+                return
             self._finish()
         phase = self.rung.phases[index]
         if phase != self._phase:
@@ -93,6 +145,9 @@ class Experiment:
                 self._lines.start_counting()
             self._phase = phase
             self._enter(phase)
+        elif step == 1:  # the first phase; only now are there process groups to replace
+            self._enter(phase)
+        self._set_switch(phase, step)
         if step == min(INSPECTED_STEPS, self.rung.warm):
             self._observer.end_setup()
         if self.rung.measures(step) and not self.rung.measures(step - 1):
@@ -110,36 +165,67 @@ class Experiment:
             notify(f"warning: Paceline could not look for memory that grows: {error}\n")
         self._containers = None
 
+    def _set_switch(self, phase: str, step: int) -> None:
+        """Switch the part that a switched phase tests off or on for the next step."""
+        switch = self._switches.get(phase)
+        if switch is None:
+            return
+        switch.after_step()
+        if (off := self.rung.is_off(step)) != self._is_switched_off:
+            self._is_switched_off = off
+            (switch.off if off else switch.on)()
+
+    # Operators
+
+    def _begin_profile(self) -> None:
+        """Profile the operators of the next steps. The results so far are stored before."""
+        self._complete()
+        self.write_results()
+        try:
+            from .operators.operator_rows import OperatorRun
+
+            used = self._observer.facts["used"][self._phase]
+            waits = used["delayed"] / used["thread"] if used.get("thread") else 0.0
+            self._operators = OperatorRun(statistics.median(self._step_times), 1 + waits)
+            self._operators.start()
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+
+    def _continue_profile(self, operators: "OperatorRun") -> None:
+        path = self.recorder.path
+        try:
+            if not operators.after_step():
+                return
+            if path is not None:
+                from .operators.operator_rows import write_rows
+
+                write_rows(path, operators.finish())
+        except Exception as error:
+            self._end_profile(f"{type(error).__name__}: {error}")
+        self._end_profile("")
+
+    def _end_profile(self, failure: str) -> NoReturn:
+        self._results["profile_failure"] = failure[:200]
+        self._finish()
+
     def _enter(self, phase: str) -> None:
         import torch
 
-        if phase == SILENT:
+        if phase in (SILENT, ONE_THREAD) and not self._results["silent"]:
             self._replace_groups()
-        elif phase == ONE_THREAD:
+        if phase == ONE_THREAD:
             self._usual_threads = torch.get_num_threads()
             inspect.unwrap(torch.set_num_threads)(1)  # a knob may have replaced the function
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.channels_last)
 
     def _leave(self, phase: str) -> None:
         import torch
 
+        if self._is_switched_off:
+            self._is_switched_off = False
+            self._switches[phase].on()
         if phase == ONE_THREAD:
             inspect.unwrap(torch.set_num_threads)(self._usual_threads)
-        elif phase == CHANNELS_LAST:
-            self._set_memory_format(torch.contiguous_format)
-            self._cached_batches.convert = None
-
-    def _set_memory_format(self, memory_format: Any) -> None:
-        for ref in self._observer.convolutions:
-            if (layer := ref()) is not None:
-                layer.weight.data = layer.weight.data.contiguous(memory_format=memory_format)
-
-        def convert(leaf: Any) -> Any:
-            fits = hasattr(leaf, "dim") and leaf.dim() == 4
-            return leaf.contiguous(memory_format=memory_format) if fits else leaf
-
-        self._cached_batches.convert = convert
+        self._cached_batches.convert = None
 
     def _record_losses(self, torch: Any) -> None:
         """Sum the losses: the scalars on which ``backward`` is called."""
@@ -160,7 +246,7 @@ class Experiment:
         return self.recorder.step < self.rung.warm
 
     def _is_replaying(self) -> bool:
-        return self._phase not in (EVERYTHING, LOADER)
+        return self._phase not in _WITH_LOADER
 
     def _run_loader_only(
         self,
@@ -225,16 +311,25 @@ class Experiment:
         notify(f"paceline: the experiment stops: {why}\n")
         self._finish()
 
-    def _finish(self) -> NoReturn:
-        """Write the results into the record and end this process without exit handlers."""
-        self._lines.stop()
-        if "stopped" not in self._results:
+    def _complete(self) -> None:
+        """End the measurements, and write the line profile."""
+        if "stopped" not in self._results and not self._is_complete:
+            self._is_complete = True
             self._observer.finish()
             self._lines.write()
+
+    def write_results(self) -> None:
+        """Write the results so far into the record's header."""
         if self._loss_count:
             self._results["loss"] = self._loss_sum / self._loss_count
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
         self.recorder.update_header(rung=results)
+
+    def _finish(self) -> NoReturn:
+        """Write the results into the record and end this process without exit handlers."""
+        self._lines.stop()
+        self._complete()
+        self.write_results()
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True

@@ -15,6 +15,7 @@ from typing import Any
 from ..hooks.import_hooks import after_import
 from ..ring.recorder import clock_id
 from ..ring.resource_usage import OtherThreads, measure_page_fault_s, read_usage, usage_between
+from .switches import GarbageCollector
 
 CONVOLUTIONS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
 MATRIX_SIDE = 256  # rows of the matrices whose product measures the speed of the rank's cores
@@ -24,9 +25,11 @@ PROBE_DURATION_S = 0.2
 class Observer:
     """Collector of one rank's measurements; ``facts`` goes into the record's header."""
 
-    def __init__(self) -> None:
+    def __init__(self, collector: GarbageCollector | None = None) -> None:
         self.facts: dict[str, Any] = {"used": {}}
+        self._collector = collector or GarbageCollector()
         self.convolutions: list[Any] = []
+        self.epoch_batches = float("inf")  # of the training's dataset; infinite if not known
         self._elements = 0.0
         self._step_costs: list[tuple[float, float]] = []  # (elements, CPU seconds)
         self._fetch_times: deque[float] = deque(maxlen=200)
@@ -55,10 +58,11 @@ class Observer:
         self._stop_times.clear()
         self._search_time, self._elements = 0.0, 0.0
         self._other_threads, self._usage_before = OtherThreads(), read_usage()
+        self._collector.begin()
         self._thread_time = time.thread_time()
 
-    def end_phase(self, phase: str) -> None:
-        """Store the measurements of a phase; called after its measured steps."""
+    def end_phase(self, phase: str, more: dict[str, Any] | None = None) -> None:
+        """Store the measurements of a phase, and ``more``; called after its measured steps."""
         used: dict[str, Any] = usage_between(self._usage_before, read_usage())
         if busiest := self._other_threads.busiest():
             used["others"] = busiest
@@ -70,6 +74,7 @@ class Observer:
             used |= {"starts": len(each), "starting": sum(each) + sum(self._stop_times)}
         if len(self._step_costs) > 2:
             used["elements"] = fit_cpu_time(self._step_costs)
+        used |= self._collector.results() | (more or {})
         self.facts["used"][phase] = {name: _rounded(value) for name, value in used.items()}
 
     def after_step(self) -> None:
@@ -81,13 +86,16 @@ class Observer:
 
     # The loader
 
-    def loader_started(self, dataset: int, seconds: float) -> None:
+    def loader_started(self, dataset: int, seconds: float, batches: float = float("inf")) -> None:
         """Store the seconds from making an iterator to its first batch.
 
-        ``dataset`` is an id. The dataset that is read first is taken to be the training's.
+        ``dataset`` is an id, ``batches`` the length of the iterator. The dataset that is read first
+        is taken to be the training's.
         """
         if self._training_dataset is None:
-            self._training_dataset = dataset
+            self._training_dataset, self.epoch_batches = dataset, batches
+            if batches < float("inf"):
+                self.facts["epoch_batches"] = int(batches)
         if dataset == self._training_dataset:
             self._start_times.append(seconds)
 

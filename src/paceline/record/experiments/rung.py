@@ -7,10 +7,17 @@ several rungs, called phases here, one after another:
 
     everything     nothing is switched off
     cached         the loader's batches come from memory
-    channels-last  as cached, with convolution weights and images in that memory format
     silent         as cached, and collectives move no data
     one thread     as silent, and every rank computes with one thread
     loader         batches are fetched, and nothing else happens
+    float32        a script that computes in float64 computes in float32, from its start on
+
+A switched phase tests a hypothesis: a part is off in some blocks of its steps and on in the others
+(of channels-last, the contiguous memory format).
+
+    no garbage collection   Python's garbage collector is off
+    other threads paused    the script's other Python threads do not run
+    channels-last           as cached, with convolution weights and images in that memory format
 
 ``experiment.py`` carries the phases out in a rank's process.
 """
@@ -21,8 +28,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 RUNG_VARIABLE = "PACELINE_RUNG"  # environment variable that holds Rung.to_json()
+OVERLAY_NAME = "paceline-diagnose"  # of the mounts that cover the user's folders
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
+NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
+SINGLE_PRECISION = "float32"
+SWITCHED = (NO_COLLECTION, THREADS_PAUSED, CHANNELS_LAST)
+# Whether the part is off, by block. A machine that slows down steadily affects both alike.
+PATTERN = (False, True, True, False)
+BLOCKS = ((64, 16), (32, 8), (8, 4), (0, 2))  # number of blocks from this number of steps on
+# Steps whose operators are profiled: not used, used, and only to see later uses of results.
+PROFILE_WARM_UP, PROFILE_USED, PROFILE_LATER = 1, 3, 1
+PROFILED_STEPS = PROFILE_WARM_UP + PROFILE_USED + PROFILE_LATER
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,12 @@ class Rung:
         phases: Names of the phases, in order.
         scratch: Folder for the files that the script writes.
         losses: Whether to report the mean loss of the measured steps.
+        profiles: Whether to profile the operators of ``PROFILED_STEPS`` steps after the last phase,
+            which is not ``loader``.
+        survey_until: When to end the survey, in s of ``time.monotonic``: the unchanged training
+            goes on after the last phase until then, or until it is past its first epoch. 0: no
+            survey.
+        covered: Folders of the user that an overlay covers, so that they need no other protection.
     """
 
     warm: int
@@ -42,6 +65,9 @@ class Rung:
     phases: tuple[str, ...]
     scratch: str = ""
     losses: bool = False
+    profiles: bool = False
+    survey_until: float = 0.0
+    covered: tuple[str, ...] = ()
 
     def phase_index(self, step: int) -> int:
         """Return the index of the phase of a step; the number of phases once all are over."""
@@ -55,6 +81,35 @@ class Rung:
         """Return the first step of a phase that is measured."""
         return self.phases.index(phase) * (self.warm + self.steps) + self.warm
 
+    def is_off(self, step: int) -> bool:
+        """Return whether the part that a switched phase tests is off in a step."""
+        at = step % (self.warm + self.steps) - self.warm
+        block = at // self._block_steps if at >= 0 else -1
+        return 0 <= block < self._blocks and PATTERN[block % len(PATTERN)]
+
+    def switched_pairs(self, phase: str) -> list[tuple[list[int], list[int]]]:
+        """Return the steps of each two neighbouring blocks of a switched phase: on, and off.
+
+        The first step after a change is in neither of them, if blocks have several steps.
+        """
+        first, length = self.first_measured_step(phase), self._block_steps
+        pairs: list[tuple[list[int], list[int]]] = []
+        for start in range(first, first + self._blocks * length, 2 * length):
+            steps: tuple[list[int], list[int]] = ([], [])
+            for step in range(start, start + 2 * length):
+                if length == 1 or self.is_off(step) == self.is_off(step - 1):
+                    steps[self.is_off(step)].append(step)
+            pairs.append(steps)
+        return pairs
+
+    @property
+    def _blocks(self) -> int:
+        return next(blocks for least, blocks in BLOCKS if self.steps >= least)
+
+    @property
+    def _block_steps(self) -> int:
+        return max(self.steps // self._blocks, 1)
+
     def to_json(self) -> str:
         """Return the value of the environment variable ``RUNG_VARIABLE``."""
         return json.dumps(asdict(self))
@@ -66,4 +121,4 @@ def rung_of_process(environment: Mapping[str, str] = os.environ) -> Rung | None:
     if not text:
         return None
     fields = json.loads(text)
-    return Rung(**fields | {"phases": tuple(fields["phases"])})
+    return Rung(**fields | {name: tuple(fields[name]) for name in ("phases", "covered")})

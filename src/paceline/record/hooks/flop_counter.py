@@ -101,19 +101,19 @@ class FlopCounter(TorchDispatchMode):
         name = packet.__name__
         if func.is_view or name in FREE_OPERATORS:
             return
-        tensors = {id(t): t for t in (*_tensors(args), *_tensors(kwargs.values()))}
-        written = list(_tensors((out,)))
+        tensors = {id(t): t for t in (*tensors_in(args), *tensors_in(kwargs.values()))}
+        written = list(tensors_in((out,)))
         if not written:
             return
         try:
-            flops = _flops(packet, args, kwargs, out)
+            flops = count_flops(packet, args, kwargs, out)
         except Exception:  # a formula that does not apply must not end the training
             self._uncounted.add(func.name())
             return
         figures = self._ops[name]
         figures[0] += 1
         figures[1] += flops
-        figures[2] += sum(map(_bytes, (*tensors.values(), *written)))
+        figures[2] += sum(map(tensor_bytes, (*tensors.values(), *written)))
         on_cpu = written[0].device.type == "cpu"  # on GPUs the call returns early
         figures[3] += seconds if on_cpu else 0.0
         if flops:
@@ -141,21 +141,21 @@ _MORE: dict[Any, Callable[[Any], float]] = {
 }
 
 
-def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+def count_flops(packet: Any, args: Any, kwargs: Any, out: Any) -> float:
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     return float(_MORE[packet](args)) if packet in _MORE else 0.0
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; at most those of its storage, if the tensor is expanded."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 

@@ -89,6 +89,15 @@ class OtherThread(TypedDict, total=False):
     line: NonNegativeInt
 
 
+class Collections(TypedDict, total=False):
+    """Garbage collections of a phase, and the line with most (record/experiments/switches.py)."""
+
+    seconds: FiniteFloat
+    count: NonNegativeInt
+    file: str
+    line: NonNegativeInt
+
+
 class Elements(TypedDict):
     """Dependence of the step time on the number of elements in a batch.
 
@@ -118,6 +127,9 @@ class ResourceUsage(TypedDict, total=False):
     starting: FiniteFloat
     starts: NonNegativeInt
     others: OtherThread
+    collecting: Collections
+    paused: NonNegativeInt
+    gave_up: bool
     elements: Elements
 
 
@@ -152,6 +164,7 @@ class RungTotals(TypedDict, total=False):
     growing: Annotated[list[GrowingContainer], Meta(max_length=16)]
     loss: float  # of the user's script: NaN is possible
     workers: NonNegativeInt
+    epoch_batches: NonNegativeInt
     threads: NonNegativeInt
     convolutions: NonNegativeInt
     channels_last: bool
@@ -166,6 +179,13 @@ class RungTotals(TypedDict, total=False):
     ddp: DdpOptions
     fault_s: NonNegativeFloat
     product_s: dict[str, NonNegativeFloat]
+
+
+class ChildProcesses(TypedDict):
+    """Processes that the rank started, which trained without a process group (record/attach.py)."""
+
+    count: NonNegativeInt
+    steps: NonNegativeInt
 
 
 class RecordHeader(TypedDict):
@@ -194,6 +214,7 @@ class RecordHeader(TypedDict):
     loader: NotRequired[LoaderTotals]
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
+    children: NotRequired[ChildProcesses]
     failed_hooks: NotRequired[dict[str, str]]  # of the recorder: the exception of each
     failure: NotRequired[str]  # exception or exit code that ended the script
     batches: NotRequired[list[NonNegativeInt]]  # checksums of the first batches of a loader

@@ -22,6 +22,8 @@ from .states import State
 # Nanoseconds of CLOCK_MONOTONIC, which is one clock for all processes of a host.
 now = time.monotonic_ns
 
+FULL_SHARE = 0.9  # of a ring's capacity, above which it counts as full
+
 
 class Recorder:
     """The recorder of one rank.
@@ -192,6 +194,11 @@ class Recorder:
     def events(self) -> int:
         """Number of events written, including those that the ring has overwritten."""
         return self._ring.written if self._ring is not None else 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the ring has room for more events before it overwrites the oldest."""
+        return self._ring is not None and self.events < FULL_SHARE * self._ring.capacity
 
     def cost_ns(self) -> int:
         """Return the cost of recording so far (ns).

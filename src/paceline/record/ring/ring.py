@@ -35,8 +35,9 @@ LAST_BEGUN = struct.Struct("<qIIHBB")
 LAST_BEGUN_OFFSET = HEADER_BYTES - 64
 BACKGROUND_BEGUN_OFFSET = HEADER_BYTES - 32  # the same of threads that do not train
 DEFAULT_CAPACITY = 1 << 16
-LINES_SUFFIX, PROFILE_SUFFIX = ".lines", ".profile"  # of the files beside a ring
-SIDECAR_SUFFIXES = (LINES_SUFFIX, PROFILE_SUFFIX)
+# Of the files beside a ring.
+LINES_SUFFIX, PROFILE_SUFFIX, OPERATORS_SUFFIX = ".lines", ".profile", ".operators"
+SIDECAR_SUFFIXES = (LINES_SUFFIX, PROFILE_SUFFIX, OPERATORS_SUFFIX)
 
 
 class Ring:

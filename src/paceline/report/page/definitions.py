@@ -163,16 +163,22 @@ DEFINITIONS = {
     "with one thread per rank.",
     "held by layout": "Time of a step of one rank with its batch in memory, minus that of a step "
     "whose convolutions have weights and images in the channels-last layout.",
-    "held by precision": "Useful share, times the additional time of a matrix product in float64 "
-    "compared with float32 on these cores.",
-    "held by allocator": "Number of memory pages that were touched for the first time, times the "
-    "time of one such page fault; the time inside the kernel if that is less.",
+    "held by precision": "Time of a step, minus that of a step of the same script in float32. The "
+    "record: useful share, times the additional time of a matrix product in float64 compared with "
+    "float32 on these cores.",
+    "held by allocator": "Time of a step, minus that of a step in which freed memory is kept. The "
+    "record: number of memory pages that were touched for the first time, times the time of one "
+    "such page fault; the time inside the kernel if that is less.",
     "held by memory": "Time in which a process of the node waited for memory, as the kernel "
     "reports it.",
-    "held by interpreter": "Time in which other Python threads computed while the training thread "
-    "neither computed nor waited for a core.",
-    "held by search": "Search of DDP for unused parameters after each forward, and the all-reduce "
-    "of its map of used parameters, if all parameters are used.",
+    "held by collector": "Time of steps with Python's garbage collector, minus that of steps "
+    "without it, interleaved. The record: time inside collections.",
+    "held by interpreter": "Time of steps with the script's other Python threads, minus that of "
+    "steps in which they are paused, interleaved. The record: time in which they computed while "
+    "the training thread neither computed nor waited for a core.",
+    "held by search": "Time of a step, minus that of a step without the search. The record: search "
+    "of DDP for unused parameters after each forward, and the all-reduce of its map of used "
+    "parameters, if all parameters are used.",
     "held by script": "Work of the script between the phases of its steps. Only the record "
     "measures it.",
     "remedy": "A change that addresses a cause, with a predicted gain: a knob or an edit of the "

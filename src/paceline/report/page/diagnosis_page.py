@@ -21,6 +21,16 @@ from .write_page import page
 
 MAX_SHOWN = 40  # most shown entries of a list in the evidence
 ROOM = 1.3  # maximum length of the axis for wide intervals, relative to the longest bar
+VERDICTS = {
+    "confirmed": "Confirmed by experiment",
+    "not-confirmed": "Not confirmed by experiment",
+    "not-testable": "Not testable from outside",
+}
+BASES = {
+    "experiment": "measured by experiment",
+    "record": "measured in the record",
+    "estimate": "estimated",
+}
 _COLOURS = {  # of each bar: the colour of the state that it belongs to
     "sharing": "other",
     "uneven": "wait",
@@ -60,6 +70,9 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "defined": lambda name: f"held by {name}" in DEFINITIONS,
         "unsure": [NAMES[name] for name in uncertain_bars(w)] if found.causes and w else [],
         "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
+        "unconfirmed": found.unconfirmed,
+        "verdicts": VERDICTS,
+        "bases": BASES,
         "witnesses": found.witnesses,
         "words": words,
         "rounds": max((len(runs) for runs in found.ladder.rungs.values()), default=0),

@@ -9,27 +9,28 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
-from ...analyze.diagnosis.ladder import Interval, Waterfall
-from ...analyze.diagnosis.line_profile import (
-    Activity,
-    Doing,
-    LineProfile,
-    LineTime,
-    SampledLine,
+from ...analyze.diagnosis.causes import (
+    CONFIRMED,
+    MIN_SHARE,
+    Cause,
+    Witness,
+    uncertain_bars,
 )
+from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.line_profile import LineProfile
+from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..numbers import amount, counted, elapsed, percent
+from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
 from ..verdict.table import verdict_table
 from . import remedies as cures
+from .diagnosis import operators
+from .diagnosis.lines import lines_as_json, render_lines
+from .run_report import panel
 from .step_work import reaches
 
-MAX_LINES, MAX_JSON_LINES = 10, 200  # lines of the script that are shown
-MIN_LINE_SHARE = 0.01  # of a step: lines with less are not shown in the terminal
-MIN_OF_LINE = 0.25  # of a line's time: smaller parts are not named
-MIN_RANK_DIFFERENCE = 0.05  # of a step: then a line's time on single ranks is shown
 NAMES = {
     "sharing": "sharing the machine",
     "uneven": "slower ranks",
@@ -45,6 +46,7 @@ NAMES = {
     "precision": "precision",
     "allocator": "page faults",
     "memory": "lack of memory",
+    "collector": "garbage collection",
     "interpreter": "interpreter lock",
     "search": "search for unused parameters",
 }
@@ -68,9 +70,13 @@ class Diagnosis(Protocol):
     @property
     def causes(self) -> list[Cause]: ...
     @property
+    def unconfirmed(self) -> list[Cause]: ...
+    @property
     def notes(self) -> list[str]: ...
     @property
     def roofline(self) -> Roofline | None: ...
+    @property
+    def operators(self) -> OperatorProfile | None: ...
     @property
     def remedies(self) -> Sequence[cures.Remedy]: ...
     @property
@@ -81,6 +87,8 @@ class Diagnosis(Protocol):
     def lines(self) -> LineProfile | None: ...
     @property
     def off(self) -> Mapping[str, cures.PredictionError]: ...
+    @property
+    def minutes(self) -> float: ...
 
 
 def render(found: Diagnosis, width: int = 100) -> RenderableType:
@@ -98,11 +106,28 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
         parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
+    else:  # the time was not enough for the experiments
+        parts += [panel(found.report, width, full=True), Text()]
     if found.lines is not None:
-        parts += [Text(), *_lines(found.lines)]
+        parts += [Text(), *render_lines(found.lines)]
+    parts += operators.render(found.operators)
+    if ladder.survey is not None:
+        parts += [Text(), *(Text(f"{x}.") for x in describe_survey(ladder.survey, found.minutes))]
     parts += [Text(f"{said}.") for said in computing(found)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
+
+
+def render_trial(trial: Any) -> RenderableType:
+    """Return one line for a trial that has just ended."""
+    return Text(cures.describe_trial(trial))
+
+
+def render_trials(found: Diagnosis, width: int = 100) -> RenderableType:
+    """Return what follows a diagnosis that was printed before its trials."""
+    notes = [Text(f"{note}.", style="yellow") for note in found.notes]
+    verdict = verdict_table(verdict_of_diagnosis(found))
+    return Group(*_cures(found), *notes, Text(), verdict)
 
 
 def _cures(found: Diagnosis) -> list[RenderableType]:
@@ -209,91 +234,6 @@ def _spread(interval: Interval) -> str:
     return f"{percent(interval.mean)} ({100 * interval.low:.1f} to {100 * interval.high:.1f})"
 
 
-def _lines(profile: LineProfile) -> list[RenderableType]:
-    """Render the lines with most time, and those of the loader workers."""
-    table = Table(box=None, pad_edge=False, expand=True)
-    table.add_column("Time by line, of a step's time", ratio=3, no_wrap=True, overflow="ellipsis")
-    for heading in ("own", "with calls"):
-        table.add_column(heading, justify="right", no_wrap=True, width=10)
-    table.add_column("doing", ratio=2)
-    for one in profile.lines()[:MAX_LINES]:
-        if one.share >= MIN_LINE_SHARE:
-            shares = (percent(one.share), percent(one.inclusive_share))
-            table.add_row(_place(one.line), *shares, _doing(one) + _ranks(profile.ranks, one))
-    workers = [one for one in profile.worker_lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
-    if workers:
-        table.add_row("in loader workers, of their time")
-    for worker in workers:
-        doing = f"{worker.doing} {_short(worker.what)}".strip()
-        table.add_row(_place(worker.line), percent(worker.share), "", doing)
-    return [table]
-
-
-def _place(line: SampledLine) -> str:
-    file = line.file.rpartition("/")[2]
-    return f"  {file}:{line.line} {line.function.rpartition('.')[2]}: {line.code}"
-
-
-def _doing(one: LineTime) -> str:
-    """Return what most of a line's time went to."""
-    main = [
-        doing
-        for doing, share in one.doing.items()
-        if share >= MIN_OF_LINE * one.share or doing == one.main_activity
-    ]
-    text = ", ".join(main)
-    named = any(doing in Activity for doing in main if doing != Doing.COLLECTIVE)
-    return f"{text} {_short(one.what)}".strip() if named else text
-
-
-def _short(what: str) -> str:
-    """Return the end of a path or of a function's name."""
-    return what.rpartition("/")[2] if "/" in what else ".".join(what.split(".")[-2:])
-
-
-def _ranks(ranks: list[int], one: LineTime) -> str:
-    """Say on which rank a line takes longer than on the others."""
-    most = max(range(len(ranks)), key=lambda i: one.own[i])
-    others = [own for i, own in enumerate(one.own) if i != most]
-    if not others or one.own[most] - max(others) < MIN_RANK_DIFFERENCE:
-        return ""
-    return f"; rank {ranks[most]} {percent(one.own[most])}, others up to {percent(max(others))}"
-
-
-def lines_as_json(profile: LineProfile | None) -> list[dict[str, Any]] | None:
-    """Return the lines that take time, largest first; None if nothing was sampled."""
-    if profile is None:
-        return None
-    waited = {
-        line: {rank: lines[line] for rank, lines in profile.waited.items() if line in lines}
-        for line in {line for lines in profile.waited.values() for line in lines}
-    }
-    found = [
-        {
-            **asdict(one.line),
-            "in_workers": False,
-            "share": one.share,
-            "inclusive": one.inclusive_share,
-            "doing": {str(doing): share for doing, share in one.doing.items()},
-            "what": one.what,
-            "ranks": {str(r): own for r, own in zip(profile.ranks, one.own, strict=True)},
-            "waited_for": {str(r): share for r, share in waited.get(one.line, {}).items()},
-            "executions_a_step": one.executions,
-        }
-        for one in profile.lines()[:MAX_JSON_LINES]
-    ]
-    return found + [
-        {
-            **asdict(worker.line),
-            "in_workers": True,
-            "share": worker.share,
-            "doing": {str(worker.doing): worker.share},
-            "what": worker.what,
-        }
-        for worker in profile.worker_lines()[:MAX_JSON_LINES]
-    ]
-
-
 def _causes(found: Diagnosis) -> list[RenderableType]:
     assert found.waterfall is not None
     doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
@@ -303,12 +243,34 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
         said += "a step's time."
         if doubtful:
             said = f"Training runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
-        return [Text(said, style="bold")]
+        return [Text(said, style="bold"), *_unconfirmed(found)]
     lines: list[RenderableType] = [Text("Largest causes, of a step's time:", style="bold")]
     for number, cause in enumerate(found.causes, 1):
         text = Text(f"{number}. ").append(percent(cause.share), style="bold")
-        lines.append(text.append(f"  {cause.sentence}."))
-    return [*lines, Text(_DOUBT.format(doubtful))] if doubtful else lines
+        text.append(f"  {cause.sentence}.")
+        if cause.confirmed != CONFIRMED:
+            text.append(f" {_BASES.get(cause.basis, '')}", style="yellow")
+        lines.append(text)
+    lines += [Text(_DOUBT.format(doubtful))] if doubtful else []
+    return [*lines, *_unconfirmed(found)]
+
+
+def _unconfirmed(found: Diagnosis) -> list[RenderableType]:
+    """Render the expected causes that the experiments do not confirm."""
+    if not found.unconfirmed:
+        return []
+    lines: list[RenderableType] = [Text("Expected, but not confirmed by experiment:", style="bold")]
+    for cause in found.unconfirmed:
+        spread = _spread(cause.measured) if cause.measured is not None else "nothing"
+        said = f"- {cause.id}: {percent(cause.share)} expected, {spread} measured"
+        lines.append(Text(f"{said} ({cause.sentence})"))
+    return lines
+
+
+_BASES = {  # of causes that no experiment can switch off
+    "record": "Measured in the record; no experiment can switch it off.",
+    "estimate": "Estimated; no experiment could test it.",
+}
 
 
 _DOUBT = (
@@ -329,15 +291,20 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "warm_up": ladder.warm,
         "steps": ladder.steps,
         "seconds": ladder.seconds,
+        "ended": ladder.ended,
+        "survey": _finite(asdict(ladder.survey)) if ladder.survey else None,
         "rungs": {name: [asdict(one) for one in runs] for name, runs in ladder.rungs.items()},
+        "savings": ladder.savings,
         "loader": ladder.loader,
         "facts": ladder.facts,
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
         "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
-        "causes": [asdict(cause) for cause in found.causes],
+        "causes": [_finite(asdict(cause)) for cause in found.causes],
+        "unconfirmed": [_finite(asdict(cause)) for cause in found.unconfirmed],
         "lines": lines_as_json(found.lines),
         "notes": found.notes,
         "roofline": _finite(asdict(found.roofline)) if found.roofline else None,
+        "operators": _finite(operators.as_json(found.operators)),
         **_finite(cures.as_json(found)),
         "after": as_json(found.after) if found.after else None,
         "report": asdict(found.report),

@@ -129,6 +129,14 @@ def describe_confirmed(gain: Interval) -> str:
     )
 
 
+def describe_trial(trial: Any) -> str:
+    """Return the result of one trial in one line."""
+    said = "kept" if trial.kept else trial.why
+    predicted = f" (predicted {format_gain(trial.predicted)})" if trial.predicted else ""
+    measured = f"{format_gain(trial.gain)}{predicted}, " if trial.gain else ""
+    return f"tried {set_to(trial.remedy)}: {measured}{said}"
+
+
 def loss_changes(tried: Any) -> list[str]:
     """Return how the knobs that change numerical results changed the training loss, in words."""
     lines = []

@@ -44,8 +44,17 @@ LOST_TO = {
     "precision": "computing in float64",
     "allocator": "page faults of the memory allocator",
     "memory-limit": "lack of memory",
+    "garbage-collection": "Python's garbage collector",
     "interpreter": "another Python thread",
     "unused-parameter-search": "the search for unused parameters",
+    "copies": "copies of tensors between memory layouts or dtypes",
+    "small-operators": "many small operators",
+    "recomputation": "operators computed again on the same values",
+    "activation-checkpointing": "activation checkpointing",
+    "unused-output": "outputs that nothing uses",
+    "unneeded-gradient": "gradients of parameters that no optimizer updates",
+    "slow-operators": "operators far below the limits of the device",
+    "large-intermediate": "large intermediate tensors",
 }
 
 _BARS = {"sharing": "sharing the machine", "uneven": "slower ranks", "checkpoint": "checkpoints"}

@@ -8,11 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from ...analyze.diagnosis.build_line_profile import profile_of_runs
-from ...analyze.diagnosis.causes import Cause, Evidence, Witness, causes, witnesses
+from ...analyze.diagnosis.causes import (
+    Cause,
+    Evidence,
+    Witness,
+    causes,
+    operator_causes,
+    ranked,
+    unconfirmed_causes,
+    witnesses,
+)
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
 from ...analyze.diagnosis.line_profile import LineProfile
+from ...analyze.diagnosis.operator_profile import (
+    OperatorProfile,
+    combine_profiles,
+    profile_notes,
+)
+from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
@@ -22,8 +37,10 @@ from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
 from .growing import growing_notes
-from .ladder import Ladder, climb_ladder
-from .run_script import RunRequest
+from .ladder import climb_ladder
+from .ladder_results import Ladder
+from .plan import Deadline
+from .run_script import MINUTE_S, OutOfTimeError, RunRequest
 from .try_remedies import (
     ALL,
     Trial,
@@ -34,6 +51,12 @@ from .try_remedies import (
 )
 
 LINES = ("other", "wait", "transfer", "useful")  # states for which lines of the script are evidence
+REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smaller of both
+# With --try, everything together takes at most this factor of the requested minutes.
+TRY_BUDGET_FACTOR = 1.5
+LADDER_SHARE = 0.5  # of that time, for the first diagnosis
+TRIALS_SHARE = 0.6  # of the time left, for each pass of trials; a new diagnosis gets the rest
+CONFIRM_SHARE = 0.2  # of the time of all trials, for all kept remedies together
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before
 DRIFT = 0.25  # share of a step's time; a larger difference between rounds indicates a noisy machine
@@ -57,8 +80,11 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         lines: Time by line of the script; None if nothing was sampled.
+        unconfirmed: Expected causes that no experiment confirms.
         off: Error of earlier predictions, by kind of prediction.
         options: Options of ``paceline diagnose`` that choose the ranks and how they run.
+        operators: What a step computes, by line and operator; None if it could not be profiled.
+        minutes: Time budget.
     """
 
     command: list[str]
@@ -73,8 +99,17 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     lines: LineProfile | None = None
+    unconfirmed: list[Cause] = field(default_factory=list)
     off: dict[str, history.PredictionError] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
+    operators: OperatorProfile | None = None
+    minutes: float = 0.0
+
+
+def total_deadline(minutes: float, tries: bool) -> Deadline:
+    """Return the deadline of a diagnosis that begins now, with or without trials of remedies."""
+    seconds = MINUTE_S * minutes * (TRY_BUDGET_FACTOR if tries else 1.0)
+    return Deadline.after(seconds - min(REPORT_S, REPORT_SHARE * seconds))
 
 
 def run_diagnosis(
@@ -85,6 +120,7 @@ def run_diagnosis(
     Raises:
         ValueError: The script cannot be measured.
     """
+    asked = replace(asked, deadline=asked.deadline or total_deadline(asked.minutes, False))
     ladder = climb_ladder(replace(asked, count=machine is not None), say)
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
@@ -93,8 +129,12 @@ def run_diagnosis(
     notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     lines = _line_profile(ladder, examined)
+    operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
+    if operators is None:
+        reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
+        notes += [f"inside the model: {one}" for one in reasons]
     command = [asked.script, *asked.args]
-    if not (rungs["silent"] and rungs["cached"]):
+    if not (rungs["silent"] and rungs["cached"] and rungs["everything"]):
         return Diagnosis(
             command,
             ladder,
@@ -106,6 +146,8 @@ def run_diagnosis(
             roofline,
             lines=lines,
             options=asked.typed_options,
+            operators=operators,
+            minutes=asked.minutes,
         )
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
@@ -113,6 +155,8 @@ def run_diagnosis(
     evidence = _evidence(ladder, report, examined.measured, fall, lines)
     both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
     found = causes(evidence)
+    if operators is not None:
+        found = ranked([*found, *operator_causes(findings(operators), found)])
     would = remedies(evidence, found, _source(asked.script), asked.settings)
     return Diagnosis(
         command,
@@ -125,28 +169,56 @@ def run_diagnosis(
         roofline,
         remedies=would,
         lines=lines,
+        unconfirmed=unconfirmed_causes(evidence),
         off=history.prediction_errors(),
         options=asked.typed_options,
+        operators=operators,
+        minutes=asked.minutes,
     )
 
 
 def try_all(
-    asked: RunRequest, found: Diagnosis, names: list[str], say: Callable[[str], None]
+    asked: RunRequest,
+    found: Diagnosis,
+    names: list[str],
+    say: Callable[[str], None],
+    update: Callable[[Diagnosis], None] = lambda _: None,
 ) -> Diagnosis:
     """Try remedies, and diagnose the script again with those that helped.
 
-    ``names`` are names of knobs, or "all". With "all", remedies that only the new diagnosis
-    proposes are tried, too. If the user interrupts the trials, the results so far are returned.
+    Args:
+        asked: The request, whose deadline is that of all trials.
+        found: The diagnosis before the trials.
+        names: Names of knobs, or "all": remedies that only the new diagnosis proposes are then
+            tried, too.
+        say: Receives what happens now.
+        update: Receives the diagnosis after each trial.
+
+    Returns:
+        The diagnosis with all results, also if the user interrupts the trials or the time is over.
     """
+    deadline = asked.deadline or total_deadline(asked.minutes, True).part(1 - LADDER_SHARE)
+    asked = replace(asked, deadline=deadline)
     result, notes = TrialResults(kept=dict(asked.settings)), list(found.notes)
     diagnoses: list[Diagnosis] = []
+    reported = 0
+
+    def say_and_update(text: str) -> None:
+        nonlocal reported
+        if len(result.trials) != reported:
+            reported = len(result.trials)
+            update(replace(found, tried=result))
+        say(text)
+
     try:
         # extend() keeps the diagnoses that were yielded before an exception.
-        diagnoses.extend(_passes(asked, found, names, result, say))
-        remark = confirm_kept(asked, found.ladder.steps, result, say)
+        diagnoses.extend(_passes(asked, found, names, result, say_and_update))
+        remark = confirm_kept(asked, found.ladder.steps, result, say_and_update)
         notes += [remark] if remark else []
     except KeyboardInterrupt:
         notes.append("the trials were interrupted, and not all remedies were tried")
+    except OutOfTimeError as late:
+        notes.append(f"the script was not diagnosed again with the kept settings: {late}")
     except ValueError as mistake:
         notes.append(f"with the kept settings the script could not be diagnosed again: {mistake}")
     wrong = history.append(pair for one in result.trials for pair in _pairs(asked.script, one))
@@ -168,13 +240,17 @@ def _passes(
 ) -> Iterator[Diagnosis]:
     """Add trials to ``result``, and yield a new diagnosis after each pass that kept a remedy."""
     wanted = select_remedies(names, found.remedies)
+    assert asked.deadline is not None
+    deadline = asked.deadline.part(1 - CONFIRM_SHARE)
     for at in range(PASSES + LATE):
+        asked = replace(asked, deadline=deadline.part(TRIALS_SHARE))
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
         try_remedies(asked, found.ladder.steps, wanted, result, say)
         if result.kept == before:
             return
-        after = run_diagnosis(replace(asked, settings=dict(result.kept)), say)
+        again = replace(asked, settings=dict(result.kept), deadline=deadline.part(TRIALS_SHARE))
+        after = run_diagnosis(again, say)
         yield after
         late = {trial.remedy.knob for trial in result.trials if trial.late}
         known = {trial.remedy.knob for trial in result.trials} - late
@@ -244,12 +320,14 @@ def _evidence(
         per_host=max(report.hosts.count(host) for host in set(report.hosts)),
         steps=ladder.steps,
         rungs=ladder.rungs,
+        savings=ladder.savings,
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
         rank_spread=computing_spread(measured) if measured is not None else None,
         line_profile=profile,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
+        rare_losses=ladder.survey.losses if ladder.survey is not None else None,
     )
 
 

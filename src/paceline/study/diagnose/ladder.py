@@ -7,243 +7,342 @@ The experiments are short runs of the user's script. Each of them disables somet
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
+from ...analyze.diagnosis.survey import survey
+from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import (
     CACHED,
-    CHANNELS_LAST,
     EVERYTHING,
     LOADER,
     ONE_THREAD,
     SILENT,
+    SWITCHED,
     Rung,
 )
-from .run_script import MINUTE_S, FailedError, Runner, RunRequest
+from .hypotheses import Hypothesis, hypotheses
+from .ladder_results import COMPLETE, FAILED, INTERRUPTED, OUT_OF_TIME, RUNGS, Ladder, rung_name
+from .plan import (
+    LEAST_STEPS,
+    Plan,
+    RoundCost,
+    first_plan,
+    fit_into_script,
+    next_plan,
+)
+from .profile_run import profile_operators
+from .run_figures import loader_totals, split_phases, steps_done, steps_s
+from .run_script import (
+    MINUTE_S,
+    FailedError,
+    InterruptedRunError,
+    OutOfTimeError,
+    Runner,
+    RunRequest,
+)
 
 FIRST_STEPS = 10  # steps of the first run, which measures the duration of a step
-LEAST_STEPS, MOST_STEPS = 10, 400
-BURST = 16  # steps; longer bursts are ignored
-MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
+SURVEY_SHARE = 0.25  # of the time budget, at most, for the first run
 REPETITIONS = (3, 9)  # minimum and maximum number of rounds
-# The budget may be exceeded by this factor for LEAST_STEPS, which include occasional operations.
-MAX_BUDGET_FACTOR = 2.0
-STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
-
-# Rungs by name: whether only one rank runs, and the phase of its run.
-RUNGS = {
-    "alone": (True, CACHED),
-    "alone, loading": (True, EVERYTHING),
-    "alone, channels-last": (True, CHANNELS_LAST),
-    "silent": (False, SILENT),
-    "one thread": (False, ONE_THREAD),
-    "cached": (False, CACHED),
-    "everything": (False, EVERYTHING),
-}
-WORDS = {
-    "alone": "one rank, batches in memory",
-    "alone, loading": "one rank, everything",
-    "alone, channels-last": "one rank, batches in memory, images as channels-last",
-    "silent": "all ranks, batches in memory, no communication",
-    "one thread": "all ranks, batches in memory, no communication, one thread per rank",
-    "cached": "all ranks, batches in memory",
-    "everything": "all ranks, everything",
-    "loader": "all ranks, loaders only",
-}
-
-
-@dataclass
-class Ladder:
-    """Results of the ladder of experiments.
-
-    Attributes:
-        warm: Warm-up steps of each phase.
-        steps: Measured steps of each phase.
-        rungs: Results of each rung, one per round.
-        run: Last run of all ranks; nothing is switched off from step ``warm`` to ``warm + steps``.
-        rounds: The run of all ranks of each round, with its first step and the step after its last
-            one, between which nothing is switched off.
-        first: The first run, with all ranks, which precedes the rounds.
-        loader: Totals of the loaders when they run without training, or None.
-        seconds: Duration of the whole ladder.
-        refused: Rungs that could not be run, with the reason.
-        notes: Remarks for the user.
-    """
-
-    warm: int
-    steps: int
-    rungs: dict[str, list[RungResult]]
-    run: Run
-    first: Run
-    rounds: list[tuple[Run, tuple[int, int]]] = field(default_factory=list)
-    loader: dict[str, float] | None = None
-    seconds: float = 0.0
-    refused: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def facts(self) -> list[dict[str, Any]]:
-        """Facts about the script from each rank of the last run (record/experiments/observer.py).
-
-        "exchange" is the backend of the rank's collectives if it is not one of PyTorch, else None.
-        """
-        metas = [record.meta for record in self.run.records]
-        return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 5.0, 60.0
 
 
 def climb_ladder(asked: RunRequest, say: Callable[[str], None]) -> Ladder:
-    """Run the ladder.
+    """Run the ladder until its deadline, or until the user interrupts it.
 
     Raises:
         ValueError: The script cannot be measured.
+        KeyboardInterrupt: The user interrupted it before anything was measured.
     """
-    began = time.monotonic()
     with Runner(asked, say) as runner:
-        return _Climb(asked, runner, began).all()
+        return _Climb(asked, runner).all()
 
 
 class _Climb:
-    def __init__(self, asked: RunRequest, runner: Runner, began: float) -> None:
-        self.asked, self.runner, self.began = asked, runner, began
+    def __init__(self, asked: RunRequest, runner: Runner) -> None:
+        self.asked, self.runner, self.began = asked, runner, time.monotonic()
         self.workers = 0  # most workers of a rank's loader
-        self.starts_s = 0.0  # start-up time of the processes of one round
-        self.phases = {True: (EVERYTHING, CACHED), False: (EVERYTHING, CACHED, SILENT, LOADER)}
+        self.start_s = 0.1  # start-up time of the processes of one run
+        self.step_s = 0.0  # of the first run
+        self.script_steps: int | None = None  # if the first run reached the script's end
+        # The runs of a round: whether one rank runs alone, and the phases. The run of all ranks is
+        # first, because it can be evaluated without the other one.
+        self.runs: list[tuple[bool, tuple[str, ...]]] = [
+            (False, (EVERYTHING, CACHED, SILENT, LOADER)),
+            (True, (EVERYTHING, CACHED)),
+        ]
+        self.hypotheses: list[Hypothesis] = []
 
     def all(self) -> Ladder:
-        asked = self.asked
-        steps = asked.steps or FIRST_STEPS
-        before = time.monotonic()
-        run = self.runner.run(False, Rung(asked.warming, steps, (EVERYTHING,)), asked.count)
-        took = time.monotonic() - before
-        known = measure_rung(run, asked.warming, steps, EVERYTHING)
-        self._adapt_to_script(run)
-        start_s = took - (steps + asked.warming) * known.step_s
-        self.starts_s = len(self.phases) * max(start_s, 0.1)
-        steps = asked.steps or self._choose_steps(known.step_s)
-        rungs: dict[str, list[RungResult]] = {
-            name: [] for name, (alone, phase) in RUNGS.items() if phase in self.phases[alone]
-        }
-        found = Ladder(self._warm_up_steps(steps), steps, rungs, run, run)
-        limit = asked.minutes * MINUTE_S
-        while len(found.rungs["everything"]) < REPETITIONS[1]:
-            turn = time.monotonic()
-            try:
-                self._run_round(found)
-            except EndedError as ended:
-                self._fit_into_script(found, ended)
-                continue
-            took, spent = time.monotonic() - turn, time.monotonic() - self.began
-            enough = len(found.rungs["everything"]) >= REPETITIONS[0]
-            if enough and spent + took > limit:
-                break
-            if not enough:
-                self._shorten_rounds(found, took)
+        found = self._first_run()
+        try:
+            if found.ended == COMPLETE:
+                cost = RoundCost(self.start_s, self.step_s, 1)
+                found.operators = profile_operators(self.runner, cost, self.script_steps)
+                self._run_rounds(found)
+        except KeyboardInterrupt:  # while operators are profiled
+            found.ended = INTERRUPTED
+        found.book_rare(self._most_phases(), self.hypotheses)
         found.seconds = time.monotonic() - self.began
-        if not asked.steps and not found.notes and found.steps < LEAST_STEPS:
-            found.notes = [self._few_steps_note(found)]
+        found.notes += self._short_notes(found)
         return found
 
-    def _warm_up_steps(self, steps: int) -> int:
-        """Return the number of warm-up steps before ``steps`` measured ones."""
-        asked = self.asked.warming
-        if self.asked.steps or steps >= LEAST_STEPS:
-            return asked
-        return min(asked, max(1, steps // 2))
+    def _first_run(self) -> Ladder:
+        """Run all ranks once, to measure the duration of a step and inspect the script.
 
-    def _shorten_rounds(self, found: Ladder, took: float) -> None:
-        """Measure fewer steps in later rounds if rounds of ``took`` seconds take too long."""
-        missing = REPETITIONS[0] - len(found.rungs["everything"])
-        share = self._max_step_time_s(missing) / max(took - self.starts_s, 0.1)
-        steps = in_bursts(max(MIN_STEPS_SHORT_RUN, int(share * found.steps)), self.workers)
-        if share < 1 and steps < found.steps and not self.asked.steps:
-            found.steps, found.warm = steps, self._warm_up_steps(steps)
+        Its record is the result if no time is left for anything else.
+        """
+        asked, ended, cut = self.asked, COMPLETE, False
+        steps, warm = asked.steps or FIRST_STEPS, asked.warming
+        before = time.monotonic()
+        until_s = 0.0 if asked.where else self.runner.deadline.part(SURVEY_SHARE).at_s
+        rung = Rung(warm, steps, (EVERYTHING,), survey_until=until_s)
+        try:
+            run = self.runner.run(
+                False, rung, asked.count, named=f"{steps} steps, and a survey of what follows"
+            )
+        except (OutOfTimeError, InterruptedRunError) as early:
+            if early.run is None or steps_done(early.run) < 2:
+                raise
+            run, cut = early.run, True
+            ended = INTERRUPTED if isinstance(early, InterruptedRunError) else COMPLETE
+        took_s = time.monotonic() - before
+        done = steps_done(run)
+        if done < warm + steps:
+            if done < 2:
+                children = untracked_training(run.records)
+                raise ValueError(children[0]) if children else EndedError(done, warm + steps)
+            warm = min(warm, max(1, done // 3))
+            steps = min(steps, done - warm)
+        self.step_s = measure_rung(run, warm, steps, EVERYTHING).step_s
+        self.start_s = max(took_s - steps_s(run), 0.1)
+        self._adapt_to_script(run)
+        rungs: dict[str, list[RungResult]] = {
+            name: [] for name, kind in RUNGS.items() if self._has(kind)
+        }
+        found = Ladder(warm, steps, rungs, run, run, ended=ended, survey=survey(run, warm))
+        if not cut and done < rung.warm + rung.steps:
+            self.script_steps = done
+        return found
 
-    def _few_steps_note(self, found: Ladder) -> str:
+    def _run_rounds(self, found: Ladder) -> None:
+        """Run rounds until the time is over; the results of each are added to ``found``."""
+        asked, deadline = self.asked, self.runner.deadline
+        if asked.steps:
+            plan: Plan | None = Plan(asked.warming, asked.steps)
+        else:
+            plan = first_plan(
+                deadline.left_s, self._cost(), asked.warming, self.workers, REPETITIONS
+            )
+        if self.script_steps is not None:
+            plan = self._fitted(plan, EndedError(self.script_steps, 0), found)
+        while plan is not None and _rounds(found) < REPETITIONS[1]:
+            turn, before, done = time.monotonic(), len(found.refused), _rounds(found)
+            try:
+                self._run_round(found, plan)
+            except EndedError as ended:
+                plan = self._fitted(plan, ended, found)
+                continue
+            except (OutOfTimeError, KeyboardInterrupt) as early:
+                found.ended = OUT_OF_TIME if isinstance(early, OutOfTimeError) else INTERRUPTED
+                if done:
+                    found.keep_rounds(done)
+                return
+            except FailedError as failed:
+                found.ended = FAILED
+                found.notes.append(f"the experiments ended early: {failed}")
+                return
+            took_s = time.monotonic() - turn
+            missing = max(REPETITIONS[0] - _rounds(found), 0)
+            if len(found.refused) > before and not found.rungs["everything"]:
+                continue  # the round was discarded
+            plan = self._next(plan, took_s, missing)
+        if _rounds(found) < REPETITIONS[0]:
+            found.ended = OUT_OF_TIME
+
+    def _next(self, plan: Plan, took_s: float, missing: int) -> Plan | None:
+        left_s = self.runner.deadline.left_s
+        if self.asked.steps:
+            return plan if took_s <= left_s else None
+        return next_plan(plan, took_s, left_s, self._cost(), missing, self.workers)
+
+    def _cost(self) -> RoundCost:
+        phases = sum(one != LOADER for _, phases in self.runs for one in phases)
+        separate = sum(one.separate for one in self.hypotheses)
+        starts_s = (len(self.runs) + separate) * self.start_s
+        return RoundCost(starts_s, self.step_s, phases + separate)
+
+    def _has(self, kind: tuple[bool, str]) -> bool:
+        return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
+
+    def _short_notes(self, found: Ladder) -> list[str]:
+        """Return notes on rounds or steps that are fewer than they should be."""
+        rounds = _rounds(found)
+        minutes = f"--minutes {self.asked.minutes:g}"
+        if found.ended == INTERRUPTED:
+            return [f"interrupted: the figures are of {counted(rounds, 'round')}"]
+        if found.ended == OUT_OF_TIME:
+            round_s = self._cost().duration_s(LEAST_STEPS + self.asked.warming)
+            needed = (REPETITIONS[0] * round_s + self.start_s) / MINUTE_S
+            return [
+                f"{minutes} was enough for {counted(rounds, 'round')} of experiments, and "
+                f"{REPETITIONS[0]} are needed to tell what is noise. HINT: --minutes "
+                f"{max(math.ceil(1.2 * needed), math.ceil(self.asked.minutes + 0.1))}"
+            ]
+        if self.asked.steps or found.notes or found.steps >= LEAST_STEPS:
+            return []
         more = (LEAST_STEPS + self.asked.warming) / (found.steps + found.warm)
-        return (
-            f"steps are too long for --minutes {self.asked.minutes:g}: each run measured only "
-            f"{found.steps}, and the figures are less precise. HINT: --minutes "
+        return [
+            f"steps are too long for {minutes}: each run measured only {found.steps}, and the "
+            "figures are less precise. HINT: --minutes "
             f"{math.ceil(more * found.seconds / MINUTE_S)}"
-        )
+        ]
 
-    def _fit_into_script(self, found: Ladder, ended: EndedError) -> None:
-        """Shorten the phases so that all of them fit into a script that ends early."""
-        most = max(sum(one != LOADER for one in phases) for phases in self.phases.values())
-        steps = ended.done // most - found.warm
-        if self.asked.steps or steps < MIN_STEPS_SHORT_RUN or steps >= found.steps:
+    def _fitted(self, plan: Plan | None, ended: EndedError, found: Ladder) -> Plan:
+        """Return a plan that fits into a script that ends early.
+
+        If not even short phases fit into one run, each phase gets a run of its own.
+        """
+        assert plan is not None
+        fits = fit_into_script(plan, ended.done, self._most_phases())
+        if fits is None and self._most_phases() > 1:
+            self.runs = [
+                (alone, part) for alone, phases in self.runs for part in split_phases(phases)
+            ]
+            fits = fit_into_script(plan, ended.done, 1)
+            if plan.warm + plan.steps <= ended.done:
+                fits = plan
+        if fits is None:
             raise ended
-        found.steps = steps
         found.notes = [
             f"the script ends after {counted(ended.done, 'step')}: each experiment measures only "
-            f"{steps}. HINT: let the script train longer for more precise figures"
+            f"{fits.steps}. HINT: let the script train longer for more precise figures"
         ]
-        found.rounds.clear()
-        for rungs in found.rungs.values():
-            rungs.clear()
+        found.keep_rounds(0)
+        found.savings.clear()
+        return fits
 
-    def _choose_steps(self, step_s: float) -> int:
-        """Return the number of steps per phase that the budget allows.
+    def _most_phases(self) -> int:
+        return max(sum(one != LOADER for one in phases) for _, phases in self.runs)
 
-        More rounds are better than longer phases, because each round starts new processes: there
-        are as many rounds as leave enough of the budget for steps.
-        """
-        a_round = sum(phase != LOADER for phases in self.phases.values() for phase in phases)
-        left = self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
-        starts = self.starts_s
-        rounds = min(
-            max(int((1 - STEP_SHARE_OF_BUDGET) * left / starts), REPETITIONS[0]), REPETITIONS[1]
-        )
-        each = (
-            max((left - rounds * starts) / rounds, STEP_SHARE_OF_BUDGET * left / rounds) / a_round
-        )
-        most = int(each / step_s) - self.asked.warming
-        if most >= LEAST_STEPS:
-            return in_bursts(min(MOST_STEPS, most), self.workers)
-        most = int(self._max_step_time_s(REPETITIONS[0]) / a_round / step_s)
-        few = LEAST_STEPS if most > LEAST_STEPS + self.asked.warming else 2 * most // 3
-        return in_bursts(max(MIN_STEPS_SHORT_RUN, few), self.workers)
-
-    def _max_step_time_s(self, rounds: int) -> float:
-        """Return the maximum time in s for the steps of each of ``rounds`` rounds.
-
-        It is at least the time for starting the runs: shorter phases would save little.
-        """
-        left = MAX_BUDGET_FACTOR * self.asked.minutes * MINUTE_S - (time.monotonic() - self.began)
-        return max(left / rounds - self.starts_s, self.starts_s)
-
-    def _run_round(self, found: Ladder) -> None:
+    def _run_round(self, found: Ladder, plan: Plan) -> None:
         """Run every rung once, with one rank and with all ranks.
 
-        A rung that fails is left out from now on, and the results of this round are discarded.
+        A rung that fails is left out from now on, and the results of this run are discarded.
+
+        Raises:
+            OutOfTimeError, InterruptedRunError: The round was ended early. Its results are kept
+                if there is no other round.
         """
-        count = len(found.rungs["everything"])
-        for alone, phases in self.phases.items():
-            left = tuple(one for one in phases if _rung_name(alone, one) not in found.refused)
+        count = _rounds(found)
+        for alone, phases in self.runs:
+            left = tuple(one for one in phases if rung_name(alone, one) not in found.refused)
             if not left:
                 continue
-            rung = Rung(found.warm, found.steps, left)
+            rung = Rung(plan.warm, plan.steps, left)
+            limit_s = self._limit_s(rung)
             try:
-                run = self.runner.run(alone, rung)
+                run = self.runner.run(alone, rung, limit_s=limit_s)
             except FailedError as failed:
-                number = min(rung.phase_index(failed.steps), len(left) - 1)
-                name = _rung_name(alone, left[number])
-                if name == "everything":
-                    raise
-                found.refused |= {_rung_name(alone, one): str(failed) for one in left[number:]}
-                for rungs in found.rungs.values():
-                    del rungs[count:]
+                self._refuse(found, count, rung, alone, failed.steps, failed)
+                if alone:
+                    continue
                 return
+            except (OutOfTimeError, InterruptedRunError) as early:
+                if isinstance(early, OutOfTimeError) and self.runner.deadline.left_s:
+                    slow = FailedError(f"it took longer than {limit_s:.0f} s", 0, "too slow")
+                    done = steps_done(early.run) if early.run is not None else 0
+                    self._refuse(found, count, rung, alone, done, slow)
+                    if alone:
+                        continue
+                    return
+                self._use_part(found, count, rung, alone, early.run)
+                raise
             for phase in left:
                 if phase != LOADER:
-                    taken = measure_rung(run, rung.first_measured_step(phase), found.steps, phase)
-                    found.rungs[_rung_name(alone, phase)].append(taken)
-            if not alone:
-                found.run = run
-                found.rounds.append((run, (found.warm, found.warm + found.steps)))
-                found.loader = _loader_totals(run) or found.loader
+                    self._measure(found, run, rung, alone, phase)
+            if not alone and EVERYTHING in left:
+                found.run, found.warm, found.steps = run, plan.warm, plan.steps
+                first = rung.first_measured_step(EVERYTHING)
+                found.rounds.append((run, (first, first + plan.steps)))
+            found.loader = (loader_totals(run) if not alone else None) or found.loader
+        for tested in self.hypotheses:
+            if tested.separate and tested.rung not in found.refused:
+                self._test(tested, found, plan)
+
+    def _limit_s(self, rung: Rung) -> float:
+        """Return the time after which a run counts as failed."""
+        steps = len(rung.phases) * (rung.warm + rung.steps)
+        return max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * (self.start_s + steps * self.step_s))
+
+    def _test(self, tested: Hypothesis, found: Ladder, plan: Plan) -> None:
+        """Test a hypothesis in a run of its own; one that cannot be tested is left out.
+
+        Raises:
+            OutOfTimeError, InterruptedRunError: The run was ended early.
+        """
+        rung = Rung(plan.warm, plan.steps, (tested.phase,))
+        limit_s = self._limit_s(rung)
+        named = f"{counted(plan.steps, 'step')} of {tested.rung}"
+        try:
+            run = self.runner.run(
+                False, rung, settings=tested.settings, named=named, limit_s=limit_s
+            )
+            why = tested.why_void(run)
+        except FailedError as failed:
+            why = str(failed)
+        except OutOfTimeError:
+            if not self.runner.deadline.left_s:
+                raise
+            why = f"it took longer than {limit_s:.0f} s"
+        if why:
+            found.refused[tested.rung] = why
+            found.drop(tested)
+        else:
+            found.add(tested, *tested.measure(run, rung))
+
+    def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
+        if phase in SWITCHED:
+            tested = next(one for one in self.hypotheses if one.phase == phase)
+            found.add(tested, *tested.measure(run, rung))
+            return
+        taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
+        found.rungs[rung_name(alone, phase)].append(taken)
+
+    def _refuse(
+        self, found: Ladder, count: int, rung: Rung, alone: bool, steps: int, failed: FailedError
+    ) -> None:
+        """Leave out the rung that failed, and those after it, and discard this round.
+
+        If one rank alone fails, only its part of the round is discarded.
+        """
+        number = min(rung.phase_index(steps), len(rung.phases) - 1)
+        found.keep_rounds(count, alone)
+        if rung_name(alone, rung.phases[number]) == "everything":
+            raise failed
+        found.refused |= {rung_name(alone, one): str(failed) for one in rung.phases[number:]}
+        for tested in self.hypotheses:
+            if tested.rung in found.refused:
+                found.drop(tested)
+
+    def _use_part(
+        self, found: Ladder, count: int, rung: Rung, alone: bool, run: Run | None
+    ) -> None:
+        """Keep what an unfinished round has measured, if there is no complete round."""
+        if count:
+            return
+        for phase in rung.phases if run is not None and not run.missing else ():
+            assert run is not None
+            try:
+                self._measure(found, run, rung, alone, phase)
+            except (EndedError, KeyError):  # the run was ended before this phase was over
+                break
+            if not alone and phase == EVERYTHING:
+                found.run, found.warm, found.steps = run, rung.warm, rung.steps
 
     def _adapt_to_script(self, run: Run) -> None:
         """Adapt later runs to what the first run shows of the script.
@@ -254,30 +353,15 @@ class _Climb:
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
-        if any(one.get("threads", 1) > 1 for one in told):
-            self.phases[False] = (EVERYTHING, CACHED, SILENT, ONE_THREAD, LOADER)
-        if any(one.get("convolutions") and not one.get("channels_last") for one in told):
-            self.phases[True] = (EVERYTHING, CACHED, CHANNELS_LAST)
+        self.hypotheses = hypotheses(told)
+        single, switched = (
+            [one.phase for one in self.hypotheses if one.alone == alone and not one.separate]
+            for alone in (True, False)
+        )
+        threads = [ONE_THREAD] if any(one.get("threads", 1) > 1 for one in told) else []
+        together = (EVERYTHING, *switched, CACHED, SILENT, *threads, LOADER)
+        self.runs = [(False, together), (True, (EVERYTHING, CACHED, *single))]
 
 
-def in_bursts(steps: int, burst: int) -> int:
-    """Round the number of steps up to a multiple of ``burst``, if that is at most BURST.
-
-    Loader workers with equal speed deliver their batches together, in bursts. A part of a burst
-    would contain either the whole wait for it, or none.
-    """
-    return math.ceil(steps / burst) * burst if 1 < burst <= BURST else steps
-
-
-def _rung_name(alone: bool, phase: str) -> str:
-    """Return the name of the rung that runs a phase with one or with all ranks."""
-    return next((name for name, rung in RUNGS.items() if rung == (alone, phase)), phase)
-
-
-def _loader_totals(run: Run) -> dict[str, float] | None:
-    """Return the totals of all ranks' loaders when they run without training, or None."""
-    told = [record.meta.get("rung", {}).get("loader") for record in run.records]
-    known = [one for one in told if one and one["batches"]]
-    if not known:
-        return None
-    return {key: sum(one[key] for one in known) for key in known[0]} | {"ranks": len(known)}
+def _rounds(found: Ladder) -> int:
+    return len(found.rungs["everything"])

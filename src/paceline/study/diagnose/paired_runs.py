@@ -17,8 +17,8 @@ from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude
 from ...record.experiments.rung import EVERYTHING, Rung
 from ...significance import half_width, tail_of_look
-from .ladder import in_bursts
-from .run_script import Runner
+from .plan import in_bursts
+from .run_script import OutOfTimeError, Runner
 
 LOOKS = (3, 5, 8)  # numbers of pairs after which it is decided whether to measure more
 MIN_GAIN = 0.02  # a trial ends when a larger gain can be excluded
@@ -82,9 +82,13 @@ class Pairs:
 
     @property
     def gain(self) -> Interval:
-        """Gain of the throughput. All intervals of the looks are right together."""
+        """Gain of the throughput. All intervals of the looks are right together.
+
+        At the end of the time there may be fewer pairs than at a look: they spend its level.
+        """
         logs = [pair.log_ratio for pair in self.pairs]
-        return _as_gain(logs, half_width(logs, tail_of_look(len(logs), self.looks, self.level)))
+        look = next(count for count in self.looks if count >= len(logs))
+        return _as_gain(logs, half_width(logs, tail_of_look(look, self.looks, self.level)))
 
     @property
     def futile(self) -> bool:
@@ -112,11 +116,22 @@ def measure_pairs(
         pair: Measures the pair of this number, from 0 on.
         level: Probability that an end of the interval is wrong at any of the looks.
         until: Returns whether the pairs are enough.
+
+    Returns:
+        Fewer pairs if the time is over before.
+
+    Raises:
+        OutOfTimeError: The time is over before the first pair.
     """
     found = Pairs(level, LOOKS)
     for count in LOOKS:
         while len(found.pairs) < count:
-            found.pairs.append(pair(len(found.pairs)))
+            try:
+                found.pairs.append(pair(len(found.pairs)))
+            except OutOfTimeError:
+                if not found.pairs:
+                    raise
+                return found
         if until(found):
             break
     return found

@@ -4,12 +4,14 @@ Each run is a separate, recorded ``paceline run`` process with a rung (record/ex
 and settings (knobs/settings.py).
 """
 
+import math
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,11 +25,15 @@ from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
 from ...security.files import open_regular
 from ...security.text import printable
+from . import overlay
+from .plan import Deadline
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 MINUTE_S = 60.0
 LAST_LINES = 6  # of the output of a failed run, shown in the error
-END_TIMEOUT_S = 5.0  # timeout for an interrupted run to end its ranks
+# Signals that end a run, each with the time in s that the run has to end its ranks.
+END_SIGNALS = ((signal.SIGINT, 6.0), (signal.SIGTERM, 6.0), (signal.SIGKILL, 10.0))
+OUT_OF_TIME = "the time budget was used up"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class RunRequest:
         warm: Warm-up steps before the measured ones.
         count: Whether to count the FLOPs of a step.
         settings: Knobs that are set in all runs.
+        deadline: When the last run ends; None if no time has been measured yet.
     """
 
     script: str
@@ -57,6 +64,7 @@ class RunRequest:
     warm: int = 5
     count: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    deadline: Deadline | None = None
 
     @property
     def typed_options(self) -> list[str]:
@@ -87,16 +95,44 @@ class FailedError(ValueError):
         self.steps, self.short = steps, short
 
 
+class OutOfTimeError(ValueError):
+    """A run was ended, or not started, because its time was over.
+
+    Attributes:
+        run: Record until then, or None.
+    """
+
+    def __init__(self, minutes: float, run: Run | None = None) -> None:
+        super().__init__(
+            f"{OUT_OF_TIME}. HINT: --minutes {math.ceil(2 * minutes)} instead of {minutes:g}"
+        )
+        self.run = run
+
+
+class InterruptedRunError(KeyboardInterrupt):
+    """The user or the system interrupted a run.
+
+    Attributes:
+        run: Record until then, or None.
+    """
+
+    def __init__(self, run: Run | None) -> None:
+        super().__init__()
+        self.run = run
+
+
 class Runner:
     """Runs the script with records in a temporary folder, which is removed at the end."""
 
     def __init__(self, asked: RunRequest, say: Callable[[str], None]) -> None:
         self.asked, self.say = asked, say
+        self.deadline = asked.deadline or Deadline.after(MINUTE_S * asked.minutes)
         self.runs = 0
         self.threads: list[str] = []
 
     def __enter__(self) -> "Runner":
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-diagnose-"))
+        self.overlay = overlay.Overlay.prepare(self.asked.script, self.asked.args, self.folder)
         return self
 
     def __exit__(
@@ -105,7 +141,7 @@ class Runner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        overlay.remove(self.folder)
 
     def as_in(self, run: Run) -> None:
         """Let a single rank compute with as many threads as each rank of this run."""
@@ -120,6 +156,7 @@ class Runner:
         count: bool = False,
         settings: dict[str, Any] | None = None,
         named: str = "",
+        limit_s: float = math.inf,
     ) -> Run:
         """Run the script once and return its record.
 
@@ -129,31 +166,33 @@ class Runner:
             count: Count the FLOPs of a step.
             settings: Knobs that are set in this run, in addition to the requested ones.
             named: Description of the run for the user, instead of the default one.
+            limit_s: Maximum duration, if less time than until the deadline is meant.
 
         Raises:
             FailedError: The script failed.
+            OutOfTimeError: The run was ended after ``limit_s`` or at the deadline.
+            InterruptedRunError: The user interrupted the run.
             ValueError: The script was stopped.
         """
+        if not self.deadline.left_s:
+            raise OutOfTimeError(self.asked.minutes)
         self.runs += 1
-        where = _one(self.asked.where) if alone else list(self.asked.where)
-        if self.asked.ranks is not None or alone:
-            where += ["-n", "1" if alone else str(self.asked.ranks)]
-        record = self.folder / f"{self.runs}"
-        rung = replace(rung, scratch=str(self.folder / f"scratch-{self.runs}"))
-        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
-        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
-        words += ["--count-flops"] * count
-        if settings := {**self.asked.settings, **(settings or {})}:
-            words += ["--settings", str(self._written(settings))]
-        words += ["--record", str(record), "--", self.asked.script, *self.asked.args]
+        record, changes = (self.folder / f"{name}{self.runs}" for name in ("", "overlay-"))
+        words = self._words(alone, rung, count, settings or {}, record)
+        if self.overlay is not None:
+            words = self.overlay.command(changes, words)
         who = "one rank" if alone else "all ranks"
         what = named or f"{counted(rung.steps, 'step')} of each: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")
         log = self.folder / f"{self.runs}.log"
-        with log.open("w") as file:
-            code = _wait(
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-            )
+        try:
+            code = _run_process(words, log, min(limit_s, self.deadline.left_s))
+        except KeyboardInterrupt:
+            raise InterruptedRunError(_load_partial(record)) from None
+        finally:
+            overlay.remove(changes)
+        if code is None:
+            raise OutOfTimeError(self.asked.minutes, _load_partial(record))
         run = load_run(record) if any(record.glob("*.ring")) else None
         stopped = _stopped(run)
         if stopped:
@@ -165,6 +204,23 @@ class Runner:
             said = f"the script with {who} ended with exit code {code}:{words_of}"
             raise FailedError(said, steps, _error(last) or f"exit code {code}")
         return run
+
+    def _words(
+        self, alone: bool, rung: Rung, count: bool, settings: dict[str, Any], record: Path
+    ) -> list[str]:
+        """Return the command of a run."""
+        where = _one(self.asked.where) if alone else list(self.asked.where)
+        if self.asked.ranks is not None or alone:
+            where += ["-n", "1" if alone else str(self.asked.ranks)]
+        scratch = self.folder / f"scratch-{self.runs}"
+        covered = self.overlay.folders if self.overlay is not None else ()
+        rung = replace(rung, scratch=str(scratch), covered=covered)
+        words = [sys.executable, "-m", "paceline", "run", *where, *self.asked.options]
+        words += [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
+        words += ["--count-flops"] * count
+        if settings := {**self.asked.settings, **settings}:
+            words += ["--settings", str(self._written(settings))]
+        return [*words, "--record", str(record), "--", self.asked.script, *self.asked.args]
 
     def _written(self, settings: dict[str, Any]) -> Path:
         path = self.folder / f"settings-{self.runs}.toml"
@@ -191,21 +247,57 @@ def _stopped(run: Run | None) -> str:
     return next((one["stopped"] for one in told if one.get("stopped")), "")
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a run and return its exit code.
+def _run_process(words: list[str], log: Path, limit_s: float) -> int | None:
+    """Run a command with its output in ``log``. Return its exit code; None after ``limit_s``.
 
-    After Ctrl-C, the run gets time to end its ranks before it is terminated: the terminal sends the
-    signal to the run, too.
+    The command has its own process group, so that Ctrl-C reaches it once: from here.
     """
-    try:
-        return process.wait()
-    except BaseException:
+    started: list[subprocess.Popen[bytes]] = []
+    failed: list[OSError] = []
+
+    def start() -> None:
         try:
-            process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-        raise
+            with log.open("w") as file:
+                options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                started.append(subprocess.Popen(words, process_group=0, **options))
+        except OSError as error:
+            failed.append(error)
+
+    # Signals interrupt the main thread only: a process that has started is never lost.
+    thread = threading.Thread(target=start)
+    try:
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+        return started[0].wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if thread.ident is not None:
+            thread.join()
+        for process in started:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run that still runs; a further Ctrl-C does so sooner."""
+    for kind, timeout_s in END_SIGNALS:
+        if process.poll() is not None:
+            return
+        process.send_signal(kind)
+        try:
+            process.wait(timeout_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            continue
+
+
+def _load_partial(record: Path) -> Run | None:
+    """Return the record of a run that was ended; None if there is none that can be read."""
+    try:
+        return load_run(record) if any(record.glob("*.ring")) else None
+    except (ValueError, OSError):
+        return None
 
 
 def _last(log: Path) -> list[str]:

@@ -8,7 +8,6 @@ measured too little were not kept.
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +16,8 @@ from ...analyze.diagnosis.ladder import Interval
 from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude, settable
 from ...knobs.value_types import Switch
-from ...predict.gains import TRIED
 from ...predict.remedies import Remedy, gain_after
+from ...predict.saving import TRIED
 from ...significance import SharedLevel
 from .paired_runs import (
     TIGHT,
@@ -26,12 +25,11 @@ from .paired_runs import (
     NoEffectError,
     Pair,
     PairedRuns,
-    Pairs,
     is_decided,
     is_precise,
     measure_pairs,
 )
-from .run_script import MINUTE_S, FailedError, Runner, RunRequest
+from .run_script import OUT_OF_TIME, FailedError, OutOfTimeError, Runner, RunRequest
 
 # Probability that a remedy without an effect is kept, in all passes of trials.
 FALSE_KEEP_LEVEL = 0.1
@@ -40,7 +38,7 @@ FALSE_KEEP_LEVEL = 0.1
 SPENT_IN_PASS = 0.75
 # Probability that an end of the interval of the gain of all kept remedies together is wrong.
 CONFIRM_LEVEL = 0.05
-BUDGET_FACTOR = 1.5  # time budget of each pass of trials, relative to --minutes
+GLIMPSE_SHARE = 0.5  # of the time of a pass of trials, at most, for micro-measurements
 # Half of the interval of a prediction, as a share of the throughput. A prediction with a wider
 # interval is refined by a micro-measurement.
 MAX_HALF_WIDTH = 0.05
@@ -182,16 +180,15 @@ def try_remedies(
     """Try each remedy with all settings kept before, and add the trials to ``found``.
 
     The remedy with the largest predicted gain is tried first. Remedies whose gain only a
-    micro-measurement can predict come last. No trial starts after ``BUDGET_FACTOR`` times the
-    requested minutes, except that the most promising remedy is tried even if the predictions took
-    all of this time.
+    micro-measurement can predict come last. At the deadline of ``asked`` the trial that runs ends
+    with the rounds that it has, and none starts. Micro-measurements end earlier, so that time is
+    left for the trials.
     """
-    until = time.monotonic() + BUDGET_FACTOR * MINUTE_S * asked.minutes
     spent = SPENT_IN_PASS * found.level_left
     found.level_left -= spent
     shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, until, shared).all(remedies, found)
+        _Trials(runner, steps, shared).all(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -222,18 +219,14 @@ def confirm_kept(
     added = {name: value for name, value in found.kept.items() if base.get(name) != value}
     if not added:
         return ""
-    until = time.monotonic() + MINUTE_S * asked.minutes
     with Runner(asked, say) as runner:
         runs = PairedRuns(runner)
 
         def pair(at: int) -> Pair:
             return runs.pair(base, added, steps, at, "all kept remedies")
 
-        def enough(pairs: Pairs) -> bool:
-            return is_precise(pairs) or time.monotonic() > until
-
         try:
-            gain = measure_pairs(pair, CONFIRM_LEVEL, enough).gain
+            gain = measure_pairs(pair, CONFIRM_LEVEL, is_precise).gain
         except (ValueError, NoEffectError) as error:
             return f"the gain of all kept remedies together could not be measured: {error}"
     found.confirmed, found.faster = gain, 1 + gain.mean
@@ -254,10 +247,10 @@ def confirm_kept(
 
 
 class _Trials:
-    def __init__(self, runner: Runner, steps: int, until: float, shared: SharedLevel) -> None:
-        self.runs, self.steps, self.deadline = PairedRuns(runner), steps, until
+    def __init__(self, runner: Runner, steps: int, shared: SharedLevel) -> None:
+        self.runs, self.steps, self.deadline = PairedRuns(runner), steps, runner.deadline
+        self.glimpses_until = runner.deadline.part(GLIMPSE_SHARE)
         self.shared = shared
-        self.measured = 0  # number of knobs measured so far
 
     def all(self, remedies: list[Remedy], found: TrialResults) -> None:
         before = found.faster  # the predictions are relative to this throughput
@@ -296,7 +289,7 @@ class _Trials:
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
         """Return the gain over a few steps; None if there is no time left or no value to set."""
-        if remedy.value is None or time.monotonic() > self.deadline:
+        if remedy.value is None or not self.glimpses_until.left_s:
             return None
         steps = min(self.steps, MAX_MICRO_STEPS)
         pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
@@ -307,21 +300,17 @@ class _Trials:
         """Measure interleaved rounds until it is decided whether the remedy helps."""
         if predicted is not None and predicted.high < 0 and remedy.cause:
             return Trial(remedy, predicted, None, False, "not tried: it would make steps longer")
-        promising = predicted is not None and predicted.mean > 0
-        if time.monotonic() > self.deadline and (self.measured or not promising):
-            why = (
-                "not tried: the time budget was used up. HINT: increase --minutes, or --try "
-                f"{remedy.knob}"
-            )
-            return Trial(remedy, predicted, None, False, why, late=True)
+        if not self.deadline.left_s:
+            return _late(remedy, predicted)
         if remedy.value is None:
             why = f"not tried: no cause suggests a value. HINT: --try {remedy.knob}=VALUE"
             return Trial(remedy, None, None, False, why)
-        self.measured += 1
         try:
             pairs = measure_pairs(
                 lambda at: self._pair(remedy, kept, self.steps, at), self.shared.level, is_decided
             )
+        except OutOfTimeError:
+            return _late(remedy, predicted)
         except (ValueError, NoEffectError) as error:
             return _not_measured(remedy, predicted, error)
         gain, lost = pairs.gain, pairs.losses
@@ -341,6 +330,11 @@ def _mean_gain(remedy: Remedy) -> float:
 
 def _rough(gain: Interval) -> bool:
     return gain.high - gain.low > 2 * MAX_HALF_WIDTH
+
+
+def _late(remedy: Remedy, predicted: Interval | None) -> Trial:
+    why = f"not tried: {OUT_OF_TIME}. HINT: increase --minutes, or --try {remedy.knob}"
+    return Trial(remedy, predicted, None, False, why, late=True)
 
 
 def _not_measured(

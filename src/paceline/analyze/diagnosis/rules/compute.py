@@ -1,5 +1,8 @@
 """Rules for slow computation on one or many ranks: precision, layout, memory, Python threads."""
 
+from typing import Any
+
+from ....plurals import counted
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 
 MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes
@@ -66,6 +69,34 @@ def memory(e: Evidence) -> NamedCause:
     return "memory-limit", sentence, {"waiting": share}
 
 
+def collecting_share(e: Evidence) -> float:
+    """Return the share of time in which ranks collect garbage; mean of the ranks."""
+    found = [
+        one.get("collecting", {}).get("seconds", 0.0) / one["seconds"]
+        for climbed in e.rungs.get("everything", [])
+        for one in climbed.used
+        if one.get("seconds")
+    ]
+    return sum(found) / len(found) if found else 0.0
+
+
+def collector(e: Evidence) -> NamedCause:
+    each = [one.get("collecting", {}) for c in e.rungs.get("everything", []) for one in c.used]
+    most: dict[str, Any] = max(each, key=lambda one: one.get("seconds", 0.0), default={})
+    count = most.get("count", 0) / e.steps
+    where = f", mostly in {place(most)}" if "file" in most else ""
+    sentence = (
+        f"Python's garbage collector runs {counted(count, 'time')} per step{where}, and "
+        "nothing else of the rank runs meanwhile"
+    )
+    return "garbage-collection", sentence, most | {"collections_a_step": count}
+
+
+def place(found: dict[str, Any]) -> str:
+    """Return the file without its folders, and the line."""
+    return f"{found['file'].rpartition('/')[2]}:{found.get('line', '?')}"
+
+
 def interpreter_lock_share(e: Evidence) -> float:
     """Return the share of time in which the training thread waits for the interpreter lock.
 
@@ -89,9 +120,7 @@ def _other_threads_cores(e: Evidence) -> float:
 def interpreter(e: Evidence) -> NamedCause:
     other_threads = [one.get("others", {}) for c in e.rungs.get("silent", []) for one in c.used]
     busiest = max(other_threads, key=lambda one: one.get("seconds", 0.0))
-    where = (
-        f" ({busiest['file'].rpartition('/')[2]}:{busiest['line']})" if "file" in busiest else ""
-    )
+    where = f" ({place(busiest)})" if "file" in busiest else ""
     sentence = (
         f"thread {busiest.get('name', '?')!r}{where} computes in Python, and the training waits "
         "for the interpreter lock (GIL)"

@@ -191,6 +191,8 @@ def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
         return True
     if name in ("script", "interpreter") and entry.doing == Doing.WAIT:
         return True
+    if name == "garbage-collection" and entry.doing == Doing.GARBAGE:
+        return True
     if name == "slow-rank" and entry.rank == evidence.get("rank"):
         own = profile.own_line(entry)
         functions = {(one["file"], one["function"]) for one in evidence.get("lines", [])}

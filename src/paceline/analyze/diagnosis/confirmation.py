@@ -1,0 +1,126 @@
+"""Decide whether the experiments confirm a possible cause.
+
+A cause that an experiment can switch off is named only if a step becomes shorter without it. A
+cause that no experiment can switch off is named by what the record shows, or by an estimate.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ...record.experiments.rung import NO_COLLECTION, THREADS_PAUSED
+from .evidence import MIN_SHARE, Evidence
+from .ladder import BARS, Interval
+from .switched import reference_name
+
+CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not-confirmed", "not-testable"
+# What a share is based on, the most reliable first.
+EXPERIMENT, RECORD, ESTIMATE = "experiment", "record", "estimate"
+# Rungs that test one hypothesis each (study/diagnose/hypotheses.py).
+KEPT_MEMORY, SEARCH_OFF = "memory kept", "no search for unused parameters"
+FLOAT32 = "float32 instead of float64"
+MAX_RELATIVE_HALF_WIDTH = 0.5  # of a share that a single experiment measured
+
+# By witness: the rung without the cause, and the rung that it is compared with.
+EXPERIMENTS: dict[str, tuple[str, str]] = {
+    "threads": ("one thread", "silent"),
+    "layout": ("alone, channels-last", "alone"),
+    "collector": (NO_COLLECTION, reference_name(NO_COLLECTION)),
+    "interpreter": (THREADS_PAUSED, "everything"),
+    "allocator": (KEPT_MEMORY, "everything"),
+    "search": (SEARCH_OFF, "everything"),
+    "precision": (FLOAT32, "everything"),
+}
+# Witnesses whose figure from the record is not a time that a clock measured, but is computed from
+# the cost of one operation, or from what remains of a step without its known parts.
+ESTIMATED = ("allocator", "precision", "interpreter")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """One possible cause as seen by the ladder and by the record. None: it can't be seen there."""
+
+    name: str
+    ladder: Interval | None
+    record: float | None
+
+    @property
+    def differ(self) -> bool:
+        """Whether the two differ by more than the interval and by more than ``MIN_SHARE``."""
+        if self.ladder is None or self.record is None:
+            return False
+        return not (self.ladder.low - MIN_SHARE <= self.record <= self.ladder.high + MIN_SHARE)
+
+    @property
+    def basis(self) -> str:
+        """What the share is based on: EXPERIMENT, RECORD or ESTIMATE."""
+        if self.ladder is not None:
+            return EXPERIMENT
+        return ESTIMATE if self.name in ESTIMATED else RECORD
+
+    @property
+    def share(self) -> float:
+        """Share of a step's time: that of the experiment, if there is one."""
+        return self.ladder.mean if self.ladder is not None else self.record or 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Range of shares that the ladder and the record allow; an estimate does not widen it."""
+        if self.ladder is None:
+            return self.share, self.share
+        bounds = [self.ladder.low, self.ladder.high]
+        known = self.record is not None and self.name not in ESTIMATED
+        bounds += [self.record] if known and self.record is not None else []
+        return min(bounds), max(bounds)
+
+
+def measured(e: Evidence, name: str) -> Interval | None:
+    """Return the share of a step that the experiment of a witness saved; None without one.
+
+    The interval of a switched phase is that of all its pairs of blocks.
+    """
+    without, reference = EXPERIMENTS[name]
+    against = e.step_time_saving(without, reference)
+    savings = e.savings.get(without)
+    if not savings:
+        return against
+    found = Interval.of(savings)
+    if name == "layout":  # of the step of one rank
+        return found.scaled(e.relative_step_time(reference))
+    if name == "interpreter" and against is not None and 0 < against.mean < found.mean:
+        return found.scaled(against.mean / found.mean)  # threads that can be paused are slower
+    return found
+
+
+def verdict(witness: Witness) -> str:
+    """Return CONFIRMED, NOT_CONFIRMED or NOT_TESTABLE; "" if the witness suggests no cause."""
+    if witness.name in BARS:
+        return _verdict_of_bar(witness)
+    if witness.ladder is None:
+        return NOT_TESTABLE if witness.share >= MIN_SHARE else ""
+    if _is_clear(witness.ladder):
+        return CONFIRMED
+    expected = max(witness.ladder.mean, witness.record or 0.0)
+    return NOT_CONFIRMED if expected >= MIN_SHARE else ""
+
+
+def _is_clear(found: Interval) -> bool:
+    """Return whether a single experiment shows a share that is large, and known well enough."""
+    if not math.isfinite(found.low) or found.mean < MIN_SHARE:
+        return False
+    return found.low >= max(MIN_SHARE / 2, (1 - MAX_RELATIVE_HALF_WIDTH) * found.mean)
+
+
+def _verdict_of_bar(witness: Witness) -> str:
+    """Return the verdict on a bar of the waterfall, which the ladder and the record both see.
+
+    Both have to see at least half of ``MIN_SHARE``, and their mean has to reach it: one of them
+    alone may be off by that much.
+    """
+    if witness.ladder is None:
+        return NOT_TESTABLE if witness.share >= MIN_SHARE else ""
+    if witness.share < MIN_SHARE or witness.ladder.low < MIN_SHARE / 2:
+        return ""
+    if witness.record is None:
+        return CONFIRMED
+    both = (witness.ladder.mean + witness.record) / 2
+    return CONFIRMED if witness.record >= MIN_SHARE / 2 and both >= MIN_SHARE else ""

@@ -1,0 +1,264 @@
+"""Rules for work inside the model: operators that a step may not need, or that are slow.
+
+The share of a finding is an upper bound of what its remedy can save. Shares of different findings
+overlap.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..evidence import MIN_SHARE
+from ..operator_profile import OperatorProfile, ProfiledOperator
+
+MIN_SMALL_CALLS = 32  # of an operator per step, in one line and module: fewer are not a loop
+MIN_FLOAT64_SHARE = 0.5  # of the parameters' bytes: then the rule "precision" applies
+SLOW_ROOFLINE_SHARE = 0.2  # of the attainable FLOP/s
+SLOW_BANDWIDTH_SHARE = 0.01  # of the memory bandwidth; exp and tanh on CPUs reach more
+# The best product of the step is the reference, at least this share of the attainable FLOP/s: on a
+# machine that is not quiet all operators stay below its limits.
+MIN_REFERENCE = 0.5
+MIN_SLOW_CALL = 50  # duration of a slow call, relative to an operator on one element
+MIN_GROWTH = 8  # bytes of a large output over bytes of the inputs
+MIN_LARGE_BYTES = 8 << 20
+MAX_MEMORY_SHARE = 0.1  # of the device's memory, divided by the ranks
+MAX_LINES = 5  # of a finding
+MAX_PRODUCTS = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something inside the model that may be avoided.
+
+    Attributes:
+        id: Id of the cause.
+        share: Upper bound of the gain, as a share of a step's time.
+        remedy: What to change.
+        lines: Lines of the script, those with the largest share first.
+    """
+
+    id: str
+    share: float
+    sentence: str
+    remedy: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+Seconds = Callable[[ProfiledOperator], float]
+
+
+def findings(profile: OperatorProfile) -> list[Finding]:
+    """Return what takes at least ``MIN_SHARE`` of a step, largest first."""
+    rules = (
+        *(_copies, _small_operators, _recomputation, _checkpointing, _unused_output),
+        *(_unneeded_gradient, _float64, _slow_operators, _large_intermediate),
+    )
+    found = [finding for rule in rules if (finding := rule(profile)) is not None]
+    return sorted((one for one in found if one.share >= MIN_SHARE), key=lambda one: -one.share)
+
+
+def products(profile: OperatorProfile) -> list[ProfiledOperator]:
+    """Return the operators with FLOPs that take longest."""
+    return [one for one in profile.operators if one.row.flops][:MAX_PRODUCTS]
+
+
+def _by_line(
+    profile: OperatorProfile, chosen: Iterable[ProfiledOperator], seconds: Seconds
+) -> list[dict[str, Any]]:
+    """Return the lines of operators with their shares, those with the largest share first."""
+    lines: dict[tuple[str, int], dict[str, Any]] = {}
+    for one in chosen:
+        line = lines.setdefault(
+            one.place,
+            {"file": one.file, "line": one.line, "code": one.code, "share": 0.0, "operators": []},
+        )
+        line["share"] += profile.share(seconds(one))
+        if one.row.operator not in line["operators"]:
+            line["operators"].append(one.row.operator)
+    return sorted(lines.values(), key=lambda line: -line["share"])
+
+
+def _finding(
+    name: str,
+    profile: OperatorProfile,
+    chosen: Iterable[ProfiledOperator],
+    seconds: Seconds,
+    sentence: str,
+    remedy: str,
+    factor: float = 1.0,
+    **evidence: Any,
+) -> Finding:
+    lines = _by_line(profile, chosen, seconds)
+    share = factor * sum(line["share"] for line in lines)
+    named = [line for line in lines if line["file"]]
+    where = f", mostly in line {named[0]['line']}: {named[0]['code']}" if named else ""
+    modules = list(dict.fromkeys(one.row.module for one in chosen if one.row.module))
+    evidence = {"modules": modules[:MAX_LINES], "confirmed": False, **evidence}
+    return Finding(name, share, sentence + where, remedy, lines[:MAX_LINES], evidence)
+
+
+def _copies(profile: OperatorProfile) -> Finding | None:
+    chosen = [
+        one
+        for one in profile.operators
+        if one.row.copy in ("layout", "cast") and one.file and one.row.phase != "optimizer"
+    ]
+    casts = sum(one.row.seconds for one in chosen if one.row.copy == "cast")
+    total = sum(one.row.seconds for one in chosen)
+    kind = "dtypes" if casts > total / 2 else "memory layouts"
+    sentence = f"tensors are copied between {kind}"
+    remedy = (
+        "compute in one dtype between the products"
+        if kind == "dtypes"
+        else "keep one order of dimensions, and let operators read the permuted view "
+        "(no contiguous() or clone())"
+    )
+    return _finding("copies", profile, chosen, lambda one: one.row.seconds, sentence, remedy)
+
+
+def _small_operators(profile: OperatorProfile) -> Finding | None:
+    chosen = [
+        one for one in profile.operators if one.file and one.row.small_calls >= MIN_SMALL_CALLS
+    ]
+    count = sum(one.row.small_calls for one in chosen)
+    sentence = (
+        f"{count:,.0f} small operators per step take about as long as their dispatch "
+        f"({1e6 * profile.dispatch_s:.2g} µs each)"
+    )
+    in_optimizer = sum(one.row.small_s for one in chosen if one.row.phase == "optimizer")
+    most = in_optimizer > sum(one.row.small_s for one in chosen) / 2
+    remedy = (
+        "let the optimizer update all parameters at once (fused=True or foreach=True)"
+        if most
+        else "compute the iterations of the loop in one operator on a larger tensor, or use "
+        "torch.compile"
+    )
+    return _finding(
+        *("small-operators", profile, chosen, lambda one: one.row.small_s, sentence, remedy),
+        calls=count,
+    )
+
+
+def _recomputation(profile: OperatorProfile) -> Finding | None:
+    chosen = [one for one in profile.operators if one.row.repeated_s]
+    sentence = "operators are computed again on the same values in the same step"
+    remedy = "keep the first result in a variable, and use it again"
+    return _finding(
+        "recomputation", profile, chosen, lambda one: one.row.repeated_s, sentence, remedy
+    )
+
+
+def _checkpointing(profile: OperatorProfile) -> Finding | None:
+    chosen = [one for one in profile.operators if one.row.phase == "recomputation"]
+    sentence = "activation checkpointing computes parts of the forward again in the backward"
+    remedy = "checkpoint fewer modules, as far as the memory allows"
+    return _finding(
+        "activation-checkpointing", profile, chosen, lambda one: one.row.seconds, sentence, remedy
+    )
+
+
+def _unused_output(profile: OperatorProfile) -> Finding | None:
+    chosen = [one for one in profile.operators if one.row.unused_s]
+    sentence = "the forward computes outputs that neither a loss nor another operator uses"
+    remedy = "do not call these modules, or add their output to the loss"
+    return _finding(
+        "unused-output", profile, chosen, lambda one: one.row.unused_s, sentence, remedy
+    )
+
+
+def _unneeded_gradient(profile: OperatorProfile) -> Finding | None:
+    chosen = [one for one in profile.operators if one.row.unneeded_s]
+    sentence = "the backward computes gradients of parameters that no optimizer updates"
+    remedy = "set requires_grad_(False) on these parameters, or add them to the optimizer"
+    return _finding(
+        "unneeded-gradient", profile, chosen, lambda one: one.row.unneeded_s, sentence, remedy
+    )
+
+
+def _float64(profile: OperatorProfile) -> Finding | None:
+    sizes = profile.parameter_bytes
+    if sizes.get("float64", 0) > MIN_FLOAT64_SHARE * sum(sizes.values()):
+        return None
+    chosen = [one for one in profile.operators if one.row.float64_s]
+    origins = [one for one in chosen if one.row.widens and one.row.phase == "forward" and one.file]
+    first = f" (float64 begins in line {origins[0].line})" if origins else ""
+    sentence = f"operators compute in float64, although the parameters do not{first}"
+    remedy = "create these tensors as float32 (dtype=torch.float32), or convert them with .float()"
+    # In float32 an operator moves half of the bytes.
+    return _finding(
+        *("precision", profile, chosen, lambda one: one.row.float64_s, sentence, remedy, 0.5),
+        origins=[{"file": one.file, "line": one.line, "code": one.code} for one in origins[:3]],
+    )
+
+
+def _slow_operators(profile: OperatorProfile) -> Finding | None:
+    lost = {id(one): seconds for one, seconds in _lost_to_slow_kernels(profile)}
+    chosen = [one for one in profile.operators if id(one) in lost]
+    if not chosen:
+        return None
+    worst = max(chosen, key=lambda one: lost[id(one)])
+    rate = (
+        f"{100 * worst.of_roofline:.2g} % of the roofline"
+        if worst.of_roofline is not None
+        else f"{100 * _bandwidth_share(worst, profile):.2g} % of the memory bandwidth"
+    )
+    sentence = f"{worst.row.operator} of {worst.row.shapes} reaches {rate}"
+    remedy = "use another operator, dtype or shape with a faster kernel on this device"
+    return _finding("slow-operators", profile, chosen, lambda one: lost[id(one)], sentence, remedy)
+
+
+def _lost_to_slow_kernels(profile: OperatorProfile) -> Iterator[tuple[ProfiledOperator, float]]:
+    """Yield operators far below the limits of the device, and the seconds that they lose."""
+    rates = [one.of_roofline for one in profile.operators if one.of_roofline is not None]
+    reference = min(max([MIN_REFERENCE, *rates]), 1.0)
+    for one in profile.operators:
+        row = one.row
+        if not row.calls or row.seconds / row.calls < MIN_SLOW_CALL * profile.dispatch_s:
+            continue
+        reached, least = one.of_roofline, SLOW_ROOFLINE_SHARE
+        if reached is None:
+            reached, least = _bandwidth_share(one, profile), SLOW_BANDWIDTH_SHARE
+            if row.random or row.copy or not row.bytes:
+                continue
+        lost = row.seconds * (1 - reached / reference)
+        if reached < least * reference and profile.share(lost) >= MIN_SHARE:
+            yield one, lost
+
+
+def _bandwidth_share(one: ProfiledOperator, profile: OperatorProfile) -> float:
+    limit = one.row.seconds * profile.limits.bytes_per_s
+    return one.row.bytes / limit if limit else 0.0
+
+
+def _large_intermediate(profile: OperatorProfile) -> Finding | None:
+    memory = profile.limits.memory_bytes
+    memory = memory if profile.device != "cpu" else memory / profile.ranks
+    sizes: dict[tuple[str, int], float] = {}
+    for one in profile.operators:
+        # A convolution or linear layer of few channels makes a larger output by definition.
+        expands = one.row.growth >= MIN_GROWTH and (
+            not (one.row.flops or one.row.random) or one.row.operator in ("bmm", "baddbmm")
+        )
+        size = one.row.output_bytes
+        if one.file and (
+            (expands and size >= MIN_LARGE_BYTES) or size >= MAX_MEMORY_SHARE * memory
+        ):
+            sizes[one.place] = max(sizes.get(one.place, 0), size)
+    chosen = [
+        one
+        for one in profile.operators
+        if one.place in sizes
+        and one.row.calls
+        and one.row.bytes / one.row.calls >= sizes[one.place] / 2
+    ]
+    largest = max(sizes.values(), default=0.0)
+    sentence = f"intermediate tensors of up to {largest / 2**20:,.0f} MiB are written and read"
+    remedy = (
+        "use an operator that does not store the expanded tensor (a product, cdist, "
+        "scaled_dot_product_attention, an index), or compute in parts"
+    )
+    return _finding(
+        *("large-intermediate", profile, chosen, lambda one: one.row.seconds, sentence, remedy),
+        bytes=largest,
+    )

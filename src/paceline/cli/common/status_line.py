@@ -1,0 +1,93 @@
+"""The progress of a long command on standard error, and signals that end it early."""
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from ...report.console import PlainConsole
+
+
+class StatusLine:
+    """The present activity and the time left: one line that counts down on a terminal, else one
+    line for each activity.
+
+    Args:
+        deadline_s: When the command ends, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s, self._text = deadline_s, ""
+        self._live: Any = None
+
+    def __enter__(self) -> "StatusLine":
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            self._live = Live(
+                get_renderable=self._line,
+                console=PlainConsole(stderr=True, highlight=False),
+                refresh_per_second=1,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.clear()
+
+    def say(self, text: str) -> None:
+        """Show what happens now."""
+        self._text = text
+        if self._live is None:
+            sys.stderr.write(f"{self._line()}\n")
+            sys.stderr.flush()
+        else:
+            self._live.start(refresh=True)  # does nothing if it is shown already
+
+    def clear(self) -> None:
+        """Remove the line from the terminal, before other output or at the end."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self) -> str:
+        left = max(round(self._deadline_s - time.monotonic()), 0)
+        return f"paceline: {self._text} ({left // 60}:{left % 60:02d} left)"
+
+
+class Interruption:
+    """The first signal that ended a command early.
+
+    Attributes:
+        signal_number: None while there was none.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def raise_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is None:
+            self.signal_number = number
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Raise KeyboardInterrupt in the body on Ctrl-C, SIGTERM and SIGHUP."""
+    found = Interruption()
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, found.raise_interrupt) for kind in kinds}
+    try:
+        yield found
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

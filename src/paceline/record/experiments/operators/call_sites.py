@@ -1,0 +1,110 @@
+"""Where in the user's script, and in which module of the model, an operator was called."""
+
+import linecache
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ...ring.stack_sampler import LIBRARY_PREFIXES
+
+MAX_CODE_CHARACTERS = 120  # of a line of the script
+_BACKWARD = "_engine_run_backward"  # the function of torch from which operators of a backward come
+_USER, _OPTIMIZER, _CHECKPOINT, _ENGINE, _LIBRARY = range(5)  # kinds of files on the stack
+Line = tuple[str, int, str]  # file, number, function
+NO_LINE: Line = ("", 0, "")
+
+
+class CallSites:
+    """Finder of the script's line on the Python stack; remembers what kind each file is."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, int] = {}
+
+    def find(self) -> tuple[Line, bool, bool]:
+        """Return the innermost line of the script that leads to the calling operator.
+
+        Also return whether an optimizer is on the stack below that line, and whether activation
+        checkpointing is. In a backward, only lines that run within it count.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        optimizer = checkpoint = False
+        while frame is not None:
+            code = frame.f_code
+            kind = self._kinds.get(code.co_filename)
+            if kind is None:
+                kind = self._kinds[code.co_filename] = _kind(code.co_filename)
+            if kind == _USER:
+                checkpoint = checkpoint or self._recomputes(frame.f_back)
+                return (code.co_filename, frame.f_lineno, code.co_name), optimizer, checkpoint
+            if kind == _ENGINE and code.co_name == _BACKWARD:
+                break
+            optimizer |= kind == _OPTIMIZER
+            checkpoint |= kind == _CHECKPOINT
+            frame = frame.f_back
+        return NO_LINE, optimizer, checkpoint
+
+    def _recomputes(self, frame: FrameType | None) -> bool:
+        """Return whether activation checkpointing called this frame within a backward."""
+        checkpoint = False
+        while frame is not None:
+            kind = self._kinds.get(frame.f_code.co_filename)
+            if kind == _ENGINE and frame.f_code.co_name == _BACKWARD:
+                return checkpoint
+            checkpoint |= kind == _CHECKPOINT
+            frame = frame.f_back
+        return False
+
+
+def _kind(file: str) -> int:
+    if not file.startswith(LIBRARY_PREFIXES):
+        return _USER
+    for end, kind in (
+        ("/torch/utils/checkpoint.py", _CHECKPOINT),
+        ("/torch/autograd/graph.py", _ENGINE),
+    ):
+        if file.endswith(end):
+            return kind
+    return _OPTIMIZER if "/torch/optim/" in file else _LIBRARY
+
+
+def code_of(line: Line) -> str:
+    """Return the text of a line of the script."""
+    return linecache.getline(line[0], line[1]).strip()[:MAX_CODE_CHARACTERS]
+
+
+class ModuleStack:
+    """Names of the modules that are being called; hooks on all modules note them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        module = torch.nn.modules.module
+        self._handles = [
+            module.register_module_forward_pre_hook(self._enter),
+            module.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def current(self) -> str:
+        """Name of the innermost module, as in ``named_modules``; empty outside of all modules."""
+        return self._stack[-1] if self._stack else ""
+
+    def _enter(self, module: Any, inputs: Any) -> None:
+        if not self._stack and id(module) not in self._names:
+            for name, part in module.named_modules():
+                known = f"{type(module).__name__}.{name}" if name else type(module).__name__
+                self._names.setdefault(id(part), known)
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave(self, module: Any, inputs: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()

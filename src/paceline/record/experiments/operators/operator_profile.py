@@ -1,0 +1,343 @@
+"""Profile of the operators of a few steps: by line of the script, module and operator.
+
+A dispatch mode of PyTorch intercepts every operator, including those of the backward and of the
+optimizer. An operator of a backward belongs to the line whose forward made its node of the
+autograd graph. The time of an operator is the time of its kernel (on a GPU: until the stream is
+idle) plus the cost of dispatching a small operator, which is measured without the profile. The
+profiled steps are slower than others, and no figure of the diagnosis is taken from them.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ...hooks.flop_counter import (
+    FREE_OPERATORS,
+    PLAIN_DISPATCH,
+    UNCOUNTED_NAMESPACES,
+    count_flops,
+    tensor_bytes,
+    tensors_in,
+)
+from .backward_graph import BackwardGraph
+from .call_sites import NO_LINE, CallSites, Line, ModuleStack
+from .machine_limits import DispatchCost, operator_clock
+from .value_numbers import ValueNumbers
+
+MAX_CALLS_PER_STEP = 400_000  # operators; later ones of the step are not profiled
+MAX_GROWTH = 1e6  # stored for operators without inputs
+SMALL_FACTOR = 3.0  # a small operator takes at most this many times as long as one on one element
+COPIES = ("clone", "copy_", "_to_copy", "_reshape_copy", "repeat")
+ALIASES = ("detach", "alias", "lift_fresh")
+# Operators whose autograd node keeps their output, for which PyTorch detaches it.
+SAVED_OUTPUTS = ("relu", "sigmoid", "tanh", "_softmax", "_log_softmax", "exp", "sqrt", "rsqrt")
+BATCH_NORMS = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("cudnn_batch_norm", "miopen_batch_norm"),
+)
+TRAINING = 5  # position of this argument of BATCH_NORMS
+WIDE_DTYPES = (torch.float64, torch.complex128)
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operator in a profiled step; bytes are of its inputs and outputs."""
+
+    line: Line
+    module: str
+    name: str
+    phase: str  # "forward", "backward" or "optimizer"
+    copy: str = ""  # "layout", "cast" or "transfer" for a copy
+    shapes: str = ""
+    seconds: float = 0.0  # by correct_times without the overhead of the profile
+    flops: float = 0.0
+    bytes: int = 0
+    output_bytes: int = 0
+    growth: float = 0.0  # bytes of outputs over bytes of inputs
+    is_view: bool = False
+    small: bool = False
+    random: bool = False
+    repeated: bool = False  # the same operator was called on the same values in this step
+    unused: bool = False  # its result has no effect on a loss or any other operator
+    unneeded: bool = False  # part of a gradient that no optimizer uses
+    wide: bool = False  # computes in float64
+    widens: bool = False  # has a float64 output and no float64 input
+    node: int = -1  # sequence number of its node in the autograd graph
+    is_root: bool = False  # has an effect other than its output
+    needs: "list[Call]" = field(default_factory=list)
+    is_used: bool = False
+
+
+@dataclass
+class Step:
+    """The calls of one profiled step."""
+
+    graph: BackwardGraph
+    calls: list[Call] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def reached(self) -> set[int]:
+        """Autograd nodes that the losses depend on."""
+        return self.graph.reached
+
+
+class OperatorProfiler(TorchDispatchMode):
+    """Dispatch mode that notes every operator of the steps between ``start`` and ``stop``."""
+
+    def __init__(self, device: str, optimized: Callable[[], set[int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.failure = ""  # the first error of the profile itself
+        self._optimized = optimized
+        self._sites, self._modules, self._values = CallSites(), ModuleStack(), ValueNumbers()
+        self._infos: dict[Any, _Info] = {}
+        self._last_sequence, self._began = 0, 0.0
+        self._made: dict[int, Call] = {}  # forward call by the number of its autograd node
+        self._clock, self._synchronize = operator_clock(device)
+        self._backward: Any = None
+        self._previous: Call | None = None
+
+    def start(self) -> None:
+        """Begin to profile, and with it the first step."""
+        self._modules.install()
+        module: Any = torch.autograd
+        self._backward = module._engine_run_backward
+        module._engine_run_backward = self._run_backward
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._begin()
+
+    def after_step(self) -> None:
+        """End a step and begin the next one."""
+        self.steps[-1].seconds = time.perf_counter() - self._began
+        self._begin()
+
+    def stop(self) -> list[Step]:
+        """End the profile; return the complete steps."""
+        if _get_current_dispatch_mode() is self:  # else the script entered one, too
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        torch.autograd._engine_run_backward = self._backward  # type: ignore[attr-defined]
+        self._modules.remove()
+        _mark_used(self.steps)
+        return self.steps[:-1]
+
+    def _begin(self) -> None:
+        self.steps.append(Step(BackwardGraph(self._optimized)))
+        self._values.begin_step()
+        self._made.clear()
+        self._last_sequence = _next_sequence()
+        self._began = time.perf_counter()
+
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.steps[-1].graph.add(tuple(outputs), bool(kwargs.get("accumulate_grad")))
+        except Exception as error:  # the training goes on without the analysis
+            self._failed(error)
+        return self._backward(outputs, *args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not PLAIN_DISPATCH for kind in types):
+            return NotImplemented  # e.g. DTensor: the operators that it calls are dispatched here
+        kwargs = kwargs or {}
+        if self.failure or func.namespace in UNCOUNTED_NAMESPACES:
+            return func(*args, **kwargs)
+        before = None
+        with contextlib.suppress(Exception):
+            before = self._before(func, args, kwargs)
+        self._synchronize()
+        start = self._clock()
+        out = func(*args, **kwargs)
+        self._synchronize()
+        took = self._clock() - start
+        try:
+            if before is not None and len(self.steps[-1].calls) < MAX_CALLS_PER_STEP:
+                self._note(func, before, out, took)
+        except Exception as error:
+            self._failed(error)
+        return out
+
+    def _failed(self, error: Exception) -> None:
+        self.failure = self.failure or f"{type(error).__name__}: {error}"[:200]
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> "_Before":
+        """Return what has to be known of a call before it changes its inputs."""
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = _Info.of(func)
+        tensors = list({id(t): t for t in tensors_in((*args, *kwargs.values()))}.values())
+        random = info.random or info.changes or info.name in FREE_OPERATORS
+        compared = args
+        if info.name in BATCH_NORMS and len(args) > TRAINING and args[TRAINING]:
+            # The running statistics have no effect on the output.
+            random, compared = False, (*args[:3], *args[TRAINING:])
+        key = None if random else self._values.key(func, compared, kwargs)
+        return _Before(info, args, kwargs, tensors, key, self._values.producers(tensors))
+
+    def _note(self, func: Any, before: "_Before", out: Any, took: float) -> None:
+        info = before.info
+        call = self._located(info.name)
+        written = list(tensors_in((out,)))
+        call.seconds, call.is_view = took, info.is_view
+        call.random = info.random
+        call.needs = before.producers
+        if not info.is_view and info.name not in (*FREE_OPERATORS, *ALIASES):
+            self._measure(call, func, before, out, written)
+        call.repeated = self._number(call, before, out)
+        call.is_root = info.changes or not written or call.phase != "forward"
+        sequence = _next_sequence()
+        if sequence > self._last_sequence:
+            call.node = sequence - 1
+            self._made |= dict.fromkeys(range(self._last_sequence, sequence), call)
+            self._last_sequence = sequence
+        else:
+            call.is_root |= self._may_be_read(call, info)
+        self._previous = call
+        self.steps[-1].calls.append(call)
+
+    def _may_be_read(self, call: Call, info: "_Info") -> bool:
+        """Return whether Python may read the output of a call that has no autograd node."""
+        if info.name != "detach":
+            return not info.is_view and info.name not in ALIASES
+        detached = call.needs[-1] if call.needs else None
+        return (
+            detached is None
+            or detached is not self._previous
+            or (detached.name not in SAVED_OUTPUTS)
+        )
+
+    def _located(self, name: str) -> Call:
+        """Return a call with its line, module and phase."""
+        line, optimizer, checkpoint = self._sites.find()
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Call(line, self._modules.current, name, "optimizer" if optimizer else "forward")
+        made = self._made.get(node._sequence_nr())
+        where = line if line != NO_LINE or made is None else made.line
+        module = made.module if made is not None else self._modules.current
+        call = Call(where, module, name, "backward")
+        call.unneeded = node._sequence_nr() in self.steps[-1].graph.unneeded
+        # A repeated forward has a backward of its own; checkpointing repeats it in the backward.
+        call.repeated = made is not None and made.repeated
+        if checkpoint and line != NO_LINE:
+            call.phase, call.module = "recomputation", self._modules.current
+        return call
+
+    def _number(self, call: Call, before: "_Before", out: Any) -> bool:
+        """Number the outputs; return whether the call repeats another one without need."""
+        info = before.info
+        if info.name in ALIASES and before.tensors:
+            self._values.alias(out, before.tensors[0], call)
+            return call.repeated
+        base = before.tensors[0] if info.is_view and before.tensors else None
+        repeats = self._values.store_outputs(before.key, out, call, base)
+        plain = info.is_view or info.name in COPIES or not before.tensors
+        return call.repeated or (repeats and not plain and call.phase == "forward")
+
+    def _measure(
+        self, call: Call, func: Any, before: "_Before", out: Any, written: list[torch.Tensor]
+    ) -> None:
+        """Store shapes, FLOPs, bytes and dtypes of a call."""
+        read = before.tensors
+        with contextlib.suppress(Exception):  # a formula that does not apply
+            call.flops = count_flops(func._overloadpacket, before.args, before.kwargs, out)
+        known = {id(t) for t in read}
+        inputs = sum(map(tensor_bytes, read))
+        call.output_bytes = sum(tensor_bytes(t) for t in written if id(t) not in known)
+        call.bytes = inputs + call.output_bytes
+        call.growth = min(call.output_bytes / max(inputs, 1), MAX_GROWTH)
+        call.shapes = ", ".join(map(_describe, read[:3] or written[:1]))
+        call.wide = any(t.dtype in WIDE_DTYPES and t.numel() > 1 for t in (*read, *written))
+        call.widens = (
+            call.wide
+            and call.phase == "forward"
+            and not any(t.dtype in WIDE_DTYPES and t.dim() for t in read)
+        )
+        if before.info.name in COPIES and written:
+            source = read[-1] if before.info.name == "copy_" and read else read[0]
+            target = written[0]
+            call.copy = "layout"
+            if source.device != target.device:
+                call.copy = "transfer"
+            elif source.dtype != target.dtype:
+                call.copy = "cast"
+
+
+@dataclass(frozen=True)
+class _Info:
+    """What is the same for all calls of an operator."""
+
+    name: str
+    is_view: bool
+    changes: bool  # its inputs
+    random: bool
+
+    @classmethod
+    def of(cls, func: Any) -> "_Info":
+        return cls(
+            func._overloadpacket.__name__,
+            func.is_view,
+            func._schema.is_mutable,
+            torch.Tag.nondeterministic_seeded in func.tags,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    info: _Info
+    args: Any
+    kwargs: Any
+    tensors: list[torch.Tensor]
+    key: Any
+    producers: list[Any]
+
+
+def _next_sequence() -> int:
+    autograd: Any = torch._C._autograd
+    return int(autograd._get_sequence_nr())
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    sides = "x".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sides}]"
+
+
+def correct_times(steps: list[Step], cost: DispatchCost, device: str) -> None:
+    """Replace the overhead of the profile in all calls by the usual cost of an operator.
+
+    On CPUs the overhead is that of the views in these steps: they have no kernel, and find the
+    caches as other operators do.
+    """
+    overhead = cost.profiled_s
+    views = [call.seconds for step in steps for call in step.calls if call.is_view]
+    if device == "cpu" and views:
+        overhead = max(overhead, statistics.median(views))
+    for step in steps:
+        for call in step.calls:
+            call.small = call.seconds <= SMALL_FACTOR * overhead
+            call.seconds = max(call.seconds - overhead, 0.0) + cost.dispatch_s
+
+
+def _mark_used(steps: list[Step]) -> None:
+    """Mark forward calls whose result no loss and no other effect depends on as unused.
+
+    A result may be used in a later step, so the last step is not judged.
+    """
+    stack = [
+        call for step in steps for call in step.calls if call.is_root or call.node in step.reached
+    ]
+    while stack:
+        call = stack.pop()
+        if not call.is_used:
+            call.is_used = True
+            stack += call.needs
+    for step in steps:
+        for call in step.calls:
+            is_candidate = call.phase == "forward" and call.node >= 0
+            call.unused = is_candidate and not call.is_used and bool(step.reached)
+            call.needs = []

@@ -1,0 +1,195 @@
+"""Parts of a rank that an experiment switches off and on while the script runs.
+
+In a switched phase (rung.py) a part is off in some blocks of steps and on in the others, so that
+slow changes of the machine affect both alike.
+"""
+
+import functools
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import thread as executor_threads
+from types import FrameType
+from typing import Any, Protocol
+
+from ..ring.stack_sampler import LIBRARY_PREFIXES
+
+MAX_COLLECTING_LINES = 50  # lines of the script for which the time of collections is kept
+MIN_LOCATED_S = 1e-3  # a shorter automatic collection is not attributed to a line
+POLL_INTERVAL_S = 0.01  # of a paused thread
+MIN_PATIENCE_S = 0.5  # without a step, before the paused threads continue
+PATIENCE_STEPS = 5.0  # the same, in durations of the longest step
+# Files that are on the stack of a thread's function without holding a lock.
+_STARTERS = (threading.__file__, executor_threads.__file__)
+
+
+class Switch(Protocol):
+    """One part that can be switched off and on again."""
+
+    def off(self) -> None: ...
+    def on(self) -> None: ...
+    def after_step(self) -> None: ...
+    def results(self) -> dict[str, Any]: ...
+
+
+class GarbageCollector:
+    """Python's cyclic garbage collector: automatic collections, and calls of ``gc.collect``."""
+
+    def __init__(self) -> None:
+        self._is_off = self._was_enabled = False
+        self._began = 0.0
+        self._seconds, self._count = 0.0, 0
+        self._lines: dict[tuple[str, int], float] = {}
+        self._collect = gc.collect
+
+    def install(self) -> None:
+        """Observe collections. Must precede the script's imports from ``gc``."""
+        collect = self._collect
+
+        @functools.wraps(collect)
+        def collect_unless_off(generation: int = 2) -> int:
+            return 0 if self._is_off else collect(generation)
+
+        gc.collect = collect_unless_off
+        gc.callbacks.append(self._on_collection)
+        os.register_at_fork(after_in_child=self._switch_on)  # a loader's worker
+
+    def off(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        self._is_off = True
+
+    def on(self) -> None:
+        """Switch on, and collect what remained, so that the next steps do not pay for it."""
+        self._switch_on()
+        self._collect()
+
+    def _switch_on(self) -> None:
+        if self._is_off and self._was_enabled:
+            gc.enable()
+        self._is_off = False
+
+    def after_step(self) -> None:
+        """Do nothing: a step needs no work."""
+
+    def begin(self) -> None:
+        """Start to measure the collections of a phase."""
+        self._seconds, self._count = 0.0, 0
+        self._lines.clear()
+
+    def results(self) -> dict[str, Any]:
+        """Return seconds and number of collections since ``begin``, and the line with most."""
+        if not self._count:
+            return {}
+        found: dict[str, Any] = {"seconds": float(f"{self._seconds:.6g}"), "count": self._count}
+        if self._lines:
+            file, line = max(self._lines, key=self._lines.__getitem__)
+            found |= {"file": file[-120:], "line": line}
+        return {"collecting": found}
+
+    def _on_collection(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+            return
+        took = time.perf_counter() - self._began
+        self._seconds += took
+        self._count += 1
+        if took < MIN_LOCATED_S:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
+            frame = frame.f_back
+        if frame is not None:
+            at = (frame.f_code.co_filename, frame.f_lineno)
+            if at in self._lines or len(self._lines) < MAX_COLLECTING_LINES:
+                self._lines[at] = self._lines.get(at, 0.0) + took
+
+
+class ScriptThreads:
+    """The Python threads of the script other than the training thread.
+
+    A thread is paused by its trace function, between two lines of the script's own code. It does
+    not hold the interpreter lock there, and no lock of a library. It may hold a lock of the script
+    that the training thread wants: if no step ends for ``PATIENCE_STEPS`` steps, all threads
+    continue, and the experiment is void. A lower priority or a core binding would not do: a thread
+    without a core keeps the interpreter lock. Threads of libraries (also those of loaders) and of
+    Paceline are never paused.
+    """
+
+    def __init__(self, training_thread: Callable[[], int]) -> None:
+        self._training_thread = training_thread
+        self._is_off = False
+        self._gave_up = False
+        self._paused: set[int] = set()
+        self._resume = threading.Event()
+        self._step_end = time.monotonic()
+        self._longest_step_s = 0.0
+
+    def install(self) -> None:
+        """Give threads that start from now on a trace function, unless a debugger does."""
+        if threading.gettrace() is None:
+            threading.settrace(self._on_call)
+
+    def off(self) -> None:
+        self._resume.clear()
+        self._is_off = not self._gave_up
+        for thread, frame in sys._current_frames().items():
+            if self._is_off and thread != self._training_thread():
+                self._trace_lines(frame)
+
+    def on(self) -> None:
+        self._is_off = False
+        self._resume.set()
+
+    def after_step(self) -> None:
+        end = time.monotonic()
+        if not self._is_off:
+            self._longest_step_s = max(self._longest_step_s, end - self._step_end)
+        self._step_end = end
+
+    def results(self) -> dict[str, Any]:
+        """Return the number of paused threads, and whether the training needed one of them."""
+        return {"paused": len(self._paused), "gave_up": self._gave_up}
+
+    def _trace_lines(self, frame: FrameType | None) -> None:
+        """Let a thread call ``_on_line``, if it has a trace function and none of its own."""
+        while frame is not None:
+            if _is_script(frame) and frame.f_trace is None:
+                frame.f_trace = self._on_line
+            frame = frame.f_back
+
+    def _on_call(self, frame: FrameType, *_: Any) -> Any:
+        return self._on_line if self._is_off and _is_script(frame) else None
+
+    def _on_line(self, frame: FrameType, *_: Any) -> Any:
+        if self._is_off and self._may_pause(frame):
+            self._paused.add(threading.get_ident())
+            while self._is_off and not self._is_needed():
+                self._resume.wait(POLL_INTERVAL_S)
+        if not self._is_off:
+            frame.f_trace = None  # the next lines are not traced
+        return None
+
+    def _may_pause(self, frame: FrameType) -> bool:
+        if threading.get_ident() == self._training_thread():
+            return False
+        above = frame.f_back
+        while above is not None:
+            if not _is_script(above) and above.f_code.co_filename not in _STARTERS:
+                return False
+            above = above.f_back
+        return True
+
+    def _is_needed(self) -> bool:
+        patience = max(MIN_PATIENCE_S, PATIENCE_STEPS * self._longest_step_s)
+        if time.monotonic() - self._step_end > patience:
+            self._gave_up, self._is_off = True, False
+            self._resume.set()
+        return self._gave_up
+
+
+def _is_script(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(LIBRARY_PREFIXES)

@@ -1,0 +1,1 @@
+"""Parts of the terminal text of a diagnosis."""

@@ -1,0 +1,140 @@
+"""Results of the ladder of experiments, and the names of its rungs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...analyze.diagnosis.ladder import RungResult
+from ...analyze.diagnosis.survey import Survey, book_rare, pooled
+from ...analyze.records.load_run import Run
+from ...record.experiments.rung import (
+    CACHED,
+    CHANNELS_LAST,
+    EVERYTHING,
+    ONE_THREAD,
+    SILENT,
+    SWITCHED,
+)
+from .hypotheses import WORDS as HYPOTHESIS_WORDS
+from .hypotheses import Hypothesis
+from .profile_run import OperatorFiles
+
+# How a ladder ended.
+COMPLETE, OUT_OF_TIME, INTERRUPTED, FAILED = "complete", "out-of-time", "interrupted", "failed"
+
+# Rungs by name: whether only one rank runs, and the phase of its run.
+RUNGS = {
+    "alone": (True, CACHED),
+    "alone, loading": (True, EVERYTHING),
+    "alone, channels-last": (True, CHANNELS_LAST),
+    "silent": (False, SILENT),
+    "one thread": (False, ONE_THREAD),
+    "cached": (False, CACHED),
+    "everything": (False, EVERYTHING),
+}
+WORDS = {
+    "alone": "one rank, batches in memory",
+    "alone, loading": "one rank, everything",
+    "silent": "all ranks, batches in memory, no communication",
+    "one thread": "all ranks, batches in memory, no communication, one thread per rank",
+    "cached": "all ranks, batches in memory",
+    "everything": "all ranks, everything",
+    "loader": "all ranks, loaders only",
+    **HYPOTHESIS_WORDS,
+}
+
+
+@dataclass
+class Ladder:
+    """Results of the ladder of experiments.
+
+    Attributes:
+        warm: Warm-up steps of each phase.
+        steps: Measured steps of each phase.
+        rungs: Results of each rung, one per round.
+        run: Last run of all ranks; nothing is switched off from step ``warm`` to ``warm + steps``.
+        first: The first run, with all ranks, which precedes the rounds.
+        loader: Totals of the loaders when they run without training, or None.
+        seconds: Duration of the whole ladder.
+        refused: Rungs that could not be run, with the reason.
+        notes: Remarks for the user.
+        ended: "complete", or why there are fewer rounds than needed: "out-of-time", "interrupted"
+            or "failed".
+        survey: What happens seldom in the training; None if it could not be seen.
+        rounds: The run of all ranks of each round, with its first step and the step after its last
+            one, between which nothing is switched off.
+        savings: By name of a switched phase: share of a step that its part takes, by pair of
+            blocks of all rounds.
+        operators: Profiles of operators.
+    """
+
+    warm: int
+    steps: int
+    rungs: dict[str, list[RungResult]]
+    run: Run
+    first: Run
+    loader: dict[str, float] | None = None
+    seconds: float = 0.0
+    refused: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    ended: str = COMPLETE
+    survey: Survey | None = None
+    rounds: list[tuple[Run, tuple[int, int]]] = field(default_factory=list)
+    savings: dict[str, list[float]] = field(default_factory=dict)
+    operators: OperatorFiles = field(default_factory=lambda: OperatorFiles([], []))
+
+    def add(self, tested: Hypothesis, results: dict[str, RungResult], savings: list[float]) -> None:
+        """Add what a round measured of a hypothesis."""
+        for name, result in results.items():
+            self.rungs.setdefault(name, []).append(result)
+        if savings:
+            self.savings.setdefault(tested.rung, []).extend(savings)
+
+    def drop(self, tested: Hypothesis) -> None:
+        """Remove the results of a hypothesis that cannot be tested."""
+        for name in tested.rungs:
+            self.rungs.pop(name, None)
+        self.savings.pop(tested.rung, None)
+
+    def keep_rounds(self, count: int, only_alone: bool = False) -> None:
+        """Discard results of rounds after the first ``count``."""
+        for name, rungs in self.rungs.items():
+            if not only_alone or name.startswith(("alone", CHANNELS_LAST)):
+                del rungs[count:]
+        if only_alone:
+            return
+        del self.rounds[count:]
+        if self.rounds:
+            self.run, (first, end) = self.rounds[-1]
+            self.warm, self.steps = first, end - first
+
+    def book_rare(self, phases: int, hypotheses: Sequence[Hypothesis]) -> None:
+        """Compare rungs with the same share of validation and checkpoints in each.
+
+        ``phases`` is the largest number of phases of a run.
+        """
+        seen, least = self.survey, phases * (self.warm + self.steps)
+        is_partial = seen is not None and (seen.missing_s > 0 or not seen.epoch_batches)
+        if seen is not None and is_partial and seen.steps < least:
+            self.survey = None  # the experiments have seen more
+        names = [name for name, (alone, _) in RUNGS.items() if not alone and name in self.rungs]
+        seen = self.survey or pooled([one for name in names for one in self.rungs[name]])
+        # Steps of switched phases are without validation and checkpoints already.
+        tested = [one.rung for one in hypotheses if one.phase not in SWITCHED]
+        names += [name for name in tested if name in self.rungs]
+        if seen is not None:
+            self.rungs |= {name: book_rare(self.rungs[name], seen) for name in names}
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """Facts about the script from each rank of the last run (record/experiments/observer.py).
+
+        "exchange" is the backend of the rank's collectives if it is not one of PyTorch, else None.
+        """
+        metas = [record.meta for record in self.run.records]
+        return [meta.get("rung", {}) | {"exchange": meta.get("exchange")} for meta in metas]
+
+
+def rung_name(alone: bool, phase: str) -> str:
+    """Return the name of the rung that runs a phase with one or with all ranks."""
+    return next((name for name, rung in RUNGS.items() if rung == (alone, phase)), phase)

@@ -1,0 +1,30 @@
+"""Figures of one run of the ladder."""
+
+from ...analyze.records.load_run import Run
+from ...record.experiments.rung import LOADER
+from ...record.ring.states import State
+
+
+def steps_done(run: Run) -> int:
+    return min((record.count(State.STEP) for record in run.records), default=0)
+
+
+def steps_s(run: Run) -> float:
+    """Return the duration of all steps of the first rank."""
+    rows = run.records[0].events_in(State.STEP)
+    return float(rows["end"].max() - rows["start"].min()) / 1e9
+
+
+def loader_totals(run: Run) -> dict[str, float] | None:
+    """Return the totals of all ranks' loaders when they run without training, or None."""
+    told = [record.meta.get("rung", {}).get("loader") for record in run.records]
+    known = [one for one in told if one and one["batches"]]
+    if not known:
+        return None
+    return {key: sum(one[key] for one in known) for key in known[0]} | {"ranks": len(known)}
+
+
+def split_phases(phases: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return one run for each phase; the loader alone is measured after the first of them."""
+    parts = [(one,) for one in phases if one != LOADER]
+    return [(*parts[0], LOADER), *parts[1:]] if LOADER in phases else list(parts)
