@@ -74,6 +74,7 @@ RIGHT = {
     "launch/monitor/rank_stacks.py": {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
+    "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
     "record/ring/recorder.py": {
         "path.unlink(missing_ok=True)": "a name with 64 random bits",
         "ring.unlink()": "its own, just made",

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..security.files import InvalidFileError, read_regular
+from ..security.folders import replace_file
 from .hooks.hook_failures import report_failure
 from .hooks.import_hooks import after_import
 from .ring.recorder import Recorder
@@ -111,9 +113,13 @@ def _note_children(recorder: Recorder) -> None:
     folder = os.environ.get("PACELINE_RECORD")
     steps = []
     for note in Path(folder).glob(f"child-of-{os.getpid()}-*") if folder else ():
-        text = note.read_text()
+        try:
+            text = read_regular(note, 20, follow_links=False, owner=os.geteuid())
+        except (OSError, InvalidFileError) as error:
+            report_failure("the steps of a child process", error)
+            continue
         steps += [int(text)] if text.isdigit() else []
-        note.unlink()
+        note.unlink(missing_ok=True)
     if steps:
         recorder.update_header(children={"count": len(steps), "steps": sum(steps)})
 
@@ -141,7 +147,9 @@ class _RecordedTarget:
         if not folder or steps <= 0 or _loop.recorder.path is not None:
             return
         try:
-            Path(folder, f"child-of-{self.parent}-{os.getpid()}").write_text(str(steps))
+            replace_file(
+                Path(folder, f"child-of-{self.parent}-{os.getpid()}"), b"%d" % steps, 0o600
+            )
         except OSError as error:
             report_failure("the end of a child process", error)
 
