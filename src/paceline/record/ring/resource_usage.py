@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .frame_lines import frame_line
 from .recorder import now
 from .stack_sampler import LIBRARY_PREFIXES
 
@@ -158,7 +159,7 @@ class OtherThreads:
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_PREFIXES):
             frame = frame.f_back
         if frame is not None:
-            found |= {"file": frame.f_code.co_filename[-120:], "line": frame.f_lineno}
+            found |= {"file": frame.f_code.co_filename[-120:], "line": frame_line(frame)}
         return found
 
     def _seconds(self) -> dict[threading.Thread, float]:

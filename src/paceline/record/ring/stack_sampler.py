@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from ...security.files import open_regular
+from .frame_lines import frame_line
 from .launcher_messages import notify
 from .memory_sampler import MemorySampler
 from .recorder import Recorder, now
@@ -87,21 +88,22 @@ class StackSampler:
         while at is not None:
             if not at.f_code.co_filename.startswith(LIBRARY_PREFIXES):
                 own = own or at
-                code = linecache.getline(at.f_code.co_filename, at.f_lineno).strip()
+                code = linecache.getline(at.f_code.co_filename, frame_line(at)).strip()
                 iterates |= code.startswith(("for ", "async for ")) or "next(" in code
             at = at.f_back
         own = own or frame
         inside = "" if own is frame else _library(frame, own)
-        place = (own.f_code.co_filename, own.f_lineno, inside)
+        line = frame_line(own)
+        place = (own.f_code.co_filename, line, inside)
         if place not in self._lines:
             self._lines[place] = len(self._lines) + 1
-            self._tell(self._lines[place], own, inside)
+            self._tell(self._lines[place], own, line, inside)
         return self._lines[place], iterates
 
-    def _tell(self, number: int, frame: FrameType, inside: str) -> None:
+    def _tell(self, number: int, frame: FrameType, line: int, inside: str) -> None:
         path = self.recorder.path
         assert path is not None
-        file, line = frame.f_code.co_filename, frame.f_lineno
+        file = frame.f_code.co_filename
         known = {
             "number": number,
             "file": file,

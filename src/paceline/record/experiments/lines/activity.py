@@ -14,6 +14,7 @@ from itertools import islice
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from ...ring.frame_lines import code_line
 from ...ring.stack_sampler import LIBRARY_PREFIXES
 from .sidecar import MAX_CHAIN, MAX_TEXT_CHARS, Activity
 
@@ -98,9 +99,7 @@ class StackDescriber:
         if line is None:
             if len(self._lines) >= MAX_KNOWN_CALLS:
                 self._lines.clear()
-            ranges = code.co_lines()
-            found = next((n for start, end, n in ranges if start <= offset < end and n), None)
-            line = self._lines[key] = found or code.co_firstlineno
+            line = self._lines[key] = code_line(code, offset)
         return line
 
     def _is_users(self, code: CodeType) -> bool:
