@@ -18,8 +18,11 @@ from rich.console import Console
 
 from paceline.analyze.diagnosis.causes import MIN_SHARE, RULES, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
+from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
+from paceline.analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
+from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
 from paceline.predict.history import PredictionError
 from paceline.predict.remedies import Remedy
 from paceline.report.page.definitions import DEFINITIONS
@@ -305,6 +308,67 @@ def test_unconfirmed_causes_are_shown_apart(tmp_path, opened):
     assert "- allocator: 20.0 % expected, 0.4 % (-1.0 to 1.8) measured" in text
     assert "between its steps. Estimated; no experiment could test it." in text
     assert "loads the batches). 2." in text
+
+
+def line_profile():
+    """Return the line profile of two ranks, and of their loader workers."""
+    main = SampledLine("train.py", 40, "main", "loss = model(x) < 3 & y")
+    mix = SampledLine("model.py", 12, "Net.mix", "total += weight(node)")
+    read = SampledLine("data.py", 5, "Files.__getitem__", "text = file.read()")
+    stacks = [Stack((main,), "torch.mm"), Stack((mix, main), ""), Stack((read,), "a/b.csv")]
+    times = {
+        Entry(0, 0, "useful", Doing.TORCH): 0.5,
+        Entry(1, 0, "useful", Doing.TORCH): 0.5,
+        Entry(0, 1, "useful", Doing.PYTHON): 0.3,
+        Entry(1, 1, "useful", Doing.PYTHON): 0.1,
+        Entry(0, 1, "useful", Doing.GARBAGE): 0.1,
+    }
+    workers = {(2, Doing.FILE): 0.7}
+    return LineProfile([0, 1], samples=400, stacks=stacks, times=times, workers=workers)
+
+
+def operator_profile():
+    numbers = dict.fromkeys(OperatorRow.__struct_fields__, 0.0)
+    texts = {"module": "layers.0", "operator": "mm", "phase": "backward", "copy": "", "shapes": "f"}
+    product = OperatorRow(**numbers | texts | {"line": 0, "calls": 4.0, "flops": 1e9})
+    copy = OperatorRow(
+        **numbers | texts | {"line": 0, "operator": "clone", "copy": "layout", "seconds": 0.02}
+    )
+    return OperatorProfile(
+        *(2, 0.1, 1.0, 0.3, 0.9, 1e-6, "cpu", {"float32": 1e6}, MachineLimits(1e11, 1e10, 1e11)),
+        operators=[
+            ProfiledOperator("/home/train.py", 40, "loss = model(x)", 0.5, 0.8, product),
+            ProfiledOperator("/home/train.py", 41, "y = x.clone()", 0.2, None, copy),
+        ],
+        notes=["a note"],
+    )
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_lines_and_operators_are_shown(tmp_path, opened, width):
+    told = found(tmp_path / "run")
+    told = dataclasses.replace(told, lines=line_profile(), operators=operator_profile())
+    page = opened(told, width, "dark" if width == 390 else "light")
+    agree(page, json.loads(json.dumps(as_json(told), allow_nan=False)))
+    assert not page.evaluate(CONTRAST)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    lines = page.inner_text("#lines")
+    assert "train.py:40 main\nloss = model(x) < 3 & y\t50.0 %\t75.0 %" in lines
+    assert "python; rank 0 40.0 %, others up to 10.0 %" in lines
+    assert "In loader workers" in lines
+    assert "file b.csv" in lines
+    bars = "[...document.querySelectorAll('#lines .meter')].map((m) => m.children.length)"
+    assert page.evaluate(bars) == [1, 2, 1]
+    model = page.inner_text("#model")
+    assert "copies, at most 20.0 % of a step" in model
+    assert "mm\nbackward\t50.0 %\t80.0 %\t4\tlayers.0\ttrain.py:40" in model
+    assert "a note." in model
+
+
+def test_page_without_profiles_has_no_section_for_them(tmp_path):
+    page = diagnosis(found(tmp_path / "run"), WORDS)
+    assert "Time by line" not in page
+    assert "Inside the model" not in page
 
 
 def test_remedies_are_shown_with_predicted_gain(tmp_path, opened):

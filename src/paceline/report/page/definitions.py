@@ -204,6 +204,14 @@ DEFINITIONS = {
     "warm-up": "Optimizer steps before the measured ones. They are not measured.",
     "interleaved": "Measured in alternation (A, B, A, B), so that slow changes of the machine "
     "affect both.",
+    "line time": "Share of a step in which the line is the innermost one of the script's code on "
+    "the stack, mean of all ranks, from stack samples. Libraries belong to the line that calls "
+    "them.",
+    "with calls": "The same, and the functions of the script's code that the line calls.",
+    "operator share": "Time of the operator in three profiled steps, relative to a step without "
+    "the profile.",
+    "of roofline": "Rate of the operator, relative to what arithmetic and memory bandwidth allow.",
+    "upper bound": "The whole time of these operators; what a change saves is less.",
     "diagnosis time": "Duration of the whole diagnosis, including the start of the runs.",
 }
 

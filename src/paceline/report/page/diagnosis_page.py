@@ -16,6 +16,7 @@ from ..terminal.diagnose import NAMES, Diagnosis, computing
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
 from ..verdict.of_diagnosis import verdict_of_diagnosis
 from .definitions import DEFINITIONS
+from .step_profile import legend, line_rows, operator_context
 from .wording import joined
 from .write_page import page
 
@@ -50,11 +51,14 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "summary": "Summary",
         "waterfall": "Waterfall" if w is not None else "",
         "remedies": "Remedies" if found.tried or found.remedies else "",
+        "lines": "Time by line" if found.lines is not None else "",
+        "model": "Inside the model" if found.operators and found.operators.operators else "",
         "witnesses": "Experiment and record" if found.witnesses else "",
         "rungs": "Measurements",
         "how": "Method",
         "places": "Nodes",
     }
+    lines, worker_lines = line_rows(found.lines)
     context = {
         "title": f"Paceline: diagnosis of {found.command[0]}",
         "heading": f"Causes of lost time on {counted(size, 'rank')}",
@@ -82,6 +86,10 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "conclusion": verdict_of_diagnosis(found),
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
+        "lines": lines,
+        "worker_lines": worker_lines,
+        "legend": legend([*lines, *worker_lines]),
+        **operator_context(found.operators),
         **_remedies(found, unit),
     }
     charts = {"waterfall": chart(w, unit)} if w else {}

@@ -12,6 +12,7 @@ from ....analyze.diagnosis.line_profile import (
     LineProfile,
     LineTime,
     SampledLine,
+    WorkerLine,
 )
 from ...numbers import percent
 
@@ -31,12 +32,13 @@ def render_lines(profile: LineProfile) -> list[RenderableType]:
     for one in profile.lines()[:MAX_LINES]:
         if one.share >= MIN_LINE_SHARE:
             shares = (percent(one.share), percent(one.inclusive_share))
-            table.add_row(_place(one.line), *shares, _doing(one) + _ranks(profile.ranks, one))
+            doing = describe_doing(one) + describe_ranks(profile.ranks, one)
+            table.add_row(_place(one.line), *shares, doing)
     workers = [one for one in profile.worker_lines()[:MAX_LINES] if one.share >= MIN_LINE_SHARE]
     if workers:
         table.add_row("in loader workers, of their time")
     for worker in workers:
-        doing = f"{worker.doing} {_short(worker.what)}".strip()
+        doing = describe_worker(worker)
         table.add_row(_place(worker.line), percent(worker.share), "", doing)
     return [table]
 
@@ -46,7 +48,7 @@ def _place(line: SampledLine) -> str:
     return f"  {file}:{line.line} {line.function.rpartition('.')[2]}: {line.code}"
 
 
-def _doing(one: LineTime) -> str:
+def describe_doing(one: LineTime) -> str:
     """Return what most of a line's time went to."""
     main = [
         doing
@@ -58,12 +60,17 @@ def _doing(one: LineTime) -> str:
     return f"{text} {_short(one.what)}".strip() if named else text
 
 
+def describe_worker(one: WorkerLine) -> str:
+    """Return what a loader worker did in a line."""
+    return f"{one.doing} {_short(one.what)}".strip()
+
+
 def _short(what: str) -> str:
     """Return the end of a path or of a function's name."""
     return what.rpartition("/")[2] if "/" in what else ".".join(what.split(".")[-2:])
 
 
-def _ranks(ranks: list[int], one: LineTime) -> str:
+def describe_ranks(ranks: list[int], one: LineTime) -> str:
     """Say on which rank a line takes longer than on the others."""
     most = max(range(len(ranks)), key=lambda i: one.own[i])
     others = [own for i, own in enumerate(one.own) if i != most]

@@ -32,7 +32,7 @@ def render(profile: OperatorProfile | None) -> list[RenderableType]:
     )
     found = findings(profile)
     parts: list[RenderableType] = [Text(), Text(head, style="bold"), _table(profile), Text()]
-    parts += [_remedy(one) for one in found] or [Text(_nothing_wrong(profile))]
+    parts += [_remedy(one) for one in found] or [Text(nothing_wrong(profile))]
     parts += [Text(f"{note}.", style="yellow") for note in profile.notes]
     return parts
 
@@ -68,7 +68,7 @@ def _remedy(found: Finding) -> Text:
     return text.append(f" of a step{f' (lines {where})' if where else ''}. HINT: {found.remedy}.")
 
 
-def _nothing_wrong(profile: OperatorProfile) -> str:
+def nothing_wrong(profile: OperatorProfile) -> str:
     """Return the sentence for a model in which no finding takes ``MIN_SHARE`` of a step."""
     said = f"Nothing inside the model takes {MIN_SHARE:.0%} of a step without need"
     largest = products(profile)
