@@ -17,7 +17,7 @@ PAUSES = (State.VALIDATION, State.CHECKPOINT)  # a step with one of them says no
 
 def reference_name(phase: str) -> str:
     """Return the name of the rung that has the steps of a switched phase with the part on."""
-    return f"{phase}: in turns with"
+    return f"{phase}: reference"
 
 
 @dataclass(frozen=True)
