@@ -1,7 +1,7 @@
 """The profiles beside a record: lines (rank-0.profile) and operators (rank-0.operators).
 
-The first byte gives the kind, the rest is the content of the file. What can be read must give shares
-that are finite, in the terminal, the page and the JSON.
+The first byte gives the kind, the rest is the content of the file. What can be read must give
+finite shares, in the terminal, the page and the JSON.
 """
 
 import io
