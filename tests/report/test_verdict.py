@@ -147,6 +147,17 @@ def test_next_after_trials_is_to_keep_what_helped_most(tmp_path):
     )
 
 
+def test_next_after_a_trial_without_time_is_to_try_again(tmp_path):
+    trial = Trial(WORKERS, WORKERS.gain, None, False, "not measured", late=True)
+    told = replace(found(tmp_path / "run"), remedies=[WORKERS], tried=TrialResults([trial]))
+    assert verdict_of_diagnosis(told).next.endswith(
+        "--try loader-workers train.py '--x y' (predicted gain +40 %)"
+    )
+    slower = replace(trial, late=False, gain=Interval(-0.1, -0.2, -0.05))
+    rejected = replace(told, tried=TrialResults([slower]))
+    assert verdict_of_diagnosis(rejected).next.startswith("no remedy is known for this cause")
+
+
 def test_values_of_environment_variables_are_not_in_the_command(tmp_path):
     options = ["-n", "4", "--env", "TOKEN=secret"]
     told = replace(found(tmp_path / "run"), remedies=[WORKERS], options=options)

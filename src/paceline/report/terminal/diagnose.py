@@ -138,7 +138,9 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
     parts = [Text(), *cures.render_tried(found.tried)]
     after = found.after
     if after is None or after.waterfall is None or found.waterfall is None:
-        left = cures.render_proposed([one for one in found.remedies if not one.settable], found.off)
+        dropped = {one.remedy.knob for one in found.tried.trials if not one.late}
+        remaining = [one for one in found.remedies if one.knob not in dropped]
+        left = cures.render_proposed(remaining, found.off)
         return [*parts, Text(), *left] if left else parts
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
     gain = found.tried.confirmed

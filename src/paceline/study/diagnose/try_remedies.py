@@ -67,7 +67,7 @@ class Trial:
         loss: Training losses, for a knob that changes numbers.
         source: Source of ``predicted``.
         first: Original prediction, if a micro-measurement refined it.
-        late: Whether there was no time left to try the remedy.
+        late: Whether there was no time left to try the remedy, or to measure enough of it.
     """
 
     remedy: Remedy
@@ -263,6 +263,8 @@ class _Trials:
         for one in unknown:
             try:
                 seen.append(replace(one, gain=self._glimpse(one, found.kept)))
+            except OutOfTimeError:
+                found.trials.append(_late(one, None))
             except (ValueError, NoEffectError) as error:
                 found.trials.append(_not_measured(one, None, error))
         for remedy in sorted(seen, key=_mean_gain, reverse=True):
@@ -274,6 +276,9 @@ class _Trials:
         if foreseen is not None and source != TRIED and _rough(foreseen):
             try:
                 better = self._glimpse(remedy, found.kept)
+            except OutOfTimeError:
+                found.trials.append(_late(remedy, foreseen))
+                return
             except (ValueError, NoEffectError) as error:
                 found.trials.append(_not_measured(remedy, foreseen, error))
                 return
@@ -288,12 +293,17 @@ class _Trials:
             found.faster *= 1 + trial.gain.mean
 
     def _glimpse(self, remedy: Remedy, kept: dict[str, Any]) -> Interval | None:
-        """Return the gain over a few steps; None if there is no time left or no value to set."""
+        """Return the gain over a few steps; None without the time for it or a value to set."""
         if remedy.value is None or not self.glimpses_until.left_s:
             return None
         steps = min(self.steps, MAX_MICRO_STEPS)
-        pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
-        gains = [math.expm1(pair.log_ratio) for pair in pairs]
+        gains: list[float] = []
+        while len(gains) < MICRO_ROUNDS:
+            start = self.glimpses_until.left_s
+            gains.append(math.expm1(self._pair(remedy, kept, steps, len(gains)).log_ratio))
+            left = self.glimpses_until.left_s
+            if left < start - left and len(gains) < MICRO_ROUNDS:
+                return None  # the rest of the time is for the trial
         return Interval(statistics.median(gains), min(gains), max(gains))
 
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
@@ -333,7 +343,7 @@ def _rough(gain: Interval) -> bool:
 
 
 def _late(remedy: Remedy, predicted: Interval | None) -> Trial:
-    why = f"not tried: {OUT_OF_TIME}. HINT: increase --minutes, or --try {remedy.knob}"
+    why = f"not measured: {OUT_OF_TIME}. HINT: increase --minutes, or --try {remedy.knob}"
     return Trial(remedy, predicted, None, False, why, late=True)
 
 
