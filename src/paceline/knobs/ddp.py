@@ -22,6 +22,10 @@ def no_search(_: bool, turned: KnobResult) -> None:
     _constructed(turned, find_unused_parameters=False)
 
 
+def no_buffers(_: bool, turned: KnobResult) -> None:
+    _constructed(turned, broadcast_buffers=False)
+
+
 def as_bf16(_: bool, turned: KnobResult) -> None:
     _compressed("bf16_compress_hook", turned)
 
