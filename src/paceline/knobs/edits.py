@@ -74,8 +74,8 @@ EDITS: dict[str, Knob] = {
     "tensors-not-objects": Knob(
         "tensors are exchanged instead of Python objects",
         ("object-collectives",),
-        "exchange a tensor of fixed size (all_gather_into_tensor) instead of pickled objects, or "
-        "objects every N steps only",
+        "call dist.all_gather_into_tensor() with tensors of fixed size instead of pickled "
+        "objects, or exchange objects every N steps only",
         looks_for=r"_object(_list)?\(",
         effort=2,
     ),

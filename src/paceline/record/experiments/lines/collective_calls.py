@@ -17,7 +17,8 @@ from .sidecar import MAX_COLLECTIVE_SITES, MAX_SAMPLES, CollectiveKind, Collecti
 from .table import StackTable
 
 MAX_METRIC_BYTES = 1024  # of one rank: more than that is no count, loss or metric
-MIN_GRADIENT_PART = 0.5  # of all gradients' bytes: a tensor of this size holds copies of them
+# Size of a reduced tensor, relative to all gradients: then it holds copies of them, of any dtype.
+MIN_GRADIENT_PART, MAX_GRADIENT_PART = 0.5, 2.0
 MAX_PROBED_CALLS = 3  # of one site, whose tensors are compared with the gradients
 USER_FRAMES = 2  # lines of the user's code that distinguish two sites
 MAX_WALKED_FRAMES = 60
@@ -113,7 +114,8 @@ class CollectiveCalls:
             return CollectiveKind.PARAMETER
         if amount <= MAX_METRIC_BYTES:
             return CollectiveKind.METRIC
-        has_all = op in _REDUCTIONS and size > 0 and amount >= MIN_GRADIENT_PART * size
+        has_all = MIN_GRADIENT_PART * size <= amount <= MAX_GRADIENT_PART * size
+        has_all &= op in _REDUCTIONS
         return CollectiveKind.GRADIENT if has_all else CollectiveKind.OTHER
 
     def sites(self, table: StackTable) -> list[CollectiveSite]:
