@@ -86,3 +86,12 @@ def test_waits_for_a_late_rank_are_not_the_collectives():
     """Half of a step is waits for rank 1, which computes longer; the metrics take 1 %."""
     late = [Loss("wait", 0.49, rank=1, doing="useful"), Loss("transfer", 0.01)]
     assert "metric-collectives" not in found(calls("metric", 0.01, wait=0.49), losses=late)
+
+
+def test_objects_of_one_rank_are_never_switched_off_and_keep_their_share_of_the_record():
+    sent = calls("object", 0.2)
+    sent = ExchangedCalls(sent.site._replace(op=Op.BROADCAST), 2.0, 100.0, 0.2, 0.0)
+    both = found(calls("gradient", 0.3, 1.0, 4e6), sent)
+    assert both["object-collectives"].confirmed == "not-testable"
+    assert both["object-collectives"].share == pytest.approx(0.2)
+    assert both["exchange-bandwidth"].evidence["lines"][0]["line"] == 19

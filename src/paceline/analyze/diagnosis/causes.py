@@ -18,6 +18,7 @@ from .confirmation import (
     verdict,
 )
 from .evidence import MIN_SHARE, Evidence
+from .exchanged_calls import CollectiveKind
 from .ladder import BARS, Interval, RungResult, Waterfall
 from .overlap import Cause, ranked, without_overlap
 from .rules import compute, exchange, exchange_parts, inputs, lines, ranks, script
@@ -50,6 +51,9 @@ def witnesses(e: Evidence) -> list[Witness]:
     all_exchange = _switched_off(e, "silent", bar("exchange"))
     parts = exchange_parts.parts(e)
     rest = max(1 - sum(parts.values()), 0.0)
+    exchanged -= (objects := exchange_parts.never_off(e))
+    unmeasured = [Witness("objects", None, objects)] if objects else []
+    unmeasured = [] if CollectiveKind.OBJECT in parts else unmeasured
 
     def part(factor: float) -> tuple[Interval | None, float]:
         scaled = all_exchange.scaled(factor) if all_exchange is not None else None
@@ -60,6 +64,7 @@ def witnesses(e: Evidence) -> list[Witness]:
         Witness("uneven", bar("uneven"), e.compute_imbalance),
         Witness("exchange", *part(rest)),
         *(Witness(exchange_parts.WITNESSES[kind], *part(parts[kind])) for kind in parts),
+        *unmeasured,
         Witness(
             "input", _switched_off(e, "cached", bar("input")), share("input", doing=("input",))
         ),

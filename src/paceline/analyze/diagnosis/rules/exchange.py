@@ -6,7 +6,7 @@ from typing import Any
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
-from ..exchanged_calls import CollectiveKind, ExchangedCalls
+from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
 from . import exchange_parts
 from .ranks import alternating, noisy
@@ -52,8 +52,7 @@ def _costliest_collective(e: Evidence, group: Group) -> Collective | None:
 
 
 def _without_parts(e: Evidence, calls: Collective) -> Collective:
-    others = exchange_parts.calls_of(e, *exchange_parts.parts(e))
-    others = [one for one in others if _name(one) == calls.name]
+    others = [one for one in exchange_parts.separate_calls(e) if _name(one) == calls.name]
     return replace(
         calls,
         count=max(calls.count - round(e.steps * sum(one.calls for one in others)), 0),
@@ -69,8 +68,8 @@ def _name(one: ExchangedCalls) -> str:
 
 def _lines(e: Evidence) -> list[dict[str, object]]:
     """Return the lines of the collectives that are no causes of their own."""
-    kinds = set(CollectiveKind) - set(exchange_parts.parts(e))
-    known = exchange_parts.lines_of(exchange_parts.calls_of(e, *kinds))
+    separate = exchange_parts.separate_calls(e)
+    known = exchange_parts.lines_of([one for one in e.exchanged if one not in separate])
     return known or [*e.lines.get("transfer", []), *e.lines.get("wait", [])][:5]
 
 
@@ -155,6 +154,15 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
             "threads wait for a core while other threads compute: leave a core of the node free"
         )
         return "jitter", sentence, figures | {"crowded": e.other_threads_cpu_wait_share}
+    size = sum(e.first_facts.get("parameters", {}).values())
+    g = e.gradients
+    if g is not None and size and g.bytes_outside >= max(MIN_GRADIENT_SHARE * size, g.bytes):
+        sentence = (
+            f"gradients are synchronized after the backward in {counted(g.calls_outside, 'call')} "
+            f"of {calls.name} per step with {figures['bytes']:,.0f} bytes each, and latency "
+            f"dominates{_line_text(e)}: stack them, or use DistributedDataParallel"
+        )
+        return "exchange-latency", sentence, figures
     sentence = (
         f"each step calls {calls.name} {counted(figures['calls_a_step'], 'time')} with "
         f"{figures['bytes']:,.0f} bytes each, and latency dominates{_line_text(e)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....plurals import counted
+from ....record.ring.states import Op
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..exchanged_calls import CollectiveKind, ExchangedCalls
 
@@ -29,18 +30,36 @@ def parts(e: Evidence) -> dict[CollectiveKind, float]:
     explains, because nothing else would make the ranks wait.
     """
     occasional = e.occasional_waits
+    switched_off = [one for one in e.exchanged if not _is_never_off(one)]
     waits = sum(one.wait for one in e.exchanged)
     kept = min(occasional / waits, 1.0) if waits else 0.0
     times: dict[CollectiveKind, float] = defaultdict(float)
-    for one in e.exchanged:
+    for one in switched_off:
         is_barrier = one.site.kind == CollectiveKind.BARRIER
         times[one.site.kind] += one.transfer + (kept * one.wait if is_barrier else 0.0)
-    whole = max(e.loss_share("transfer") + occasional, sum(times.values()))
+    transfer = e.loss_share("transfer") - never_off(e)
+    whole = max(transfer + occasional, sum(times.values()))
     return {
         kind: times[kind] / whole
         for kind in WITNESSES
         if times[kind] and times[kind] >= min(MIN_SHARE, MAIN_PART * whole)
     }
+
+
+def _is_never_off(one: ExchangedCalls) -> bool:
+    """Return whether no experiment can switch a collective off, see NoCommunicationGroup."""
+    return one.site.kind == CollectiveKind.OBJECT and one.site.op in (Op.BROADCAST, Op.SCATTER)
+
+
+def never_off(e: Evidence) -> float:
+    """Return the share of transfers of objects that no experiment can switch off."""
+    return sum(one.transfer for one in e.exchanged if _is_never_off(one))
+
+
+def separate_calls(e: Evidence) -> list[ExchangedCalls]:
+    """Return the collectives that are causes of their own."""
+    kinds = parts(e)
+    return [one for one in e.exchanged if one.site.kind in kinds or _is_never_off(one)]
 
 
 def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:

@@ -136,7 +136,9 @@ class CollectiveCalls:
 
 
 def _key(frame: FrameType, op: int, backward: bool) -> tuple[_Key, list[CodeType]]:
-    key, codes, users = [op, int(backward)], [], 0
+    key: list[int] = [op, int(backward)]
+    codes: list[CodeType] = []
+    users = 0
     at: FrameType | None = frame
     while at is not None and users < USER_FRAMES and len(codes) < MAX_WALKED_FRAMES:
         code = at.f_code
@@ -153,6 +155,11 @@ def _library_functions(frame: FrameType) -> Iterator[tuple[str, str]]:
     while at is not None and at.f_code.co_filename.startswith(LIBRARY_PREFIXES):
         yield str(at.f_globals.get("__name__", "")), at.f_code.co_name
         at = at.f_back
+
+
+def carries_objects(frame: FrameType) -> bool:
+    """Return whether code called by a function for Python objects, as all_gather_object, runs."""
+    return any("object" in name for _, name in _library_functions(frame))
 
 
 def _kind_by_functions(names: list[str]) -> CollectiveKind | None:
