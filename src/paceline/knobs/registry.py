@@ -127,7 +127,7 @@ KNOBS: dict[str, Knob] = {
     "buffers-off": Knob(
         "DDP does not broadcast the model's buffers before each forward",
         ("buffer-broadcast",),
-        "DistributedDataParallel(broadcast_buffers=False)",
+        "set broadcast_buffers = False on the model that DistributedDataParallel() returns",
         "knobs.ddp:no_buffers",
         ON,
         r"\b(DistributedDataParallel|DDP)\(",
