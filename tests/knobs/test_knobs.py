@@ -45,6 +45,7 @@ ALL = """
         "workers": [loader.num_workers, held_out.num_workers],
         "ahead": loader.prefetch_factor, "live on": loader.persistent_workers,
         "bucket": model.bucket_bytes_cap, "views": model.gradient_as_bucket_view,
+        "buffers": model.broadcast_buffers,
         "search": model.find_unused_parameters, "threads": torch.get_num_threads(),
         "cores": len(os.sched_getaffinity(0)),
         "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before,
@@ -57,7 +58,7 @@ ALL = """
 SET = {
     "loader-workers": 2, "prefetch": 3, "bucket-mb": 2, "gradient-views": True,
     "unused-search-off": True, "threads": 1, "own-binding-off": True, "keep-memory": True,
-    "channels-last": True,
+    "channels-last": True, "buffers-off": True,
 }  # fmt: skip
 
 
@@ -79,12 +80,14 @@ def test_all_compatible_knobs_are_set_with_same_result(tmp_path):
     plain, expected, _ = results(tmp_path, ALL, "plain", {})
     assert (plain["workers"], plain["bucket"], plain["threads"]) == ([0, 0], 7 << 20, 7)
     assert plain["cores"] == 1
+    assert plain["buffers"] is True
     assert plain["faults"] > 80_000
     found, same, said = results(tmp_path, ALL, "set", SET)
     assert found["workers"] == [2, 0]  # the loader of the validation is unchanged
     assert (found["ahead"], found["live on"]) == (3, True)
     assert (found["bucket"], found["views"], found["search"]) == (2 << 20, True, False)
     assert found["threads"] == 1
+    assert found["buffers"] is False
     assert found["cores"] == torch.get_num_threads() or found["cores"] > 1
     assert found["faults"] < 30_000  # only from the first tensor
     assert found["images"][1] == found["weight"][1] == 1  # channels_last strides

@@ -22,6 +22,19 @@ def no_search(_: bool, turned: KnobResult) -> None:
     _constructed(turned, find_unused_parameters=False)
 
 
+def no_buffers(_: bool, turned: KnobResult) -> None:
+    """Broadcast buffers at the construction only.
+
+    The constructor's argument broadcast_buffers=False would leave out that broadcast, too.
+    """
+
+    def switch_off(replica: Any) -> None:
+        replica.broadcast_buffers = False
+        turned.done()
+
+    made(switch_off)
+
+
 def as_bf16(_: bool, turned: KnobResult) -> None:
     _compressed("bf16_compress_hook", turned)
 

@@ -50,6 +50,35 @@ EDITS: dict[str, Knob] = {
         "{value}",
         effort=2,
     ),
+    "one-exchange": Knob(
+        "one collective instead of many small ones",
+        ("exchange-latency",),
+        "one collective over a stacked tensor, or one collective every N steps (as world.log does)",
+        looks_for=r"\b(all_reduce|all_gather|reduce|broadcast)\w*\(",
+        effort=2,
+    ),
+    "no-synchronisation": Knob(
+        "ranks and devices do not wait in the middle of a step",
+        ("synchronisation",),
+        "call barrier, .item() and print only every 100th step, or leave the value on the device",
+        looks_for=r"barrier\(|\.item\(|\bprint\(|\.cpu\(",
+    ),
+    "rarer-metrics": Knob(
+        "metrics are exchanged together and less often",
+        ("metric-collectives",),
+        "stack the metrics into one tensor and reduce it every N steps (as world.log does), or "
+        "pass async_op=True and wait in the next step",
+        looks_for=r"\b(all_reduce|all_gather|reduce|gather|broadcast)\w*\(",
+        costs="metrics are known less often",
+    ),
+    "tensors-not-objects": Knob(
+        "tensors are exchanged instead of Python objects",
+        ("object-collectives",),
+        "call dist.all_gather_into_tensor() with tensors of fixed size instead of pickled "
+        "objects, or exchange objects every N steps only",
+        looks_for=r"_object(_list)?\(",
+        effort=2,
+    ),
     "end-other-programs": Knob(
         "no other program uses the cores of the job",
         ("noisy-machine",),

@@ -124,6 +124,17 @@ KNOBS: dict[str, Knob] = {
         r"find_unused_parameters",
         "an error as soon as a parameter is unused",
     ),
+    "buffers-off": Knob(
+        "DDP does not broadcast the model's buffers before each forward",
+        ("buffer-broadcast",),
+        "set broadcast_buffers = False on the model that DistributedDataParallel() returns",
+        "knobs.ddp:no_buffers",
+        ON,
+        r"\b(DistributedDataParallel|DDP)\(",
+        "running statistics of BatchNorm differ between ranks: each rank evaluates with those of "
+        "its own batches, and a checkpoint has those of rank 0",
+        numbers=True,
+    ),
     "accumulate-locally": Knob(
         "only the last backward of an optimizer step synchronizes gradients",
         ("accumulation-exchange",),
@@ -275,24 +286,11 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"float64|\.double\(|torch\.double",
         numbers=True,
     ),
-    "one-exchange": Knob(
-        "one collective instead of many small ones",
-        ("exchange-latency",),
-        "one collective over a stacked tensor, or one collective every N steps (as world.log does)",
-        looks_for=r"\b(all_reduce|all_gather|reduce|broadcast)\w*\(",
-        effort=2,
-    ),
     "ddp": Knob(
         "gradients are synchronized during the backward",
         ("no-overlap",),
         "torch.nn.parallel.DistributedDataParallel, or world.distribute(model, optimizer)",
         looks_for=r"\ball_reduce\w*\(",
-    ),
-    "no-synchronisation": Knob(
-        "ranks and devices do not wait in the middle of a step",
-        ("synchronisation",),
-        "call barrier, .item() and print only every 100th step, or leave the value on the device",
-        looks_for=r"barrier\(|\.item\(|\bprint\(|\.cpu\(",
     ),
     "script-beside": Knob(
         "the script does its other work less often, or in a thread",

@@ -26,6 +26,7 @@ def judged(
     gradients=None,
     late="",
     line_profile=None,
+    exchanged=(),
     **changed,
 ):
     """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
@@ -48,6 +49,7 @@ def judged(
         waterfall=fall, report=report, loader=loader, threads=told[0]["threads"],
         cores=together.bit_count(), per_host=2, steps=10, rungs=rungs, facts=told,
         gradients=gradients, line_profile=line_profile, describe_lateness=lambda _: late,
+        exchanged=list(exchanged),
         lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
     )  # fmt: skip
     return causes(e)

@@ -18,9 +18,10 @@ from .confirmation import (
     verdict,
 )
 from .evidence import MIN_SHARE, Evidence
+from .exchanged_calls import CollectiveKind
 from .ladder import BARS, Interval, RungResult, Waterfall
 from .overlap import Cause, ranked, without_overlap
-from .rules import compute, exchange, inputs, lines, ranks, script
+from .rules import compute, exchange, exchange_parts, inputs, lines, ranks, script
 from .rules.operators import Finding
 
 __all__ = [
@@ -47,10 +48,23 @@ def witnesses(e: Evidence) -> list[Witness]:
     """
     bar, share = e.waterfall.of_step, e.loss_share
     exchanged = share("transfer", doing=("transfer", "wait")) + e.occasional_waits
+    all_exchange = _switched_off(e, "silent", bar("exchange"))
+    parts = exchange_parts.parts(e)
+    rest = max(1 - sum(parts.values()), 0.0)
+    exchanged -= (objects := exchange_parts.never_off(e))
+    unmeasured = [Witness("objects", None, objects)] if objects else []
+    unmeasured = [] if CollectiveKind.OBJECT in parts else unmeasured
+
+    def part(factor: float) -> tuple[Interval | None, float]:
+        scaled = all_exchange.scaled(factor) if all_exchange is not None else None
+        return scaled, factor * exchanged
+
     return [
         Witness("sharing", bar("sharing"), None),
         Witness("uneven", bar("uneven"), e.compute_imbalance),
-        Witness("exchange", _switched_off(e, "silent", bar("exchange")), exchanged),
+        Witness("exchange", *part(rest)),
+        *(Witness(exchange_parts.WITNESSES[kind], *part(parts[kind])) for kind in parts),
+        *unmeasured,
         Witness(
             "input", _switched_off(e, "cached", bar("input")), share("input", doing=("input",))
         ),
@@ -87,6 +101,7 @@ RULES: dict[str, Rule] = {
     "sharing": ranks.sharing,
     "uneven": ranks.uneven,
     "exchange": exchange.exchange,
+    **{name: exchange_parts.rule_for(kind) for kind, name in exchange_parts.WITNESSES.items()},
     "input": inputs.inputs,
     "validation": ranks.rule_for_phase("validation"),
     "checkpoint": ranks.rule_for_phase("checkpoint"),

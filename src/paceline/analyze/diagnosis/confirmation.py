@@ -33,6 +33,8 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
 # Witnesses whose figure from the record is not a time that a clock measured, but is computed from
 # the cost of one operation, or from what remains of a step without its known parts.
 ESTIMATED = ("allocator", "precision", "interpreter")
+# Parts of the bar "exchange". The record says how much of it each one is.
+EXCHANGE_PARTS = ("buffers", "metrics", "objects", "barriers")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def measured(e: Evidence, name: str) -> Interval | None:
 
 def verdict(witness: Witness) -> str:
     """Return CONFIRMED, NOT_CONFIRMED or NOT_TESTABLE; "" if the witness suggests no cause."""
-    if witness.name in BARS:
+    if witness.name in (*BARS, *EXCHANGE_PARTS):
         return _verdict_of_bar(witness)
     if witness.ladder is None:
         return NOT_TESTABLE if witness.share >= MIN_SHARE else ""

@@ -14,6 +14,7 @@ import numpy as np
 from ...significance import RankSpread, rank_spread
 from ..figures.losses import Loss
 from ..figures.report import Report
+from .exchanged_calls import ExchangedCalls
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
 from .line_profile import LineProfile
@@ -47,6 +48,8 @@ class Evidence:
         line_profile: Time by line of the script, of all rounds; None if nothing was sampled.
         rare_losses: Losses by validation and checkpoints in a survey of many steps, which replace
             those of the report; None without a survey.
+        exchanged: Collectives of the run of the unchanged script, by what they carry and their
+            line; empty if unknown.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
         savings: By name of a switched phase (rung.py): share of a step that its part takes, by
             pair of neighbouring blocks of steps.
@@ -68,6 +71,7 @@ class Evidence:
     describe_lateness: Callable[[int], str] = lambda rank: ""
     savings: dict[str, list[float]] = field(default_factory=dict)
     rare_losses: list[Loss] | None = None
+    exchanged: list[ExchangedCalls] = field(default_factory=list)
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""

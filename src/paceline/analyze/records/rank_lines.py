@@ -1,13 +1,18 @@
 """Read a rank's line profile (rank-N.profile), which is untrusted input."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ...record.experiments.lines.sidecar import MAX_PROFILE_BYTES, Activity, LineProfile
+from ...record.experiments.lines.sidecar import (
+    MAX_PROFILE_BYTES,
+    Activity,
+    CollectiveKind,
+    LineProfile,
+)
 from ...record.ring.header_schema import MAX_TIME_NS, without_line_breaks
 from ...security.files import InvalidFileError
 from ...security.schema import read_json
@@ -45,6 +50,19 @@ class SampledStack:
 
 
 @dataclass(frozen=True)
+class CollectiveSite:
+    """A place that calls collectives: what they carry, and the number of its stack."""
+
+    kind: CollectiveKind
+    stack: int
+    bytes_per_call: float
+
+
+def _no_collectives() -> Ints:
+    return np.empty((0, 3), np.int64)
+
+
+@dataclass(frozen=True)
 class RankLines:
     """The line profile of one rank.
 
@@ -58,6 +76,8 @@ class RankLines:
         workers: Number of loader workers.
         worker_ns: Sampled time of all workers, with their waits for work.
         worker_times: Stack and time of all workers in it (ns).
+        collective_sites: Places that call collectives.
+        collectives: Group, number and place of each call, one row per call.
     """
 
     lines: list[SampledLine]
@@ -72,6 +92,8 @@ class RankLines:
     workers: int
     worker_ns: int
     worker_times: list[tuple[int, int]]
+    collective_sites: list[CollectiveSite] = field(default_factory=list)
+    collectives: Ints = field(default_factory=_no_collectives)
 
     def on_clock(self, clock: Clock) -> "RankLines":
         """Return the profile with its times on another clock."""
@@ -96,10 +118,17 @@ def read_rank_lines(path: Path) -> RankLines:
     numbers = [number for stack in stacks for number in stack.lines]
     numbers += [number for number, _ in found["executions"]]
     used = [one["stack"] for one in found["worker_times"]]
+    used += [one["stack"] for one in found.get("collective_sites", [])]
+    sites = [
+        CollectiveSite(one["kind"], one["stack"], one["bytes"] / max(one["count"], 1))
+        for one in found.get("collective_sites", [])
+    ]
+    collectives = np.array(found.get("collectives", []), np.int64).reshape(-1, 3)
     largest = int(of["at"].max(initial=0)) + found["start_ns"]
     if (
         max(numbers, default=-1) >= len(lines)
         or max([*used, int(of["stack"].max(initial=-1))]) >= len(stacks)
+        or int(collectives[:, 2].max(initial=-1)) >= len(sites)
         or largest >= MAX_TIME_NS
         or int(of["late"].max(initial=0)) + found["interval_ns"] >= MAX_TIME_NS >> 16
     ):
@@ -120,4 +149,6 @@ def read_rank_lines(path: Path) -> RankLines:
         workers=found["workers"],
         worker_ns=found["worker_ns"],
         worker_times=[(one["stack"], one["ns"]) for one in found["worker_times"]],
+        collective_sites=sites,
+        collectives=collectives,
     )

@@ -96,7 +96,9 @@ class Experiment:
         if SINGLE_PRECISION in self.rung.phases:
             after_import({"torch": use_single_precision})
         self._file_opens = FileOpenCounter()
-        self._lines = RankProfile(self.recorder, self._file_opens)
+        self._lines = RankProfile(
+            self.recorder, self._file_opens, self._observer.gradient_addresses
+        )
         self._lines.install()
         after_import({"torch.utils.data.dataloader": self._cached_batches.install})
         if self.rung.losses:

@@ -2,9 +2,11 @@
 
 Outputs hold this rank's own inputs, so that later computations find values of the right shape and
 dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
-they are replaced.
+they are replaced. Python objects that only one rank has are sent all the same, because the other
+ranks could not unpickle anything else.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ..hooks.collectives import METHODS
+from .lines.collective_calls import carries_objects
 
 # Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
 # whose memory a training would have freed and reused.
@@ -35,6 +38,8 @@ class NoCommunicationGroup:
 
     def __getattr__(self, name: str) -> Any:
         if name not in METHODS:
+            return getattr(self._inner, name)
+        if name in ("broadcast", "scatter") and carries_objects(sys._getframe(1)):
             return getattr(self._inner, name)
         return self._with_future_value(getattr(self._fake, name))
 

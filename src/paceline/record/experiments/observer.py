@@ -149,6 +149,18 @@ class Observer:
         # Never removed: the set-up ends in a hook of the same table, over which PyTorch iterates.
         module.register_optimizer_step_post_hook(inspect_optimizer)
 
+    def gradient_addresses(self) -> tuple[set[int], set[int], int]:
+        """Return the addresses of all gradients, those of parameters, and the gradients' bytes."""
+        gradients, parameters, size = set(), set(), 0
+        for optimizer in self._known_optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameters.add(parameter.data_ptr())
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        gradients.add(parameter.grad.data_ptr())
+                        size += parameter.grad.nbytes
+        return gradients, parameters, size
+
     def _hook_ddp(self, module: Any) -> None:
         kind = module.DistributedDataParallel
         make, after = kind.__init__, kind._post_forward

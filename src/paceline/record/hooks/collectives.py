@@ -108,6 +108,8 @@ class RecordedGroup(dist.ProcessGroup):
         launched, in_background = now(), is_in_background(self._recorder)
         state = BLOCKED[in_background]
         self._recorder.begin(state, launched, self._seq + 1, self._group, int(Op.BARRIER))
+        if self._recorder.on_collective is not None:
+            self._note_call(self._seq + 1, int(Op.BARRIER), (), 0, False)
         inner: Any = self.inner  # its stub lacks monitored_barrier
         inner.monitored_barrier(*args, **options)
         self._seq += 1
@@ -116,6 +118,21 @@ class RecordedGroup(dist.ProcessGroup):
             times = (launched, launched, launched)
             in_flight = CollectiveInFlight(self._recorder, *times, *place, in_background)
             in_flight.end_wait(launched, now(), in_background)
+
+    def _note_call(
+        self, seq: int, op: int, args: tuple[Any, ...], amount: int, in_backward: bool
+    ) -> None:
+        """Pass a call to the line profile, whose failure ends only its notes of collectives."""
+        recorder = self._recorder
+        try:
+            assert recorder.on_collective is not None
+            tensors, group = args[0] if args else None, (self._group, self.size())
+            start = now()
+            recorder.on_collective(group, seq, op, tensors, amount, in_backward)
+            recorder.extra_cost_ns += now() - start
+        except Exception as error:
+            recorder.on_collective = None
+            report_failure("the lines of collectives", error)
 
     def finish_after_backward(
         self, work: dist.Work, in_flight: CollectiveInFlight, check: PendingCheck | None = None
@@ -285,6 +302,8 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
                 if checked:
                     recorder.event(BLOCKED[in_background], launched, called, *place)
                 recorder.begin(COLLECTIVE[in_background], called, seq, self._group, number)
+                if recorder.on_collective is not None:
+                    self._note_call(seq, number, args, amount, in_backward() != -1)
         except Exception as error:
             report_failure(COLLECTIVES_HOOK, error)
             is_recorded = False

@@ -59,6 +59,8 @@ class Recorder:
         # Called when a backward launches an all-reduce: the group, and the tensors if DDP launched
         # it.
         self.on_backward_reduce: Callable[[Any, Any], None] | None = None
+        # Called with each collective, while a line profile records their lines.
+        self.on_collective: Callable[..., None] | None = None
         self.training_thread = threading.main_thread().ident or 0  # whose states are recorded
         self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # RecordedGroups of this recorder
         self._last_step_end = now()

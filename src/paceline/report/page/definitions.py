@@ -149,6 +149,14 @@ DEFINITIONS = {
     "rank, minus that at the rate of the slowest rank.",
     "held by exchange": "Throughput of all ranks with their batches in memory: without "
     "communication, minus with communication.",
+    "held by buffers": "Part of the exchange: transfers of DDP's broadcasts of buffers, relative "
+    "to all transfers and waits of the exchange in the record.",
+    "held by metrics": "Part of the exchange: transfers of collectives outside of a backward with "
+    "at most 1 KiB, relative to all transfers and waits of the exchange in the record.",
+    "held by objects": "Part of the exchange: transfers of pickled Python objects, relative to all "
+    "transfers and waits of the exchange in the record.",
+    "held by barriers": "Part of the exchange: barriers, with the waits that no single rank "
+    "explains, relative to all transfers and waits of the exchange in the record.",
     "held by input": "Throughput of all ranks with communication: with batches in memory, minus "
     "with the loader.",
     "held by validation": "Throughput of all ranks without communication, at the rate of the "

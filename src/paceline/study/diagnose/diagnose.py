@@ -18,6 +18,7 @@ from ...analyze.diagnosis.causes import (
     unconfirmed_causes,
     witnesses,
 )
+from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
@@ -324,6 +325,7 @@ def _evidence(
         facts=facts,
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
+        exchanged=measure_exchanged_calls(measured) if measured is not None else [],
         rank_spread=computing_spread(measured) if measured is not None else None,
         line_profile=profile,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",

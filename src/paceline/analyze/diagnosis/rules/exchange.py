@@ -1,11 +1,14 @@
 """Rules for slow communication: bytes, number of calls, time of the calls, or late ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
+from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
+from . import exchange_parts
 from .ranks import alternating, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
@@ -27,7 +30,7 @@ def exchange(e: Evidence) -> NamedCause | None:
     if not e.report.groups:
         return None
     group = max(e.report.groups, key=lambda group: group.transfer + group.wait)
-    calls = _costliest_collective(group)
+    calls = _costliest_collective(e, group)
     if calls is None:
         return None
     if e.loss_share("transfer") < e.occasional_waits and calls.name != "barrier":
@@ -42,8 +45,32 @@ def exchange(e: Evidence) -> NamedCause | None:
     return (_no_overlap(e, g, calls) if g is not None else None) or _bandwidth(e, calls)
 
 
-def _costliest_collective(group: Group) -> Collective | None:
-    return max(group.collectives, key=lambda one: one.wait + one.transfer, default=None)
+def _costliest_collective(e: Evidence, group: Group) -> Collective | None:
+    """Return the kind of collective with most time, without calls that are causes of their own."""
+    found = [_without_parts(e, one) for one in group.collectives]
+    return max(found, key=lambda one: one.wait + one.transfer, default=None)
+
+
+def _without_parts(e: Evidence, calls: Collective) -> Collective:
+    others = [one for one in exchange_parts.separate_calls(e) if _name(one) == calls.name]
+    return replace(
+        calls,
+        count=max(calls.count - round(e.steps * sum(one.calls for one in others)), 0),
+        bytes=max(calls.bytes - round(e.steps * sum(o.calls * o.bytes for o in others)), 0),
+        wait=max(calls.wait - sum(one.wait for one in others), 0.0),
+        transfer=max(calls.transfer - sum(one.transfer for one in others), 0.0),
+    )
+
+
+def _name(one: ExchangedCalls) -> str:
+    return one.site.op.name.lower().replace("_", "-")
+
+
+def _lines(e: Evidence) -> list[dict[str, object]]:
+    """Return the lines of the collectives that are no causes of their own."""
+    separate = exchange_parts.separate_calls(e)
+    known = exchange_parts.lines_of([one for one in e.exchanged if one not in separate])
+    return known or [*e.lines.get("transfer", []), *e.lines.get("wait", [])][:5]
 
 
 def _figures(e: Evidence, calls: Collective) -> dict[str, Any]:
@@ -53,12 +80,12 @@ def _figures(e: Evidence, calls: Collective) -> dict[str, Any]:
         "calls_a_step": calls.count / e.steps,
         "busbw_GB_s": calls.busbw,
         "hidden": calls.hidden,
-        "lines": [*e.lines.get("transfer", []), *e.lines.get("wait", [])][:5],
+        "lines": _lines(e),
     }
 
 
 def _line_text(e: Evidence) -> str:
-    lines = e.lines.get("transfer") or e.lines.get("wait") or []
+    lines = _lines(e)
     return f" (line {lines[0]['line']}: {lines[0]['code']})" if lines else ""
 
 
@@ -127,6 +154,15 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
             "threads wait for a core while other threads compute: leave a core of the node free"
         )
         return "jitter", sentence, figures | {"crowded": e.other_threads_cpu_wait_share}
+    size = sum(e.first_facts.get("parameters", {}).values())
+    g = e.gradients
+    if g is not None and size and g.bytes_outside >= max(MIN_GRADIENT_SHARE * size, g.bytes):
+        sentence = (
+            f"gradients are synchronized after the backward in {counted(g.calls_outside, 'call')} "
+            f"of {calls.name} per step with {figures['bytes']:,.0f} bytes each, and latency "
+            f"dominates{_line_text(e)}: stack them, or use DistributedDataParallel"
+        )
+        return "exchange-latency", sentence, figures
     sentence = (
         f"each step calls {calls.name} {counted(figures['calls_a_step'], 'time')} with "
         f"{figures['bytes']:,.0f} bytes each, and latency dominates{_line_text(e)}"

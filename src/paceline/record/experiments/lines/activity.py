@@ -117,6 +117,8 @@ class StackDescriber:
         if not names:
             return self._called(frame, offset)
         for module, code in reversed(names):
+            if _is_of(module, _CALL_LOGGERS) and module != names[0][0]:
+                continue
             if _is_of(module, ("torch.distributed", f"{_PACKAGE}.comm")):
                 return Activity.COLLECTIVE, _function(module, code)
         for module, code in names:
@@ -155,6 +157,7 @@ class StackDescriber:
 
 # Calls around an operator or a module, which name neither.
 _TORCH_INTERNAL = ("torch._ops", "torch.autograd.profiler", "torch.utils._contextlib", "torch._C")
+_CALL_LOGGERS = ("torch.distributed.c10d_logger",)  # around each function of torch.distributed
 _NO_NAMES = (*_PASSING_MODULES, "torch")
 
 

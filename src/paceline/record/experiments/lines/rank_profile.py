@@ -9,6 +9,7 @@ from ...ring.recorder import Recorder, now
 from ...ring.resource_usage import FileOpenCounter
 from ...ring.ring import PROFILE_SUFFIX
 from .activity import Described
+from .collective_calls import CollectiveCalls
 from .execution_counter import ExecutionCounter
 from .sampler import MEAN_INTERVAL_S, LineSampler
 from .sidecar import MAX_SAMPLES, PROFILE_VERSION, LineProfile, write_json
@@ -47,10 +48,17 @@ class RankProfile:
 
     Args:
         opened: Counter of opened files, which knows the last path of each thread.
+        gradients: As for ``CollectiveCalls``.
     """
 
-    def __init__(self, recorder: Recorder, opened: FileOpenCounter) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        opened: FileOpenCounter,
+        gradients: Callable[[], tuple[set[int], set[int], int]] = lambda: (set(), set(), 0),
+    ) -> None:
         self.recorder, self._opened = recorder, opened
+        self._calls = CollectiveCalls(recorder, gradients)
         self.has_failed = False
         self._table = StackTable()
         self._samples: list[tuple[int, int, int, int, int, int]] = []
@@ -82,9 +90,11 @@ class RankProfile:
         thread, interval = self.recorder.training_thread, interval_for(expected_s)
         self._sampler = LineSampler(thread, self._take, self._opened.last_path, interval_s=interval)
         self._sampler.start()
+        self._calls.start(is_kept)
 
     @_reported
     def stop(self) -> None:
+        self._calls.stop()
         self._workers.is_on = False
         if self._sampler is not None:
             self._sampler.stop()
@@ -134,6 +144,7 @@ class RankProfile:
         if path is None or not self._samples:
             return
         workers, worker_ns, times = self._workers.collect(self._table)
+        collective_sites = self._calls.sites(self._table)
         profile: LineProfile = {
             "version": PROFILE_VERSION,
             "interval_ns": int(self._interval_s * 1e9),
@@ -146,5 +157,7 @@ class RankProfile:
             "workers": workers,
             "worker_ns": worker_ns,
             "worker_times": times,
+            "collective_sites": collective_sites,
+            "collectives": self._calls.events(),
         }
         write_json(path.with_suffix(PROFILE_SUFFIX), profile)

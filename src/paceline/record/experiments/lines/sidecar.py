@@ -10,7 +10,7 @@ import json
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
 
@@ -22,6 +22,7 @@ MAX_SAMPLES = 1 << 16
 MAX_STACKS = 1 << 13
 MAX_FRAMES = 1 << 13  # distinct lines
 MAX_CHAIN = 48  # frames of one stack, the innermost ones
+MAX_COLLECTIVE_SITES = 1 << 10  # places that call collectives
 MAX_WORKERS = 64  # loader workers of one rank
 MAX_TEXT_CHARS = 300  # of a file name, a function or a line of code
 
@@ -41,6 +42,18 @@ class Activity(StrEnum):
     COLLECTIVE = "collective"  # a function of torch.distributed
 
 
+class CollectiveKind(StrEnum):
+    """What a collective carries."""
+
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"  # or a shard of it
+    BUFFER = "buffer"  # of a module, as running statistics
+    METRIC = "metric"  # a few numbers outside of a backward
+    OBJECT = "object"  # Python objects as bytes
+    BARRIER = "barrier"  # nothing
+    OTHER = "other"
+
+
 class Stack(TypedDict):
     """A chain of frames, and what the thread did. what: a function, or a path."""
 
@@ -58,6 +71,15 @@ class WorkerTime(TypedDict):
     on_core_ns: _TimeNs
 
 
+class CollectiveSite(TypedDict):
+    """A place that calls collectives. bytes: Of all calls, as in the events."""
+
+    kind: CollectiveKind
+    stack: _Index
+    count: _Count
+    bytes: _Count
+
+
 class LineProfile(TypedDict):
     """One rank's line profile.
 
@@ -70,6 +92,8 @@ class LineProfile(TypedDict):
         executions: Frame, and how often its line was executed in one step; only of some frames.
         workers: Loader workers that were sampled.
         worker_ns: Sampled time of all of them, including waits for work.
+        collective_sites: Places that called collectives in the sampled steps; absent without.
+        collectives: Group, number (as in the record's events) and place of each call.
     """
 
     version: Annotated[int, Meta(ge=1, le=PROFILE_VERSION)]
@@ -86,6 +110,12 @@ class LineProfile(TypedDict):
     workers: _Count
     worker_ns: _TimeNs
     worker_times: Annotated[list[WorkerTime], Meta(max_length=MAX_STACKS)]
+    collective_sites: NotRequired[
+        Annotated[list[CollectiveSite], Meta(max_length=MAX_COLLECTIVE_SITES)]
+    ]
+    collectives: NotRequired[
+        Annotated[list[tuple[_Index, _Count, _Index]], Meta(max_length=MAX_SAMPLES)]
+    ]
 
 
 def write_json(path: Path, value: Any) -> None:

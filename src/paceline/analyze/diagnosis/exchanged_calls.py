@@ -1,0 +1,105 @@
+"""Measure the time of collectives by what they carry and by the line that calls them."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...record.experiments.lines.sidecar import CollectiveKind
+from ...record.ring.states import Op, State
+from ..figures.measured_window import MeasuredWindow
+from ..records.match_collectives import split_by_record
+from ..records.rank_lines import SampledLine
+from ..records.state_timeline import blocking_states
+
+__all__ = ["CallSite", "CollectiveKind", "ExchangedCalls", "measure_exchanged_calls"]
+
+
+class CallSite(NamedTuple):
+    """A place that calls collectives of one kind. what: the function of torch that it calls."""
+
+    kind: CollectiveKind
+    op: Op
+    line: SampledLine | None
+    what: str
+
+
+@dataclass(frozen=True)
+class ExchangedCalls:
+    """The collectives of one place.
+
+    Attributes:
+        calls: Calls in a step of a mean rank.
+        bytes: Bytes of a mean call.
+        transfer, wait: Shares of all ranks' time in the window, as in Loss. A wait is for a rank
+            that came last.
+    """
+
+    site: CallSite
+    calls: float
+    bytes: float
+    transfer: float
+    wait: float
+
+    def as_line(self, share: float) -> dict[str, object]:
+        """Return the line as the evidence of a cause has it; ``share`` is of the cause's time."""
+        line = self.site.line
+        assert line is not None
+        return {
+            "file": line.file,
+            "line": line.line,
+            "function": line.function,
+            "inside": self.site.what,
+            "code": line.code,
+            "share": share,
+        }
+
+
+def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
+    """Return the collectives of the window by place, those with most time first.
+
+    Empty if a rank's profile has none of them.
+    """
+    if any(record.profile is None for record in m.records):
+        return []
+    sums: dict[CallSite, np.ndarray[tuple[int], np.dtype[np.float64]]]
+    sums = defaultdict(lambda: np.zeros(4))  # calls, bytes, transfer, wait
+    ends = np.cumsum([len(rows) for rows in split_by_record(m.matched.waits, len(m.records))])
+    transfers = np.split(m.blocked.transfer, ends[:-1])
+    waits = np.split(m.blocked.wait, ends[:-1])
+    steps, whole = 0, len(m.records) * m.within.length
+    for record, transfer, wait in zip(m.records, transfers, waits, strict=True):
+        found = record.profile
+        assert found is not None
+        within = record.events_in(State.STEP)["end"]
+        steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
+        sites = {(group, number): site for group, number, site in found.collectives.tolist()}
+        events = record.events_in(*blocking_states(record))
+        counted: set[tuple[int, int]] = set()
+        places: dict[tuple[int, int], CallSite] = {}
+        for at in np.flatnonzero((transfer > 0) | (wait > 0)).tolist():
+            key = (int(events["group"][at]), int(events["seq"][at]))
+            number = sites.get(key)
+            if number is None:
+                continue
+            place = (number, int(events["op"][at]))
+            if place not in places:
+                one = found.collective_sites[number]
+                stack = found.stacks[one.stack]
+                line = found.lines[stack.lines[0]] if stack.lines else None
+                places[place] = CallSite(one.kind, Op(place[1]), line, stack.what)
+            into = sums[places[place]]
+            into[2:] += [int(transfer[at]), int(wait[at])]
+            if key not in counted:
+                counted.add(key)
+                into[:2] += [1, found.collective_sites[number].bytes_per_call]
+    if not steps:
+        return []
+    result = [
+        ExchangedCalls(site, calls / steps, size / calls, transfer_ns / whole, wait_ns / whole)
+        for site, (calls, size, transfer_ns, wait_ns) in (
+            (site, one.tolist()) for site, one in sums.items()
+        )
+    ]
+    return sorted(result, key=lambda one: -(one.transfer + one.wait))

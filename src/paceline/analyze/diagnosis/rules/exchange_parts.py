@@ -1,0 +1,135 @@
+"""Rules for collectives that are no exchange of gradients: buffers, metrics, objects, barriers.
+
+All communication together is switched off by an experiment. The record divides what that saves
+among the collectives, by what they carry.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from ....plurals import counted
+from ....record.ring.states import Op
+from ..evidence import MIN_SHARE, Evidence, NamedCause
+from ..exchanged_calls import CollectiveKind, ExchangedCalls
+
+WITNESSES = {
+    CollectiveKind.BUFFER: "buffers",
+    CollectiveKind.METRIC: "metrics",
+    CollectiveKind.OBJECT: "objects",
+    CollectiveKind.BARRIER: "barriers",
+}
+MAIN_PART = 0.5  # of the communication time: then it is a part of its own, however short
+MAX_LINES = 5
+
+
+def parts(e: Evidence) -> dict[CollectiveKind, float]:
+    """Return the parts of the communication time, by kind; those below MIN_SHARE are left out.
+
+    A wait for a late rank belongs to that rank. Only a barrier keeps the waits that no single rank
+    explains, because nothing else would make the ranks wait.
+    """
+    occasional = e.occasional_waits
+    switched_off = [one for one in e.exchanged if not _is_never_off(one)]
+    waits = sum(one.wait for one in e.exchanged)
+    kept = min(occasional / waits, 1.0) if waits else 0.0
+    times: dict[CollectiveKind, float] = defaultdict(float)
+    for one in switched_off:
+        is_barrier = one.site.kind == CollectiveKind.BARRIER
+        times[one.site.kind] += one.transfer + (kept * one.wait if is_barrier else 0.0)
+    transfer = e.loss_share("transfer") - never_off(e)
+    whole = max(transfer + occasional, sum(times.values()))
+    return {
+        kind: times[kind] / whole
+        for kind in WITNESSES
+        if times[kind] and times[kind] >= min(MIN_SHARE, MAIN_PART * whole)
+    }
+
+
+def _is_never_off(one: ExchangedCalls) -> bool:
+    """Return whether no experiment can switch a collective off, see NoCommunicationGroup."""
+    return one.site.kind == CollectiveKind.OBJECT and one.site.op in (Op.BROADCAST, Op.SCATTER)
+
+
+def never_off(e: Evidence) -> float:
+    """Return the share of transfers of objects that no experiment can switch off."""
+    return sum(one.transfer for one in e.exchanged if _is_never_off(one))
+
+
+def separate_calls(e: Evidence) -> list[ExchangedCalls]:
+    """Return the collectives that are causes of their own."""
+    kinds = parts(e)
+    return [one for one in e.exchanged if one.site.kind in kinds or _is_never_off(one)]
+
+
+def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:
+    """Return the collectives of these kinds, those with most time first."""
+    return [one for one in e.exchanged if one.site.kind in kinds]
+
+
+def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:
+    """Return the lines of these collectives, as the evidence of a cause has them."""
+    whole = sum(one.transfer + one.wait for one in calls) or 1.0
+    located = [one for one in calls if one.site.line is not None]
+    return [one.as_line((one.transfer + one.wait) / whole) for one in located[:MAX_LINES]]
+
+
+def rule_for(kind: CollectiveKind) -> Callable[[Evidence], NamedCause | None]:
+    """Return the rule that names the cause of one kind of collective."""
+
+    def rule(e: Evidence) -> NamedCause | None:
+        found = calls_of(e, kind)
+        if not found:
+            return None
+        count = sum(one.calls for one in found)
+        size = sum(one.calls * one.bytes for one in found) / max(count, 1e-9)
+        lines = lines_of(found)
+        figures: dict[str, Any] = {
+            "kind": str(kind),
+            "collective": found[0].site.op.name.lower().replace("_", "-"),
+            "bytes": size,
+            "calls_a_step": count,
+            "lines": lines,
+        }
+        text = f" (line {lines[0]['line']}: {lines[0]['code']})" if lines else ""
+        name, sentence = _NAMED[kind](count, size)
+        return name, sentence + text, figures
+
+    return rule
+
+
+def _buffers(count: float, size: float) -> tuple[str, str]:
+    return "buffer-broadcast", (
+        f"DDP broadcasts the buffers of the model before each forward, in "
+        f"{_times(count, 'collective')} of {size / 1e3:.3g} kB per step"
+    )
+
+
+def _metrics(count: float, size: float) -> tuple[str, str]:
+    return "metric-collectives", (
+        f"{_times(count, 'collective')} of {size:,.0f} bytes per step exchange metrics"
+    )
+
+
+def _objects(count: float, size: float) -> tuple[str, str]:
+    return "object-collectives", (
+        f"Python objects are pickled and exchanged in {_times(count, 'collective')} of "
+        f"{size:,.0f} bytes per step"
+    )
+
+
+def _barriers(count: float, size: float) -> tuple[str, str]:
+    return "synchronisation", f"all ranks wait in {_times(count, 'barrier')} per step"
+
+
+def _times(count: float, what: str) -> str:
+    """Return "2 barriers", or "0.1 barriers" if not every step has one."""
+    return counted(round(count), what) if count >= 1 else f"{count:.2g} {what}s"
+
+
+_NAMED: dict[CollectiveKind, Callable[[float, float], tuple[str, str]]] = {
+    CollectiveKind.BUFFER: _buffers,
+    CollectiveKind.METRIC: _metrics,
+    CollectiveKind.OBJECT: _objects,
+    CollectiveKind.BARRIER: _barriers,
+}
