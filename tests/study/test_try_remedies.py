@@ -20,7 +20,7 @@ from paceline.study.diagnose import ladder, paired_runs
 from paceline.study.diagnose import try_remedies as trials_module
 from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
 from paceline.study.diagnose.plan import Deadline
-from paceline.study.diagnose.run_script import RunRequest
+from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
 from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (
     Trial,
@@ -188,11 +188,11 @@ def test_invalid_remedies_are_reported_before_any_run(tmp_path, words, said):
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, ValueError("no loader any more")])
 def test_results_before_interruption_are_preserved(asked, monkeypatch, stop):
     """The command is stopped in the diagnosis that follows the first trial."""
-    ladder = SimpleNamespace(steps=16)
+    ladder = SimpleNamespace(steps=16, run_s=0.0)
     found = Diagnosis(["script.py"], ladder, None, None, [], [], ["a note"], remedies=[])
     trial_of = Remedy("loader-workers", "", 3, None, "", True, "")
 
-    def once(asked, steps, remedies, into, say):
+    def once(asked, steps, remedies, into, say, run_s):
         into.trials.append(Trial(trial_of, None, Interval(0.5, 0.4, 0.6), True))
         into.kept["loader-workers"] = 3
 
@@ -219,10 +219,10 @@ def test_remedies_without_time_are_tried_in_next_pass(asked, monkeypatch):
     workers, views, kept = (
         remedy("loader-workers", 0.9), remedy("gradient-views", 0.5), remedy("keep-memory", 0.1)
     )  # fmt: skip
-    first = Diagnosis(["script.py"], SimpleNamespace(steps=16), None, None, [], [], [])
+    first = Diagnosis(["script.py"], SimpleNamespace(steps=16, run_s=0.0), None, None, [], [], [])
     seen = []
 
-    def once(asked, steps, remedies, into, say):
+    def once(asked, steps, remedies, into, say, run_s):
         seen.append([one.knob for one in remedies])
         gain = Interval(0.5, 0.4, 0.6)
         into.trials += [Trial(remedies[0], gain, gain, True)]
@@ -323,6 +323,21 @@ def test_reported_gain_is_that_of_all_kept_remedies_measured_again(monkeypatch):
         one.confirmed.low <= x <= one.confirmed.high for one, x in zip(kept, real, strict=True)
     ]
     assert np.mean(inside) >= 0.9
+
+
+def test_pairs_before_the_first_look_decide_nothing(monkeypatch):
+    script = Simulated(monkeypatch, seed=7, gains={"loader-workers": 0.5})
+    pair = script.pair
+
+    def until_late(*given):
+        if script.pairs == 2:
+            raise OutOfTimeError(1.0, None)
+        return pair(*given)
+
+    script.pair = until_late
+    found, _ = script.tried(["loader-workers"])
+    (trial,) = found.trials
+    assert (trial.late, trial.gain, trial.kept) == (True, None, False)
 
 
 def test_large_gains_are_kept_in_few_rounds(monkeypatch):

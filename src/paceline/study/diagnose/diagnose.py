@@ -247,7 +247,7 @@ def _passes(
         asked = replace(asked, deadline=deadline.part(TRIALS_SHARE))
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
-        try_remedies(asked, found.ladder.steps, wanted, result, say)
+        try_remedies(asked, found.ladder.steps, wanted, result, say, found.ladder.run_s)
         if result.kept == before:
             return
         again = replace(asked, settings=dict(result.kept), deadline=deadline.part(TRIALS_SHARE))

@@ -148,7 +148,10 @@ class _Climb:
                 plan = self._fitted(plan, ended, found)
                 continue
             except (OutOfTimeError, KeyboardInterrupt) as early:
-                found.ended = OUT_OF_TIME if isinstance(early, OutOfTimeError) else INTERRUPTED
+                if isinstance(early, KeyboardInterrupt):
+                    found.ended = INTERRUPTED
+                elif done < REPETITIONS[0]:
+                    found.ended = OUT_OF_TIME
                 if done:
                     found.keep_rounds(done)
                 return

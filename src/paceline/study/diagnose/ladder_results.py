@@ -83,6 +83,11 @@ class Ladder:
     savings: dict[str, list[float]] = field(default_factory=dict)
     operators: OperatorFiles = field(default_factory=lambda: OperatorFiles([], []))
 
+    @property
+    def run_s(self) -> float:
+        """Mean duration of a run, at most: runs for single hypotheses are not counted."""
+        return self.seconds / (2 * len(self.rounds) + 1)
+
     def add(self, tested: Hypothesis, results: dict[str, RungResult], savings: list[float]) -> None:
         """Add what a round measured of a hypothesis."""
         for name, result in results.items():

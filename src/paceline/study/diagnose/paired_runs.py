@@ -118,10 +118,10 @@ def measure_pairs(
         until: Returns whether the pairs are enough.
 
     Returns:
-        Fewer pairs if the time is over before.
+        Fewer pairs if the time is over before, at least those of the first look.
 
     Raises:
-        OutOfTimeError: The time is over before the first pair.
+        OutOfTimeError: The time is over before the first look: nothing can be decided then.
     """
     found = Pairs(level, LOOKS)
     for count in LOOKS:
@@ -129,7 +129,7 @@ def measure_pairs(
             try:
                 found.pairs.append(pair(len(found.pairs)))
             except OutOfTimeError:
-                if not found.pairs:
+                if len(found.pairs) < LOOKS[0]:
                     raise
                 return found
         if until(found):

@@ -8,6 +8,7 @@ measured too little were not kept.
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from ...predict.remedies import Remedy, gain_after
 from ...predict.saving import TRIED
 from ...significance import SharedLevel
 from .paired_runs import (
+    LOOKS,
     TIGHT,
     Losses,
     NoEffectError,
@@ -176,19 +178,20 @@ def try_remedies(
     remedies: list[Remedy],
     found: TrialResults,
     say: Callable[[str], None],
+    run_s: float = 0.0,
 ) -> None:
     """Try each remedy with all settings kept before, and add the trials to ``found``.
 
     The remedy with the largest predicted gain is tried first. Remedies whose gain only a
     micro-measurement can predict come last. At the deadline of ``asked`` the trial that runs ends
     with the rounds that it has, and none starts. Micro-measurements end earlier, so that time is
-    left for the trials.
+    left for the trials; ``run_s`` is the expected duration of a run.
     """
     spent = SPENT_IN_PASS * found.level_left
     found.level_left -= spent
     shared = SharedLevel.among(len(remedies), spent)
     with Runner(asked, say) as runner:
-        _Trials(runner, steps, shared).all(remedies, found)
+        _Trials(runner, steps, shared, 2 * run_s).all(remedies, found)
 
 
 def combine_predictions(first: Interval, steps: Interval) -> Interval:
@@ -247,7 +250,10 @@ def confirm_kept(
 
 
 class _Trials:
-    def __init__(self, runner: Runner, steps: int, shared: SharedLevel) -> None:
+    """Trials of one pass. pair_s: Expected duration of a pair of runs; that of the last one."""
+
+    def __init__(self, runner: Runner, steps: int, shared: SharedLevel, pair_s: float) -> None:
+        self.pair_s = pair_s
         self.runs, self.steps, self.deadline = PairedRuns(runner), steps, runner.deadline
         self.glimpses_until = runner.deadline.part(GLIMPSE_SHARE)
         self.shared = shared
@@ -296,14 +302,11 @@ class _Trials:
         """Return the gain over a few steps; None without the time for it or a value to set."""
         if remedy.value is None or not self.glimpses_until.left_s:
             return None
+        if (MICRO_ROUNDS + LOOKS[0]) * self.pair_s > self.deadline.left_s:
+            return None  # the trial itself needs the time
         steps = min(self.steps, MAX_MICRO_STEPS)
-        gains: list[float] = []
-        while len(gains) < MICRO_ROUNDS:
-            start = self.glimpses_until.left_s
-            gains.append(math.expm1(self._pair(remedy, kept, steps, len(gains)).log_ratio))
-            left = self.glimpses_until.left_s
-            if left < start - left and len(gains) < MICRO_ROUNDS:
-                return None  # the rest of the time is for the trial
+        pairs = [self._pair(remedy, kept, steps, at) for at in range(MICRO_ROUNDS)]
+        gains = [math.expm1(pair.log_ratio) for pair in pairs]
         return Interval(statistics.median(gains), min(gains), max(gains))
 
     def _measured(self, remedy: Remedy, predicted: Interval | None, kept: dict[str, Any]) -> Trial:
@@ -331,7 +334,10 @@ class _Trials:
         return Trial(remedy, predicted, gain, not why, why, len(pairs.pairs), lost)
 
     def _pair(self, remedy: Remedy, kept: dict[str, Any], steps: int, at: int) -> Pair:
-        return self.runs.pair(kept, {remedy.knob: remedy.value}, steps, at, remedy.knob)
+        start = time.monotonic()
+        pair = self.runs.pair(kept, {remedy.knob: remedy.value}, steps, at, remedy.knob)
+        self.pair_s = time.monotonic() - start
+        return pair
 
 
 def _mean_gain(remedy: Remedy) -> float:
