@@ -57,6 +57,7 @@ REPORT_S, REPORT_SHARE = 3.0, 0.05  # time for the report at the end, the smalle
 TRY_BUDGET_FACTOR = 1.5
 LADDER_SHARE = 0.5  # of that time, for the first diagnosis
 TRIALS_SHARE = 0.6  # of the time left, for each pass of trials; a new diagnosis gets the rest
+NAMED_SHARE = 0.8  # the same, where only the named remedies are tried: one pass
 CONFIRM_SHARE = 0.2  # of the time of all trials, for all kept remedies together
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before
@@ -244,7 +245,8 @@ def _passes(
     assert asked.deadline is not None
     deadline = asked.deadline.part(1 - CONFIRM_SHARE)
     for at in range(PASSES + LATE):
-        asked = replace(asked, deadline=deadline.part(TRIALS_SHARE))
+        share = TRIALS_SHARE if ALL in names else NAMED_SHARE
+        asked = replace(asked, deadline=deadline.part(share))
         before, anew = dict(result.kept), {one.knob for one in wanted}
         result.trials = [one for one in result.trials if one.remedy.knob not in anew]
         try_remedies(asked, found.ladder.steps, wanted, result, say, found.ladder.run_s)
