@@ -233,6 +233,13 @@ def test_causes_of_slow_shared_machine_are_distinguished():
     assert cause.id == "noisy-machine"
 
 
+def test_share_of_other_programs_is_at_most_the_wait_for_cores():
+    slowed = ("silent", "cached", "everything")
+    (cause,) = judged(**{name: rung(0.2, delayed=0.1, host=2.0) for name in slowed})
+    assert (cause.id, cause.share) == ("noisy-machine", pytest.approx(0.1))
+    assert (cause.confirmed, cause.basis, cause.measured) == ("not-testable", "record", None)
+
+
 def test_noisy_machine_that_slows_all_rungs_is_reported():
     """Waits for cores are as long with one rank as with all ranks, so no bar shows them."""
     slowed = {

@@ -12,6 +12,7 @@ from ..evidence import MIN_SHARE, Evidence, NamedCause
 from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
+NOISY = "noisy-machine"
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
 MIN_BATCH_RATIO = 1.2  # batch size of one rank alone over its batch size with all ranks
@@ -83,7 +84,7 @@ def noisy(e: Evidence) -> NamedCause | None:
         f"a core {100 * e.cpu_wait_share:.0f} % of the time"
     )
     return (
-        "noisy-machine",
+        NOISY,
         sentence,
         {"foreign_cores": e.foreign_busy_cores, "delayed": e.cpu_wait_share},
     )
