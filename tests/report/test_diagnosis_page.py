@@ -20,6 +20,7 @@ from paceline.analyze.diagnosis.causes import MIN_SHARE, RULES, Cause, Witness
 from paceline.analyze.diagnosis.ladder import Interval, RungResult, waterfall
 from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
 from paceline.analyze.diagnosis.operator_profile import OperatorProfile, ProfiledOperator
+from paceline.analyze.diagnosis.survey import RareEvent, Survey
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.operator_file import MachineLimits, OperatorRow
@@ -196,6 +197,23 @@ def test_missing_rung_omits_waterfall_and_reports_reason(tmp_path, opened):
     assert f"{why}." in page.text_content("#summary .doubt")
     assert "left out" in page.inner_text("#rungs")
     assert page.locator("[data-chart]").count() == 0
+    states = page.inner_text("#summary table")
+    assert "useful" in states
+    assert page.locator("#summary tbody tr").count() == 4
+    assert "of all ranks' time" in page.inner_text("#summary ul")
+
+
+def test_survey_is_shown(tmp_path, opened):
+    event = RareEvent("validation", 0, 0.21, 3, 50, at_epoch_ends=False)
+    seen = Survey(150, 12.0, 400, 20.0, [0.1] * 4, [0.0] * 4, [event])
+    told = found(tmp_path / "run")
+    told = dataclasses.replace(told, ladder=dataclasses.replace(told.ladder, survey=seen))
+    page = opened(told, 390, "dark")
+    text = page.inner_text("#survey")
+    assert "validation 21.0 % (every 50 steps)" in text
+    assert "did not reach the end of the first epoch (400 batches)" in text
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate(CONTRAST) == []
 
 
 def test_hostile_names_are_shown_as_text_on_narrow_screen(tmp_path, opened):
@@ -295,14 +313,16 @@ def test_unconfirmed_causes_are_shown_apart(tmp_path, opened):
         measured=Interval(0.004, -0.01, 0.018),
     )
     estimated = dataclasses.replace(CAUSES[2], confirmed="not-testable", basis="estimate")
+    unseen = dataclasses.replace(refuted, id="interpreter", measured=None)
     told = dataclasses.replace(
-        found(tmp_path / "run", causes=[CAUSES[0], estimated]), unconfirmed=[refuted]
+        found(tmp_path / "run", causes=[CAUSES[0], estimated]), unconfirmed=[refuted, unseen]
     )
     page = opened(told)
     assert agree(page, json.loads(json.dumps(as_json(told), allow_nan=False))) > 130
     summary = page.inner_text("#summary")
     assert "Expected, but not confirmed" in summary
     assert "allocator: 20.0 % of a step's time expected, 0.4 % (-1.0 % to 1.8 %)" in summary
+    assert "interpreter: 20.0 % of a step's time expected, nothing measured." in summary
     assert "Not testable from outside: estimated" in summary
     text = words_of(told)
     assert "- allocator: 20.0 % expected, 0.4 % (-1.0 to 1.8) measured" in text
@@ -422,6 +442,7 @@ def test_trial_results_are_shown_beside_predictions(tmp_path, opened):
     assert "compress-bf16 changes the numbers: over the same steps the loss was 0.502" in text
     assert "1,600" in text
     assert "2,700" in text
+    assert "5.1 % of a step's time (not testable from outside): the script does other" in text
     (bars,) = drawn(page, "after")
     assert bars["x"][-1] == pytest.approx(2700)
     said = words_of(told)

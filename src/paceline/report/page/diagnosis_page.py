@@ -11,13 +11,15 @@ from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
+from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
 from ..verdict.of_diagnosis import verdict_of_diagnosis
 from .definitions import DEFINITIONS
 from .step_profile import legend, line_rows, operator_context
-from .wording import joined
+from .wording import joined, largest_losses
 from .write_page import page
 
 MAX_SHOWN = 40  # most shown entries of a list in the evidence
@@ -53,6 +55,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "remedies": "Remedies" if found.tried or found.remedies else "",
         "lines": "Time by line" if found.lines is not None else "",
         "model": "Inside the model" if found.operators and found.operators.operators else "",
+        "survey": "Survey" if found.ladder.survey is not None else "",
         "witnesses": "Experiment and record" if found.witnesses else "",
         "rungs": "Measurements",
         "how": "Method",
@@ -89,6 +92,11 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "lines": lines,
         "worker_lines": worker_lines,
         "legend": legend([*lines, *worker_lines]),
+        "survey": describe_survey(found.ladder.survey, found.minutes)
+        if found.ladder.survey is not None
+        else [],
+        "states": [(name, name) for name in STATES],
+        "largest": largest_losses(found.report) if w is None else [],
         **operator_context(found.operators),
         **_remedies(found, unit),
     }
