@@ -12,6 +12,7 @@ import subprocess
 
 import pytest
 import ranks
+from msgspec.structs import replace
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 from records import made
 from rich.console import Console
@@ -383,6 +384,23 @@ def test_lines_and_operators_are_shown(tmp_path, opened, width):
     assert "copies, at most 20.0 % of a step" in model
     assert "mm\nbackward\t50.0 %\t80.0 %\t4\tlayers.0\ttrain.py:40" in model
     assert "a note." in model
+
+
+def test_operator_table_fits_narrow_terminal(tmp_path):
+    profile = operator_profile()
+    first = profile.operators[0]
+    long = replace(first.row, module="DistributedDataParallel.module.decoder.block.11")
+    profile.operators[0] = dataclasses.replace(first, row=long)
+    told = dataclasses.replace(found(tmp_path / "run"), operators=profile)
+    console = Console(width=80, file=io.StringIO())
+    console.print(in_terminal(told, 80))
+    lines = console.file.getvalue().splitlines()
+    (head,) = [line.split() for line in lines if "roofline" in line and "operator" in line]
+    assert head == ["of", "a", "step", "roofline", "calls", "operator", "module", "line"]
+    (row,) = [line for line in lines if "mm, backward" in line]
+    assert "50.0 %" in row
+    assert "block.11" in row
+    assert "train.py:40" in row
 
 
 def test_page_without_profiles_has_no_section_for_them(tmp_path):

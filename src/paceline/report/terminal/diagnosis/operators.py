@@ -17,6 +17,7 @@ from ...numbers import percent
 MAX_ROWS = 5  # of the table
 MAX_JSON_OPERATORS = 100
 MAX_CODE_CHARACTERS = 40
+MAX_MODULE_CHARACTERS = 16
 
 
 def render(profile: OperatorProfile | None) -> list[RenderableType]:
@@ -38,10 +39,12 @@ def render(profile: OperatorProfile | None) -> list[RenderableType]:
 
 
 def _table(profile: OperatorProfile) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("of a step", "roofline", "calls", "operator", "module", "line"):
-        right = heading in ("of a step", "roofline", "calls")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    table = Table(box=None, pad_edge=False, expand=True)
+    for heading, width in (("of a step", 9), ("roofline", 8), ("calls", 6)):
+        table.add_column(heading, justify="right", no_wrap=True, width=width)
+    table.add_column("operator", no_wrap=True, overflow="ellipsis", ratio=2)
+    table.add_column("module", no_wrap=True, width=MAX_MODULE_CHARACTERS)
+    table.add_column("line", no_wrap=True, overflow="ellipsis", ratio=3)
     for one in profile.operators[:MAX_ROWS]:
         row = one.row
         table.add_row(
@@ -49,10 +52,17 @@ def _table(profile: OperatorProfile) -> Table:
             percent(one.of_roofline) if one.of_roofline is not None else "",
             f"{row.calls:,.0f}",
             f"{row.operator}, {row.phase}",
-            row.module,
+            _end(row.module),
             _place(one),
         )
     return table
+
+
+def _end(module: str) -> str:
+    """Return the end of a long name, which says more than its beginning."""
+    if len(module) <= MAX_MODULE_CHARACTERS:
+        return module
+    return f"\N{HORIZONTAL ELLIPSIS}{module[1 - MAX_MODULE_CHARACTERS :]}"
 
 
 def _place(one: ProfiledOperator) -> str:
