@@ -16,6 +16,7 @@ from paceline.analyze.records.state_timeline import STATES
 from paceline.record.ring.states import Op
 from paceline.report.page.comparison import definition_key
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
+from paceline.report.page.diagnosis_page import VERDICTS
 from paceline.report.page.run_page import tree
 from paceline.report.page.write_page import ASSETS
 from paceline.report.report_command import report_text
@@ -35,7 +36,7 @@ def used_keys():
     text = "".join(path.read_text() for path in ASSETS.glob("*.html"))
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
     keys |= {f"held by {name}" for name in CAUSES} | set(STATES)
-    keys |= {definition_key(name) for name in FIGURES}
+    keys |= {definition_key(name) for name in FIGURES} | set(VERDICTS)
     return keys | {collective_name(op) for op in Op} & set(DEFINITIONS)
 
 

@@ -219,6 +219,13 @@ DEFINITIONS = {
     "operator share": "Time of the operator in three profiled steps, relative to a step without "
     "the profile.",
     "of roofline": "Rate of the operator, relative to what arithmetic and memory bandwidth allow.",
+    "confirmed": "An experiment switched the cause off, and steps were shorter.",
+    "not-confirmed": "An experiment switched the cause off, and steps were not shorter by 5 %, or by "
+    "an uncertain amount. It is not counted as a cause.",
+    "not-testable": "No experiment can switch the cause off from outside of the script. The share "
+    "is what the record measured, or an estimate.",
+    "survey": "The first run of a diagnosis: the unchanged script, longer than the experiments. It "
+    "gives the share of work that few steps have, such as validation and checkpoints.",
     "upper bound": "The whole time of these operators; what a change saves is less.",
     "diagnosis time": "Duration of the whole diagnosis, including the start of the runs.",
 }
@@ -230,6 +237,7 @@ GLOSSARY = {
     "bandwidth, bus": "busbw",
     "cause": "cause",
     "collective": "collective",
+    "confirmed cause": "confirmed",
     "exposed communication": "exposed communication",
     "ideal": "ideal",
     "interleaved": "interleaved",
@@ -243,10 +251,12 @@ GLOSSARY = {
     "rank": "rank",
     "remedy": "remedy",
     "roofline": "roofline",
+    "round": "round",
     "rung": "rung",
     "state": "state",
     "step": "step",
     "straggler": "straggler",
+    "survey": "survey",
     "transfer": "transfer",
     "useful time": "useful",
     "wait": "wait",
