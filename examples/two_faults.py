@@ -29,7 +29,7 @@ class Lines(Dataset):
         return len(self.lines)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        numbers = [float(text) for text in self.lines[i].split(",")]  # again in every epoch
+        numbers = [float(text) for text in self.lines[i].split(",")]
         return torch.tensor(numbers), i % CLASSES
 
 
@@ -37,7 +37,7 @@ def top5_accuracy(scores: torch.Tensor, labels: torch.Tensor) -> float:
     """Return the share of samples whose label is one of the five largest scores."""
     found = 0
     for row, label in zip(scores.tolist(), labels.tolist(), strict=True):
-        found += label in sorted(range(CLASSES), key=row.__getitem__)[-5:]  # torch.topk is faster
+        found += label in sorted(range(CLASSES), key=row.__getitem__)[-5:]
     return found / len(labels)
 
 

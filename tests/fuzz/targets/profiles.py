@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from fuzz.scratch import new_folder
 from fuzz.targets.record import about, ring
 from paceline.analyze.diagnosis.build_line_profile import profile_of_runs
+from paceline.analyze.diagnosis.exchanged_calls import measure_exchanged_calls
 from paceline.analyze.diagnosis.operator_profile import combine_profiles
 from paceline.analyze.diagnosis.rules.operators import findings
 from paceline.analyze.figures.report import analyse_with_window
@@ -22,7 +23,7 @@ from paceline.analyze.records.operator_file import (
     read_operator_file,
 )
 from paceline.record.ring.ring import EVENT
-from paceline.record.ring.states import State
+from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole
 from paceline.report.page.step_profile import line_rows, operator_context
 from paceline.report.terminal.diagnosis import operators
@@ -32,19 +33,19 @@ FOLDER = new_folder()
 STEP_NS = 1_000_000
 
 
-def record() -> bytes:
-    """Return a record of one rank with ten steps of 1 ms."""
+def record(rank: int) -> bytes:
+    """Return a record of one of two ranks: ten steps of 1 ms with an all-reduce in each."""
     events = [EVENT.pack(0, STEP_NS, 0, 0, 0, 0, State.STEP, 0, -1)]
     for step in range(1, 11):
         start, end = step * STEP_NS, (step + 1) * STEP_NS
+        reduces, call = end - (rank + 1) * STEP_NS // 4, (step, step, 1)
         events += [
-            EVENT.pack(start, end - 9, 0, 0, step, 0, State.FORWARD, 0, -1),
+            EVENT.pack(start, reduces, 0, 0, step, 0, State.FORWARD, 0, -1),
+            EVENT.pack(reduces, end - 9, 99, *call, State.BLOCKED, Op.ALL_REDUCE, -1),
+            EVENT.pack(reduces, end - 9, 99, *call, State.COLLECTIVE, Op.ALL_REDUCE, -1),
             EVENT.pack(start, end, 8, 0, step, 0, State.STEP, 0, -1),
         ]
-    return ring(about(0, 1, 1), b"".join(events))
-
-
-(FOLDER / "rank-0.ring").write_bytes(record())
+    return ring(about(rank, 2, 1), b"".join(events))
 
 
 def seeds() -> Iterator[bytes]:
@@ -63,6 +64,8 @@ def seeds() -> Iterator[bytes]:
         "workers": 1,
         "worker_ns": 10 * STEP_NS,
         "worker_times": [{"stack": 1, "samples": 3, "ns": STEP_NS, "on_core_ns": 5}],
+        "collective_sites": [{"kind": "metric", "stack": 1, "count": 10, "bytes": 990}],
+        "collectives": [[1, step, 0] for step in range(1, 11)],
     }
     yield b"\0" + json.dumps(profile).encode()
     numbers = dict.fromkeys(OperatorRow.__struct_fields__, 1.0)
@@ -74,6 +77,11 @@ def seeds() -> Iterator[bytes]:
     file |= {"limits": dict.fromkeys(MachineLimits.__struct_fields__, 1e9)}
     line = {"file": "train.py", "line": 3, "function": "main", "code": "loss = model(x)"}
     yield b"\1" + json.dumps(file | {"lines": [line]}).encode()
+
+
+for number in range(2):
+    (FOLDER / f"rank-{number}.ring").write_bytes(record(number))
+(FOLDER / "rank-1.profile").write_bytes(next(seeds())[1:])
 
 
 def run(data: bytes) -> None:
@@ -98,6 +106,8 @@ def _lines(data: bytes, console: PlainConsole | None) -> None:
     json.dumps(lines_as_json(profile), allow_nan=False)
     line_rows(profile)
     assert all(0 <= one.share <= 1 + 1e-6 for one in profile.lines())
+    exchanged = measure_exchanged_calls(examined.measured)
+    assert sum(one.transfer + one.wait for one in exchanged) <= 1 + 1e-6
     if console is not None:
         console.print(*render_lines(profile))
 

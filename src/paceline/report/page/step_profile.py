@@ -17,7 +17,7 @@ from ..terminal.diagnosis.lines import (
 from ..terminal.diagnosis.operators import nothing_wrong
 
 MAX_LINES = 20
-MAX_OPERATORS = 20
+LEAST_OPERATORS, MAX_OPERATORS = 5, 20  # those between have MIN_LINE_SHARE of a step
 _COLOURS = {  # CSS variables
     Doing.TORCH: "useful",
     Doing.LIBRARY: "checkpoint",
@@ -27,7 +27,7 @@ _COLOURS = {  # CSS variables
     Doing.WAIT: "wait",
     Doing.COLLECTIVE: "transfer",
     Doing.CORE: "other",
-    Doing.GARBAGE: "doubt",
+    Doing.GARBAGE: "garbage",
 }
 
 
@@ -92,9 +92,14 @@ def legend(rows: list[Row]) -> list[tuple[str, str]]:
 def operator_context(profile: OperatorProfile | None) -> dict[str, Any]:
     """Return the template variables of the section "Inside the model"."""
     shown = profile if profile is not None and profile.operators else None
+    largest = shown.operators[:MAX_OPERATORS] if shown else []
     return {
         "model": shown,
-        "operators": shown.operators[:MAX_OPERATORS] if shown else [],
+        "operators": [
+            one
+            for at, one in enumerate(largest)
+            if at < LEAST_OPERATORS or one.share >= MIN_LINE_SHARE
+        ],
         "findings": findings(shown) if shown else [],
         "nothing_wrong": nothing_wrong(shown) if shown else "",
     }
