@@ -153,12 +153,20 @@ def test_readme_fits_one_screen():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
-def test_outputs_of_the_tutorial_belong_to_its_commands():
-    names = re.findall(
-        r"^```\{command\} (\S+)", (ROOT / "docs/getting-started.md").read_text(), re.M
-    )
-    stored = {path.stem for path in (ROOT / "docs/outputs/getting-started").glob("*.txt")}
+@pytest.mark.parametrize("page", ["getting-started", "explanation/diagnose"])
+def test_stored_outputs_belong_to_the_commands_of_a_page(page):
+    path = ROOT / f"docs/{page}.md"
+    names = re.findall(r"^```\{command\} (\S+)", path.read_text(), re.M)
+    stored = {path.stem for path in (ROOT / "docs/outputs" / path.stem).glob("*.txt")}
     assert stored == set(names)
+
+
+@pytest.mark.long
+def test_example_of_how_diagnose_works_names_its_line():
+    page = "docs/explanation/diagnose.md"
+    command = [ROOT / ".venv/bin/python", "docs/run_commands.py", page, "--short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.long
