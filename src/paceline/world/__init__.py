@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -18,7 +18,10 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import check_layout, data_parallel, explain_ddp_error, place_model
+from ..parallel.data import check_accumulate, data_parallel, explain_ddp_error, place_model
+from ..parallel.sharded.layouts import parse_request
+from ..parallel.sharded.model_check import check_sharding
+from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
@@ -128,6 +131,7 @@ class World:
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
         error_messages.explanations += [self._log.explain, explain_ddp_error, explain]
+        error_messages.explanations.append(explain_sharding_error)
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
@@ -149,9 +153,12 @@ class World:
         *,
         accumulate: int = 1,
         layout: str = "data",
+        blocks: Sequence[str] | None = None,
+        shard_over: str = "job",
+        offload: str | None = None,
         **options: Any,
     ) -> Any:
-        """Make ``model`` data parallel; return it, or ``(model, optimizer)`` if one is given.
+        """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
 
         Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
         gradients. The optimizer stays the same object.
@@ -161,16 +168,34 @@ class World:
                 step of this model; only the last of them synchronizes. The last batches of a pass
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
-            layout: "data".
-            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``.
+            layout: "data": each rank holds the whole model (DistributedDataParallel). "zero1",
+                "zero2" and "zero3" shard optimizer states, gradients and parameters over the
+                ranks (see "Layouts").
+            blocks: Names of modules, or of their classes, whose parameters are gathered together.
+                Default: repeated modules, and large ones among the others.
+            shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
+            offload: "parameters" keeps the shards of parameters, gradients and optimizer states
+                in the host's memory.
+            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
+                ``mp_policy`` of ``fully_shard`` for the other layouts.
 
         Raises:
-            ValueError: Another layout, or ``accumulate`` below 1.
+            ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
+                or block that can't be sharded.
         """
-        check_layout(layout, accumulate)
+        check_accumulate(accumulate)
+        request = parse_request(layout, blocks, shard_over, offload, options)
+        if request is not None:
+            check_sharding(model, optimizer, request)
         distributed = place_model(model, self.device, self._dtype)
         if dist.is_initialized() and self.size > 1:
-            distributed = data_parallel(model, self.device, **options)
+            if request is None:
+                distributed = data_parallel(model, self.device, **options)
+            else:
+                # FSDP takes a moment to import
+                from ..parallel.sharded.fully_sharded import shard_model
+
+                distributed = shard_model(model, optimizer, self.device, request)
         self._training.add_model(distributed, accumulate)
         if optimizer is None:
             return distributed

@@ -14,6 +14,7 @@ from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.data import unwrap
+from ..parallel.clipping import clip_gradients
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
@@ -230,7 +231,7 @@ class OptimizerSteps:
                 gradient.mul_(correction)
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
-            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
+            clip_gradients(parameters_of(optimizer), clip)
         has_stepped = self._step(optimizer)
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
