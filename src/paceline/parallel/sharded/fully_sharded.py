@@ -32,11 +32,13 @@ class FullyShardedModel:
         layout: Its layout.
         mesh: The ranks: one dimension, or hosts and the ranks of each.
         shards: By the name of the parameter in the plain model, what the optimizer holds.
+        is_replicated: Whether several ranks hold the same shard.
     """
 
     def __init__(self, model: nn.Module, layout: ShardedLayout, mesh: DeviceMesh) -> None:
         assert isinstance(model, FSDPModule)
         self.layout, self.mesh = layout, mesh
+        self.is_replicated = mesh.ndim > 1
         self._model = model
         self.shards = dict(model.named_parameters())
         self._buffers = BufferSync(model)
@@ -78,14 +80,21 @@ class FullyShardedModel:
     def shard_index(self) -> int:
         return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
 
-    def name_nonfinite(self) -> list[str]:
+    def name_nonfinite(self, exchanged: torch.Tensor) -> list[str]:
         names = {id(shard): name for name, shard in self.shards.items()}
-        found = []
         for group in self._groups():
-            if group._training_state == TrainingState.POST_BACKWARD:
-                for parameter in group.fsdp_params:
-                    found.append(names[id(parameter.sharded_param)])
-        return found
+            if group._training_state != TrainingState.POST_BACKWARD:
+                continue
+            parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            sizes = [p.padded_sharded_param_size.numel() for p in parameters]
+            rows = exchanged.view(self.mesh.size(self.mesh.ndim - 1), -1)
+            if sum(sizes) != rows.shape[1]:  # some parameters had no gradient
+                return [names[id(p.sharded_param)] for p in parameters[:1]]
+            # each row holds, one after the other, the shards of a rank
+            well = [bool(part.isfinite().all()) for part in rows.split(sizes, dim=1)]
+            found = [p for p, ok in zip(parameters, well, strict=True) if not ok]
+            return [names[id(p.sharded_param)] for p in reversed(found)]
+        return []
 
     def _groups(self) -> list[FSDPParamGroup]:
         """Return FSDP's groups of parameters, one for each block."""

@@ -14,9 +14,11 @@ class ShardedModel(Protocol):
 
     Attributes:
         shards: By the name of the parameter in the plain model, what the optimizer holds.
+        is_replicated: Whether several ranks hold the same shard.
     """
 
     shards: dict[str, nn.Parameter]
+    is_replicated: bool
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward is the last one before the step."""
@@ -33,8 +35,8 @@ class ShardedModel(Protocol):
     def shard_index(self) -> int:
         """Return which shard this rank has; ranks with the same one have equal parameters."""
 
-    def name_nonfinite(self) -> list[str]:
-        """Return the parameters whose gradients are not finite, while they are exchanged."""
+    def name_nonfinite(self, exchanged: torch.Tensor) -> list[str]:
+        """Return the parameters with elements that are not finite in a reduce-scatter's input."""
 
 
 _sharded: "weakref.WeakKeyDictionary[nn.Module, ShardedModel]" = weakref.WeakKeyDictionary()
