@@ -184,7 +184,7 @@ class World:
                 or block that can't be sharded.
         """
         check_accumulate(accumulate)
-        request = parse_request(layout, blocks, shard_over, offload, options)
+        request = parse_request(layout, blocks, shard_over, offload, self.device.type, options)
         if request is not None:
             check_sharding(model, optimizer, request)
         distributed = place_model(model, self.device, self._dtype)

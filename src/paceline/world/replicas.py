@@ -199,7 +199,7 @@ class ReplicaDivergenceCheck:
         return largest, rounding
 
 
-def _bit_sum(parameter: nn.Parameter) -> torch.Tensor:
+def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of a parameter's bits as integers: equal wherever the bits are."""
     tensor = parameter.detach()
     if tensor.is_complex():

@@ -51,5 +51,7 @@ def test_module_with_tied_weights_is_no_block():
 
 
 def test_unknown_name_is_an_error_with_the_nearest():
-    with pytest.raises(ValueError, match=r"'layer\.1', and no module.*HINT: blocks=\['layers\.1'\]"):
+    with pytest.raises(
+        ValueError, match=r"'layer\.1', and no module.*HINT: blocks=\['layers\.1'\]"
+    ):
         find_blocks(transformer(), ["layer.1"])

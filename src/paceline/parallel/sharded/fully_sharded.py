@@ -139,7 +139,7 @@ def _shard_blocks(
 ) -> None:
     """Apply ``fully_shard`` to each block, inner ones first, and to the model at last."""
     options: dict[str, Any] = dict(request.options)
-    if request.offload == "parameters" and mesh.device_type != "cpu":
+    if request.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy()
     for name in blocks:
         module = model.get_submodule(name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHARD_OVER = ("job", "host")
-OFFLOADS = (None, "optimizer", "parameters")
+OFFLOADS = (None, "parameters")
 FULLY_SHARD_OPTIONS = ("mp_policy",)  # passed on to fully_shard
 
 
@@ -46,7 +46,8 @@ class ShardingRequest:
         blocks: Names of modules or classes; None to find the blocks.
         shard_over: "job": over all ranks. "host": over those of each host, with a replica of all
             shards on each host.
-        offload: None, "optimizer" or "parameters": what is kept in the host's memory.
+        offload: None, or "parameters": the shards of parameters, gradients and optimizer states
+            are kept in the host's memory.
         options: Those of ``fully_shard``.
     """
 
@@ -62,9 +63,13 @@ def parse_request(
     blocks: Sequence[str] | None,
     shard_over: str,
     offload: str | None,
+    device: str,
     options: dict[str, Any],
 ) -> ShardingRequest | None:
     """Return the request of a sharded layout, and None for "data".
+
+    Args:
+        device: Type of the device on which the rank computes.
 
     Raises:
         ValueError: An unknown layout, an option that the layout does not have, or an unknown
@@ -93,6 +98,11 @@ def parse_request(
                 f"world.distribute: layout={layout!r} does not have the option {name}: {reason}. "
                 f"HINT: leave {name} out, or layout='data'"
             )
+    if offload is not None and device == "cpu":
+        raise ValueError(
+            f"world.distribute: offload={offload!r} moves shards from a GPU to the host's memory, "
+            "and this rank computes on the CPU. HINT: leave offload out"
+        )
     return ShardingRequest(LAYOUTS[layout], blocks, shard_over, offload, options)
 
 

@@ -13,16 +13,12 @@ from .blocks import find_blocks
 from .layouts import ShardingRequest
 
 
-def check_sharding(
-    model: nn.Module, optimizer: Optimizer | None, request: ShardingRequest
-) -> None:
+def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: ShardingRequest) -> None:
     """Raise ValueError for a model, an optimizer or blocks that can't be sharded."""
     problem = next(_problems(model), None)
     if problem is not None:
         what, hint = problem
-        raise ValueError(
-            f"world.distribute: layout={request.layout.name!r}: {what}. HINT: {hint}"
-        )
+        raise ValueError(f"world.distribute: layout={request.layout.name!r}: {what}. HINT: {hint}")
     for block in [*find_blocks(model, request.blocks), ""]:
         _check_dtypes(block, model.get_submodule(block))
     if optimizer is not None:

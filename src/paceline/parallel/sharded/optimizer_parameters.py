@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 
-
 def replace_parameters(optimizer: Optimizer, shards: Mapping[int, torch.Tensor]) -> None:
     """Replace parameters in the optimizer's groups, and shard their states.
 

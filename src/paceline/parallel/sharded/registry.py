@@ -1,7 +1,7 @@
 """The sharded models of this process, for code that must work without FSDP's import."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -62,6 +62,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     return tensor if local is None else local
 
+
+def holds_shards(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of the tensors is sharded over ranks."""
+    return any(local_part(tensor) is not tensor for tensor in tensors)
 
 
 def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:

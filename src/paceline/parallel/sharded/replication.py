@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.utils import _sync_module_states
 
 BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
@@ -13,7 +14,9 @@ BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
 def broadcast_model(model: nn.Module) -> None:
     """Give all ranks rank 0's parameters and buffers. Tensors without memory are left out."""
     without = {name for name, tensor in _tensors(model) if tensor.device.type == "meta"}
-    _sync_module_states(model, dist.group.WORLD, BROADCAST_BYTES, 0, without)
+    group = dist.group.WORLD
+    assert group is not None
+    _sync_module_states(model, group, BROADCAST_BYTES, 0, without)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -41,8 +44,9 @@ class BufferSync:
 
     def broadcast(self) -> None:
         buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
-        if buffers:
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, BROADCAST_BYTES, 0)
+        group = dist.group.WORLD
+        if buffers and group is not None:
+            _broadcast_coalesced(group, buffers, BROADCAST_BYTES, 0)
 
     def _before_forward(self, *_: Any) -> None:
         if self.enabled:

@@ -211,5 +211,27 @@ PRECISION = """
 """
 
 
+STALE = """
+    import torch
+    from torch import nn
+    import paceline
+
+    world = paceline.init(progress=False)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = world.distribute(model, layout="zero3")
+    world.backward(model(torch.ones(2, 3)).sum())
+    later = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert world.step(later)  # created for the shards
+    world.backward(model(torch.ones(2, 3)).sum())
+    world.step(optimizer)
+"""
+
+
+def test_optimizer_that_was_not_given_to_distribute(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, STALE), check=False)
+    assert "the SGD was created for whole parameters" in result.stderr
+
+
 def test_float16_skips_a_step_on_all_ranks_where_one_shard_is_infinite(tmp_path):
     ranks.run(ranks.write(tmp_path, PRECISION), ranks=3)

@@ -6,6 +6,7 @@ from torch import nn
 
 import paceline
 
+
 @pytest.fixture
 def world(monkeypatch):
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
@@ -73,7 +74,7 @@ def wrapped():
     ],
 )
 def test_model_that_cannot_be_sharded(world, make, said):
-    with pytest.raises(ValueError, match=f"layout='zero3': .*{said}|{said}"):
+    with pytest.raises(ValueError, match=said):
         world.distribute(make(), layout="zero3")
 
 
@@ -81,10 +82,14 @@ def test_model_that_cannot_be_sharded(world, make, said):
     ("options", "said"),
     [
         ({"layout": "zero4"}, "layout must be one of 'data', 'zero1', .*HINT: layout='zero"),
-        ({"layout": "zero2", "find_unused_parameters": True}, "no option|does not have the option"),
+        ({"layout": "zero2", "find_unused_parameters": True}, "does not have the option find_"),
         ({"layout": "zero3", "blocks": ["Linea"]}, "blocks contains 'Linea'.*'Linear'"),
-        ({"layout": "zero3", "shard_over": "hosts"}, "shard_over must be.*HINT: shard_over='host'"),
-        ({"layout": "zero3", "offload": "optimiser"}, "offload must be.*HINT: offload='optimizer'"),
+        ({"layout": "zero3", "shard_over": "hosts"}, "HINT: shard_over='host'"),
+        (
+            {"layout": "zero3", "offload": "parameter"},
+            "offload must be.*HINT: offload='parameters'",
+        ),
+        ({"layout": "zero3", "offload": "parameters"}, "computes on the CPU. HINT: leave offload"),
         ({"layout": "data", "blocks": ["0"]}, "blocks needs a layout that shards.*HINT"),
     ],
 )
@@ -95,7 +100,7 @@ def test_options(world, options, said):
 
 def test_optimizer_for_other_parameters(world):
     optimizer = torch.optim.SGD(model().parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="SGD holds none of the model's parameters.*HINT: create"):
+    with pytest.raises(ValueError, match=r"SGD holds none of the model's parameters.*HINT: create"):
         world.distribute(model(), optimizer, layout="zero2")
 
 
