@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
@@ -18,9 +17,9 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import check_accumulate, data_parallel, explain_ddp_error, place_model
+from ..parallel.data import check_accumulate, explain_ddp_error
+from ..parallel.distribute import distribute_model
 from ..parallel.sharded.layouts import parse_request
-from ..parallel.sharded.model_check import check_sharding
 from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
 from ..record.attach import release_recorder
@@ -130,8 +129,8 @@ class World:
         self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
-        error_messages.explanations += [self._log.explain, explain_ddp_error, explain]
-        error_messages.explanations.append(explain_sharding_error)
+        known = [explain_ddp_error, explain_sharding_error]
+        error_messages.explanations += [self._log.explain, *known, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
@@ -168,14 +167,11 @@ class World:
                 step of this model; only the last of them synchronizes. The last batches of a pass
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
-            layout: "data": each rank holds the whole model (DistributedDataParallel). "zero1",
-                "zero2" and "zero3" shard optimizer states, gradients and parameters over the
-                ranks (see "Layouts").
-            blocks: Names of modules, or of their classes, whose parameters are gathered together.
-                Default: repeated modules, and large ones among the others.
+            layout: "data" (DistributedDataParallel), or "zero1", "zero2" or "zero3", which shard
+                optimizer states, gradients and parameters over the ranks.
+            blocks: Names of modules, or of their classes, that are gathered as a whole.
             shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
-            offload: "parameters" keeps the shards of parameters, gradients and optimizer states
-                in the host's memory.
+            offload: "parameters" keeps all shards of a GPU's model in the host's memory.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the other layouts.
 
@@ -185,17 +181,8 @@ class World:
         """
         check_accumulate(accumulate)
         request = parse_request(layout, blocks, shard_over, offload, self.device.type, options)
-        if request is not None:
-            check_sharding(model, optimizer, request)
-        distributed = place_model(model, self.device, self._dtype)
-        if dist.is_initialized() and self.size > 1:
-            if request is None:
-                distributed = data_parallel(model, self.device, **options)
-            else:
-                # FSDP takes a moment to import
-                from ..parallel.sharded.fully_sharded import shard_model
-
-                distributed = shard_model(model, optimizer, self.device, request)
+        where = (self.device, self._dtype)
+        distributed = distribute_model(model, optimizer, *where, request, options)
         self._training.add_model(distributed, accumulate)
         if optimizer is None:
             return distributed
