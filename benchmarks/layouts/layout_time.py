@@ -1,6 +1,6 @@
 """Claim: where computing takes eight times the exchange, a step takes at most 1.03 (zero1), 1.10
 (zero2) and 1.30 (zero3) of that of data parallel. A rank's peak memory is within 5 % of the rule
-for its layout, plus the workspace of one block.
+for its layout, plus the largest block.
 
 All layouts train in the same processes, in turns. Memory is the peak of the resident set of a
 process that trains one layout, without the memory that it had before.
@@ -67,12 +67,16 @@ def main() -> None:
 def memory_of(ranks: int, layout: str, width: int) -> dict[str, Any]:
     found = measure(ranks, "paceline", [layout], width, 0, 8)
     count = found["parameters"]
-    # of one block: the gathered buffer, its whole parameters, their gradients, and what is reduced
-    block = 4 * (width * width + width)
-    workspace = WORKSPACE_BLOCKS * block if layout != "data" else 0
-    expected = rule(layout, ranks) * count + workspace
-    peak = found["peak_bytes"][layout]
-    return {"peak_bytes": peak, "rule_bytes": expected, "ratio": peak / expected}
+    block = 0 if layout == "data" else 4 * (width * width + width)
+    expected, peak = rule(layout, ranks) * count, found["peak_bytes"][layout]
+    return {
+        "peak_bytes": peak,
+        "rule_bytes": expected,
+        "block_bytes": block,
+        "ratio": peak / (expected + block),
+        # gathered buffer, whole parameters, their gradients, and the buffer that is reduced
+        "ratio_with_workspace": peak / (expected + WORKSPACE_BLOCKS * block),
+    }
 
 
 def measure(
@@ -115,14 +119,16 @@ def report(args: Any, facts: dict[str, Any], steps: dict[str, Any], memory: dict
                 for layout, limit in LIMITS.items()
             ]
     console.print(table)
-    table = Table(title="Peak memory of a rank, against the rule")
+    title = f"Peak memory against the rule and one block (and {WORKSPACE_BLOCKS} blocks)"
+    table = Table(title=title)
     for heading in ("ranks", *LAYOUTS):
         table.add_column(heading, justify="right")
     for ranks, found in memory.items():
-        table.add_row(ranks, *(f"{found[layout]['ratio']:.2f}" for layout in LAYOUTS))
+        cells = [(found[name]["ratio"], found[name]["ratio_with_workspace"]) for name in LAYOUTS]
+        table.add_row(ranks, *(f"{one:.2f} ({more:.2f})" for one, more in cells))
         targets += [
             target(
-                f"memory of {layout} on {ranks} ranks, against the rule",
+                f"memory of {layout} on {ranks} ranks, against the rule and one block",
                 MEMORY_LIMIT,
                 {"median": one["ratio"], "rounds": [one["ratio"]]},
             )
