@@ -51,6 +51,15 @@ def test_start_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
+def test_layout_time(tmp_path):
+    few = ("--ranks", "2", "--width", "64", "--memory-width", "256")
+    result = result_of("layout_time", tmp_path / "layouts.json", *few)
+    for exchange in ("paceline", "gloo"):
+        found = result["measurements"]["steps"][f"2 ranks, {exchange}"]
+        assert {len(times) for times in found["step_s"].values()} == {1}
+    assert set(result["measurements"]["memory"]["2"]) == {"data", "zero1", "zero2", "zero3"}
+
+
 def test_loaders(tmp_path):
     few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
     result = result_of("loaders", tmp_path / "loaders.json", *few)
