@@ -23,13 +23,11 @@ from .manifest import (
     MANIFEST,
     VERSION,
     DamagedCheckpointError,
-    Manifest,
     ShardEntry,
     check_readable,
     checksum,
     read_manifest,
     read_shard,
-    verify_shard,
 )
 from .unfinished_folder import UnfinishedFolder, flush_folder, remove
 
@@ -39,7 +37,6 @@ __all__ = [
     "list_checkpoints",
     "read_manifest",
     "read_shard",
-    "verify_checkpoint",
 ]
 
 _REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
@@ -139,18 +136,6 @@ def _has_shard(folder_fd: int, entry: ShardEntry) -> bool:
         return os.fstat(fd).st_size == entry["bytes"]
     finally:
         os.close(fd)
-
-
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Verify all shards of a checkpoint by reading every byte. Return its manifest.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or corrupted; the error names the file.
-    """
-    manifest = read_manifest(folder)
-    for entry in manifest["files"]:
-        verify_shard(folder, entry)
-    return manifest
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import Count, check
 from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
 
-VERSION = 1
+VERSION = 2  # 2: pieces of DTensors, and the identity of the save in each shard
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
 BLOCK_BYTES = 1 << 22
@@ -42,13 +42,14 @@ class ShardEntry(TypedDict):
     name: ShardName
     bytes: Count
     crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    id: NotRequired[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]]  # random, also in the shard
 
 
 class Manifest(TypedDict):
     """Content of a manifest, without its checksum."""
 
     format: Literal["paceline-checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
     step: NotRequired[Count]
     epoch: NotRequired[Count]
     inside: NotRequired[bool]
@@ -119,7 +120,7 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
 
 
 def read_shard(folder: Path, name: str) -> Any:
-    """Return the content of a shard. No code in it is executed (weights_only).
+    """Return the content of a shard, mapped into memory. No code in it is executed (weights_only).
 
     Raises:
         DamagedCheckpointError: The shard can't be read, or is not a file that Paceline writes.
@@ -130,7 +131,10 @@ def read_shard(folder: Path, name: str) -> Any:
             _check_archive(file, path)
             # b"" is pickled as a call of bytes(); the check above rejects calls with arguments.
             with torch.serialization.safe_globals([bytes]):
-                return torch.load(file, map_location="cpu", weights_only=True)
+                # Mapped: a rank reads only what it needs of the pieces of other ranks. The path is
+                # that of the checked descriptor, because torch maps no file objects.
+                same = f"/dev/fd/{file.fileno()}"
+                return torch.load(same, map_location="cpu", weights_only=True, mmap=True)
     except DamagedCheckpointError:
         raise
     except Exception as error:  # torch may raise any exception for an invalid file
