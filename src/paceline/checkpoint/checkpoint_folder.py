@@ -19,6 +19,7 @@ import torch
 
 from ..plurals import named_ranks
 from ..security.files import open_regular
+from ..security.folders import NewFile
 from .manifest import (
     MANIFEST,
     VERSION,
@@ -86,6 +87,15 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
         os.fsync(new.fd)
     check_readable(folder.path / name, folder.fd)
     return {"name": name, "bytes": checked.bytes, "crc32": checked.crc}
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> int:
+    """Write tensors by torch.save to a file that gets its name when complete. Return its bytes."""
+    with NewFile(path) as new, open(new.fd, "wb", closefd=False) as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(new.fd)
+        return os.fstat(new.fd).st_size
 
 
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> bool:

@@ -128,7 +128,7 @@ def read_shard(folder: Path, name: str) -> Any:
     path = folder / name
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
-            _check_archive(file, path)
+            check_archive(file, os.fstat(file.fileno()).st_size, path)
             # b"" is pickled as a call of bytes(); the check above rejects calls with arguments.
             with torch.serialization.safe_globals([bytes]):
                 # Mapped: a rank reads only what it needs of the pieces of other ranks. The path is
@@ -178,14 +178,13 @@ def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
     }
 
 
-def _check_archive(file: BinaryIO, path: Path) -> None:
-    """Check a torch.save archive before torch reads it.
+def check_archive(file: BinaryIO, size: int, path: Path) -> None:
+    """Check a torch.save archive of ``size`` bytes before torch reads it.
 
     Raises:
         DamagedCheckpointError: Reading the archive would take more memory than its size, or
             ``torch.save`` does not write such archives.
     """
-    size = os.fstat(file.fileno()).st_size
     # Without this prefix torch reads the file as a plain pickle, even if an archive follows.
     if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
         raise DamagedCheckpointError(path, "can't be loaded (it is not an archive)")
