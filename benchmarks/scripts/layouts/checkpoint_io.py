@@ -1,4 +1,4 @@
-"""Rounds of checkpoint_io.py: arguments are folder, MiB of all ranks, rounds and the result file."""
+"""Rounds of checkpoint_io.py: folder, MiB of all ranks, rounds and result file."""
 
 import json
 import os
@@ -90,12 +90,12 @@ def main() -> None:
                 seconds = timed(function)
                 if number >= 0:
                     found.setdefault(name, []).append(seconds)
-        quiet, steps = steps_until(step, lambda: False, 200)
+        quiet = steps_until(step, lambda: False, 200)
         began = time.perf_counter()
         shared[0] += 1
         saver.save(shared[0], SharedState({"models": [model.state_dict()]}), {}, {})
         copied = time.perf_counter() - began
-        busy, steps = steps_until(step, lambda: not saver.busy, 100_000)
+        busy = steps_until(step, lambda: not saver.busy, 100_000)
         saver.wait()
         if number >= 0:
             for name, value in (("copy", copied), ("step", quiet), ("step_while_writing", busy)):
@@ -113,10 +113,8 @@ def timed(function: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def steps_until(
-    step: Callable[[], None], ends: Callable[[], bool], limit: int
-) -> tuple[float, int]:
-    """Return seconds for a step, and the number of steps until all ranks end."""
+def steps_until(step: Callable[[], None], ends: Callable[[], bool], limit: int) -> float:
+    """Return the seconds of a step, of those until all ranks end."""
     began = time.perf_counter()
     for count in range(1, limit + 1):
         step()
@@ -125,7 +123,7 @@ def steps_until(
             dist.all_reduce(left)
             if not left:
                 break
-    return (time.perf_counter() - began) / count, count
+    return (time.perf_counter() - began) / count
 
 
 def forget(paths: list[Path]) -> None:
