@@ -11,11 +11,11 @@ import json
 import os
 import re
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from crc32c import crc32c
 
 from ..plurals import named_ranks
 from ..security.files import open_regular
@@ -45,7 +45,7 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by C
 
 
 class _ChecksummingFile:
-    """A file wrapper that counts the written bytes and computes their CRC-32."""
+    """A file wrapper that counts the written bytes and computes their CRC-32C."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -55,7 +55,7 @@ class _ChecksummingFile:
 
     def write(self, data: Any) -> int:
         self.bytes += len(data)
-        self.crc = zlib.crc32(data, self.crc)
+        self.crc = crc32c(data, self.crc)
         try:
             return self.file.write(data)
         except OSError as error:
@@ -67,7 +67,7 @@ class _ChecksummingFile:
 
 
 def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:
-    """Write and flush the shard of one rank. Return its manifest entry (name, bytes, crc32).
+    """Write and flush the shard of one rank. Return its manifest entry (name, bytes, crc32c).
 
     Raises:
         UnsafeFileError: The folder belongs to another user.
@@ -86,7 +86,7 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
                 raise
         os.fsync(new.fd)
     check_readable(folder.path / name, folder.fd)
-    return {"name": name, "bytes": checked.bytes, "crc32": checked.crc}
+    return {"name": name, "bytes": checked.bytes, "crc32c": checked.crc}
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 
 import torch
+from crc32c import crc32c
 from msgspec import Meta
 
 from ..record.ring.header_schema import MAX_RANKS
@@ -25,11 +26,14 @@ from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pick
 VERSION = 2  # 2: pieces of DTensors, and the identity of the save in each shard
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 20  # stays in the cache of a core
+_CHECKSUMS = {False: zlib.crc32, True: crc32c}  # the second one has an instruction of the processor
 ARCHIVE_START = b"PK\x03\x04"
 MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # member names in a torch archive
 
 ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,7}\.pt$")]
+
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class DamagedCheckpointError(InvalidFileError):
@@ -41,7 +45,8 @@ class ShardEntry(TypedDict):
 
     name: ShardName
     bytes: Count
-    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    crc32: NotRequired[Checksum]  # of version 1
+    crc32c: NotRequired[Checksum]
     id: NotRequired[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]]  # random, also in the shard
 
 
@@ -107,15 +112,16 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
         with open(open_regular(path, follow_links=False), "rb") as file:
             size, crc = os.fstat(file.fileno()).st_size, 0
             if size == entry["bytes"]:
+                add, block = _CHECKSUMS["crc32c" in entry], memoryview(bytearray(BLOCK_BYTES))
                 left = size
-                while block := file.read(min(BLOCK_BYTES, left)):
-                    crc = zlib.crc32(block, crc)
-                    left -= len(block)
+                while count := file.readinto(block[: min(BLOCK_BYTES, left)]):
+                    crc = add(block[:count], crc)
+                    left -= count
     except OSError as error:
         raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
     if size != entry["bytes"]:
         raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
-    if crc != entry["crc32"]:
+    if crc != entry.get("crc32c", entry.get("crc32")):
         raise DamagedCheckpointError(path, "is damaged (its checksum does not match)")
 
 

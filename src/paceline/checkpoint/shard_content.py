@@ -1,5 +1,7 @@
 """What a shard contains, and joining the shards of a checkpoint to its state."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ from . import state_tree
 from .manifest import (
     DamagedCheckpointError,
     Manifest,
+    ShardEntry,
     read_manifest,
     read_shard,
     verify_shard,
 )
 from .sharded_tensor import Piece, PieceError, SavedTensor
+
+MAX_VERIFYING_THREADS = 8
 
 
 def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
@@ -51,13 +56,23 @@ def verify_checkpoint(folder: Path) -> Manifest:
             names the file.
     """
     manifest = read_manifest(folder)
-    for rank, entry in enumerate(manifest["files"]):
-        try:
-            verify_shard(folder, entry)
-        except DamagedCheckpointError as error:
+    entries = manifest["files"]
+    # reading and the checksum release the interpreter's lock
+    with ThreadPoolExecutor(min(MAX_VERIFYING_THREADS, len(entries))) as pool:
+        problems = list(pool.map(partial(_problem, folder), entries))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
             reason = _other_save(folder, manifest, rank)
-            raise DamagedCheckpointError(error.file, reason or error.reason) from None
+            raise DamagedCheckpointError(problem.file, reason or problem.reason)
     return manifest
+
+
+def _problem(folder: Path, entry: ShardEntry) -> DamagedCheckpointError | None:
+    try:
+        verify_shard(folder, entry)
+    except DamagedCheckpointError as error:
+        return error
+    return None
 
 
 def _other_save(folder: Path, manifest: Manifest, rank: int) -> str:
