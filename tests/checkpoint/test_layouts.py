@@ -2,18 +2,24 @@
 
 import json
 import shutil
+import zlib
 
 import pytest
 import torch
 from ranks import run, write
 
+from paceline.checkpoint import checkpoint_folder
+from paceline.checkpoint.dcp_folder import load_dcp
+from paceline.checkpoint.manifest import checksum
 from paceline.checkpoint.saver import find_newest_valid, load_checkpoint
 from paceline.checkpoint.sharded_tensor import PieceError, SavedTensor, whole
+from paceline.checkpoint.shared_state import SharedState
+from paceline.checkpoint.unfinished_folder import UnfinishedFolder
 
 SCRIPT = """
     import hashlib, json, sys
     from pathlib import Path
-    import torch, torch.distributed as dist
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -70,6 +76,8 @@ SCRIPT = """
             state = {"models": [model.state_dict()], "optimizers": [optimizer.state_dict()]}
             saver.save(1, SharedState(state), {}, {})
             saver.wait()
+            if layout != "plain" and size > 1:  # PyTorch's own format, from the same state
+                dcp.save({"model": model.state_dict()}, checkpoint_id=folder.parent / path.name)
             found = digest(model, optimizer)
             if rank == 0:
                 (path / "digest").write_text(found)
@@ -157,6 +165,34 @@ def test_shard_of_another_run_or_rank_is_named(saved, tmp_path):
     with pytest.raises(ValueError, match="no valid checkpoint"):
         find_newest_valid(folder.parent, warned.append)
     assert "rank-00001.pt: can't be read (No such file or directory)" in warned[2]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "hsdp"])
+def test_folder_of_torch_distributed_checkpoint_has_the_same_values(saved, layout):
+    shared, _, _ = load_checkpoint(saved / f"{layout}-2/step-00000001")
+    found = load_dcp(saved.parent / f"{layout}-2")
+    expected = shared["models"][0]
+    assert set(found) == {f"model.{name}" for name in expected}
+    for name, value in expected.items():
+        assert torch.equal(found[f"model.{name}"].whole(), whole(value)), name
+
+
+def test_checkpoint_of_version_1_is_read(tmp_path):
+    """As Paceline wrote it before shards had pieces."""
+    folder = UnfinishedFolder(tmp_path / ".new")
+    shared = SharedState({"models": [{"x": torch.ones(2)}]})
+    shard = {"shared": shared.skeleton, "count": 1, "tensors": {0: torch.ones(2)}, "own": {}}
+    entry = checkpoint_folder.write_shard(folder, 0, {**shard, "own_tensors": []})
+    data = (tmp_path / ".new/rank-00000.pt").read_bytes()
+    del entry["crc32c"]
+    body = {"format": "paceline-checkpoint", "version": 1, "step": 4, "files": [entry]}
+    body["files"][0]["crc32"] = zlib.crc32(data)
+    body["check"] = checksum(body)
+    (tmp_path / ".new/manifest.json").write_text(json.dumps(body))
+    folder.rename(tmp_path / "step-00000004")
+    folder.close()
+    newest = find_newest_valid(tmp_path, pytest.fail)
+    assert load_checkpoint(newest)[0]["models"][0]["x"].tolist() == [1.0, 1.0]
 
 
 def piece(offset, tensor, shape=(4, 2)):

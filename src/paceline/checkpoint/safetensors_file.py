@@ -62,7 +62,7 @@ def write_safetensors(
             tensor = read(name).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == shapes[name]
             if tensor.numel():
-                file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         os.fsync(file.fd)
     return 8 + len(head) + end
 

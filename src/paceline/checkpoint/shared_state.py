@@ -98,12 +98,13 @@ class SharedState:
         content = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
         def tensor(number: int) -> None:
+            own = self.tensors[number]
             if self._is_of_rank_0(number):
                 content.update(b"rank 0")
-            elif is_sharded(self.tensors[number]):
-                content.update(describe(self.tensors[number]).encode())
+            elif is_sharded(own):
+                content.update(describe(own).encode())
             else:
-                _add_tensor(self.tensors[number], content.update)
+                _add_tensor(own, content.update)
 
         _add_part(part, content.update, tensor)
         return content.digest()
