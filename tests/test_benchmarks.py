@@ -291,6 +291,14 @@ def launched_by(pid):
     raise TimeoutError
 
 
+def test_checkpoint_io(tmp_path):
+    few = ("--ranks", "2", "--mib", "8", "--folder", str(tmp_path))
+    result = result_of("checkpoint_io", tmp_path / "io.json", *few)
+    assert set(result["ratios"]) == {"save", "load", "step"}
+    assert len(result["measurements"]["save"]) == 1
+    assert len(result["targets"]) == 3
+
+
 def test_unseen(tmp_path):
     script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
     words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]
