@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -19,6 +19,7 @@ from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import check_layout, data_parallel, explain_ddp_error, place_model
+from ..parallel.recomputation import recompute_blocks
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
@@ -149,6 +150,9 @@ class World:
         *,
         accumulate: int = 1,
         layout: str = "data",
+        recompute: str | None = None,
+        memory_budget: float | None = None,
+        recomputed_blocks: Sequence[str] | None = None,
         **options: Any,
     ) -> Any:
         """Make ``model`` data parallel; return it, or ``(model, optimizer)`` if one is given.
@@ -162,12 +166,20 @@ class World:
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
             layout: "data".
+            recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
+                activations again in backward. "selective" also keeps products of matrices,
+                convolutions and attention. "auto" chooses for each block in the first forward.
+            memory_budget: For "auto": GiB of activations that the blocks may take.
+            recomputed_blocks: Names of modules or classes. Default: repeated modules.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``.
 
         Raises:
-            ValueError: Another layout, or ``accumulate`` below 1.
+            ValueError: Another layout, ``accumulate`` below 1, or a block or budget that does not
+                fit the model. The first forward raises it if nothing meets the budget.
         """
         check_layout(layout, accumulate)
+        say = self._progress.say_once
+        recompute_blocks(model, recompute, memory_budget, recomputed_blocks, say)
         distributed = place_model(model, self.device, self._dtype)
         if dist.is_initialized() and self.size > 1:
             distributed = data_parallel(model, self.device, **options)
