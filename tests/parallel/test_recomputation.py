@@ -115,7 +115,9 @@ def test_in_place_activation_is_recomputed_with_selective():
 def test_budget_that_nothing_meets_names_the_least():
     model = Net()
     recompute_blocks(model, "auto", 1e-6, None, lambda _: None)
-    with pytest.raises(ValueError, match=r"below what .* 4 blocks .* GiB. HINT: memory_budget=") as e:
+    with pytest.raises(
+        ValueError, match=r"below what .* 4 blocks .* GiB. HINT: memory_budget="
+    ) as e:
         model(torch.randn(32, 8))
     enough = float(str(e.value).rpartition("memory_budget=")[2].partition(",")[0])
     model = Net()

@@ -232,9 +232,9 @@ def _measure(block: _Recomputed, args: Any, options: Any) -> list[Way]:
     replayed, products = _ReplayedBuffers(block.module), _Products()
     devices = sorted({t.device.index for t in inputs.values() if t.device.type == "cuda"})
     start = time.perf_counter()
-    with torch.random.fork_rng(devices=devices), replayed.second_forward():
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None), products:
-            block.forward(*args, **options)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None)
+    with torch.random.fork_rng(devices=devices), replayed.second_forward(), hooks, products:
+        block.forward(*args, **options)
     seconds = time.perf_counter() - start
     total = sum(storage.nbytes() for storage in saved.values())
     kept = sum(t.untyped_storage().nbytes() for key, t in inputs.items() if key not in outside)

@@ -91,8 +91,7 @@ def choose_ways(blocks: Sequence[Sequence[Way]], budget: int) -> Choice | None:
         states = _without_dominated(following)
     if not states:
         # Two choices in one cell: the cheaper one may keep some bytes too many for what follows.
-        least = _least_choice(blocks, budget)
-        return least
+        return _least_choice(blocks, budget)
     cost, _, names = min(states.values())
     return Choice(names, cost)
 
