@@ -46,8 +46,7 @@ def built(make, later=False):
     if not later:
         return make()
     with deferred():
-        model = make()
-    return model
+        return make()
 
 
 @pytest.mark.parametrize("make", [Model, Reinitialized])

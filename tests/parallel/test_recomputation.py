@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.recompute_choice import Way, choose_ways, least_bytes, peak_bytes
 from paceline.parallel.recomputation import recompute_blocks
+from paceline.parallel.recompute_choice import Way, choose_ways, least_bytes, peak_bytes
 
 
 class Block(nn.Module):

@@ -1,10 +1,10 @@
 """Deferred construction: a model is built without memory, and computed tensor by tensor later.
 
-``deferred()`` records the operators of a model's ``__init__`` on meta tensors. A ``Materialization``
-executes them in their original order, with the original state of the random number generator, and
-holds only what later operators need. An initialisation that another one overwrites (layers'
-defaults before a model's ``apply(init_weights)``) is drawn into scratch memory, one tensor at a
-time, because the generator of the CPU can only be advanced by drawing.
+``deferred()`` records the operators of a model's ``__init__`` on meta tensors. A
+``Materialization`` executes them in their original order, with the original state of the random
+number generator, and holds only what later operators need. An initialization that another one
+overwrites (layers' defaults before a model's ``apply(init_weights)``) is drawn into scratch memory,
+one tensor at a time, because the generator of the CPU can only be advanced by drawing.
 
 Tensors are identified by storage, offset and strides. So views, tied weights and the parameters
 made from a tensor need no operator of their own.
@@ -12,10 +12,12 @@ made from a tensor need no operator of their own.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,6 +25,11 @@ Keep = Callable[[str, torch.Tensor], None]
 
 _OVERWRITES = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _READS_VALUE = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+
+_OWN_GENERATOR = (
+    "world.deferred: {} draws from a generator of its own. "
+    "HINT: torch.manual_seed before world.deferred()"
+)
 
 _recordings: list["_Recording"] = []
 
@@ -111,18 +118,20 @@ class _Recording(TorchDispatchMode):
         return output
 
     def _check_supported(self, schema: Any, args: Any, options: Any, is_recorded: bool) -> None:
-        changed = [a for i, a in enumerate(args) if i < len(schema.arguments)
-                   and (alias := schema.arguments[i].alias_info) and alias.is_write]
+        changed = [
+            a
+            for i, a in enumerate(args)
+            if i < len(schema.arguments)
+            and (alias := schema.arguments[i].alias_info)
+            and alias.is_write
+        ]
         if any(isinstance(a, torch.Tensor) and self.view(a) is None for a in changed):
             raise ValueError(
                 f"world.deferred: {schema.name} changes a tensor that was made from data or before "
                 "the with block. HINT: make it in the with block, for example by torch.empty"
             )
         if options.get("generator") is not None:
-            raise ValueError(
-                f"world.deferred: {schema.name} draws from a generator of its own. "
-                "HINT: torch.manual_seed before world.deferred()"
-            )
+            raise ValueError(_OWN_GENERATOR.format(schema.name))
 
     def _as_meta(self, value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and value.device.type != "meta"
@@ -136,11 +145,18 @@ class _Recording(TorchDispatchMode):
                 self._alive[storage._cdata] = storage
         recorded_args, recorded_options = tree_map(self._as_view, (args, options))
         outputs = [self.view(t) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        views = [v for v in tree_leaves((recorded_args, recorded_options), is_leaf=_is_view)
-                 if isinstance(v, _View)]
-        written = [value for i, value in enumerate(recorded_args)
-                   if isinstance(value, _View) and (alias := schema.arguments[i].alias_info)
-                   and alias.is_write]
+        views = [
+            v
+            for v in tree_leaves((recorded_args, recorded_options), is_leaf=_is_view)
+            if isinstance(v, _View)
+        ]
+        written = [
+            value
+            for i, value in enumerate(recorded_args)
+            if isinstance(value, _View)
+            and (alias := schema.arguments[i].alias_info)
+            and alias.is_write
+        ]
         before = {v.storage for v in views}
         made = [v for v in outputs if v is not None]
         if not written and all(v.storage in before for v in made) and not is_random:
@@ -159,6 +175,36 @@ class _Recording(TorchDispatchMode):
         return self.view(value) or value.detach().clone()
 
 
+class _NotMeta(TorchFunctionMode):
+    """``tensor.is_meta`` is False: ``nn.init.orthogonal_`` and others skip meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class _TruncNormal:
+    """``nn.init.trunc_normal_`` as one operator: it draws again where values are out of bounds."""
+
+    _schema = SimpleNamespace(name="trunc_normal_")
+
+    def __init__(self, function: Callable[..., Any], recording: _Recording) -> None:
+        self._function, self._recording = function, recording
+
+    def __call__(self, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        view = self._recording.view(tensor)
+        if view is None:
+            return self._function(tensor, *args, **options)
+        if options.get("generator") is not None or any(
+            isinstance(a, torch.Generator) for a in args
+        ):
+            raise ValueError(_OWN_GENERATOR.format("trunc_normal_"))
+        operator = _Operator(self, (view, *args), options, [], {view.storage}, [view], True)
+        self._recording.operators.append(operator)
+        return tensor
+
+
 def _is_view(value: Any) -> bool:
     return isinstance(value, _View)
 
@@ -173,8 +219,13 @@ def deferred() -> Iterator[None]:
         ValueError: The construction reads a value that is computed later.
     """
     recording = _Recording()
-    with recording:
-        yield
+    trunc_normal = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = _TruncNormal(trunc_normal, recording)
+    try:
+        with recording, _NotMeta():
+            yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = trunc_normal
     for operator in recording.operators:
         if operator.is_random:
             _draw(operator)
@@ -277,11 +328,12 @@ class Materialization:
             values = _tensor_of(view, real)
             if keep is not None:
                 keep(name, values)
-            elif isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(values, requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, made)
             else:
-                torch.utils.swap_tensors(tensor, values)
+                if isinstance(tensor, nn.Parameter):
+                    values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+                # torch.utils.swap_tensors refuses tensors with weak references, which nn.LSTM has;
+                # they refer to the object, which remains.
+                torch._C._swap_tensor_impl(tensor, values)
 
 
 def _needed(operators: list[_Operator], wanted: set[int]) -> set[int]:

@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -19,6 +20,7 @@ from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import check_layout, data_parallel, explain_ddp_error, place_model
+from ..parallel.deferred import Materialization, deferred, is_deferred
 from ..parallel.recomputation import recompute_blocks
 from ..plurals import counted
 from ..record.attach import release_recorder
@@ -137,6 +139,19 @@ class World:
 
     # models and data
 
+    def deferred(self) -> AbstractContextManager[None]:
+        """Return a context in which models are built without memory: on the device "meta".
+
+        ``world.distribute`` then computes the parameters and buffers, with the numbers of an
+        ordinary construction. It takes a second initialization, because the generator has to draw
+        all random numbers once in the context and once in ``world.distribute``.
+
+        Raises:
+            ValueError: In the context: code that reads the value of a tensor (``.item()``), or
+                draws from a generator of its own.
+        """
+        return deferred()
+
     @overload
     def distribute(self, model: M, *, accumulate: int = 1, **options: Any) -> M: ...
     @overload
@@ -180,6 +195,8 @@ class World:
         check_layout(layout, accumulate)
         say = self._progress.say_once
         recompute_blocks(model, recompute, memory_budget, recomputed_blocks, say)
+        if is_deferred(model):
+            Materialization(model).run()
         distributed = place_model(model, self.device, self._dtype)
         if dist.is_initialized() and self.size > 1:
             distributed = data_parallel(model, self.device, **options)
