@@ -81,7 +81,7 @@ class _Recording(TorchDispatchMode):
     """Record operators on new tensors, which are meta tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[_Operator] = []
         self.random_state = torch.get_rng_state()
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no key is used twice
@@ -91,7 +91,7 @@ class _Recording(TorchDispatchMode):
         if tensor.device.type != "meta" or tensor.untyped_storage()._cdata not in self._alive:
             return None
         storage = tensor.untyped_storage()
-        layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        layout = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
         return _View(storage._cdata, storage.nbytes(), tensor.dtype, *layout)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,7 +200,7 @@ class _TruncNormal:
             isinstance(a, torch.Generator) for a in args
         ):
             raise ValueError(_OWN_GENERATOR.format("trunc_normal_"))
-        operator = _Operator(self, (view, *args), options, [], {view.storage}, [view], True)
+        operator = _Operator(self, (view, *args), options, [view], {view.storage}, [view], True)
         self._recording.operators.append(operator)
         return tensor
 

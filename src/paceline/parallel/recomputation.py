@@ -151,11 +151,8 @@ class _ReplayedBuffers:
     """The buffers of a block before its forward, for the forward in backward."""
 
     def __init__(self, module: nn.Module) -> None:
-        buffers = [buffer for part in module.modules() for buffer in part._buffers.values()]
         self._before = [
-            (buffer, buffer.detach().clone())
-            for buffer in buffers
-            if buffer is not None and module.training
+            (buffer, buffer.detach().clone()) for buffer in module.buffers() if module.training
         ]
 
     def forget_unchanged(self) -> None:
@@ -174,7 +171,7 @@ class _ReplayedBuffers:
 def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for buffer, value in values:
         # Backward may have saved the buffer, and checks that its version is the same.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+        with torch.no_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(buffer):
             buffer.copy_(value)
 
 
@@ -225,14 +222,17 @@ def _measure(block: _Recomputed, args: Any, options: Any) -> list[Way]:
     # The storages are held until the end: the address of a freed one is used again.
     saved: dict[int, torch.UntypedStorage] = {}
 
-    def pack(tensor: torch.Tensor) -> None:
+    nothing = torch.empty(0)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in outside:
             saved[_storage(tensor)] = tensor.untyped_storage()
+        return nothing
 
     replayed, products = _ReplayedBuffers(block.module), _Products()
     devices = sorted({t.device.index for t in inputs.values() if t.device.type == "cuda"})
     start = time.perf_counter()
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with torch.random.fork_rng(devices=devices), replayed.second_forward(), hooks, products:
         block.forward(*args, **options)
     seconds = time.perf_counter() - start
@@ -246,14 +246,14 @@ def _measure(block: _Recomputed, args: Any, options: Any) -> list[Way]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Products(TorchDispatchMode):
     """Bytes and seconds of the operators that selective recomputation keeps."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes, self.seconds = 0, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
