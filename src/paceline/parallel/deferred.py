@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 Keep = Callable[[str, torch.Tensor], None]
@@ -77,14 +77,31 @@ class _Operator(NamedTuple):
         return self.written[0] if fills or name in _OVERWRITES else None
 
 
+class _SetState:
+    """Set the state of the random number generator, as ``torch.manual_seed`` does."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self._state = state
+
+    def __call__(self) -> None:
+        torch.set_rng_state(self._state)
+
+
 class _Recording(TorchDispatchMode):
     """Record operators on new tensors, which are meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[_Operator] = []
-        self.random_state = torch.get_rng_state()
+        self.random_state = self._last_state = torch.get_rng_state()
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no key is used twice
+
+    def note_seed(self) -> None:
+        """Record a change of the random state (``torch.manual_seed``); nothing draws meanwhile."""
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._last_state):
+            self._last_state = state
+            self.operators.append(_Operator(_SetState(state), (), {}, [], set(), [], True))
 
     def view(self, tensor: torch.Tensor) -> _View | None:
         """Return the recorded view of a meta tensor; None for any other tensor."""
@@ -139,6 +156,8 @@ class _Recording(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, options: Any, output: Any, is_random: bool) -> None:
         schema = func._schema
+        if is_random:
+            self.note_seed()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -200,6 +219,8 @@ class _TruncNormal:
             isinstance(a, torch.Generator) for a in args
         ):
             raise ValueError(_OWN_GENERATOR.format("trunc_normal_"))
+        with _disable_current_modes():
+            self._recording.note_seed()
         operator = _Operator(self, (view, *args), options, [view], {view.storage}, [view], True)
         self._recording.operators.append(operator)
         return tensor
@@ -226,9 +247,13 @@ def deferred() -> Iterator[None]:
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = trunc_normal
+    after = torch.get_rng_state()
+    torch.set_rng_state(recording.random_state)
     for operator in recording.operators:
         if operator.is_random:
             _draw(operator)
+    if not torch.equal(after, recording._last_state):  # seeded after the last draw
+        torch.set_rng_state(after)
     _recordings.append(recording)
 
 
