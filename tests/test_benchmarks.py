@@ -317,3 +317,9 @@ def test_unseen(tmp_path):
     assert case["ended"]
     assert case["amount"] >= 1
     assert case["lines"]["common.py"]
+
+
+def test_recomputation(tmp_path):
+    few = ("--blocks", "2", "--width", "32")
+    result = result_of("recomputation", tmp_path / "recomputation.json", *few)
+    assert set(result["measurements"]) == {"plain", "auto"}

@@ -125,6 +125,12 @@ INTERFACES = {
     # Parameters (parallel/distribution_check.py)
     "parameter._backward_hooks": "whether the script handles the gradient itself",
     "parameter._post_accumulate_grad_hooks": "whether the script handles the gradient itself",
+    # Recomputation and deferred construction (parallel)
+    "torch.UntypedStorage._cdata": "which tensors share a storage, also on the device meta",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "buffers of a second forward",
+    "torch.utils._python_dispatch._disable_current_modes": "reads the state while it records",
+    "torch._C._swap_tensor_impl": "values of a deferred parameter, which remains the same object",
+    "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     # DataLoader (data/loading/loader.py, record)

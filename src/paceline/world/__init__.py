@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -18,7 +19,9 @@ from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import check_accumulate, explain_ddp_error
+from ..parallel.deferred import Materialization, deferred, is_deferred
 from ..parallel.distribute import distribute_model
+from ..parallel.recomputation import recompute_blocks
 from ..parallel.sharded.layouts import parse_request
 from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
@@ -139,6 +142,19 @@ class World:
 
     # models and data
 
+    def deferred(self) -> AbstractContextManager[None]:
+        """Return a context in which models are built without memory: on the device "meta".
+
+        ``world.distribute`` then computes the parameters and buffers, with the numbers of an
+        ordinary construction. It takes a second initialization, because the generator has to draw
+        all random numbers once in the context and once in ``world.distribute``.
+
+        Raises:
+            ValueError: In the context: code that reads the value of a tensor (``.item()``), or
+                draws from a generator of its own.
+        """
+        return deferred()
+
     @overload
     def distribute(self, model: M, *, accumulate: int = 1, **options: Any) -> M: ...
     @overload
@@ -155,6 +171,9 @@ class World:
         blocks: Sequence[str] | None = None,
         shard_over: str = "job",
         offload: str | None = None,
+        recompute: str | None = None,
+        memory_budget: float | None = None,
+        recomputed_blocks: Sequence[str] | None = None,
         **options: Any,
     ) -> Any:
         """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
@@ -172,15 +191,25 @@ class World:
             blocks: Names of modules, or of their classes, that are gathered as a whole.
             shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
             offload: "parameters" keeps all shards of a GPU's model in the host's memory.
+            recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
+                activations again in backward. "selective" also keeps products of matrices,
+                convolutions and attention. "auto" chooses for each block in the first forward.
+            memory_budget: For "auto": GiB of activations that the blocks may take.
+            recomputed_blocks: Names of modules or classes. Default: repeated modules.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the other layouts.
 
         Raises:
             ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
-                or block that can't be sharded.
+                or block that can't be sharded, or a block or budget that does not fit the model.
+                The first forward raises it if nothing meets the budget.
         """
         check_accumulate(accumulate)
         request = parse_request(layout, blocks, shard_over, offload, self.device.type, options)
+        say = self._progress.say_once
+        recompute_blocks(model, recompute, memory_budget, recomputed_blocks, say)
+        if is_deferred(model):
+            Materialization(model).run()
         where = (self.device, self._dtype)
         distributed = distribute_model(model, optimizer, *where, request, options)
         self._training.add_model(distributed, accumulate)
