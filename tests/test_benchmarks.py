@@ -51,6 +51,15 @@ def test_start_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
+def test_layout_time(tmp_path):
+    few = ("--ranks", "2", "--width", "64", "--memory-width", "256")
+    result = result_of("layout_time", tmp_path / "layouts.json", *few)
+    for exchange in ("paceline", "gloo"):
+        found = result["measurements"]["steps"][f"2 ranks, {exchange}"]
+        assert {len(times) for times in found["step_s"].values()} == {1}
+    assert set(result["measurements"]["memory"]["2"]) == {"data", "zero1", "zero2", "zero3"}
+
+
 def test_loaders(tmp_path):
     few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
     result = result_of("loaders", tmp_path / "loaders.json", *few)
@@ -282,6 +291,14 @@ def launched_by(pid):
     raise TimeoutError
 
 
+def test_checkpoint_io(tmp_path):
+    few = ("--ranks", "2", "--mib", "8", "--folder", str(tmp_path))
+    result = result_of("checkpoint_io", tmp_path / "io.json", *few)
+    assert set(result["ratios"]) == {"save", "load", "step"}
+    assert len(result["measurements"]["save"]) == 1
+    assert len(result["targets"]) == 3
+
+
 def test_unseen(tmp_path):
     script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
     words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]
@@ -300,3 +317,9 @@ def test_unseen(tmp_path):
     assert case["ended"]
     assert case["amount"] >= 1
     assert case["lines"]["common.py"]
+
+
+def test_recomputation(tmp_path):
+    few = ("--blocks", "2", "--width", "32")
+    result = result_of("recomputation", tmp_path / "recomputation.json", *few)
+    assert set(result["measurements"]) == {"plain", "auto"}

@@ -26,6 +26,7 @@ SOURCE = Path(paceline.__file__).parent
 
 C10D = "torch.distributed.distributed_c10d"
 BOUND = "torch._C._distributed_c10d"
+FSDP = "torch.distributed.fsdp._fully_shard."
 # name: its purpose in Paceline
 INTERFACES = {
     # Process groups: the one place that records collectives (record/hooks, comm/backend.py)
@@ -106,9 +107,30 @@ INTERFACES = {
     "ddp.reducer._remove_autograd_hooks": "the reducer of the buckets before",
     "ddp.reducer._set_static_graph": "other buckets with a static graph",
     "ddp.logger._set_static_graph": "other buckets with a static graph",
+    # Sharded layouts (parallel/sharded): FSDP2
+    f"{FSDP}_fsdp_common.TrainingState": "whether a module is inside its forward or backward",
+    f"{FSDP}_fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed": "whole gradients",
+    f"{FSDP}_fsdp_param_group.FSDPParamGroup": "parameters that are gathered together",
+    "fsdp._get_fsdp_state": "the state of a sharded module",
+    "fsdp_state._fsdp_param_groups": "gradients that wait for their exchange",
+    "fsdp_state._training_state": "whether a method is called inside a forward",
+    "fsdp_group._partial_reduce_output": "gradients that wait for the exchange between hosts",
+    "fsdp_group._training_state": "the block whose gradients are exchanged",
+    "fsdp_group.fsdp_params": "the parameters of a block, in the order of their exchange",
+    "fsdp_parameter._unsharded_param": "a parameter's gradient before its exchange",
+    "fsdp_parameter.padded_sharded_param_size": "position of a gradient in an exchange",
+    "shard._local_tensor": "a shard's memory",
+    f"{BOUND}._broadcast_coalesced": "broadcast of buffers and parameters",
+    "torch.distributed.utils._sync_module_states": "rank 0's parameters and buffers",
     # Parameters (parallel/distribution_check.py)
     "parameter._backward_hooks": "whether the script handles the gradient itself",
     "parameter._post_accumulate_grad_hooks": "whether the script handles the gradient itself",
+    # Recomputation and deferred construction (parallel)
+    "torch.UntypedStorage._cdata": "which tensors share a storage, also on the device meta",
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter": "buffers of a second forward",
+    "torch.utils._python_dispatch._disable_current_modes": "reads the state while it records",
+    "torch._C._swap_tensor_impl": "values of a deferred parameter, which remains the same object",
+    "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     # DataLoader (data/loading/loader.py, record)
@@ -135,7 +157,16 @@ def objects(tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    fsdp = dist.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    fsdp(torch.ones(1, 2))
+    (fsdp_group,) = fsdp._get_fsdp_state()._fsdp_param_groups
     yield {
+        "fsdp": fsdp,
+        "fsdp_state": fsdp._get_fsdp_state(),
+        "fsdp_group": fsdp_group,
+        "fsdp_parameter": fsdp_group.fsdp_params[0],
+        "shard": fsdp_group.fsdp_params[0].sharded_param,
         "group": dist.distributed_c10d._get_default_group(),
         "ddp": ddp,
         "iterator": iter(DataLoader([1, 2])),

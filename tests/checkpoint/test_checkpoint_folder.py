@@ -18,6 +18,7 @@ from paceline.checkpoint.saver import (
     find_newest_valid,
     load_checkpoint,
 )
+from paceline.checkpoint.shard_content import verify_checkpoint
 from paceline.checkpoint.shared_state import SharedState
 
 
@@ -154,7 +155,7 @@ def test_verify_detects_bit_flip_at_any_position(tmp_path):
         data[at] ^= 1 << (at % 8)
         (folder / "rank-00000.pt").write_bytes(data)
         with pytest.raises(checkpoint_folder.DamagedCheckpointError, match=r"rank-00000\.pt"):
-            checkpoint_folder.verify_checkpoint(folder)
+            verify_checkpoint(folder)
 
 
 def test_error_if_all_checkpoints_are_damaged(tmp_path):
@@ -180,7 +181,7 @@ def test_loading_malicious_shard_executes_no_code(tmp_path):
         body["check"] = manifest.checksum(body)
         (folder / "manifest.json").write_text(json.dumps(body))
         # The checksums are right, as in a checkpoint that an attacker wrote.
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
         with pytest.raises(
             checkpoint_folder.DamagedCheckpointError, match=r"rank-00000\.pt: can't be loaded"
         ):

@@ -14,6 +14,7 @@ from stores import KeyStore
 from paceline.checkpoint import checkpoint_folder, state_tree
 from paceline.checkpoint.manifest import DamagedCheckpointError, checksum
 from paceline.checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
+from paceline.checkpoint.shard_content import verify_checkpoint
 from paceline.checkpoint.shared_state import SharedState
 from paceline.security.files import InvalidFileError
 
@@ -68,7 +69,7 @@ def stored(folder, content):
 def test_manifest_with_wrong_types_is_rejected(folder, changes):
     signed(folder, **changes)
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: ") as refused:
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
     assert isinstance(refused.value, InvalidFileError)
 
 
@@ -86,21 +87,21 @@ def test_shard_paths_outside_folder_are_rejected(folder, how):
     }[how]
     signed(folder, files=[entry(outside, name)])
     with pytest.raises(DamagedCheckpointError, match=r"manifest\.json: .*files\[0\]\.name"):
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 def test_symlinked_or_duplicate_shard_is_rejected(folder):
     shard = folder / "rank-00000.pt"
     signed(folder, files=[entry(shard, shard.name)] * 2)
     with pytest.raises(DamagedCheckpointError, match="names a shard twice"):
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
     shard.rename(folder.parent / "elsewhere")
     shard.symlink_to(folder.parent / "elsewhere")
     signed(folder, files=[entry(shard, shard.name)])
     with pytest.raises(
         DamagedCheckpointError, match=r"rank-00000\.pt: can't be read \(is a symbolic link\)"
     ):
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.pt"])
@@ -108,7 +109,7 @@ def test_fifo_in_place_of_file_does_not_hang(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(DamagedCheckpointError, match=name):
-        checkpoint_folder.verify_checkpoint(folder)
+        verify_checkpoint(folder)
     if name == "rank-00000.pt":
         with pytest.raises(DamagedCheckpointError, match="no regular file"):
             checkpoint_folder.read_shard(folder, name)
@@ -147,7 +148,7 @@ WHOLE = {"shared": {}, "count": 0, "tensors": {}, "own": {}, "own_tensors": []}
 )
 def test_shard_with_invalid_content_is_rejected(folder, content):
     stored(folder, content)
-    checkpoint_folder.verify_checkpoint(folder)
+    verify_checkpoint(folder)
     with pytest.raises(DamagedCheckpointError, match="step-00000001"):
         load_checkpoint(folder)
 

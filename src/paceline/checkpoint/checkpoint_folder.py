@@ -11,25 +11,24 @@ import json
 import os
 import re
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from crc32c import crc32c
 
 from ..plurals import named_ranks
 from ..security.files import open_regular
+from ..security.folders import NewFile
 from .manifest import (
     MANIFEST,
     VERSION,
     DamagedCheckpointError,
-    Manifest,
     ShardEntry,
     check_readable,
     checksum,
     read_manifest,
     read_shard,
-    verify_shard,
 )
 from .unfinished_folder import UnfinishedFolder, flush_folder, remove
 
@@ -39,7 +38,6 @@ __all__ = [
     "list_checkpoints",
     "read_manifest",
     "read_shard",
-    "verify_checkpoint",
 ]
 
 _REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
@@ -47,7 +45,7 @@ _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by C
 
 
 class _ChecksummingFile:
-    """A file wrapper that counts the written bytes and computes their CRC-32."""
+    """A file wrapper that counts the written bytes and computes their CRC-32C."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -57,7 +55,7 @@ class _ChecksummingFile:
 
     def write(self, data: Any) -> int:
         self.bytes += len(data)
-        self.crc = zlib.crc32(data, self.crc)
+        self.crc = crc32c(data, self.crc)
         try:
             return self.file.write(data)
         except OSError as error:
@@ -69,7 +67,7 @@ class _ChecksummingFile:
 
 
 def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:
-    """Write and flush the shard of one rank. Return its manifest entry (name, bytes, crc32).
+    """Write and flush the shard of one rank. Return its manifest entry (name, bytes, crc32c).
 
     Raises:
         UnsafeFileError: The folder belongs to another user.
@@ -88,7 +86,16 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
                 raise
         os.fsync(new.fd)
     check_readable(folder.path / name, folder.fd)
-    return {"name": name, "bytes": checked.bytes, "crc32": checked.crc}
+    return {"name": name, "bytes": checked.bytes, "crc32c": checked.crc}
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> int:
+    """Write tensors by torch.save to a file that gets its name when complete. Return its bytes."""
+    with NewFile(path) as new, open(new.fd, "wb", closefd=False) as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(new.fd)
+        return os.fstat(new.fd).st_size
 
 
 def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> bool:
@@ -139,18 +146,6 @@ def _has_shard(folder_fd: int, entry: ShardEntry) -> bool:
         return os.fstat(fd).st_size == entry["bytes"]
     finally:
         os.close(fd)
-
-
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Verify all shards of a checkpoint by reading every byte. Return its manifest.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or corrupted; the error names the file.
-    """
-    manifest = read_manifest(folder)
-    for entry in manifest["files"]:
-        verify_shard(folder, entry)
-    return manifest
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 
 import torch
+from crc32c import crc32c
 from msgspec import Meta
 
 from ..record.ring.header_schema import MAX_RANKS
@@ -22,14 +23,17 @@ from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import Count, check
 from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
 
-VERSION = 1
+VERSION = 2  # 2: pieces of DTensors, and the identity of the save in each shard
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 20  # stays in the cache of a core
+_CHECKSUMS = {False: zlib.crc32, True: crc32c}  # the second one has an instruction of the processor
 ARCHIVE_START = b"PK\x03\x04"
 MEMBER = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)+")  # member names in a torch archive
 
 ShardName = Annotated[str, Meta(pattern=r"^rank-[0-9]{5,7}\.pt$")]
+
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class DamagedCheckpointError(InvalidFileError):
@@ -41,14 +45,16 @@ class ShardEntry(TypedDict):
 
     name: ShardName
     bytes: Count
-    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    crc32: NotRequired[Checksum]  # of version 1
+    crc32c: NotRequired[Checksum]
+    id: NotRequired[Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]]  # random, also in the shard
 
 
 class Manifest(TypedDict):
     """Content of a manifest, without its checksum."""
 
     format: Literal["paceline-checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
     step: NotRequired[Count]
     epoch: NotRequired[Count]
     inside: NotRequired[bool]
@@ -106,20 +112,21 @@ def verify_shard(folder: Path, entry: ShardEntry) -> None:
         with open(open_regular(path, follow_links=False), "rb") as file:
             size, crc = os.fstat(file.fileno()).st_size, 0
             if size == entry["bytes"]:
+                add, block = _CHECKSUMS["crc32c" in entry], memoryview(bytearray(BLOCK_BYTES))
                 left = size
-                while block := file.read(min(BLOCK_BYTES, left)):
-                    crc = zlib.crc32(block, crc)
-                    left -= len(block)
+                while count := file.readinto(block[: min(BLOCK_BYTES, left)]):
+                    crc = add(block[:count], crc)
+                    left -= count
     except OSError as error:
         raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
     if size != entry["bytes"]:
         raise DamagedCheckpointError(path, f"has {size} bytes instead of {entry['bytes']}")
-    if crc != entry["crc32"]:
+    if crc != entry.get("crc32c", entry.get("crc32")):
         raise DamagedCheckpointError(path, "is damaged (its checksum does not match)")
 
 
 def read_shard(folder: Path, name: str) -> Any:
-    """Return the content of a shard. No code in it is executed (weights_only).
+    """Return the content of a shard, mapped into memory. No code in it is executed (weights_only).
 
     Raises:
         DamagedCheckpointError: The shard can't be read, or is not a file that Paceline writes.
@@ -127,10 +134,13 @@ def read_shard(folder: Path, name: str) -> Any:
     path = folder / name
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
-            _check_archive(file, path)
+            check_archive(file, os.fstat(file.fileno()).st_size, path)
             # b"" is pickled as a call of bytes(); the check above rejects calls with arguments.
             with torch.serialization.safe_globals([bytes]):
-                return torch.load(file, map_location="cpu", weights_only=True)
+                # Mapped: a rank reads only what it needs of the pieces of other ranks. The path is
+                # that of the checked descriptor, because torch maps no file objects.
+                same = f"/dev/fd/{file.fileno()}"
+                return torch.load(same, map_location="cpu", weights_only=True, mmap=True)
     except DamagedCheckpointError:
         raise
     except Exception as error:  # torch may raise any exception for an invalid file
@@ -174,14 +184,13 @@ def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
     }
 
 
-def _check_archive(file: BinaryIO, path: Path) -> None:
-    """Check a torch.save archive before torch reads it.
+def check_archive(file: BinaryIO, size: int, path: Path) -> None:
+    """Check a torch.save archive of ``size`` bytes before torch reads it.
 
     Raises:
         DamagedCheckpointError: Reading the archive would take more memory than its size, or
             ``torch.save`` does not write such archives.
     """
-    size = os.fstat(file.fileno()).st_size
     # Without this prefix torch reads the file as a plain pickle, even if an archive follows.
     if file.read(len(ARCHIVE_START)) != ARCHIVE_START:
         raise DamagedCheckpointError(path, "can't be loaded (it is not an archive)")

@@ -5,19 +5,21 @@ Rank 0 then writes the manifest and renames the checkpoint to its final name.
 """
 
 import json
+import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from ..plurals import named_ranks
 from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
-from .manifest import DamagedCheckpointError, Manifest
+from .manifest import Manifest
+from .shard_content import load_shards, verify_checkpoint
+from .sharded_tensor import describe, is_sharded, piece_of
 from .shared_state import SharedState
 from .unfinished_folder import UnfinishedFolder, remove
 
@@ -83,20 +85,28 @@ class CheckpointSaver:
         self.wait()
         owner = shared.assign(self.size)
         own_skeleton, own_tensors = state_tree.flatten(own, OWN_STATE)
+        sharded = {i: tensor for i, tensor in enumerate(shared.tensors) if is_sharded(tensor)}
+        pieces = {i: piece_of(tensor) for i, tensor in sharded.items()}
         state = {
             "shared": shared.skeleton if self.rank == 0 else None,
             "count": len(owner),
             "tensors": {
                 i: state_tree.copy_to_cpu(shared.tensors[i])
                 for i, rank in enumerate(owner)
-                if rank == self.rank
+                if rank == self.rank and i not in sharded
+            },
+            "pieces": {
+                i: {**piece, "tensor": state_tree.copy_to_cpu(piece["tensor"])}
+                for i, piece in pieces.items()
+                if piece is not None
             },
             "own": own_skeleton,
             "own_tensors": [state_tree.copy_to_cpu(tensor) for tensor in own_tensors],
         }
+        layout = zlib.crc32(repr([(i, describe(t)) for i, t in sharded.items()]).encode())
         self._saves += 1
         self._thread = threading.Thread(
-            target=self._write, args=(step, state, about, self._saves), daemon=True
+            target=self._write, args=(step, state, about, self._saves, layout), daemon=True
         )
         self._thread.start()
 
@@ -106,7 +116,7 @@ class CheckpointSaver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, state: Any, about: dict[str, Any], save: int) -> None:
+    def _write(self, step: int, state: Any, about: dict[str, Any], save: int, layout: int) -> None:
         name = f"step-{step:08}"
         path = self.directory / f".{name}.{save}.tmp"  # the same step may be saved twice
         folder: UnfinishedFolder | None = None
@@ -114,7 +124,10 @@ class CheckpointSaver:
         trusted = True  # whether the folder with this name may be removed
         try:
             folder = UnfinishedFolder(path)
+            identity = secrets.token_hex(8)  # tells this shard from those of other saves
+            state["save"] = {"id": identity, "step": step, "rank": self.rank}
             entry = checkpoint_folder.write_shard(folder, self.rank, state)
+            entry |= {"id": identity, "layout": layout}
         except Exception as error:
             trusted = not isinstance(error, UnsafeFileError)
             entry = {"error": error_reason(error)}
@@ -178,6 +191,9 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     for rank, entry in enumerate(entries):
         if "error" in entry:
             ranks.setdefault(entry["error"], []).append(rank)
+    layouts = [entry.pop("layout", None) for entry in entries]
+    if not ranks and (other := [rank for rank, one in enumerate(layouts) if one != layouts[0]]):
+        return f"{named_ranks(other)}: the DTensors have other shapes or placements than on rank 0"
     return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
 
@@ -193,7 +209,7 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
         try:
-            checkpoint_folder.verify_checkpoint(folder)
+            verify_checkpoint(folder)
             return folder
         except checkpoint_folder.DamagedCheckpointError as problem:
             warn(f"checkpoint {folder.name} is skipped: {problem}")
@@ -208,41 +224,12 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
 def load_checkpoint(folder: Path) -> tuple[Any, list[Any], Manifest]:
     """Return ``(shared, own, manifest)`` of a verified checkpoint; ``own`` has one tree per rank.
 
+    Files are mapped into memory, and read where a tensor is used. Tensors that were saved in pieces
+    are of type ``SavedTensor``.
+
     Raises:
         DamagedCheckpointError: The content of a shard is invalid.
     """
     manifest = checkpoint_folder.read_manifest(folder)
-    skeleton, tensors, own = None, {}, []
-    for entry in manifest["files"]:
-        path = folder / entry["name"]
-        shard = _checked(checkpoint_folder.read_shard(folder, entry["name"]), path)
-        skeleton = shard["shared"] if shard["shared"] is not None else skeleton
-        tensors.update(shard["tensors"])
-        own.append(_joined(shard["own"], shard["own_tensors"], path))
-    if tensors.keys() != set(range(len(tensors))):
-        raise DamagedCheckpointError(folder, "lacks tensors that its shards should have")
-    ordered: list[torch.Tensor] = [tensors[i] for i in range(len(tensors))]
-    return _joined(skeleton, ordered, folder), own, manifest
-
-
-def _checked(shard: Any, path: Path) -> dict[str, Any]:
-    """Return the content of a shard after checking that it has the parts that ``save`` writes.
-
-    Raises:
-        DamagedCheckpointError: A part is missing or has the wrong type.
-    """
-    parts = shard if isinstance(shard, dict) else {}
-    tensors, own = parts.get("tensors"), parts.get("own_tensors")
-    whole = isinstance(tensors, dict) and isinstance(own, list) and {"shared", "own"} <= set(parts)
-    if whole and all(type(i) is int for i in tensors or ()):
-        each = [*(tensors or {}).values(), *(own or ())]
-        if all(isinstance(tensor, torch.Tensor) for tensor in each):
-            return parts
-    raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
-
-
-def _joined(skeleton: Any, tensors: list[torch.Tensor], path: Path) -> Any:
-    try:
-        return state_tree.unflatten(skeleton, tensors)
-    except state_tree.SkeletonError as error:
-        raise DamagedCheckpointError(path, str(error)) from None
+    shared, own = load_shards(folder, manifest)
+    return shared, own, manifest

@@ -2,7 +2,8 @@
 
 Each rank writes some of the tensors, so ranks that differ would write a mixture. Therefore ranks
 compare a digest of each part (a model, an optimizer, a kept object) before a save. A part that is
-rank 0's by choice is not compared, and rank 0 writes all of it.
+rank 0's by choice is not compared, and rank 0 writes all of it. Of a DTensor each rank writes its
+piece, so only shape and placement are compared.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_tree
+from .sharded_tensor import describe, is_sharded
 
 PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
 
@@ -51,7 +53,7 @@ class SharedState:
         Raises:
             ValueError: A value can't be saved; the message names its position.
         """
-        self.skeleton, self.tensors = state_tree.flatten(tree)
+        self.skeleton, self.tensors = state_tree.flatten(tree, allow_sharded=True)
         self._parts = dict(_parts(self.skeleton))
         chosen = set(rank_0)
         self._rank_0 = {path for path in self._parts if path in chosen or path[:1] in chosen}
@@ -86,7 +88,9 @@ class SharedState:
 
     def _is_of_rank_0(self, number: int) -> bool:
         tensor = self.tensors[number]
-        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        if is_sharded(tensor) or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_nested or not tensor.numel():
             return False
         return tensor.data_ptr() in self._rank_0_addresses
 
@@ -94,10 +98,13 @@ class SharedState:
         content = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
         def tensor(number: int) -> None:
+            own = self.tensors[number]
             if self._is_of_rank_0(number):
                 content.update(b"rank 0")
+            elif is_sharded(own):
+                content.update(describe(own).encode())
             else:
-                _add_tensor(self.tensors[number], content.update)
+                _add_tensor(own, content.update)
 
         _add_part(part, content.update, tensor)
         return content.digest()

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .sharded_tensor import SavedTensor, is_sharded, piece_of
+
 _TENSOR = "__paceline_tensor__"
 _ARRAY = "__paceline_array__"
 _DEQUE = "__paceline_deque__"
@@ -36,12 +38,15 @@ _KEYS = (int, float, str, bytes, bool, type(None))
 _VALUES_HINT = "return from state_dict() numbers, strings, tensors, arrays and containers of them"
 
 
-def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
+def flatten(
+    tree: Any, path: str = "state", allow_sharded: bool = False
+) -> tuple[Any, list[torch.Tensor]]:
     """Return ``(skeleton, tensors)`` of a tree. Tensors are not copied; NumPy arrays are.
 
     Args:
         tree: The tree.
         path: Name of the tree in error messages.
+        allow_sharded: Whether tensors may be DTensors, which are not gathered.
 
     Raises:
         ValueError: A value can't be saved, or could not be loaded again; the message names its
@@ -49,18 +54,22 @@ def flatten(tree: Any, path: str = "state") -> tuple[Any, list[torch.Tensor]]:
     """
     tensors: list[torch.Tensor] = []
 
-    def number(tensor: torch.Tensor) -> dict[str, int]:
-        tensors.append(tensor)
+    def number(value: torch.Tensor, path: str) -> dict[str, int]:
+        if allow_sharded and is_sharded(value):
+            piece_of(value, path)  # raises for what can't be saved
+            tensors.append(value.detach())
+        else:
+            tensors.append(_plain_tensor(value, path))
         return {_TENSOR: len(tensors) - 1}
 
     return _walk(tree, path, number, 0), tensors
 
 
-def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any], depth: int) -> Any:
+def _walk(value: Any, path: str, number: Callable[[torch.Tensor, str], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise _unsupported(path, f"on level {depth}", f"nest at most {MAX_DEPTH} levels")
     if isinstance(value, torch.Tensor):
-        return number(_plain_tensor(value, path))
+        return number(value, path)
     if isinstance(value, (Counter, OrderedDict, defaultdict, dict)):
         return {
             _key(key, path): _walk(item, f"{path}[{key!r}]", number, depth + 1)
@@ -79,7 +88,7 @@ def _walk(value: Any, path: str, number: Callable[[torch.Tensor], Any], depth: i
 
 
 def _walk_each(
-    items: Iterable[Any], path: str, number: Callable[[torch.Tensor], Any], depth: int
+    items: Iterable[Any], path: str, number: Callable[[torch.Tensor, str], Any], depth: int
 ) -> list[Any]:
     return [_walk(item, f"{path}[{i}]", number, depth + 1) for i, item in enumerate(items)]
 
@@ -111,14 +120,14 @@ def _key(key: Any, path: str) -> Any:
     return plain
 
 
-def _array(value: Any, path: str, number: Callable[[torch.Tensor], Any]) -> Any:
+def _array(value: Any, path: str, number: Callable[[torch.Tensor, str], Any]) -> Any:
     dtype = str(value.dtype)
     if dtype not in _DTYPES:
         raise _unsupported(
             path, f"an array of dtype {dtype}", f"convert it to one of {', '.join(_DTYPES)}"
         )
     view = value if dtype not in ("uint16", "uint32", "uint64") else value.view(dtype[1:])
-    return {_ARRAY: (dtype, number(torch.from_numpy(view.copy())))}
+    return {_ARRAY: (dtype, number(torch.from_numpy(view.copy()), path))}
 
 
 def _plain_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
@@ -153,7 +162,7 @@ class SkeletonError(ValueError):
     """A skeleton that ``flatten`` does not produce."""
 
 
-def unflatten(skeleton: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unflatten(skeleton: Any, tensors: Sequence[torch.Tensor | SavedTensor]) -> Any:
     """Return the tree of a skeleton and its tensors; the inverse of ``flatten``.
 
     Raises:
@@ -168,7 +177,7 @@ class _Joining:
     The parts are counted, because a list in a file may contain the same list many times.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | SavedTensor]) -> None:
         self.tensors = tensors
         self.left = MAX_PARTS
 
@@ -197,7 +206,7 @@ class _Joining:
             raise SkeletonError(f"a {type(items).__name__} where a list should be")
         return [self.whole(item, depth + 1) for item in items]
 
-    def tensor(self, number: Any) -> torch.Tensor:
+    def tensor(self, number: Any) -> torch.Tensor | SavedTensor:
         if type(number) is not int or not 0 <= number < len(self.tensors):
             raise SkeletonError(f"tensor {number!r:.40} of {len(self.tensors)}")
         return self.tensors[number]
@@ -206,7 +215,10 @@ class _Joining:
         dtype, numbered = found if type(found) is tuple and len(found) == 2 else ("", None)
         if not isinstance(dtype, str) or dtype not in _DTYPES or not isinstance(numbered, dict):
             raise SkeletonError(f"an array of type {dtype!r:.40}")
-        tensor = self.tensor(numbered.get(_TENSOR)).detach().resolve_conj().resolve_neg()
+        saved = self.tensor(numbered.get(_TENSOR))
+        if isinstance(saved, SavedTensor):
+            raise SkeletonError(f"an array of type {dtype} in pieces")
+        tensor = saved.detach().resolve_conj().resolve_neg()
         size = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if tensor.layout is not torch.strided or size != _DTYPES[dtype]:
             raise SkeletonError(f"an array of type {dtype} from a {tensor.dtype}")
@@ -246,7 +258,7 @@ def _markers(part: Any) -> Iterator[dict[str, int]]:
 
 
 def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
-    """Return the rank that writes each replicated tensor.
+    """Return the rank that writes each replicated tensor; 0 for one that is in pieces.
 
     Tensors are assigned in order of decreasing size, each to the rank with the fewest bytes. The
     result depends only on the sizes, so it is the same on every rank.
@@ -254,7 +266,8 @@ def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:
     load = [0] * ranks
     owner = [0] * len(tensors)
     sizes = [sum(part.nbytes for part in dense_parts(tensor)) for tensor in tensors]
-    for index in sorted(range(len(tensors)), key=lambda i: (-sizes[i], i)):
+    replicated = [i for i, tensor in enumerate(tensors) if not is_sharded(tensor)]
+    for index in sorted(replicated, key=lambda i: (-sizes[i], i)):
         rank = load.index(min(load))
         owner[index] = rank
         load[rank] += sizes[index]

@@ -6,13 +6,14 @@ from .common.base import app
 
 # The order of imports is the order of the commands in --help.
 # isort: off
-from . import run, submit, record, report, top, diagnose, pack, stage, check, bench
+from . import run, submit, convert, record, report, top, diagnose, pack, stage, check, bench
 
 # isort: on
 __all__ = [
     "app",
     "bench",
     "check",
+    "convert",
     "diagnose",
     "main",
     "pack",

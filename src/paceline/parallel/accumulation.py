@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
-from ..optim.gradients import count_parameters, has_gradients, parameters_of
-from .data import set_gradient_sync
+from ..optim.gradients import count_parameters, parameters_of
+from .data import discard_gradients, has_model_gradients, set_gradient_sync
+from .sharded.registry import trained_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ class Accumulation:
         if group.is_complete:
             group.batches, group.units = 0, 0.0
             is_inner = bool(self.groups)
-            group.has_outer_gradients = is_inner and has_gradients(self.model.parameters())
+            group.has_outer_gradients = is_inner and has_model_gradients(self.model)
         self.groups.append(group)
         group.batches += 1
         group.units += loaded.units
@@ -133,9 +134,9 @@ class Accumulation:
             return 0
         self._go_on()
         is_kept = group.is_complete or group.has_outer_gradients
-        if is_kept or not has_gradients(self.model.parameters()):
+        if is_kept or not has_model_gradients(self.model):
             return 0
-        self.model.zero_grad(set_to_none=True)
+        discard_gradients(self.model)
         return group.batches
 
     def _take(self, loop: object) -> Group | None:
@@ -232,7 +233,7 @@ class Accumulations:
 
     def _find_owners(self, optimizer: Optimizer) -> list[Accumulation]:
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        found = [m for m in self.models if any(id(p) in ids for p in m.model.parameters())]
+        found = [m for m in self.models if any(id(p) in ids for p in trained_parameters(m.model))]
         numbers = sorted({model.every for model in found})
         if len(numbers) > 1:
             kind = type(optimizer).__name__

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..optim.gradients import has_gradients
+from .sharded.registry import sharded_of
+
 _replicas: weakref.WeakSet["FixedBuckets"] = weakref.WeakSet()
 
 
@@ -61,11 +64,8 @@ def _as_float32(value: Any) -> Any:
     return value
 
 
-def check_layout(layout: str, accumulate: int) -> None:
-    """Raise ValueError for options of ``world.distribute`` that are not valid."""
-    if layout != "data":
-        reason = f"layout must be 'data'; this is {layout!r}. HINT: layout='data'"
-        raise ValueError(f"world.distribute: {reason}")
+def check_accumulate(accumulate: int) -> None:
+    """Raise ValueError for a number of batches that can't be accumulated."""
     if accumulate < 1:
         reason = f"accumulate must be at least 1; this is {accumulate}. HINT: accumulate=1"
         raise ValueError(f"world.distribute: {reason}")
@@ -137,8 +137,11 @@ def _parameter_names(indices: list[int]) -> str:
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether the next forward and backward synchronize gradients (as DDP's ``no_sync``)."""
+    sharded = sharded_of(model)
+    if sharded is not None:
+        sharded.set_gradient_sync(enabled)
     # Set only on a change: a module's __setattr__ is slow.
-    if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
+    elif isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync != enabled:
         model.require_backward_grad_sync = enabled
 
 
@@ -148,7 +151,10 @@ def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
     Disable it where ranks run different numbers of forwards. Disabling broadcasts them one last
     time, on all ranks together.
     """
-    if isinstance(model, DistributedDataParallel):
+    sharded = sharded_of(model)
+    if sharded is not None:
+        sharded.set_buffer_sync(enabled)
+    elif isinstance(model, DistributedDataParallel):
         if not enabled and model.will_sync_module_buffers():
             model._sync_buffers()
         model.require_forward_param_sync = enabled
@@ -157,3 +163,25 @@ def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's module without DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Return whether a model's gradients are exchanged between ranks."""
+    return isinstance(model, DistributedDataParallel) or sharded_of(model) is not None
+
+
+def has_model_gradients(model: nn.Module) -> bool:
+    """Return whether a model has gradients that wait for a step."""
+    sharded = sharded_of(model)
+    if sharded is not None:
+        return sharded.has_gradients()
+    return has_gradients(model.parameters())
+
+
+def discard_gradients(model: nn.Module) -> None:
+    """Discard a model's gradients, also those that no exchange has taken yet."""
+    sharded = sharded_of(model)
+    if sharded is not None:
+        sharded.discard_gradients()
+    else:
+        model.zero_grad(set_to_none=True)

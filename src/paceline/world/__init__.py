@@ -3,12 +3,12 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
@@ -18,7 +18,12 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import check_layout, data_parallel, explain_ddp_error, place_model
+from ..parallel.data import check_accumulate, explain_ddp_error
+from ..parallel.deferred import Materialization, deferred, is_deferred
+from ..parallel.distribute import distribute_model
+from ..parallel.recomputation import recompute_blocks
+from ..parallel.sharded.layouts import parse_request
+from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
@@ -127,7 +132,8 @@ class World:
         self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
-        error_messages.explanations += [self._log.explain, explain_ddp_error, explain]
+        known = [explain_ddp_error, explain_sharding_error]
+        error_messages.explanations += [self._log.explain, *known, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
@@ -135,6 +141,19 @@ class World:
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
 
     # models and data
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Return a context in which models are built without memory: on the device "meta".
+
+        ``world.distribute`` then computes the parameters and buffers, with the numbers of an
+        ordinary construction. It takes a second initialization, because the generator has to draw
+        all random numbers once in the context and once in ``world.distribute``.
+
+        Raises:
+            ValueError: In the context: code that reads the value of a tensor (``.item()``), or
+                draws from a generator of its own.
+        """
+        return deferred()
 
     @overload
     def distribute(self, model: M, *, accumulate: int = 1, **options: Any) -> M: ...
@@ -149,9 +168,15 @@ class World:
         *,
         accumulate: int = 1,
         layout: str = "data",
+        blocks: Sequence[str] | None = None,
+        shard_over: str = "job",
+        offload: str | None = None,
+        recompute: str | None = None,
+        memory_budget: float | None = None,
+        recomputed_blocks: Sequence[str] | None = None,
         **options: Any,
     ) -> Any:
-        """Make ``model`` data parallel; return it, or ``(model, optimizer)`` if one is given.
+        """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
 
         Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
         gradients. The optimizer stays the same object.
@@ -161,16 +186,32 @@ class World:
                 step of this model; only the last of them synchronizes. The last batches of a pass
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
-            layout: "data".
-            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``.
+            layout: "data" (DistributedDataParallel), or "zero1", "zero2" or "zero3", which shard
+                optimizer states, gradients and parameters over the ranks.
+            blocks: Names of modules, or of their classes, that are gathered as a whole.
+            shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
+            offload: "parameters" keeps all shards of a GPU's model in the host's memory.
+            recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
+                activations again in backward. "selective" also keeps products of matrices,
+                convolutions and attention. "auto" chooses for each block in the first forward.
+            memory_budget: For "auto": GiB of activations that the blocks may take.
+            recomputed_blocks: Names of modules or classes. Default: repeated modules.
+            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
+                ``mp_policy`` of ``fully_shard`` for the other layouts.
 
         Raises:
-            ValueError: Another layout, or ``accumulate`` below 1.
+            ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
+                or block that can't be sharded, or a block or budget that does not fit the model.
+                The first forward raises it if nothing meets the budget.
         """
-        check_layout(layout, accumulate)
-        distributed = place_model(model, self.device, self._dtype)
-        if dist.is_initialized() and self.size > 1:
-            distributed = data_parallel(model, self.device, **options)
+        check_accumulate(accumulate)
+        request = parse_request(layout, blocks, shard_over, offload, self.device.type, options)
+        say = self._progress.say_once
+        recompute_blocks(model, recompute, memory_budget, recomputed_blocks, say)
+        if is_deferred(model):
+            Materialization(model).run()
+        where = (self.device, self._dtype)
+        distributed = distribute_model(model, optimizer, *where, request, options)
         self._training.add_model(distributed, accumulate)
         if optimizer is None:
             return distributed

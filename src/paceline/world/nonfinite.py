@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..parallel.data import unwrap
+from ..parallel.data import is_distributed, unwrap
+from ..parallel.sharded.registry import local_part, sharded_of
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 
@@ -83,7 +84,7 @@ class FiniteCheck:
             if tensor.device.type != "cpu":
                 self._exchanged.append(_PendingFlags(torch.isfinite(total)))
             elif not math.isfinite(float(total)) and not bool(torch.isfinite(tensor).all()):
-                self._report_gradient(f"on rank {self.rank}")
+                self._report_gradient(f"on rank {self.rank}", tensor)
 
     def check_before_step(self, optimizer: Optimizer) -> None:
         """Check the gradients that the optimizer is about to step with."""
@@ -91,7 +92,11 @@ class FiniteCheck:
         on_device = bool(self._exchanged) or self._loss is not None
         if not self.check_gradients or self.mode == "ignore" or (seen and not on_device):
             return
-        found = [(n, p.grad) for n, p in self._named_parameters(optimizer) if p.grad is not None]
+        found = [
+            (name, local_part(parameter.grad))
+            for name, parameter in self._named_parameters(optimizer)
+            if parameter.grad is not None
+        ]
         if not found:
             return
         norms = torch.stack([n.float() for n in torch._foreach_norm([g for _, g in found])])
@@ -115,7 +120,7 @@ class FiniteCheck:
 
     @property
     def models_are_shared(self) -> bool:
-        return any(unwrap(model) is not model for model in self.models)
+        return any(is_distributed(model) for model in self.models)
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Return the optimizer's parameters in the order in which backward reaches most of them."""
@@ -128,12 +133,19 @@ class FiniteCheck:
             ]
         return self._parameter_orders[key]
 
-    def _report_gradient(self, where: str) -> None:
+    def _report_gradient(self, where: str, exchanged: torch.Tensor | None = None) -> None:
         names = [
             name
             for name, parameter in reversed(named_parameters(self.models))
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+            if parameter.grad is not None
+            and not bool(torch.isfinite(local_part(parameter.grad)).all())
         ]
+        if exchanged is not None:
+            names = [
+                name
+                for sharded in filter(None, map(sharded_of, self.models))
+                for name in sharded.name_nonfinite(exchanged)
+            ] or names
         step = self.recorder.step
         self._report(
             f"the gradient{_gradient_owner(names)} is not finite {where} at step {step}. "
@@ -189,7 +201,10 @@ def named_parameters(models: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     for i, model in enumerate(models):
         of = f"model {i + 1}'s " if len(models) > 1 else ""
         left_out = getattr(model, "parameters_to_ignore", ())
-        for name, parameter in unwrap(model).named_parameters():
+        sharded = sharded_of(model)
+        # names and parameters as optimizers hold them; within a forward the module has others
+        named = sharded.shards if sharded is not None else dict(unwrap(model).named_parameters())
+        for name, parameter in named.items():
             if parameter.requires_grad and name not in left_out:
                 found.append((of + name, parameter))
     return found

@@ -13,8 +13,10 @@ from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
+from ..parallel.clipping import clip_gradients
 from ..parallel.data import unwrap
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..parallel.sharded.registry import holds_shards, sharded_of
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
@@ -230,7 +232,7 @@ class OptimizerSteps:
                 gradient.mul_(correction)
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
-            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip)
+            clip_gradients(parameters_of(optimizer), clip)
         has_stepped = self._step(optimizer)
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
@@ -243,6 +245,12 @@ class OptimizerSteps:
             "does not step. HINT: call world.backward(loss) before each world.step(optimizer), "
             "with a loss that uses its parameters"
         )
+        if any(sharded_of(m) for m in self.models) and not holds_shards(parameters_of(optimizer)):
+            message = (
+                f"world.step: the {type(optimizer).__name__} was created for whole parameters, "
+                "which world.distribute has replaced by shards. HINT: model, optimizer = "
+                "world.distribute(model, optimizer, layout=...)"
+            )
         if id(optimizer) not in self._stepped:
             raise ValueError(message)
         self._warn(f"{message} ({script_line()})")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.local_sgd import local_sgd_of
+from ..parallel.sharded.registry import local_part, sharded_of
 from ..plurals import named_ranks
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
@@ -26,6 +27,11 @@ from .nonfinite import named_parameters
 
 COMPARE_INTERVAL = 200
 MAX_ROUNDING_EPSILONS = 16  # times the dtype's epsilon and a parameter's largest element
+_HINT = (
+    "HINT: find code that only one rank runs on the model or the optimizer (a step, "
+    "load_state_dict, clipping by local gradients), or set replicas='ignore' in "
+    "paceline.init if the ranks are meant to differ"
+)
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,9 +49,42 @@ class ReplicaDivergenceCheck:
         self._due = True
         self._equal_at: int | None = None  # step of the last comparison without difference
 
+    def _compare_shards(self) -> None:
+        """Compare the shards that several hosts hold (shard_over="host"). Collective.
+
+        Raises ValueError on all ranks where they differ.
+        """
+        for model in self.models:
+            sharded = sharded_of(model)
+            if sharded is None or not sharded.is_replicated:
+                continue
+            names = list(sharded.shards)
+            sums = [_bit_sum(local_part(shard)).cpu() for shard in sharded.shards.values()]
+            index = torch.tensor(sharded.shard_index())
+            rows = self._gather(torch.stack([index, *sums]))
+            first = {int(row[0]): (rank, row) for rank, row in reversed([*enumerate(rows)])}
+            for rank, row in enumerate(rows):
+                source, reference = first[int(row[0])]
+                at = (row != reference).nonzero().flatten().tolist()
+                if at:
+                    self._report_shard(names[at[0] - 1], rank, source)
+                    return
+
+    def _report_shard(self, name: str, rank: int, source: int) -> None:
+        message = (
+            f"rank {rank}'s shard of {name} differs from rank {source}'s at step "
+            f"{self.recorder.step}, and both should be equal with shard_over='host'. {_HINT}"
+        )
+        if self.mode == "raise":
+            raise ValueError(message)
+        self.mode = "ignore"
+        self._say(message)
+
     def note_exchange(self, group: Any) -> None:
         """Note that a backward reduces gradients over the ranks of ``group``."""
-        if group is dist.group.WORLD:
+        # of sharded models every rank of the job takes part too, in its own group
+        is_sharded = any(sharded_of(model) is not None for model in self.models)
+        if group is dist.group.WORLD or is_sharded:
             self._exchanging = True
 
     def after_backward(self) -> None:
@@ -68,13 +107,15 @@ class ReplicaDivergenceCheck:
         models = [local_sgd_of(model) for model in self.models]
         if not any(local is not None and local.ranks_differ for local in models):
             self._compare()
+            self._compare_shards()
 
     def _compare(self) -> None:
         """Compare the ranks' parameters. Collective; raises ValueError on all ranks where one
         differs.
         """
         self._due, self._compared = False, self._exchanges
-        sums = [_bit_sum(parameter) for _, parameter in named_parameters(self.models)]
+        parameters = self._compared_parameters()
+        sums = [_bit_sum(parameter) for _, parameter in parameters]
         vector = torch.stack([one.cpu() for one in sums] if sums else [torch.zeros(())]).long()
         digest = hashlib.blake2b(vector.numpy().tobytes(), digest_size=8).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
@@ -88,13 +129,17 @@ class ReplicaDivergenceCheck:
         others = [rank for rank, digest in enumerate(digests) if digest != reference]
         self._report(source, others, self._gather(vector))
 
+    def _compared_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that every rank holds whole; shards differ by design."""
+        return [(n, p) for n, p in named_parameters(self.models) if local_part(p) is p]
+
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(rows, own)
         return rows
 
     def _report(self, source: int, others: list[int], sums: list[torch.Tensor]) -> None:
-        parameters = named_parameters(self.models)
+        parameters = self._compared_parameters()
         differing = [
             i
             for i in range(len(parameters))
@@ -118,11 +163,7 @@ class ReplicaDivergenceCheck:
         message = (
             f"{ranks_text} at step {step}{before}, first in {name}, by up to {difference:.2g}. "
         )
-        message += (
-            "HINT: find code that only one rank runs on the model or the optimizer (a step, "
-            "load_state_dict, clipping by local gradients), or set replicas='ignore' in "
-            "paceline.init if the ranks are meant to differ"
-        )
+        message += _HINT
         if self.mode == "raise":
             raise ValueError(message)
         self.mode = "ignore"
@@ -158,7 +199,7 @@ class ReplicaDivergenceCheck:
         return largest, rounding
 
 
-def _bit_sum(parameter: nn.Parameter) -> torch.Tensor:
+def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of a parameter's bits as integers: equal wherever the bits are."""
     tensor = parameter.detach()
     if tensor.is_complex():

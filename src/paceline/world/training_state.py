@@ -13,6 +13,7 @@ from ..plurals import counted, named_ranks
 from .kept_state import KeptState, Scope
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
+from .restoring import load_part, placed_for
 
 
 @dataclass
@@ -164,11 +165,11 @@ class TrainingState:
         for name, parts in self._shared_parts().items():
             _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
-                _load_part(part, state, name)
+                load_part(part, state, name)
         self._check_kept(shared["kept"], _kept_per_rank(own))
         for name, kept in self.kept.items():
             if name in shared["kept"]:
-                kept.thing.load_state_dict(shared["kept"][name])
+                kept.thing.load_state_dict(placed_for(kept.thing, shared["kept"][name]))
             elif rank < len(own):
                 kept.thing.load_state_dict(own[rank]["kept"][name])
         self.training.phases.recorder.step = shared["step"]
@@ -231,17 +232,6 @@ class TrainingState:
         self.meters.append(meter)
         if self.pending_meters:
             meter.load_state_dict(self.pending_meters.pop(0))
-
-
-def _load_part(part: Any, state: Any, name: str) -> None:
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError) as error:
-        first = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"the checkpoint does not fit this script's {name}: {first}. HINT: resume with the "
-            "script that saved it, or set another checkpoint folder"
-        ) from None
 
 
 def _kept_per_rank(own: list[Any]) -> set[str]:

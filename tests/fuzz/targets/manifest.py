@@ -13,8 +13,8 @@ import torch
 
 from fuzz.scratch import new_folder
 from paceline.checkpoint import state_tree
-from paceline.checkpoint.checkpoint_folder import verify_checkpoint
 from paceline.checkpoint.manifest import MANIFEST, checksum
+from paceline.checkpoint.shard_content import verify_checkpoint
 
 FOLDER = new_folder() / "step-00000003"
 FOLDER.mkdir()

@@ -175,6 +175,10 @@ class ShardedLoader:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return (batch for batch, _ in self.iterate(epoch))
 
+    def give_equal_batches(self) -> None:
+        """Give all ranks the same number of batches also in validation, by fillers at the end."""
+        self._batches.fill = True
+
     def group_total(self, share: BatchShare, accumulate: int) -> int:
         return self.split.group_total(share.position, accumulate)
 
@@ -251,6 +255,7 @@ class ShardedStream:
         self.every_sample_once = every_sample_once
         self.seed = seed
         self._count_all = count_all
+        self._counts_ranks = not every_sample_once
         self._epoch = 0
         self.name = f"DataLoader({type(loader.dataset).__name__})"
         self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
@@ -291,7 +296,7 @@ class ShardedStream:
     def _next(self, source: Iterator[Any]) -> tuple[Any, int, int]:
         batch = next(source, None)
         count = 0 if batch is None else samples_in(batch)
-        return batch, count, count if self.every_sample_once else self._count_all(count)
+        return batch, count, self._count_all(count) if self._counts_ranks else count
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
@@ -300,6 +305,10 @@ class ShardedStream:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter(loader)``."""
         self._epoch = epoch
+
+    def give_equal_batches(self) -> None:
+        """Give all ranks the same number of batches also in validation, by fillers at the end."""
+        self._counts_ranks = True
 
     def group_total(self, share: BatchShare, accumulate: int) -> int | None:
         """Return the number of samples accumulated together with ``share``, None if unknown.

@@ -275,7 +275,8 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         op in POINT_TO_POINT_OPS,
         op in (*POINT_TO_POINT_OPS, *ROOTED_OPS),
     )
-    shared, reduces = op in (Op.GATHER, Op.SCATTER), op == Op.ALL_REDUCE
+    shared = op in (Op.GATHER, Op.SCATTER)
+    reduces = op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     in_backward = torch._C._current_graph_task_id
 
     def method(self: RecordedGroup, *args: Any, **options: Any) -> Any:
@@ -287,7 +288,9 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
                 check = self._begin_check(self._checks, launched, name, op, args)
         engine = in_backward() != -1 and _called_by_engine()
         if reduces and recorder.on_backward_reduce is not None and in_backward() != -1:
-            recorder.on_backward_reduce(self, args[0] if engine else [])
+            # FSDP reduces and scatters one flat tensor of whole gradients, from Python
+            scattered = [args[1]] if op == Op.REDUCE_SCATTER and _is_tensor(args) else []
+            recorder.on_backward_reduce(self, args[0] if engine and not scattered else scattered)
         is_recorded = bool(self._group) and COLLECTIVES_HOOK not in failed_hooks
         try:
             if is_recorded:
@@ -325,6 +328,11 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
 
     method.__name__ = name
     return method
+
+
+def _is_tensor(args: tuple[Any, ...]) -> bool:
+    """Return whether a reduce-scatter has one tensor as its input."""
+    return len(args) > 1 and isinstance(args[1], torch.Tensor)
 
 
 def _finish_unrecorded(check: PendingCheck | None) -> None:

@@ -61,7 +61,7 @@ NAMED_SHARE = 0.8  # the same, where only the named remedies are tried: one pass
 CONFIRM_SHARE = 0.2  # of the time of all trials, for all kept remedies together
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before
-DRIFT = 0.25  # share of a step's time; a larger difference between rounds indicates a noisy machine
+MAX_SPREAD = 0.15  # standard deviation of the rounds' step times over their median; more is noise
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def run_diagnosis(
     examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
     report = examined.report
     rungs = ladder.rungs
-    notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_drifting(rungs)]
+    notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_noisy_rounds(rungs)]
     notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     lines = _line_profile(ladder, examined)
@@ -350,13 +350,13 @@ def _refused(ladder: Ladder) -> list[str]:
     return notes
 
 
-def _drifting(rungs: dict[str, list[RungResult]]) -> list[str]:
-    """Return a note if the step time differs between rounds."""
+def _noisy_rounds(rungs: dict[str, list[RungResult]]) -> list[str]:
+    """Return a note if the step times of the rounds differ by much."""
     times = [one.step_s for one in rungs["everything"]]
     if len(times) < 2:
         return []
-    drift = (max(times) - min(times)) / statistics.median(times)
-    if drift < DRIFT:
+    # Not the range, which grows with the number of rounds.
+    if statistics.stdev(times) < MAX_SPREAD * statistics.median(times):
         return []
     return [
         f"step times of different rounds are {1e3 * min(times):.3g} to {1e3 * max(times):.3g} ms, "

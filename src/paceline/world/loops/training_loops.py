@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler
 from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
 from ...parallel.accumulation import LoadedBatch
+from ...parallel.sharded.registry import sharded_of
 from ...plurals import counted
 from ...record.hooks.batch_size import samples_in
 from ...record.hooks.error_messages import script_line
@@ -138,6 +139,8 @@ class TrainingLoops:
         if start is None:
             return
         training = self.training
+        if any(sharded_of(model) is not None for model in training.models):
+            loader.give_equal_batches()  # each forward is a collective
         this = EvaluationPass(f"{loader.name} ({script_line()})")
         self._open_passes[number] = this
         training.average_replicas()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ...optim.gradients import has_gradients
 from ...parallel.accumulation import Batch, LoadedBatch
+from ...parallel.data import has_model_gradients
 from ...plurals import counted
 from ...record.hooks.error_messages import script_line
 from ..optimizer_step import OptimizerSteps
@@ -127,4 +127,4 @@ class TrainingPass:
 
     def _models_with_gradients(self) -> list[nn.Module]:
         """Return the models whose gradients wait for a step."""
-        return [model for model in self.training.models if has_gradients(model.parameters())]
+        return [model for model in self.training.models if has_model_gradients(model)]

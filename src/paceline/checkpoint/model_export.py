@@ -1,0 +1,125 @@
+"""Export of a model's weights from a checkpoint of any layout, for programs without Paceline."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import checkpoint_folder
+from .checkpoint_folder import write_tensors
+from .dcp_folder import is_dcp_folder, load_dcp
+from .manifest import MANIFEST, DamagedCheckpointError
+from .safetensors_file import write_safetensors
+from .saver import load_checkpoint
+from .shard_content import verify_checkpoint
+from .sharded_tensor import SavedTensor, whole
+
+SUFFIXES = (".safetensors", ".pt")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+        checkpoint: Folder of the checkpoint.
+        step: Its training step; None where it does not say.
+        tensors: Number of tensors.
+        elements: Number of their elements.
+        bytes: Size of the written file.
+        left_out: Names of values that are no tensors.
+    """
+
+    checkpoint: str
+    step: int | None
+    tensors: int
+    elements: int
+    bytes: int
+    left_out: list[str]
+
+
+def export_model(
+    source: Path, dest: Path, model: int | None = None, prefix: str = ""
+) -> ExportReport:
+    """Write the weights of one model to a file, under the names of the plain model.
+
+    Args:
+        source: A checkpoint, the newest valid one of a folder of them, or a folder of
+            torch.distributed.checkpoint.
+        dest: New file; .safetensors, or .pt for ``torch.load(weights_only=True)``.
+        prefix: Only tensors whose names begin with it, which is removed from the names.
+        model: Number of the model in the order of ``world.distribute``; None for the only one.
+
+    Raises:
+        ValueError: Source, destination or number of the model are wrong.
+        DamagedCheckpointError: A file of the checkpoint is missing or damaged; it is named.
+        OSError: The file can't be written.
+    """
+    if dest.suffix not in SUFFIXES:
+        raise ValueError(
+            f"{dest} must end with one of {', '.join(SUFFIXES)}. "
+            f"HINT: {dest.with_suffix('.safetensors')}"
+        )
+    if os.path.lexists(dest):
+        raise ValueError(f"{dest} exists. HINT: remove it, or choose another name")
+    folder, step, state = _model_state(source, model)
+    state = {name.removeprefix(prefix): v for name, v in state.items() if name.startswith(prefix)}
+    tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor | SavedTensor)}
+    if not tensors:
+        under = f" whose names begin with {prefix}" if prefix else ""
+        raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
+    shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
+    read: Callable[[str], torch.Tensor] = lambda name: whole(tensors[name])  # noqa: E731
+    if dest.suffix == ".pt":
+        size = write_tensors(dest, {name: read(name) for name in tensors})
+    else:
+        size = write_safetensors(dest, shapes, read)
+    elements = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
+    left_out = [name for name in state if name not in tensors]
+    return ExportReport(str(folder), step, len(tensors), elements, size, left_out)
+
+
+def _model_state(source: Path, model: int | None) -> tuple[Path, int | None, Mapping[str, Any]]:
+    if is_dcp_folder(source):
+        return source, None, load_dcp(source)
+    folder = find_checkpoint(source)
+    shared, _, manifest = load_checkpoint(folder)
+    models = shared.get("models") if isinstance(shared, dict) else None
+    if not isinstance(models, list) or not models:
+        raise ValueError(f"{folder} contains no model. HINT: pass one to world.distribute")
+    if model is None and len(models) > 1:
+        raise ValueError(
+            f"{folder} contains {len(models)} models. HINT: --model 0 is the first one that the "
+            "script passed to world.distribute"
+        )
+    if not 0 <= (model or 0) < len(models):
+        raise ValueError(
+            f"--model {model} does not exist: {folder} contains {len(models)}. HINT: --model 0"
+        )
+    state = models[model or 0]
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise DamagedCheckpointError(folder, "contains no state_dict of a model")
+    return folder, manifest.get("step"), state
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return a verified checkpoint: ``source``, or the newest one in it.
+
+    Raises:
+        ValueError: There is none.
+        DamagedCheckpointError: It is damaged; the error names the file.
+    """
+    folder = source
+    if not (source / MANIFEST).exists():
+        found = checkpoint_folder.list_checkpoints(source)
+        if not found and not source.name.startswith("step-"):
+            raise ValueError(
+                f"{source} contains no checkpoint. HINT: give a folder step-NNNNNNNN, or the "
+                "checkpoint=... of world.epochs"
+            )
+        folder = found[0] if found else source
+    verify_checkpoint(folder)
+    return folder

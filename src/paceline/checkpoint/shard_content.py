@@ -1,0 +1,151 @@
+"""What a shard contains, and joining the shards of a checkpoint to its state."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import state_tree
+from .manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    ShardEntry,
+    read_manifest,
+    read_shard,
+    verify_shard,
+)
+from .sharded_tensor import Piece, PieceError, SavedTensor
+
+MAX_VERIFYING_THREADS = 8
+
+
+def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
+    """Return the shared tree, and the own tree of each rank.
+
+    Raises:
+        DamagedCheckpointError: The content of a shard is invalid.
+    """
+    skeleton, own = None, []
+    tensors: dict[int, torch.Tensor | SavedTensor] = {}
+    pieces: dict[int, list[Piece]] = {}
+    for rank, entry in enumerate(manifest["files"]):
+        path = folder / entry["name"]
+        shard = _checked(read_shard(folder, entry["name"]), path)
+        _check_identity(shard.get("save"), manifest, rank, path)
+        skeleton = shard["shared"] if shard["shared"] is not None else skeleton
+        tensors.update(shard["tensors"])
+        for number, piece in shard.get("pieces", {}).items():
+            pieces.setdefault(number, []).append(piece)
+        own.append(_joined(shard["own"], [one.clone() for one in shard["own_tensors"]], path))
+    try:
+        tensors.update({number: SavedTensor.of(each) for number, each in pieces.items()})
+    except PieceError as error:
+        raise DamagedCheckpointError(folder, str(error)) from None
+    if tensors.keys() != set(range(len(tensors))):
+        raise DamagedCheckpointError(folder, "lacks tensors that its shards should have")
+    return _joined(skeleton, [tensors[i] for i in range(len(tensors))], folder), own
+
+
+def verify_checkpoint(folder: Path) -> Manifest:
+    """Verify all shards of a checkpoint by reading every byte. Return its manifest.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, corrupted, or of another checkpoint; the error
+            names the file.
+    """
+    manifest = read_manifest(folder)
+    entries = manifest["files"]
+    # reading and the checksum release the interpreter's lock
+    with ThreadPoolExecutor(min(MAX_VERIFYING_THREADS, len(entries))) as pool:
+        problems = list(pool.map(partial(_problem, folder), entries))
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            reason = _other_save(folder, manifest, rank)
+            raise DamagedCheckpointError(problem.file, reason or problem.reason)
+    return manifest
+
+
+def _problem(folder: Path, entry: ShardEntry) -> DamagedCheckpointError | None:
+    try:
+        verify_shard(folder, entry)
+    except DamagedCheckpointError as error:
+        return error
+    return None
+
+
+def _other_save(folder: Path, manifest: Manifest, rank: int) -> str:
+    """Return of which other save an intact shard is; "" for a damaged one."""
+    path = folder / manifest["files"][rank]["name"]
+    try:
+        save = _checked(read_shard(folder, path.name), path).get("save")
+    except DamagedCheckpointError:
+        return ""
+    return describe_other_save(save, manifest, rank) if save is not None else ""
+
+
+def _checked(shard: Any, path: Path) -> dict[str, Any]:
+    """Return the content of a shard after checking that it has the parts that ``save`` writes.
+
+    Raises:
+        DamagedCheckpointError: A part is missing or has the wrong type.
+    """
+    parts = shard if isinstance(shard, dict) else {}
+    tensors, own = parts.get("tensors"), parts.get("own_tensors")
+    pieces = parts.get("pieces", {})
+    complete = isinstance(tensors, dict) and isinstance(own, list) and isinstance(pieces, dict)
+    if complete and {"shared", "own"} <= set(parts):
+        each = [*(tensors or {}).values(), *(own or ())]
+        if (
+            all(type(i) is int for i in (*(tensors or ()), *pieces))
+            and all(isinstance(tensor, torch.Tensor) for tensor in each)
+            and all(_is_piece(piece) for piece in pieces.values())
+        ):
+            return parts
+    raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
+
+
+def _is_piece(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"shape", "offset", "tensor"}:
+        return False
+    tensor = value["tensor"]
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    return all(
+        type(index) is tuple and all(type(one) is int and one >= 0 for one in index)
+        for index in (value["shape"], value["offset"])
+    )
+
+
+def _check_identity(save: Any, manifest: Manifest, rank: int, path: Path) -> None:
+    """Check that a shard was written in the save of the manifest, by the rank of its name.
+
+    Raises:
+        DamagedCheckpointError: The shard is of another save, run or rank.
+    """
+    reason = describe_other_save(save, manifest, rank)
+    if reason:
+        raise DamagedCheckpointError(path, reason)
+
+
+def describe_other_save(save: Any, manifest: Manifest, rank: int) -> str:
+    """Return to which other save, run or rank a shard belongs; "" if it belongs here."""
+    entry = manifest["files"][rank]
+    if "id" not in entry:  # version 1: before shards had an identity
+        return ""
+    expected = {"id": entry["id"], "step": manifest.get("step"), "rank": rank}
+    if save == expected:
+        return ""
+    if not isinstance(save, dict) or save.keys() != expected.keys():
+        return "does not say to which checkpoint it belongs"
+    if save["id"] in [one.get("id") for one in manifest["files"]]:
+        return f"is the shard of rank {save['rank']!r:.20}, under the name of rank {rank}"
+    return f"is a part of another checkpoint or run (step {save['step']!r:.20})"
+
+
+def _joined(skeleton: Any, tensors: list[Any], path: Path) -> Any:
+    try:
+        return state_tree.unflatten(skeleton, tensors)
+    except state_tree.SkeletonError as error:
+        raise DamagedCheckpointError(path, str(error)) from None

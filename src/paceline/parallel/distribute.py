@@ -1,0 +1,42 @@
+"""Distribute a model in the layout that the script asks for."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from .data import data_parallel, place_model
+from .sharded.layouts import ShardingRequest
+from .sharded.model_check import check_sharding
+
+
+def distribute_model(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
+    request: ShardingRequest | None,
+    options: dict[str, Any],
+) -> nn.Module:
+    """Return the model on its device, and distributed if there are several ranks. Collective.
+
+    Args:
+        optimizer: With a sharded layout, its parameters are replaced by their shards.
+        request: The sharded layout; None for data parallel.
+        options: Those of DistributedDataParallel, for data parallel.
+
+    Raises:
+        ValueError: The model or optimizer can't be sharded.
+    """
+    if request is not None:
+        check_sharding(model, optimizer, request)
+    placed = place_model(model, device, autocast_dtype)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return placed
+    if request is None:
+        return data_parallel(placed, device, **options)
+    from .sharded.fully_sharded import shard_model  # FSDP takes a moment to import
+
+    return shard_model(placed, optimizer, device, request)

@@ -1,0 +1,154 @@
+"""ZeRO-1 to 3 by PyTorch's FSDP2 (``fully_shard``), which keeps the user's module.
+
+Between steps a rank holds its shard of every parameter, of its gradient and of the optimizer's
+states, as distributed tensors. FSDP gathers the whole parameters of a block before its forward, and
+reduces and scatters its gradients in its backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.optim import Optimizer
+
+from .blocks import find_blocks
+from .forward_methods import wrap_methods
+from .layouts import ShardedLayout, ShardingRequest
+from .meshes import data_mesh
+from .optimizer_parameters import replace_parameters
+from .registry import register
+from .replication import BufferSync, broadcast_model
+
+
+class FullyShardedModel:
+    """A model that ``fully_shard`` has sharded (``registry.ShardedModel``).
+
+    Attributes:
+        layout: Its layout.
+        mesh: The ranks: one dimension, or hosts and the ranks of each.
+        shards: By the name of the parameter in the plain model, what the optimizer holds.
+        is_replicated: Whether several ranks hold the same shard.
+    """
+
+    def __init__(self, model: nn.Module, layout: ShardedLayout, mesh: DeviceMesh) -> None:
+        assert isinstance(model, FSDPModule)
+        self.layout, self.mesh = layout, mesh
+        self.is_replicated = mesh.ndim > 1
+        self._model = model
+        self.shards = dict(model.named_parameters())
+        self._buffers = BufferSync(model)
+        self._is_syncing = True
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        if enabled == self._is_syncing:
+            return
+        self._is_syncing = enabled
+        if not self.layout.shards_accumulated_gradients:
+            # whole parameters and gradients stay until the last backward of the group
+            self._model.set_requires_gradient_sync(enabled)
+            self._model.set_reshard_after_backward(enabled)
+        elif self.mesh.ndim > 1:
+            self._model.set_requires_all_reduce(enabled)
+
+    def set_buffer_sync(self, enabled: bool) -> None:
+        self._buffers.set(enabled)
+
+    def discard_gradients(self) -> None:
+        for shard in self.shards.values():
+            shard.grad = None
+        for group in self._groups():
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+    def has_gradients(self) -> bool:
+        if any(shard.grad is not None for shard in self.shards.values()):
+            return True
+        return any(
+            group._partial_reduce_output is not None
+            or any(_whole_gradient(parameter) is not None for parameter in group.fsdp_params)
+            for group in self._groups()
+        )
+
+    def shard_index(self) -> int:
+        return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
+
+    def name_nonfinite(self, exchanged: torch.Tensor) -> list[str]:
+        names = {id(shard): name for name, shard in self.shards.items()}
+        for group in self._groups():
+            if group._training_state != TrainingState.POST_BACKWARD:
+                continue
+            parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            sizes = [p.padded_sharded_param_size.numel() for p in parameters]
+            rows = exchanged.view(self.mesh.size(self.mesh.ndim - 1), -1)
+            if sum(sizes) != rows.shape[1]:  # some parameters had no gradient
+                return [names[id(p.sharded_param)] for p in parameters[:1]]
+            # each row holds, one after the other, the shards of a rank
+            well = [bool(part.isfinite().all()) for part in rows.split(sizes, dim=1)]
+            found = [p for p, ok in zip(parameters, well, strict=True) if not ok]
+            return [names[id(p.sharded_param)] for p in reversed(found)]
+        return []
+
+    def _groups(self) -> list[FSDPParamGroup]:
+        """Return FSDP's groups of parameters, one for each block."""
+        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
+        return [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+
+
+def _whole_gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """Return a parameter's gradient that no exchange has taken yet."""
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    return None if whole is None else whole.grad
+
+
+def shard_model(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    request: ShardingRequest,
+) -> nn.Module:
+    """Shard a model over the ranks, and replace the parameters of its optimizer. Collective.
+
+    Raises:
+        ValueError: Hosts have different numbers of ranks, and shards are to stay in a host.
+    """
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    blocks = [*find_blocks(model, request.blocks), ""]
+    mesh = data_mesh(device, request.shard_over)
+    broadcast_model(model)
+    _shard_blocks(model, blocks, mesh, request)
+    sharded = FullyShardedModel(model, request.layout, mesh)
+    if optimizer is not None:
+        after = dict(model.named_parameters(remove_duplicate=False))
+        replace_parameters(optimizer, {id(p): after[name] for name, p in whole.items()})
+    register(model, sharded)
+    return model
+
+
+def _shard_blocks(
+    model: nn.Module, blocks: list[str], mesh: DeviceMesh, request: ShardingRequest
+) -> None:
+    """Apply ``fully_shard`` to each block, inner ones first, and to the model at last."""
+    options: dict[str, Any] = dict(request.options)
+    if request.offload == "parameters":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for name in blocks:
+        module = model.get_submodule(name)
+        # the model's own parameters are needed again when its backward begins
+        reshards = request.layout.reshards_after_forward and bool(name)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **options)
+        assert isinstance(module, FSDPModule)
+        wrap_methods(module)
+    assert isinstance(model, FSDPModule)
+    if mesh.device_type == "cpu":
+        # gloo has no AVG, which FSDP would use
+        model.set_force_sum_reduction_for_comms(True)

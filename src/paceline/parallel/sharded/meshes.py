@@ -1,0 +1,42 @@
+"""The mesh of ranks over which a model is sharded."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...comm.shared.memory import sharing_domain
+
+_meshes: dict[tuple[str, str, int], DeviceMesh] = {}  # one for all models, with its groups
+
+
+def data_mesh(device: torch.device, shard_over: str) -> DeviceMesh:
+    """Return a mesh of all ranks; for "host" one of hosts and the ranks of each. Collective.
+
+    Raises:
+        ValueError: "host", and hosts have different numbers of ranks.
+    """
+    key = (device.type, shard_over, id(dist.group.WORLD))
+    if key not in _meshes:
+        _meshes[key] = _new_mesh(device, shard_over)
+    return _meshes[key]
+
+
+def _new_mesh(device: torch.device, shard_over: str) -> DeviceMesh:
+    size = dist.get_world_size()
+    if shard_over == "job":
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, sharing_domain())
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(map(str, counts.values()))
+        raise ValueError(
+            f"world.distribute: shard_over='host' needs the same number of ranks on each host; "
+            f"these have {shown}. HINT: shard_over='job'"
+        )
+    if len(counts) == 1:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    ranks = [[rank for rank in range(size) if hosts[rank] == host] for host in counts]
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,111 @@
+"""Check that a model can be sharded, before anything is changed."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from ...optim.gradients import parameters_of
+from .blocks import find_blocks
+from .layouts import ShardingRequest
+
+
+def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: ShardingRequest) -> None:
+    """Raise ValueError for a model, an optimizer or blocks that can't be sharded."""
+    problem = next(_problems(model), None)
+    if problem is not None:
+        what, hint = problem
+        raise ValueError(f"world.distribute: layout={request.layout.name!r}: {what}. HINT: {hint}")
+    for block in [*find_blocks(model, request.blocks), ""]:
+        _check_dtypes(block, model.get_submodule(block))
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError where the optimizer was not made for the model's parameters."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
+        raise ValueError(
+            f"world.distribute: the {type(optimizer).__name__} holds none of the model's "
+            "parameters. HINT: create the optimizer for model.parameters(), before model, "
+            "optimizer = world.distribute(model, optimizer)"
+        )
+
+
+def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong, and what to do about it."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if isinstance(module, DistributedDataParallel) or kinds & {
+            "FSDPModule",
+            "FullyShardedDataParallel",
+        }:
+            where = f"its module {name}" if name else "the model"
+            yield f"{where} is distributed already", "give the plain model to world.distribute"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            yield f"{name} has sparse gradients", "sparse=False, or layout='data'"
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            yield (
+                f"the parameter {name} has no shape yet",
+                "run one forward before world.distribute",
+            )
+        elif parameter.dim() == 0:
+            yield (
+                f"the parameter {name} has no dimension that could be divided",
+                "make it a tensor of shape (1,)",
+            )
+        elif not parameter.is_contiguous():
+            yield (
+                f"the parameter {name} is not contiguous in memory",
+                "model.to(memory_format=torch.contiguous_format), or parameter.contiguous()",
+            )
+        elif _has_hooks(parameter):
+            yield (
+                f"the parameter {name} has a hook on its gradient, which would not run on its "
+                "shard",
+                "register the hook after world.distribute, or layout='data'",
+            )
+    yield from _buffer_problems(model)
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def _buffer_problems(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield buffers that share memory with a parameter, which sharding moves."""
+    owners = {
+        parameter.untyped_storage().data_ptr(): name
+        for name, parameter in model.named_parameters()
+        if parameter.device.type != "meta" and not isinstance(parameter, UninitializedParameter)
+    }
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta" or not buffer.numel():
+            continue
+        owner = owners.get(buffer.untyped_storage().data_ptr())
+        if owner is not None:
+            yield (
+                f"the buffer {name} shares memory with the parameter {owner}",
+                "compute it in forward, or clone it",
+            )
+
+
+def _check_dtypes(block: str, module: nn.Module) -> None:
+    """Raise ValueError where the trained parameters of one block have several dtypes."""
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    found = {parameter.dtype: name for name, parameter in reversed(trained)}
+    if len(found) > 1:
+        shown = " and ".join(
+            f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in found.items()
+        )
+        raise ValueError(
+            f"world.distribute: the trained parameters of {block or 'the model'} have several "
+            f"dtypes: {shown}. HINT: use one dtype, such as model.float()"
+        )

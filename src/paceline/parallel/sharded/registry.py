@@ -1,0 +1,89 @@
+"""The sharded models of this process, for code that must work without FSDP's import."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class ShardedModel(Protocol):
+    """What the training loop needs of a model whose parameters are sharded.
+
+    Attributes:
+        shards: By the name of the parameter in the plain model, what the optimizer holds.
+        is_replicated: Whether several ranks hold the same shard.
+    """
+
+    shards: dict[str, nn.Parameter]
+    is_replicated: bool
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Set whether the next backward is the last one before the step."""
+
+    def set_buffer_sync(self, enabled: bool) -> None:
+        """Set whether forwards broadcast rank 0's buffers first."""
+
+    def discard_gradients(self) -> None:
+        """Discard all gradients, also those that are not exchanged yet."""
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient, exchanged or not."""
+
+    def shard_index(self) -> int:
+        """Return which shard this rank has; ranks with the same one have equal parameters."""
+
+    def name_nonfinite(self, exchanged: torch.Tensor) -> list[str]:
+        """Return the parameters with elements that are not finite in a reduce-scatter's input."""
+
+
+_sharded: "weakref.WeakKeyDictionary[nn.Module, ShardedModel]" = weakref.WeakKeyDictionary()
+
+
+def register(model: nn.Module, sharded: ShardedModel) -> None:
+    _sharded[model] = sharded
+
+
+def sharded_of(model: nn.Module) -> ShardedModel | None:
+    """Return how a model is sharded; None for one that is not."""
+    return _sharded.get(model)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the model's parameters as optimizers hold them, at any time of a step."""
+    sharded = sharded_of(model)
+    return list(model.parameters()) if sharded is None else list(sharded.shards.values())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's part on this rank: its shard, or the tensor where it is not sharded."""
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor if local is None else local
+
+
+def holds_shards(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of the tensors is sharded over ranks."""
+    return any(local_part(tensor) is not tensor for tensor in tensors)
+
+
+def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the shards of a tensor; None where it is not sharded."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return None
+    (at,) = [i for i, p in enumerate(tensor.placements) if p.is_shard()]  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = mesh.get_group(at)
+    return group
+
+
+def explain(error: BaseException) -> str | None:
+    """Return what to do about an operation on a sharded parameter; None for other errors."""
+    text = str(error)
+    if not _sharded or "mixed torch.Tensor and DTensor" not in text:
+        return None
+    return (
+        "an operation outside of a forward used a sharded parameter. HINT: compute it inside "
+        "model(...), or in a method of the model that has a tensor among its arguments"
+    )

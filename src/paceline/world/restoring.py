@@ -1,0 +1,117 @@
+"""Restoring a saved state into an object of any layout.
+
+A saved tensor is the whole one, whatever layout saved it. It is given to the object as the part
+that this rank holds, where the object's own state has a DTensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint.sharded_tensor import SavedTensor, is_sharded, placed_like
+from ..optim.gradients import parameters_of
+
+MAX_SHOWN_DIFFERENCES = 3
+
+
+def load_part(part: Any, state: Any, name: str) -> None:
+    """Restore the state of one object.
+
+    Args:
+        part: The object, with ``load_state_dict``.
+        state: Its saved state.
+        name: Name of the object in error messages.
+
+    Raises:
+        ValueError: The state does not fit the object; the message names what differs first.
+    """
+    try:
+        part.load_state_dict(placed_for(part, state))
+    except (RuntimeError, ValueError, KeyError) as error:
+        first = _difference(part, state) or " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the checkpoint does not fit this script's {name}: {first}. HINT: resume with the "
+            "script that saved it, or set another checkpoint folder"
+        ) from None
+
+
+def placed_for(part: Any, state: Any) -> Any:
+    """Return a saved state with tensors in new memory, placed as in the object's own state."""
+    if isinstance(part, Optimizer):
+        return _placed_for_optimizer(part, state)
+    return _placed(state, part.state_dict())
+
+
+def _placed(state: Any, like: Any) -> Any:
+    if isinstance(state, torch.Tensor | SavedTensor):
+        return placed_like(state, like)
+    if isinstance(state, dict):
+        own = like if isinstance(like, dict) else {}
+        return {key: _placed(value, own.get(key)) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        has_each = isinstance(like, list | tuple) and len(like) == len(state)
+        each = like if has_each else [None] * len(state)
+        return type(state)(_placed(one, own) for one, own in zip(state, each, strict=True))
+    return state
+
+
+def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
+    """Return an optimizer's state, placed like its parameters.
+
+    A new optimizer has no states yet. They have the shape of their parameter, except few.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return _placed(state, None)
+    parameters = dict(enumerate(parameters_of(optimizer)))
+    placed = {
+        key: {
+            name: _placed_like_parameter(value, parameters.get(key)) for name, value in of.items()
+        }
+        if isinstance(of, dict)
+        else _placed(of, None)
+        for key, of in state["state"].items()
+    }
+    others = {key: _placed(value, None) for key, value in state.items() if key != "state"}
+    return {**others, "state": placed}
+
+
+def _placed_like_parameter(value: Any, parameter: Any) -> Any:
+    if not isinstance(value, torch.Tensor | SavedTensor):
+        return _placed(value, None)
+    placed = placed_like(value, parameter)
+    if is_sharded(parameter) and not is_sharded(placed) and placed.dim():
+        # such as Adafactor's row sums, which its step combines with DTensors
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh = parameter.device_mesh
+        local = placed.to(parameter.to_local().device)
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return placed
+
+
+def _difference(part: Any, state: Any) -> str:
+    """Return the first names and shapes in which a saved model differs from the script's."""
+    if not isinstance(part, nn.Module) or not isinstance(state, dict):
+        return ""
+    own = part.state_dict()
+    found = [
+        line
+        for name in dict.fromkeys([*own, *state])
+        if (line := _difference_of(name, state.get(name), own.get(name)))
+    ]
+    more = len(found) - MAX_SHOWN_DIFFERENCES
+    shown = "; ".join(found[:MAX_SHOWN_DIFFERENCES])
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _difference_of(name: str, saved: Any, own: Any) -> str:
+    if saved is None and own is not None:
+        return f"{name} is missing in the checkpoint"
+    if own is None and saved is not None:
+        return f"{name} of the checkpoint is unknown to the model"
+    shapes = tuple(getattr(saved, "shape", ())), tuple(getattr(own, "shape", ()))
+    if shapes[0] == shapes[1]:
+        return ""
+    return f"{name} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"

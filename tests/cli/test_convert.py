@@ -1,0 +1,122 @@
+"""``paceline convert``: one file for other programs, from checkpoints of any layout."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from paceline.checkpoint.saver import CheckpointSaver
+from paceline.checkpoint.shared_state import SharedState
+from paceline.cli import app
+
+TENSORS = {
+    "half": torch.arange(3, dtype=torch.bfloat16),
+    "a.weight": torch.randn(3, 5),
+    "flag": torch.tensor([True, False, True]),
+    "count": torch.tensor(7),
+    "empty": torch.empty(0, 4),
+    "double": torch.randn(2, dtype=torch.float64),
+    "transposed": torch.randn(4, 3).t(),
+}
+
+
+def load_file(path):
+    """Read by the library, which says whether the file has its format."""
+    return pytest.importorskip("safetensors.torch").load_file(path)
+
+
+def convert(*words):
+    return CliRunner().invoke(app, ["convert", *map(str, words)])
+
+
+def save(folder, *models, step=3):
+    saver = CheckpointSaver(folder, 0, 1, None, pytest.fail)
+    saver.save(step, SharedState({"models": list(models)}), {}, {})
+    saver.wait()
+    return folder
+
+
+def equal(found, expected=TENSORS):
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], value) and found[name].dtype == value.dtype
+        for name, value in expected.items()
+    )
+
+
+def test_newest_checkpoint_becomes_a_safetensors_file(tmp_path):
+    save(tmp_path / "of", {"x": torch.zeros(1)}, step=1)
+    save(tmp_path / "of", {**TENSORS, "version": 2}, step=3)
+    result = convert(tmp_path / "of", tmp_path / "model.safetensors", "--json")
+    assert result.exit_code == 0, result.output
+    assert equal(load_file(tmp_path / "model.safetensors"))
+    report = json.loads(result.stdout)
+    assert report["step"] == 3
+    assert report["tensors"] == 7
+    assert report["left_out"] == ["version"]
+    assert report["bytes"] == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_file_of_plain_pytorch(tmp_path):
+    save(tmp_path / "of", TENSORS)
+    result = convert(tmp_path / "of/step-00000003", tmp_path / "model.pt")
+    assert "7 tensors" in result.output
+    assert equal(torch.load(tmp_path / "model.pt", weights_only=True))
+
+
+def test_one_of_several_models(tmp_path):
+    save(tmp_path / "of", {"g": torch.ones(1)}, {"d.x": torch.zeros(2), "e": torch.ones(1)})
+    result = convert(tmp_path / "of", tmp_path / "a.pt")
+    assert result.exit_code == 2
+    assert "contains 2 models. HINT: --model 0" in result.stderr
+    assert "contains 2" in convert(tmp_path / "of", tmp_path / "a.pt", "--model", 2).stderr
+    convert(tmp_path / "of", tmp_path / "a.pt", "--model", 1, "--prefix", "d.")
+    assert equal(torch.load(tmp_path / "a.pt"), {"x": torch.zeros(2)})
+
+
+def test_mistakes_are_named(tmp_path):
+    save(tmp_path / "of", TENSORS)
+    (tmp_path / "old.pt").touch()
+    for words, reason in (
+        ((tmp_path / "of", tmp_path / "m.bin"), "must end with one of .safetensors, .pt"),
+        ((tmp_path / "of", tmp_path / "old.pt"), "old.pt exists"),
+        ((tmp_path / "none", tmp_path / "m.pt"), "contains no checkpoint"),
+        ((tmp_path / "of", tmp_path / "m.pt", "--prefix", "zz"), "names begin with zz"),
+    ):
+        result = convert(*words)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.output
+    shard = tmp_path / "of/step-00000003/rank-00000.pt"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert "rank-00000.pt: " in convert(tmp_path / "of", tmp_path / "m.pt").stderr
+    assert not (tmp_path / "m.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_folder_of_torch_distributed_checkpoint(tmp_path):
+    dcp.save({"model": TENSORS, "step": 3}, checkpoint_id=tmp_path / "dcp")
+    result = convert(tmp_path / "dcp", tmp_path / "m.safetensors", "--prefix", "model.")
+    assert result.exit_code == 0, result.output
+    assert equal(load_file(tmp_path / "m.safetensors"))
+    (tmp_path / "dcp/__0_0.distcp").unlink()
+    result = convert(tmp_path / "dcp", tmp_path / "n.pt")
+    assert "__0_0.distcp: can't be read" in result.stderr
+
+
+class Malicious:
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, ("executed",)
+
+
+def test_metadata_with_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps(Malicious()))
+    result = convert(tmp_path / "dcp", tmp_path / "m.pt")
+    assert "it names 'posix mkdir'" in result.stderr
+    assert not (tmp_path / "executed").exists()
