@@ -220,8 +220,8 @@ DEFINITIONS = {
     "the profile.",
     "of roofline": "Rate of the operator, relative to what arithmetic and memory bandwidth allow.",
     "confirmed": "An experiment switched the cause off, and steps were shorter.",
-    "not-confirmed": "An experiment switched the cause off, and steps were not shorter by 5 %, or by "
-    "an uncertain amount. It is not counted as a cause.",
+    "not-confirmed": "An experiment switched the cause off, and steps were not shorter by 5 %, or "
+    "by an uncertain amount. It is not counted as a cause.",
     "not-testable": "No experiment can switch the cause off from outside of the script. The share "
     "is what the record measured, or an estimate.",
     "survey": "The first run of a diagnosis: the unchanged script, longer than the experiments. It "
