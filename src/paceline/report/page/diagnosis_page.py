@@ -61,7 +61,6 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "how": "Method",
         "places": "Nodes",
     }
-    lines, worker_lines = line_rows(found.lines)
     context = {
         "title": f"Paceline: diagnosis of {found.command[0]}",
         "heading": f"Causes of lost time on {counted(size, 'rank')}",
@@ -89,21 +88,28 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "conclusion": verdict_of_diagnosis(found),
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
-        "lines": lines,
-        "worker_lines": worker_lines,
-        "legend": legend([*lines, *worker_lines]),
-        "survey": describe_survey(found.ladder.survey, found.minutes)
-        if found.ladder.survey is not None
-        else [],
         "states": [(name, name) for name in STATES],
         "largest": largest_losses(found.report) if w is None else [],
-        **operator_context(found.operators),
+        **_profiles(found),
         **_remedies(found, unit),
     }
     charts = {"waterfall": chart(w, unit)} if w else {}
     if (after := _after(found)) is not None:
         charts["after"] = chart(after, unit)
     return page("diagnosis.html", charts, context)
+
+
+def _profiles(found: Diagnosis) -> dict[str, Any]:
+    """Return the template variables for time by line, operators and the survey."""
+    lines, worker_lines = line_rows(found.lines)
+    seen = found.ladder.survey
+    return {
+        "lines": lines,
+        "worker_lines": worker_lines,
+        "legend": legend([*lines, *worker_lines]),
+        "survey": describe_survey(seen, found.minutes) if seen is not None else [],
+        **operator_context(found.operators),
+    }
 
 
 def _after(found: Diagnosis) -> Waterfall | None:
