@@ -91,6 +91,13 @@ def test_number_of_files_per_folder_is_limited(top):
     assert not {folder: files for folder, files in count.items() if files > MAX_FILES}
 
 
+def test_names_of_test_files_differ():
+    """pytest imports them as top-level modules."""
+    tests = SOURCE.parents[1] / "tests"
+    count = Counter(path.name for path in tests.rglob("test_*.py"))
+    assert not {name for name, files in count.items() if files > 1}
+
+
 def test_import_of_higher_layer_is_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
     (tmp_path / "record").mkdir()

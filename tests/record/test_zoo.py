@@ -188,5 +188,6 @@ def test_input_wait_without_loader_is_gap_between_steps(recorded):
     _, report = recorded("a_list", "--generator", "0.02", started=2)
     for rank in report.states:
         slept = 0.02 * (report.ranges[-1].last - report.ranges[0].first + 1)
-        assert rank["input"] == pytest.approx(slept / report.window_s, abs=0.1)
+        # On a busy machine a sleep takes longer.
+        assert -0.1 < rank["input"] - slept / report.window_s < 0.25
         assert rank["other"] < 0.1
