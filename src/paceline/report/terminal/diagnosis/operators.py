@@ -80,7 +80,7 @@ def _remedy(found: Finding) -> Text:
 
 def nothing_wrong(profile: OperatorProfile) -> str:
     """Return the sentence for a model in which no finding takes ``MIN_SHARE`` of a step."""
-    said = f"Nothing inside the model takes {MIN_SHARE:.0%} of a step without need"
+    said = f"Nothing inside the model takes {100 * MIN_SHARE:.0f} % of a step without need"
     largest = products(profile)
     if not largest:
         return f"{said}."
