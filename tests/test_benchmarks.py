@@ -320,6 +320,6 @@ def test_unseen(tmp_path):
 
 
 def test_recomputation(tmp_path):
-    few = ("--blocks", "2", "--width", "32")
+    few = ("--blocks", "4", "--width", "32")
     result = result_of("recomputation", tmp_path / "recomputation.json", *few)
     assert set(result["measurements"]) == {"plain", "auto"}
