@@ -55,7 +55,8 @@ def run_page(page: Path, check: bool, short: bool) -> None:
                 text=True,
                 timeout=TIMEOUT_S,
             )
-            output = PROGRESS.sub("", done.stdout.replace(scratch, "~"))
+            output = done.stdout.replace(scratch, "~").replace(f"{DOCS.parent}/", "")
+            output = PROGRESS.sub("", output)
             missing = [text for text in command.expect if text not in output]
             if done.returncode != command.status or missing:
                 sys.exit(
