@@ -1,7 +1,7 @@
 """Export of a model's weights from a checkpoint of any layout, for programs without Paceline."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,10 @@ def export_model(
         under = f" whose names begin with {prefix}" if prefix else ""
         raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
     shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
-    read: Callable[[str], torch.Tensor] = lambda name: whole(tensors[name])  # noqa: E731
+
+    def read(name: str) -> torch.Tensor:
+        return whole(tensors[name])
+
     if dest.suffix == ".pt":
         size = write_tensors(dest, {name: read(name) for name in tensors})
     else:

@@ -1,6 +1,6 @@
 """Clipping by the norm of the whole gradient, of which ranks may hold shards."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import nn
 from .sharded.registry import local_part, shard_group
 
 
-def clip_gradients(parameters: Iterable[torch.Tensor], limit: float) -> None:
+def clip_gradients(parameters: Sequence[torch.Tensor], limit: float) -> None:
     """Scale the gradients of all parameters together, so that their L2 norm is at most ``limit``.
 
     PyTorch's clip_grad_norm_ does so for gradients that are all whole. It can't mix whole and

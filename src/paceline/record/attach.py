@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ..security.files import InvalidFileError, read_regular
-from ..security.folders import replace_file
 from .hooks.hook_failures import report_failure
 from .hooks.import_hooks import after_import
 from .ring.recorder import Recorder
@@ -146,6 +145,8 @@ class _RecordedTarget:
         steps = _loop.recorder.step - before if _loop is not None else 0
         if not folder or steps <= 0 or _loop.recorder.path is not None:
             return
+        from ..security.folders import replace_file  # ranks do not need it to start
+
         try:
             replace_file(
                 Path(folder, f"child-of-{self.parent}-{os.getpid()}"), b"%d" % steps, 0o600

@@ -132,9 +132,8 @@ def causes(e: Evidence) -> list[Cause]:
         if (cause := _named(witness, e)) is not None:
             before = found.get(cause.id)
             found[cause.id] = cause if before is None else _merge(before, cause)
-    if ranks.NOISY in found:
-        noisy = found[ranks.NOISY]
-        found[ranks.NOISY] = noisy.reduced(max(noisy.share - e.cpu_wait_share, 0.0))
+    if (noisy := found.pop(ranks.NOISY, None)) is not None and e.cpu_wait_share >= MIN_SHARE:
+        found[ranks.NOISY] = _within_waits_for_cores(noisy, e)
     late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
     work = late.named[2] if late is not None else None
     work = found["slow-rank"].evidence if "slow-rank" in found else work
@@ -196,26 +195,21 @@ def _named(witness: Witness, e: Evidence) -> Cause | None:
         evidence = evidence | {"expected": witness.record}
     if judged == NOT_CONFIRMED and witness.record:
         share, interval = witness.record, (witness.record, witness.record)
-    cause = Cause(
+    return Cause(
         *(name, share, interval, sentence, evidence),
         confirmed=judged,
         measured=witness.ladder,
         basis=witness.basis,
         witness=witness.name,
     )
-    if name == ranks.NOISY and witness.name in BARS:
-        return _within_waits_for_cores(cause, e)
-    return cause
 
 
-def _within_waits_for_cores(cause: Cause, e: Evidence) -> Cause | None:
-    """Return a cause that blames other programs for a bar, with what the ranks waited for cores.
+def _within_waits_for_cores(cause: Cause, e: Evidence) -> Cause:
+    """Return a cause that blames other programs, with at most what the ranks waited for cores.
 
     The experiment switched the communication or a rank's work off, and not the other programs.
     """
     share = min(cause.share, e.cpu_wait_share)
-    if share < MIN_SHARE:
-        return None
     return replace(
         cause,
         share=share,

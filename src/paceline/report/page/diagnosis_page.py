@@ -46,15 +46,15 @@ _COLOURS = {  # of each bar: the colour of the state that it belongs to
 
 def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
     """Return the page as HTML; ``words`` has a description of each rung."""
-    w, size = found.waterfall, found.report.size
+    w, size, profiles = found.waterfall, found.report.size, _profiles(found)
     unit = "samples/s" if found.report.samples_per_s else "steps/s"
     command = shlex.join(found.command)
     there = {
         "summary": "Summary",
         "waterfall": "Waterfall" if w is not None else "",
         "remedies": "Remedies" if found.tried or found.remedies else "",
-        "lines": "Time by line" if found.lines is not None else "",
-        "model": "Inside the model" if found.operators and found.operators.operators else "",
+        "lines": "Time by line" if profiles["legend"] else "",
+        "model": "Inside the model" if profiles["operators"] else "",
         "survey": "Survey" if found.ladder.survey is not None else "",
         "witnesses": "Experiment and record" if found.witnesses else "",
         "rungs": "Measurements",
@@ -90,7 +90,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "chart_label": _label(w, unit) if w else "",
         "states": [(name, name) for name in STATES],
         "largest": largest_losses(found.report) if w is None else [],
-        **_profiles(found),
+        **profiles,
         **_remedies(found, unit),
     }
     charts = {"waterfall": chart(w, unit)} if w else {}
@@ -122,9 +122,11 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
     Paths are positions in the JSON of the diagnosis.
     """
     after = _after(found)
-    left = found.after.remedies if found.after is not None else []
+    proposed = found.remedies if found.after is None else found.after.remedies
+    decided = found.tried.decided if found.tried and found.after is None else set()
+    left = [(at, one) for at, one in enumerate(proposed) if one.knob not in decided]
     return {
-        "remedies": found.remedies,
+        "remedies": list(enumerate(found.remedies)),
         "tried": found.tried,
         "losses": loss_changes(found.tried) if found.tried else [],
         "confirmed": describe_confirmed(found.tried.confirmed)
@@ -133,7 +135,7 @@ def _remedies(found: Diagnosis, unit: str) -> dict[str, Any]:
         "after": found.after if after is not None else None,
         "after_caption": _caption(after) if after else "",
         "after_label": _label(after, unit) if after else "",
-        "left": left if found.after is not None else found.remedies,
+        "left": left,
         "left_path": "after.remedies" if found.after is not None else "remedies",
         "off": found.off,
         "set_to": set_to,

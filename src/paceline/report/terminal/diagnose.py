@@ -142,8 +142,7 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
     parts = [Text(), *cures.render_tried(found.tried)]
     after = found.after
     if after is None or after.waterfall is None or found.waterfall is None:
-        dropped = {one.remedy.knob for one in found.tried.trials if not one.late}
-        remaining = [one for one in found.remedies if one.knob not in dropped]
+        remaining = [one for one in found.remedies if one.knob not in found.tried.decided]
         left = cures.render_proposed(remaining, found.off)
         return [*parts, Text(), *left] if left else parts
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)

@@ -127,7 +127,7 @@ def _next(found: Diagnosed, cause: Cause) -> str:
     if kept:
         best = max(kept, key=lambda one: one.gain.mean)
         return f"{_edit(best.remedy)} (measured gain {100 * best.gain.mean:+.0f} %)"
-    dropped = {one.remedy.knob for one in trials if not one.late}
+    dropped = set() if found.tried is None else found.tried.decided
     left = [one for one in found.remedies if one.knob not in dropped]
     first = [one for one in left if one.cause == cause.id]
     others = [one for one in left if one.knob in KNOBS and cause.id in KNOBS[one.knob].answers]

@@ -256,9 +256,8 @@ def _passes(
         after = run_diagnosis(again, say)
         yield after
         late = {trial.remedy.knob for trial in result.trials if trial.late}
-        known = {trial.remedy.knob for trial in result.trials} - late
         proposed = select_remedies([ALL], after.remedies) if ALL in names else []
-        wanted = [one for one in proposed if one.knob not in known]
+        wanted = [one for one in proposed if one.knob not in result.decided]
         if at + 1 >= PASSES:
             wanted = [one for one in wanted if one.knob in late and one.gain and one.gain.mean > 0]
         if not wanted:

@@ -111,6 +111,11 @@ class TrialResults:
     confirmed: Interval | None = None
     level_left: float = FALSE_KEEP_LEVEL
 
+    @property
+    def decided(self) -> set[str]:
+        """Knobs that need no further trial: all that were tried, unless the time was over."""
+        return {trial.remedy.knob for trial in self.trials if not trial.late}
+
 
 def select_remedies(names: list[str], remedies: list[Remedy]) -> list[Remedy]:
     """Return the remedies to try.

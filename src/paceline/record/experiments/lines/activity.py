@@ -66,7 +66,6 @@ class StackDescriber:
     def __init__(self, root: CodeType | None = None) -> None:
         self._root = root
         self._is_user_code: dict[CodeType, bool] = {}
-        self._lines: dict[tuple[CodeType, int], int] = {}
         self._calls: dict[tuple[CodeType, int], tuple[Activity, str]] = {}
 
     def describe(self, frame: FrameType) -> Described:
@@ -86,21 +85,12 @@ class StackDescriber:
             if at.f_code is self._root or len(places) == MAX_CHAIN:
                 break
             if self._is_users(at.f_code):
-                line = self._line(at.f_code, offset)
+                line = code_line(at.f_code, offset)
                 places.append((at.f_code.co_filename, line, function_name(at.f_code)))
             elif not places:
                 library.append(at)
         activity, what = self._activity(frame, snapshot[0][1], library)
         return tuple(places), activity, what[:MAX_TEXT_CHARS]
-
-    def _line(self, code: CodeType, offset: int) -> int:
-        key = (code, offset)
-        line = self._lines.get(key)
-        if line is None:
-            if len(self._lines) >= MAX_KNOWN_CALLS:
-                self._lines.clear()
-            line = self._lines[key] = code_line(code, offset)
-        return line
 
     def _is_users(self, code: CodeType) -> bool:
         known = self._is_user_code.get(code)
