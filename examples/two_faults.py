@@ -1,4 +1,4 @@
-"""A training with two faults in its own code: docs/explanation/diagnose.md diagnoses it.
+"""Train a model with two performance faults, which docs/explanation/diagnose.md diagnoses.
 
 paceline diagnose -n 2 examples/two_faults.py --epochs 1000
 """

@@ -177,5 +177,5 @@ def test_blocks_are_repeated_modules_named_modules_or_large_ones():
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in find_blocks(plain)] == ["0", "2"]
     assert find_blocks(plain, by_size=False) == []
-    with pytest.raises(ValueError, match=r"'layer.0'.*HINT: blocks=\['layers.0'\]"):
+    with pytest.raises(ValueError, match=r"'layer.0'.*HINT: recomputed_blocks=\['layers.0'\]"):
         find_blocks(net, ["layer.0"])

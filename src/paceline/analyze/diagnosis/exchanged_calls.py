@@ -17,7 +17,7 @@ __all__ = ["CallSite", "CollectiveKind", "ExchangedCalls", "measure_exchanged_ca
 
 
 class CallSite(NamedTuple):
-    """A place that calls collectives of one kind. what: the function of torch that it calls."""
+    """A call site of collectives of one kind. what: the function of torch that it calls."""
 
     kind: CollectiveKind
     op: Op

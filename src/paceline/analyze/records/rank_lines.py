@@ -51,7 +51,7 @@ class SampledStack:
 
 @dataclass(frozen=True)
 class CollectiveSite:
-    """A place that calls collectives: what they carry, and the number of its stack."""
+    """A call site of collectives: what they carry, and the number of its stack."""
 
     kind: CollectiveKind
     stack: int

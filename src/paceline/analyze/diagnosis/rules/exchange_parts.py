@@ -19,7 +19,7 @@ WITNESSES = {
     CollectiveKind.OBJECT: "objects",
     CollectiveKind.BARRIER: "barriers",
 }
-MAIN_PART = 0.5  # of the communication time: then it is a part of its own, however short
+MAIN_PART = 0.5  # of the communication time: a larger part is reported separately, however short
 MAX_LINES = 5
 
 

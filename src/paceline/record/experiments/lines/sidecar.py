@@ -72,7 +72,7 @@ class WorkerTime(TypedDict):
 
 
 class CollectiveSite(TypedDict):
-    """A place that calls collectives. bytes: Of all calls, as in the events."""
+    """A call site of collectives. bytes: Of all calls, as in the events."""
 
     kind: CollectiveKind
     stack: _Index
