@@ -43,9 +43,14 @@ KINDS = {
     "garbage-collection": Kind(("garbage-collection",), _OTHER),
     "hook-copies": Kind(("hooks", "allocator"), _COMPUTE),
     "output": Kind(("synchronisation",), _OTHER),
-    "metrics": Kind(("exchange-latency", "exchange-bandwidth", "metrics"), _OTHER),
-    "buffers": Kind(("exchange-bandwidth", "exchange-latency", "buffers"), (*_COMPUTE, *_OTHER)),
-    "small-reduces": Kind(("exchange-latency", "no-overlap"), _OTHER),
+    "metrics": Kind(
+        ("exchange-latency", "exchange-bandwidth", "metric-collectives", "object-collectives"),
+        _OTHER,
+    ),
+    "buffers": Kind(
+        ("exchange-bandwidth", "exchange-latency", "buffer-broadcast"), (*_COMPUTE, *_OTHER)
+    ),
+    "small-reduces": Kind(("exchange-latency", "no-overlap", "metric-collectives"), _OTHER),
     "barriers": Kind(("synchronisation", "exchange-latency"), _OTHER),
     "checkpoints": Kind(("checkpoint", "checkpoint-on-one-rank"), _OTHER),
     "validation": Kind(("validation", "validation-on-one-rank"), (*_OTHER, *_UNEVEN)),

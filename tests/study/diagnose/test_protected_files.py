@@ -5,6 +5,7 @@ The script finds what it wrote.
 
 import hashlib
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import textwrap
 
 import numpy as np
 import pytest
+
+from paceline.record.experiments.protect_files import _remove_tree
 
 h5py = pytest.importorskip("h5py")
 
@@ -223,3 +226,17 @@ def test_folder_that_no_overlay_covers_is_protected(folder):
     done = run(folder, "open('data.txt', 'w').write('new')", str(folder))
     assert done.returncode == 0, done.stderr
     assert (folder / "data.txt").read_text() == "precious"
+
+
+def test_removing_a_folder_that_another_rank_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    listdir = os.listdir
+
+    def after_the_other_rank(path):
+        shutil.rmtree(folder)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", after_the_other_rank)
+    _remove_tree(folder, ignore_errors=True)
+    assert not folder.exists()

@@ -262,9 +262,9 @@ def _remove_tree(
 ) -> None:
     """Remove a folder with its content, as ``shutil.rmtree`` does, by paths."""
 
-    def call(function: Callable[[Any], Any], one: Any) -> None:
+    def call(function: Callable[[Any], Any], one: Any) -> Any:
         try:
-            function(one)
+            return function(one)
         except OSError as error:
             if onexc is not None:
                 onexc(function, one, error)
@@ -272,8 +272,9 @@ def _remove_tree(
                 onerror(function, one, sys.exc_info())
             elif not ignore_errors:
                 raise
+        return None
 
-    for name in os.listdir(path) if not ignore_errors or os.path.isdir(path) else ():
+    for name in call(os.listdir, path) or ():  # another rank may have removed the folder
         inside = os.path.join(path, name)
         if os.path.isdir(inside) and not os.path.islink(inside):
             _remove_tree(inside, ignore_errors, onerror, onexc=onexc)
