@@ -1,0 +1,152 @@
+"""Time in which threads of a rank were ready to run and had no core (the kernel's run delay).
+
+The run delay of the training thread is read where its state changes, so that it can be taken out of
+the state in which it lay. The run delay of the rank's other threads, and of its child processes
+(workers of a loader), is sampled about once a second, beside the states.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .states import CoreWait, State
+
+MIN_WAIT_NS = 50_000  # a shorter wait is added to the next one, so that it costs no event
+SAMPLE_INTERVAL_NS = 1_000_000_000
+MAX_COST_SHARE = 0.005  # of a core, for the samples of all threads
+MAX_SAMPLED_THREADS = 1024  # of a rank, and of its child processes
+MIN_BUSY_SHARE = 0.05  # of an interval; a thread that runs or waits for a core less is idle
+_SCHEDSTAT_BYTES = 64
+_now = time.monotonic_ns
+
+
+class TrainingCoreWait:
+    """The run delay of the training thread, from one reading to the next.
+
+    ``reads`` counts the readings. The kept file is the training thread's, whichever thread reads.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._thread, self._fd = 0, -1
+        self._at, self._waited = _now(), 0
+        self.reads = 0
+
+    def read(self) -> None:
+        """Write an event with the run delay since the last reading, if there was one."""
+        if self._thread != self._recorder.training_thread:
+            self._open()
+        if self._fd < 0:
+            return
+        try:
+            waited = int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1])
+        except (OSError, ValueError, IndexError):  # the thread ended, or the script closed the file
+            self._fd = -1
+            return
+        self.reads += 1
+        start, at = self._at, _now()
+        self._at = at
+        if waited - self._waited >= MIN_WAIT_NS:
+            delay, self._waited = waited - self._waited, waited
+            self._recorder.event(State.STARVED, start, at, amount=delay)
+
+    def _open(self) -> None:
+        """Open the counters of the thread that trains now, and begin with its next reading."""
+        self.close()
+        self._thread = self._recorder.training_thread
+        found = [t.native_id for t in threading.enumerate() if t.ident == self._thread]
+        try:
+            place = f"/proc/self/task/{found[0]}/schedstat"
+            self._fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            self._waited = int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1])
+        except (OSError, ValueError, IndexError):  # not Linux, or a kernel without these counters
+            self.close()
+        self._at = _now()
+
+    def close(self) -> None:
+        """Close the kept file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # closed by the script
+
+
+class OtherCoreWait:
+    """Samples of the run delay of a rank's other threads and of its child processes."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._before: dict[CoreWait, dict[str, tuple[int, int]]] = {}
+        self._at = self._due = 0
+
+    def sample(self, at: int) -> None:
+        """Write one sample, if the last one is old enough. at: now, in ns."""
+        if at < self._due:
+            return
+        began = time.thread_time_ns()
+        training = {t.native_id for t in threading.enumerate() if t.ident == self._training_thread}
+        own = [task for task in _tasks("self") if int(task) not in training]
+        self._write(CoreWait.THREADS, {task: f"self/task/{task}" for task in own}, at)
+        children = {task: f"{pid}/task/{task}" for pid in child_pids() for task in _tasks(pid)}
+        self._write(CoreWait.CHILDREN, children, at)
+        cost = time.thread_time_ns() - began
+        self._at, self._due = at, at + max(SAMPLE_INTERVAL_NS, int(cost / MAX_COST_SHARE))
+
+    @property
+    def _training_thread(self) -> int:
+        return int(self._recorder.training_thread)
+
+    def _write(self, kind: CoreWait, places: dict[str, str], at: int) -> None:
+        now = dict(_read_all(places))
+        before = self._before.get(kind)
+        self._before[kind] = now
+        if before is None or not now:
+            return
+        # A thread that is new since the last sample has waited since then only.
+        changes = [
+            (ran - before.get(task, (0, 0))[0], waited - before.get(task, (0, 0))[1])
+            for task, (ran, waited) in now.items()
+        ]
+        enough = MIN_BUSY_SHARE * (at - self._at)
+        busy = sum(ran + waited >= enough for ran, waited in changes)
+        delay = sum(max(waited, 0) for _, waited in changes)
+        self._recorder.event(
+            State.OTHERS_STARVED, self._at, at, amount=delay, seq=busy, peer=int(kind)
+        )
+
+
+def child_pids() -> list[str]:
+    """Return the ids of the child processes of this process, e.g. workers of a loader."""
+    try:
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    except OSError:
+        return []
+
+
+def core_wait_seconds(pid: str) -> float:
+    """Return the seconds that the live threads of a process have waited for a core."""
+    places = {task: f"{pid}/task/{task}" for task in _tasks(pid)}
+    return sum(waited for _, (_, waited) in _read_all(places)) / 1e9
+
+
+def _tasks(pid: str) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:  # not Linux, or the process has just ended
+        return []
+
+
+def _read_all(places: dict[str, str]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield for each thread the ns that it ran, and the ns that it waited for a core."""
+    for task, place in list(places.items())[:MAX_SAMPLED_THREADS]:
+        try:
+            with open(f"/proc/{place}/schedstat", "rb", buffering=0) as file:
+                ran, waited, *_ = file.read(_SCHEDSTAT_BYTES).split()
+            yield task, (int(ran), int(waited))
+        except (OSError, ValueError):  # the thread has just ended
+            continue
