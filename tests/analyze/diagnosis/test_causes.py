@@ -40,7 +40,7 @@ def judged(
     told = [FACTS | one for one in facts] or [FACTS, FACTS]
     group = [Group("0", 2, [0, 1], 0.3, 0.3, 0.0, 1.0, [calls])] if calls else []
     taken = sum(loss.share for loss in losses)
-    state = {"useful": 1 - taken, "other": 0.0}
+    state = {"useful": 1 - taken, "starved": 0.0, "other": 0.0}
     report = SimpleNamespace(
         losses=list(losses), groups=group, hosts=["a", "b"], states=[state, state], size=2
     )

@@ -9,6 +9,7 @@ import numpy as np
 from ....plurals import counted
 from ....significance import range_by_chance, rank_spread
 from ..evidence import MIN_SHARE, Evidence, NamedCause
+from ..lateness import COMPUTING
 from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
@@ -101,7 +102,7 @@ def foreign_delay_share(e: Evidence) -> float:
 
 def uneven(e: Evidence) -> NamedCause | None:
     """Return the cause if the steps of one rank take longer."""
-    late = e.losses_of_kind(doing=("useful", "other"))
+    late = e.losses_of_kind(doing=COMPUTING)
     if not late:
         return None
     loss = max(late, key=lambda loss: loss.share)
