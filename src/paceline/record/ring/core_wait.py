@@ -8,7 +8,7 @@ the state in which it lay. The run delay of the rank's other threads, and of its
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ MAX_SAMPLED_THREADS = 1024  # of a rank, and of its child processes
 MIN_BUSY_SHARE = 0.05  # of an interval; a thread that runs or waits for a core less is idle
 _SCHEDSTAT_BYTES = 64
 _now = time.monotonic_ns
+
+ThreadTimes = dict[str, tuple[int, int]]  # by id of the thread
 
 
 class TrainingCoreWait:
@@ -81,7 +83,7 @@ class OtherCoreWait:
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self._before: dict[CoreWait, dict[str, tuple[int, int]]] = {}
+        self._before: dict[CoreWait, ThreadTimes] = {}
         self._at = self._due = 0
 
     def sample(self, at: int) -> None:
@@ -89,35 +91,54 @@ class OtherCoreWait:
         if at < self._due:
             return
         began = time.thread_time_ns()
-        training = {t.native_id for t in threading.enumerate() if t.ident == self._training_thread}
-        own = [task for task in _tasks("self") if int(task) not in training]
-        self._write(CoreWait.THREADS, {task: f"self/task/{task}" for task in own}, at)
-        children = {task: f"{pid}/task/{task}" for pid in child_pids() for task in _tasks(pid)}
-        self._write(CoreWait.CHILDREN, children, at)
+        thread = self._recorder.training_thread
+        training = {str(t.native_id) for t in threading.enumerate() if t.ident == thread}
+        own = thread_times(["self"])
+        self._write(CoreWait.THREADS, {one: own[one] for one in own.keys() - training}, at)
+        self._write(CoreWait.CHILDREN, thread_times(child_pids()), at)
         cost = time.thread_time_ns() - began
         self._at, self._due = at, at + max(SAMPLE_INTERVAL_NS, int(cost / MAX_COST_SHARE))
 
-    @property
-    def _training_thread(self) -> int:
-        return int(self._recorder.training_thread)
-
-    def _write(self, kind: CoreWait, places: dict[str, str], at: int) -> None:
-        now = dict(_read_all(places))
+    def _write(self, kind: CoreWait, now: ThreadTimes, at: int) -> None:
         before = self._before.get(kind)
         self._before[kind] = now
         if before is None or not now:
             return
-        # A thread that is new since the last sample has waited since then only.
-        changes = [
-            (ran - before.get(task, (0, 0))[0], waited - before.get(task, (0, 0))[1])
-            for task, (ran, waited) in now.items()
-        ]
-        enough = MIN_BUSY_SHARE * (at - self._at)
-        busy = sum(ran + waited >= enough for ran, waited in changes)
-        delay = sum(max(waited, 0) for _, waited in changes)
+        busy, delay = busy_threads(before, now, at - self._at)
         self._recorder.event(
             State.OTHERS_STARVED, self._at, at, amount=delay, seq=busy, peer=int(kind)
         )
+
+
+def thread_times(pids: Iterable[str]) -> ThreadTimes:
+    """Return for each thread of these processes the ns that it ran, and that it waited for a core.
+
+    pids: Process ids, or "self".
+    """
+    places = [(task, f"{pid}/task/{task}") for pid in pids for task in _tasks(pid)]
+    found = {}
+    for task, place in places[:MAX_SAMPLED_THREADS]:
+        try:
+            with open(f"/proc/{place}/schedstat", "rb", buffering=0) as file:
+                ran, waited, *_ = file.read(_SCHEDSTAT_BYTES).split()
+            found[task] = (int(ran), int(waited))
+        except (OSError, ValueError):  # the thread has just ended
+            continue
+    return found
+
+
+def busy_threads(before: ThreadTimes, after: ThreadTimes, length: int) -> tuple[int, int]:
+    """Return the number of threads that were not idle between two readings, and their run delays.
+
+    Both in ns; ``length``: from one to the other. A thread that is new has waited since then only.
+    """
+    busy = delay = 0
+    for task, (ran, waited) in after.items():
+        ran_before, waited_before = before.get(task, (0, 0))
+        ran, waited = max(ran - ran_before, 0), max(waited - waited_before, 0)
+        busy += ran + waited >= MIN_BUSY_SHARE * length
+        delay += waited
+    return busy, delay
 
 
 def child_pids() -> list[str]:
@@ -128,25 +149,8 @@ def child_pids() -> list[str]:
         return []
 
 
-def core_wait_seconds(pid: str) -> float:
-    """Return the seconds that the live threads of a process have waited for a core."""
-    places = {task: f"{pid}/task/{task}" for task in _tasks(pid)}
-    return sum(waited for _, (_, waited) in _read_all(places)) / 1e9
-
-
 def _tasks(pid: str) -> list[str]:
     try:
         return os.listdir(f"/proc/{pid}/task")
     except OSError:  # not Linux, or the process has just ended
         return []
-
-
-def _read_all(places: dict[str, str]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield for each thread the ns that it ran, and the ns that it waited for a core."""
-    for task, place in list(places.items())[:MAX_SAMPLED_THREADS]:
-        try:
-            with open(f"/proc/{place}/schedstat", "rb", buffering=0) as file:
-                ran, waited, *_ = file.read(_SCHEDSTAT_BYTES).split()
-            yield task, (int(ran), int(waited))
-        except (OSError, ValueError):  # the thread has just ended
-            continue
