@@ -1,16 +1,21 @@
 """Waits for a core are taken out of the states in which they lay; all figures still add up."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from records import MS, Rank, report_of
 
+from paceline.analyze.diagnosis.causes import Witness
+from paceline.analyze.diagnosis.ladder import Interval
 from paceline.analyze.figures.pop import LOSSES
 from paceline.analyze.records.core_waits import OtherThreads
 from paceline.analyze.records.state_timeline import STATES, Window, build_timeline
 from paceline.record.ring.states import CoreWait, State
 from paceline.report.core_waits import core_wait_sentence
 from paceline.report.sentences import sentence
+from paceline.report.terminal.diagnose import waits_for_cores
 from paceline.report.terminal.run_report import render
 
 
@@ -139,3 +144,15 @@ def test_report_without_waits_for_a_core_does_not_mention_threads(tmp_path):
     report = report_of([rank])
     assert report.states[0]["starved"] == 0
     assert core_wait_sentence(report) == ""
+
+
+def test_diagnosis_says_what_one_thread_per_rank_saves_only_if_measured(tmp_path):
+    report = report_of(crowded(tmp_path))
+    saves = Witness("threads", Interval(0.08, 0.06, 0.1), None)
+    for witnesses, end in (
+        ([], "3 other threads wait for one"),
+        ([saves], "One thread per rank saves 8.0 % (6.0 to 10.0) of a step, as measured"),
+        ([replace(saves, ladder=Interval(-0.1, -0.2, 0.0))], "saves nothing, as measured"),
+    ):
+        (said,) = waits_for_cores(SimpleNamespace(report=report, witnesses=witnesses))
+        assert said.endswith(end)

@@ -21,13 +21,15 @@ from .states import BACKGROUND_STATES, State
 MAGIC = b"PACELINE"
 VERSION = 7
 HEADER_BYTES = 16384
-# For each state number, whether the run delay of the training thread is read at its end, and when
-# it begins.
+# States of the training thread at whose beginning and end its run delay is read.
 _READING_STATES = (
     *(State.INPUT, State.GAP, State.FORWARD, State.BACKWARD, State.OPTIMIZER),
     *(State.CHECKPOINT, State.VALIDATION, State.BLOCKED),
 )
-_READS_CORE_WAIT = bytes(state in _READING_STATES for state in range(256))
+_READS_AT_END = bytes(state in _READING_STATES for state in range(256))
+# A synchronous collective has no event before its end.
+_READS_AT_BEGIN = bytes(state in (*_READING_STATES, State.COLLECTIVE) for state in range(256))
+_READS_NEVER = bytes(256)
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON
 HEADER = struct.Struct("<8sIIIQQQI")
@@ -101,7 +103,7 @@ class Ring:
 
         ``read_core_wait`` is called where a state of the training thread ends.
         """
-        reads = _READS_CORE_WAIT if read_core_wait is not None else bytes(256)
+        reads = _READS_AT_END if read_core_wait is not None else _READS_NEVER
         ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
         memory, capacity, size = self._map, self.capacity, EVENT.size
 
@@ -135,7 +137,7 @@ class Ring:
 
         ``read_core_wait`` is called where a state of the training thread begins.
         """
-        reads = _READS_CORE_WAIT if read_core_wait is not None else bytes(256)
+        reads = _READS_AT_BEGIN if read_core_wait is not None else _READS_NEVER
         pack, memory, background = LAST_BEGUN.pack_into, self._map, int(min(BACKGROUND_STATES))
 
         def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
