@@ -16,6 +16,7 @@ from paceline.record.ring import core_wait
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import CoreWait, State
 
+LATER = 1_000_000_000  # ns; no reading was as shortly before that none is due
 BUSY = "import time\nwhile True: pass"
 SCRIPT = f"""
     import os, subprocess, sys, time
@@ -103,16 +104,16 @@ def test_recorder_without_counters_of_the_kernel_records_all_else(tmp_path, monk
 
     monkeypatch.setattr(os, "open", without_counters)
     recorder = Recorder(0, 1, folder=tmp_path)
-    recorder.event(State.FORWARD, 1, 2)
+    recorder.event(State.FORWARD, 1, time.monotonic_ns() + LATER)
     record = parse_record(recorder.snapshot())
     assert record.count(State.FORWARD) == len(record.events) == 1
 
 
 def test_script_that_closes_all_files_does_not_end_the_recording(tmp_path):
     recorder = Recorder(0, 1, folder=tmp_path)
-    recorder.event(State.FORWARD, 1, 2)
     os.close(recorder.core_wait._fd)
-    recorder.event(State.BACKWARD, 2, 3)
-    recorder.event(State.OPTIMIZER, 3, 4)
+    for state in (State.FORWARD, State.BACKWARD, State.OPTIMIZER):
+        recorder.event(state, 1, time.monotonic_ns() + LATER)
+    assert recorder.core_wait._fd == -1
     record = parse_record(recorder.snapshot())
     assert record.count(State.FORWARD, State.BACKWARD, State.OPTIMIZER) == 3

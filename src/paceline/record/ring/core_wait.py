@@ -15,6 +15,7 @@ from typing import Any
 from .states import CoreWait, State
 
 MIN_WAIT_NS = 50_000  # a shorter wait is added to the next one, so that it costs no event
+MIN_INTERVAL_NS = 200_000  # between two readings, of about 2 µs each: at most 1 % of the time
 SAMPLE_INTERVAL_NS = 1_000_000_000
 MAX_COST_SHARE = 0.005  # of a core, for the samples of all threads
 MAX_SAMPLED_THREADS = 1024  # of a rank, and of its child processes
@@ -37,8 +38,14 @@ class TrainingCoreWait:
         self._at, self._waited = _now(), 0
         self.reads = 0
 
-    def read(self) -> None:
-        """Write an event with the run delay since the last reading, if there was one."""
+    def read(self, at: int) -> None:
+        """Write an event with the run delay since the last reading, if there was one.
+
+        at: Time (ns) at which a state begins or ends. Nothing is read if the last reading was after
+        it or just before it.
+        """
+        if at - self._at < MIN_INTERVAL_NS:
+            return
         if self._thread != self._recorder.training_thread:
             self._open()
         if self._fd < 0:
@@ -49,11 +56,10 @@ class TrainingCoreWait:
             self._fd = -1
             return
         self.reads += 1
-        start, at = self._at, _now()
-        self._at = at
+        start, self._at = self._at, _now()
         if waited - self._waited >= MIN_WAIT_NS:
             delay, self._waited = waited - self._waited, waited
-            self._recorder.event(State.STARVED, start, at, amount=delay)
+            self._recorder.event(State.STARVED, start, self._at, amount=delay)
 
     def _open(self) -> None:
         """Open the counters of the thread that trains now, and begin with its next reading."""

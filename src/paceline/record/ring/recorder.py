@@ -1,6 +1,7 @@
 """The recorder of one rank, which the hooks call: its clock, its ring and its measured cost."""
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -83,7 +84,8 @@ class Recorder:
         begin = self._ring.begin_writer(self, self.core_wait.read)
         self.begin = begin  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
-        self.core_wait_cost_ns = measure_difference_ns(lambda: None, self.core_wait.read)
+        read = functools.partial(self.core_wait.read, sys.maxsize)
+        self.core_wait_cost_ns = measure_difference_ns(lambda: None, read)
         self._ring.clear()
 
     def drop_ring(self) -> None:

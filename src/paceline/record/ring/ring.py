@@ -23,7 +23,7 @@ VERSION = 7
 HEADER_BYTES = 16384
 # States of the training thread at whose beginning and end its run delay is read.
 _READING_STATES = (
-    *(State.INPUT, State.GAP, State.FORWARD, State.BACKWARD, State.OPTIMIZER),
+    *(State.INPUT, State.FORWARD, State.BACKWARD, State.OPTIMIZER),
     *(State.CHECKPOINT, State.VALIDATION, State.BLOCKED),
 )
 _READS_AT_END = bytes(state in _READING_STATES for state in range(256))
@@ -97,11 +97,11 @@ class Ring:
         self.writer(SimpleNamespace(step=step))(state, start, end, amount, seq, group, op, peer)
 
     def writer(
-        self, of: Any, read_core_wait: Callable[[], None] | None = None
+        self, of: Any, read_core_wait: Callable[[int], None] | None = None
     ) -> Callable[..., None]:
         """Return a function that appends an event with the current step of ``of``, a recorder.
 
-        ``read_core_wait`` is called where a state of the training thread ends.
+        ``read_core_wait`` is called with the time at which a state of the training thread ends.
         """
         reads = _READS_AT_END if read_core_wait is not None else _READS_NEVER
         ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
@@ -123,19 +123,19 @@ class Ring:
             pack(memory, place, start, end, amount, number, of.step, group, state, op, peer)
             count_to(memory, WRITTEN_OFFSET, slot + 1)
             if reads[state]:
-                read_core_wait()  # type: ignore[misc]
+                read_core_wait(end)  # type: ignore[misc]
 
         return event
 
     def begin_writer(
-        self, of: Any, read_core_wait: Callable[[], None] | None = None
+        self, of: Any, read_core_wait: Callable[[int], None] | None = None
     ) -> Callable[..., None]:
         """Return a function that writes the operation which the recorder ``of`` begins.
 
         It overwrites the previous one, of the training thread or of the other threads. Whether that
         has ended is in the events.
 
-        ``read_core_wait`` is called where a state of the training thread begins.
+        ``read_core_wait`` is called with the time at which a state of the training thread begins.
         """
         reads = _READS_AT_BEGIN if read_core_wait is not None else _READS_NEVER
         pack, memory, background = LAST_BEGUN.pack_into, self._map, int(min(BACKGROUND_STATES))
@@ -144,7 +144,7 @@ class Ring:
             place = LAST_BEGUN_OFFSET if state < background else BACKGROUND_BEGUN_OFFSET
             pack(memory, place, since, seq & 0xFFFFFFFF, of.step, group, state, op)
             if reads[state]:
-                read_core_wait()  # type: ignore[misc]
+                read_core_wait(since)  # type: ignore[misc]
 
         return begin
 
