@@ -56,7 +56,7 @@ def test_training_thread_waits_for_the_core_that_another_process_uses(tmp_path, 
     (path,) = tmp_path.glob("*.ring")
     record = parse_record(path.read_bytes())
     waited = int(record.events_in(State.STARVED)["amount"].sum())
-    assert waited == pytest.approx(int(result.stdout), abs=5e6)
+    assert waited == pytest.approx(int(result.stdout), rel=0.1, abs=3e7)
     report = analyse(Run("test", [record], missing=[]))
     if others:  # two processes on one core: half of the time, more if further ones use it
         assert 0.25 < report.states[0]["starved"] < 0.95
