@@ -47,13 +47,13 @@ def _inputs(e: Evidence) -> NamedCause:
         if workers
         else "no workers: the training process loads the batches"
     )
-    files = _file_share(e)
-    evidence |= {"file_share": files} if files is not None else {}
+    reading = _file_share(e)
+    evidence |= {"file_share": reading} if reading is not None else {}
     reads = _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader))
-    if files is None or files < MIN_FILE_SHARE:
+    if reading is None or reading < MIN_FILE_SHARE:
         if (said := _without_cores(e, each, who, evidence)) is not None:
             return said
-        reads = reads and files is None
+        reads = reads and reading is None
     if reads:
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
