@@ -32,6 +32,15 @@ def format_ranges(numbers: list[int]) -> str:
     return ",".join(parts)
 
 
+def parse_ranges(text: str) -> list[int]:
+    """Return the numbers of a result of ``format_ranges``."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
 def named_ranks(ranks: Collection[int], limit: int = 8) -> str:
     """Format ranks as ranges: "rank 3", "ranks 0-3, 7", "ranks 0-3, 7 and 12 more".
 

@@ -28,7 +28,7 @@ def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, fact
     fall = waterfall(*(climbed[name] for name in ("alone", "silent", "cached", "everything")))
     report = SimpleNamespace(
         losses=[], groups=[], hosts=["a", "a"], size=2,
-        states=[{"useful": 0.6, "other": 0.0}] * 2,
+        states=[{"useful": 0.6, "starved": 0.0, "other": 0.0}] * 2,
     )  # fmt: skip
     return Evidence(
         fall, report, loader, 1, cores, 2, 10, climbed, facts or [{}, {}], gradients=gradients
@@ -235,7 +235,7 @@ def test_faster_computing_is_not_proposed_for_what_it_cannot_help():
 
     def proposed(*causes, states=0.9, **rungs):
         e = evidence(facts=[facts] * 2, **rungs)
-        e.report.states = [{"useful": states, "other": 0.0}] * 2
+        e.report.states = [{"useful": states, "starved": 0.0, "other": 0.0}] * 2
         return {one.knob for one in remedies(e, causes, "", {})} & knobs
 
     assert proposed() == knobs

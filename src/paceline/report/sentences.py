@@ -20,6 +20,7 @@ _LATE_BECAUSE = {
     "input": "had waited for its batch",
     "checkpoint": "had saved a checkpoint",
     "validation": "had evaluated the model",
+    "starved": "had been ready to run without a core",
     "other": "had done other work of the script",
     "wait": "had waited for another rank",
     "transfer": "was late after its previous collective",
@@ -31,9 +32,17 @@ _DID_LONGER = {
     "input": "waited for a batch",
     "checkpoint": "saved",
     "validation": "evaluated",
+    "starved": "waited for a core",
     "other": "did other work of the script",
     "transfer": "exchanged data",
     STILL: "stood still",
+}
+_STARVED_WHILE = {
+    "useful": ", mostly while it computed",
+    "input": ", mostly while it waited for or loaded batches",
+    "checkpoint": ", mostly while it saved checkpoints",
+    "validation": ", mostly while it evaluated the model",
+    "other": ", mostly during other work of the script",
 }
 MAX_TROUBLES = 3  # standstills and stalls with a sentence each; the others are counted
 MAX_NAMED_STEPS = 8
@@ -61,6 +70,7 @@ def sentence(loss: Loss, report: Report) -> str:
         "input": "waiting for the next batch",
         "checkpoint": "waiting for checkpoints",
         "validation": "evaluating",
+        "starved": f"waiting for a core{_STARVED_WHILE.get(str(loss.doing), '')}",
         "other": "other work of the script, outside of the recognised phases",
     }[loss.kind]
     most = ""

@@ -40,7 +40,7 @@ def judged(
     told = [FACTS | one for one in facts] or [FACTS, FACTS]
     group = [Group("0", 2, [0, 1], 0.3, 0.3, 0.0, 1.0, [calls])] if calls else []
     taken = sum(loss.share for loss in losses)
-    state = {"useful": 1 - taken, "other": 0.0}
+    state = {"useful": 1 - taken, "starved": 0.0, "other": 0.0}
     report = SimpleNamespace(
         losses=list(losses), groups=group, hosts=["a", "b"], states=[state, state], size=2
     )
@@ -180,7 +180,8 @@ PRINTING = [Loss("wait", 0.25, 1, "b", "other"), Loss("other", 0.2, lines=PRINTS
 def uneven(facts=(), losses=UNEVEN, other=(0.0, 0.0), **used):
     rungs = {name: rung(slow=2.0, **used) for name in ("silent", "cached", "everything")}
     rungs["alone"] = rung(0.05, ranks=1)
-    own = [{"useful": useful, "other": one} for useful, one in zip((0.5, 1.0), other, strict=True)]
+    shares = zip((0.5, 1.0), other, strict=True)
+    own = [{"useful": useful, "starved": 0.0, "other": one} for useful, one in shares]
     fall = waterfall(*(rungs[name] for name in ("alone", "silent", "cached", "everything")))
     report = SimpleNamespace(losses=losses, groups=[], hosts=["a", "b"], states=own, size=2)
     told = [FACTS | one for one in facts] or [FACTS, FACTS]

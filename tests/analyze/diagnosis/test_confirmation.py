@@ -23,7 +23,7 @@ def evidence(*, losses=(), facts=FACTS, savings=None, **changed):
     names = ("alone", "silent", "cached", "everything")
     rungs = {name: rung(ranks=1 if name == "alone" else 2) for name in names} | changed
     fall = waterfall(*(rungs[name] for name in names))
-    state = {"useful": 1 - sum(loss.share for loss in losses), "other": 0.0}
+    state = {"useful": 1 - sum(loss.share for loss in losses), "starved": 0.0, "other": 0.0}
     report = SimpleNamespace(
         losses=list(losses), groups=[], hosts=["a", "b"], states=[state, state], size=2
     )

@@ -1,6 +1,7 @@
 """Causes that name a line: what no other cause explains, and the work of one rank."""
 
 import pytest
+from rungs import rung
 from test_causes import INPUT, LOADER, WAITS_INPUT, judged
 
 from paceline.analyze.diagnosis.line_profile import Doing, Entry, LineProfile, SampledLine, Stack
@@ -100,6 +101,59 @@ def test_input_cause_names_the_line_of_the_workers():
     found.workers[(len(found.stacks) - 1, Doing.FILE)] = 0.4
     (cause,) = judged(losses=WAITS_INPUT, loader=LOADER, line_profile=found, **INPUT)
     assert "line 5: text = file.read()" in cause.sentence
+
+
+TRANSFORM = SampledLine("data.py", 9, "Set.__getitem__", "y = scipy.fft.fft(x, workers=8)")
+# A worker of each rank opens a file for each sample, and computes with many threads on 2 cores.
+CROWDED = LOADER | {
+    "opened": 6400,
+    "read": 6400 * 4096,
+    "busy_s": 9.0,
+    "system_s": 6.0,
+    "waited_s": 90.0,
+    "busy_threads": 32,
+}
+
+
+def of_workers(reading):
+    """Return a profile in which workers spend this share of their time in reading files."""
+    found = profile()
+    for line, doing, share in (
+        (READ, Doing.FILE, reading),
+        (TRANSFORM, Doing.LIBRARY, 0.9 - reading),
+    ):
+        add(found, 0, (line,), "input", doing, 0.0)
+        found.workers[(len(found.stacks) - 1, doing)] = share
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reading", "loader", "name"),
+    [
+        (0.05, CROWDED, "too-many-threads"),
+        (None, CROWDED, "too-many-threads"),
+        (0.8, CROWDED, "input-small-files"),
+        (0.05, CROWDED | {"waited_s": 0.0}, "input-preprocessing"),
+        (0.05, CROWDED | {"busy_threads": 2}, "input-preprocessing"),
+        (0.05, CROWDED | {"waited_s": 0.0, "busy_s": 1.0}, "input-waiting"),
+    ],
+)
+def test_small_files_are_a_cause_only_if_workers_read_and_have_cores(reading, loader, name):
+    found = of_workers(reading) if reading is not None else None
+    (cause,) = judged(losses=WAITS_INPUT, loader=loader, line_profile=found, **INPUT)
+    assert cause.id == name, cause.sentence
+    if name == "too-many-threads":
+        assert cause.evidence["threads_waiting"] == 9.0
+        assert "on average 9.0 of its threads per rank wait for a core" in cause.sentence
+        assert "16 busy threads on each of 2 ranks share 2 cores" in cause.sentence
+
+
+def test_other_programs_take_the_cores_of_a_loader():
+    real = rung(0.1, delayed=0.3, host=2.0, process=0.3, children=0.5)
+    found = of_workers(0.05)
+    rungs = INPUT | {"everything": real}
+    (cause,) = judged(losses=WAITS_INPUT, loader=CROWDED, line_profile=found, **rungs)
+    assert cause.id == "noisy-machine"
 
 
 WORK_OF_RANK_1 = profile(

@@ -31,7 +31,7 @@ def check_sums(report):
     for loss in report.losses:
         assert loss.share > 0
         lost[loss.kind] = lost.get(loss.kind, 0.0) + loss.share
-    for kind in ("wait", "transfer", "checkpoint", "validation", "input", "other"):
+    for kind in ("wait", "transfer", "checkpoint", "validation", "input", "starved", "other"):
         assert lost.get(kind, 0.0) == pytest.approx(mean(report, kind), abs=1e-9), kind
     assert sum(lost.values()) == pytest.approx(1 - report.efficiencies.useful, abs=1e-9)
     for kind in ("wait", "transfer"):

@@ -54,7 +54,7 @@ class _Builder:
             )
             self.profile.samples += len(inside)
             whole = float(rank_lines.weight[inside].sum())
-            states = timeline.state_at(rank_lines.at[inside] - 1)
+            states = timeline.underlying_at(rank_lines.at[inside] - 1)
             for i, state in zip(inside.tolist(), states.tolist(), strict=True):
                 stack = int(rank_lines.stack[i])
                 share = weight * float(rank_lines.weight[i]) / whole

@@ -17,6 +17,7 @@ from ..figures.report import Report
 from .exchanged_calls import ExchangedCalls
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
+from .lateness import COMPUTING
 from .line_profile import LineProfile
 from .survey import is_rare
 
@@ -98,7 +99,7 @@ class Evidence:
         These are waits without a known late rank, and waits for computation beyond the constant
         difference between the ranks.
         """
-        late = self.loss_share(doing=("useful", "other"))
+        late = self.loss_share(doing=COMPUTING)
         constant = max(self._computing_spread.longest_minus_mean, 0.0)
         unattributed = sum(
             x.share for x in self.report.losses if x.kind == "wait" and x.rank is None
@@ -118,7 +119,7 @@ class Evidence:
     def _computing_spread(self) -> RankSpread:
         if self.rank_spread is not None:
             return self.rank_spread
-        computing = [[rank["useful"] + rank["other"]] for rank in self.report.states]
+        computing = [[sum(rank[name] for name in COMPUTING)] for rank in self.report.states]
         return rank_spread(np.array(computing)) if computing else RankSpread(0.0, 0.0)
 
     def mean_usage(self, rung: str, resource: str) -> float:

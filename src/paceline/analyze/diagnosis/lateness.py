@@ -8,7 +8,7 @@ from ..figures.measured_window import MeasuredWindow
 from ..figures.steps import states_by_step, times_by_range
 from ..records.state_timeline import STATES
 
-COMPUTING = ("useful", "other")
+COMPUTING = ("useful", "starved", "other")
 OWN_STATES = [STATES.index(name) for name in COMPUTING]
 MIN_NEARLY_ALL = 0.9  # of the steps, to be called slow in nearly all of them
 MIN_SLOW_SHARE = 0.8  # of the steps after the first slow one, to be called slow since then

@@ -16,7 +16,7 @@ from ...record.ring.states import Op, State
 from ..records.blocked_time import BlockedTime
 from ..records.match_collectives import NO_INDEX, MatchedCommunication, split_by_record
 from ..records.read_record import Record
-from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, total
+from ..records.state_timeline import OTHER, STATES, Ints, Timeline, Window, mostly_starved_in, total
 from .pop import LOSSES, Efficiencies
 from .window_steps import Floats, Occurrence, Steps, loader_starts, occurrence
 
@@ -32,11 +32,12 @@ class Loss:
     """One cause's share of all ranks' time in the window.
 
     Attributes:
-        kind: wait, transfer, checkpoint, validation, input or other.
+        kind: wait, transfer, checkpoint, validation, input, starved or other.
         rank: For a wait, the rank that it was for; None where the culprit is unknown (below the
             clocks' residual, or without a record). For the other kinds, the rank with the largest
             loss.
-        doing: For a wait, the state in which ``rank`` was longer than the waiting rank.
+        doing: For a wait, the state in which ``rank`` was longer than the waiting rank. For
+            starved, the state in which most of it lay, on all ranks together.
         steps: First and last step of the range of tenths with most of the loss.
         occurs: The steps that have it; None for a tiny loss, or where ranks share no steps.
         most: Share of the time of ``rank``, not for waits.
@@ -199,7 +200,7 @@ def wait_losses(
             excess = np.where(
                 excess_sum > 0,
                 excess / np.maximum(excess_sum, 1),
-                _one_hot(line.state_at(last_arrival[chunk] - 1)),
+                _one_hot(line.underlying_at(last_arrival[chunk] - 1)),
             )
             excess_shares[part : part + CHUNK_ROWS] = excess
         for state in range(len(STATES)):
@@ -299,9 +300,7 @@ def transfer_losses(
 
 
 def own_losses(records: list[Record], timelines: list[Timeline], place: LossPlaces) -> list[Loss]:
-    """Return the losses of the ranks outside communication: checkpoint, validation, input,
-    other.
-    """
+    """Return the losses of the ranks outside communication: LOSSES."""
     edges, steps = place.ranges.edges, place.steps
     length = int(edges[-1] - edges[0])
     per_range = np.empty((len(timelines), len(edges) - 1, len(STATES)))  # (ranks, ranges, states)
@@ -327,6 +326,7 @@ def own_losses(records: list[Record], timelines: list[Timeline], place: LossPlac
                 share,
                 records[worst].rank,
                 records[worst].host,
+                mostly_starved_in(timelines) if kind == "starved" else None,
                 **place.of_states(spent.sum(axis=0), in_steps, share, kind),
                 most=float(by_rank[worst]) / length,
                 lines=lines_in(records, timelines, state),
@@ -343,6 +343,7 @@ def lines_in(
     Each has file, line, function, code, inside (module.function of the library that it called, if
     any), and its share of the time in ``state``. A sample stands for the time in ``state`` since
     the sample before it: after a standstill, in which the sampler could not run, for all of that.
+    The position of a wait for a core is unknown, so it is of any sample that ends it.
     """
     found: dict[tuple[str, ...], tuple[int, dict[str, object]]] = {}
     for record, line in zip(records, timelines, strict=True):
@@ -351,7 +352,8 @@ def lines_in(
         samples = samples[inside]
         samples = samples[np.argsort(samples["start"], kind="stable")]
         time = np.diff(line.cumulative_in(STATES[state], samples["start"]), prepend=0)
-        in_state = line.state_at(samples["start"]) == state
+        in_state = line.underlying_at(samples["start"]) == state
+        in_state = time > 0 if STATES[state] == "starved" else in_state
         rows = zip(samples["amount"][in_state].tolist(), time[in_state].tolist(), strict=True)
         for number, spent in rows:
             known = record.lines.get(number)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 # The losses outside communication, in the order in which they are subtracted.
-LOSSES = ("checkpoint", "validation", "input", "other")
+LOSSES = ("checkpoint", "validation", "input", "starved", "other")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Efficiencies:
     checkpoint: float
     validation: float
     input: float
+    starved: float
     other: float
     useful: float
 

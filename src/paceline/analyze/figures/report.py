@@ -15,6 +15,7 @@ from ...significance import is_slowest
 from ..memory.growth import MemoryGrowth, find_growth
 from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
+from ..records.core_waits import OtherThreads, other_threads
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
@@ -111,6 +112,9 @@ class Report:
     loading: LoaderTotals | None = None  # by paceline.data.Loader
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
+    # of each rank: waits for a core as shares of the window, by the state in which they lay
+    starved_in: list[dict[str, float]] = field(default_factory=list)
+    other_threads: list[OtherThreads] = field(default_factory=list)  # of each rank
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
@@ -221,7 +225,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled", "background"]
+        lists += ["stood_still", "stalled", "background", "starved_in", "other_threads"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
         nothing |= {"samples": 0}
         return nothing | {name: [] for name in lists}
@@ -255,6 +259,10 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "stalled": stalled,
         "waited_for": longest_waits(m),
         "background": [background_ns(record, m.within) / length for record in m.records],
+        "starved_in": [
+            {state: ns / length for state, ns in line.starved_in.items()} for line in m.timelines
+        ],
+        "other_threads": [other_threads(r, m.within.start, m.within.end) for r in m.records],
     }
 
 

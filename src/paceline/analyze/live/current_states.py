@@ -12,8 +12,8 @@ import numpy as np
 
 from ...record.ring.states import (
     BACKGROUND_STATES,
+    BESIDE_STATES,
     POINT_TO_POINT_OPS,
-    SAMPLER_STATES,
     Op,
     State,
 )
@@ -61,7 +61,7 @@ class RankState:
 
 def rank_state(record: Record, tail: Tail) -> RankState:
     """Return the current state of a rank, from its record and its host's clock."""
-    events = record.events[~np.isin(record.states, SAMPLER_STATES)]
+    events = record.events[~np.isin(record.states, BESIDE_STATES)]
     done = events[events["state"] == State.STEP]["step"]
     step = max(int(events["step"].max(initial=0)), int(done.max()) + 1 if len(done) else 0)
     newest = events[len(events) - 1 - int(events["end"][::-1].argmax())] if len(events) else None

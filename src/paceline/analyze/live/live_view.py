@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...record.ring.states import SAMPLER_STATES, State
+from ...record.ring.states import BESIDE_STATES, State
 from ...record.ring.tail import Tail
 from ..figures.report import TABLES_DIFFER, analyse_with_window
 from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
@@ -155,7 +155,7 @@ def _recent(records: list[Record]) -> list[Record]:
 
 
 def _event_count(record: Record) -> int:
-    return int(np.count_nonzero(~np.isin(record.states, SAMPLER_STATES)))
+    return int(np.count_nonzero(~np.isin(record.states, BESIDE_STATES)))
 
 
 def _figures(run: Run) -> tuple[dict[str, Any], float]:

@@ -5,8 +5,10 @@ The states are defined in docs/reference/measures.md.
 Events overlap (a blocked wait lies inside a backward, input inside a validation). Of all events
 that cover an instant, the first in ``STATE_PRIORITY`` counts. A rank's window becomes a sequence of
 segments, each in one state, so the states add up to its length exactly, in whole nanoseconds.
+The time in which the training thread had no core is taken out of the states in which it lay.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +17,20 @@ import numpy.typing as npt
 
 from ...record.ring.states import (
     BACKGROUND_STATES,
+    BESIDE_STATES,
     BLOCKING_STATES,
-    SAMPLER_STATES,
     USEFUL_STATES,
     State,
 )
+from .core_waits import place_delays
 from .read_record import Record
 
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Ints, Ints]  # starts and ends (ns)
 
 STATE_PRIORITY = ("wait", "transfer", "checkpoint", "validation", "input", "useful")
-STATES = ("useful", "input", "checkpoint", "validation", "other", "wait", "transfer")
-OTHER = STATES.index("other")
+STATES = ("useful", "input", "checkpoint", "validation", "starved", "other", "wait", "transfer")
+STARVED, OTHER = STATES.index("starved"), STATES.index("other")
 COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 
@@ -71,7 +74,7 @@ def find_window(records: list[Record], steps: tuple[int, int] | None = None) -> 
     if not step_ends or min(len(step) for step in step_ends) < 2:
         return None
     start = max(int(step["end"][0]) for step in step_ends)
-    beside = (*SAMPLER_STATES, *BACKGROUND_STATES)
+    beside = (*BESIDE_STATES, *BACKGROUND_STATES)
     end = max(int(r.events["end"][~np.isin(r.states, beside)].max()) for r in records)
     if steps is not None:
         first, last = steps
@@ -108,10 +111,14 @@ def merge_intervals(start: Ints, end: Ints, window: Window) -> Intervals:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's window: segment i is [edges[i], edges[i + 1]) and in STATES[label[i]]."""
+    """One rank's window: segment i is [edges[i], edges[i + 1]) and in STATES[label[i]].
+
+    ``underlying`` is the same without the state starved: what the rank did, with or without a core.
+    """
 
     edges: Ints
     label: npt.NDArray[np.int8]
+    underlying: npt.NDArray[np.int8]
 
     @property
     def states(self) -> dict[str, int]:
@@ -148,10 +155,24 @@ class Timeline:
         in_segment = np.where(counts[segment], times - self.edges[segment], 0)
         return np.asarray(cumulative[segment] + in_segment, np.int64)
 
+    @property
+    def starved_in(self) -> dict[str, int]:
+        """Nanoseconds without a core, by the state in which they lay."""
+        starved = self.label == STARVED
+        lengths, states = np.diff(self.edges)[starved], self.underlying[starved]
+        return {STATES[i]: total(lengths[states == i]) for i in np.unique(states).tolist()}
+
     def state_at(self, times: Ints) -> npt.NDArray[np.int8]:
         """Return the index in STATES of the state at each time of the window."""
+        return self.label[self._segment_at(times)]
+
+    def underlying_at(self, times: Ints) -> npt.NDArray[np.int8]:
+        """Return the index in STATES of what the rank did at each time, with or without a core."""
+        return self.underlying[self._segment_at(times)]
+
+    def _segment_at(self, times: Ints) -> Ints:
         segment = np.searchsorted(self.edges, times, "right") - 1
-        return self.label[np.clip(segment, 0, len(self.label) - 1)]
+        return np.asarray(np.clip(segment, 0, len(self.label) - 1))
 
 
 def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
@@ -183,7 +204,34 @@ def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
         if len(start):
             segment = np.searchsorted(start, edges[:-1], "right") - 1
             label[(segment >= 0) & (edges[:-1] < end[segment])] = STATES.index(name)
-    return Timeline(edges, label)
+    return _without_core_waits(record, edges, label)
+
+
+def _without_core_waits(record: Record, edges: Ints, label: npt.NDArray[np.int8]) -> Timeline:
+    """Return the timeline of these segments, with the waits for a core taken out of their states.
+
+    A thread that is blocked does not ask for a core. On a GPU, a delay of the thread costs nothing
+    while kernels compute.
+    """
+    start, end = place_delays(record, edges, label < COMMUNICATION[0])
+    cuts = np.unique(np.concatenate([edges, start, end]))
+    underlying = label[np.searchsorted(edges, cuts[:-1], "right") - 1]
+    if not len(start):
+        return Timeline(cuts, underlying, underlying)
+    delay = np.searchsorted(start, cuts[:-1], "right") - 1
+    starved = (delay >= 0) & (cuts[:-1] < end[delay])
+    if record.on_gpu:
+        starved &= underlying != STATES.index("useful")
+    return Timeline(cuts, np.where(starved, STARVED, underlying).astype(np.int8), underlying)
+
+
+def mostly_starved_in(timelines: Iterable[Timeline]) -> str | None:
+    """Return the state in which the ranks lost most time by waits for a core; None without."""
+    spent = dict.fromkeys(STATES, 0)
+    for line in timelines:
+        for state, ns in line.starved_in.items():
+            spent[state] += ns
+    return max(spent, key=spent.__getitem__) if any(spent.values()) else None
 
 
 def background_ns(record: Record, window: Window) -> int:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
+from ..ring.core_wait import busy_threads, child_pids, thread_times
 from ..ring.launcher_messages import notify, send_to_launcher
 from ..ring.recorder import Recorder
 from ..ring.resource_usage import (
     FileOpenCounter,
     bytes_read,
-    child_pids,
     cpu_seconds,
     measure_open_s,
 )
@@ -265,6 +265,7 @@ class Experiment:
             return
         iterator = make_iterator() if without_workers else iterator
         start, before = time.perf_counter(), self._loader_usage()
+        threads = thread_times(["self", *child_pids()])
         times: list[float] = []
         while len(times) < self.rung.steps and time.perf_counter() - start < MAX_LOADER_S:
             fetch_start = time.perf_counter()
@@ -276,6 +277,9 @@ class Experiment:
             times.append(time.perf_counter() - fetch_start)
         used = {name: now - before[name] for name, now in self._loader_usage().items()}
         totals = {"batches": len(times), "seconds": sum(times), **used, "open_s": measure_open_s()}
+        length = int((time.perf_counter() - start) * 1e9)
+        busy, waited = busy_threads(threads, thread_times(["self", *child_pids()]), length)
+        totals |= {"waited_s": waited / 1e9, "busy_threads": busy}
         self._results["loader"] = totals | {"workers": len(child_pids())}
         self._finish()
 

@@ -78,6 +78,8 @@ class LoaderOnly(TypedDict):
     opened: FiniteFloat
     open_s: NonNegativeFloat
     workers: NonNegativeInt
+    waited_s: NotRequired[NonNegativeFloat]
+    busy_threads: NotRequired[NonNegativeInt]
 
 
 class OtherThread(TypedDict, total=False):

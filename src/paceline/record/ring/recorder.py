@@ -1,6 +1,7 @@
 """The recorder of one rank, which the hooks call: its clock, its ring and its measured cost."""
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...version import __version__
+from .core_wait import TrainingCoreWait
 from .launcher_messages import notify
 from .ring import Ring
 from .states import State
@@ -48,6 +50,8 @@ class Recorder:
         self.started_ns = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
         self.extra_cost_ns = 0  # measured by the stack sampler and the collective check
         self.event_cost_ns = 0.0
+        self.core_wait = TrainingCoreWait(self)
+        self.core_wait_cost_ns = 0.0  # of one reading
         # Number of hook calls and of wrapped collectives, and their cost each, which they can't
         # measure themselves: it is measured against the same call unrecorded.
         self.hook_calls, self.hook_cost_ns = 0, 0.0
@@ -76,14 +80,18 @@ class Recorder:
         self._meta = describe_rank(rank, size, self.started_ns)
         self._ring = _open_ring(rank, self._meta, self._folder)
         # These replace the methods, so that an event costs one call.
-        self.event = self._ring.writer(self)  # type: ignore[method-assign]
-        self.begin = self._ring.begin_writer(self)  # type: ignore[method-assign]
+        self.event = self._ring.writer(self, self.core_wait.read)  # type: ignore[method-assign]
+        begin = self._ring.begin_writer(self, self.core_wait.read)
+        self.begin = begin  # type: ignore[method-assign]
         self.event_cost_ns = self._measure_event_cost()
+        read = functools.partial(self.core_wait.read, sys.maxsize)
+        self.core_wait_cost_ns = measure_difference_ns(lambda: None, read)
         self._ring.clear()
 
     def drop_ring(self) -> None:
         """Stop recording in a forked child (a DataLoader worker): the ring is the parent's."""
         self._ring = None
+        self.core_wait.close()
         self.__dict__.pop("event", None)
         self.__dict__.pop("begin", None)
 
@@ -205,10 +213,12 @@ class Recorder:
     def cost_ns(self) -> int:
         """Return the cost of recording so far (ns).
 
-        It is the numbers of events, hook calls and wrapped collectives, each times its measured
-        cost, plus what the stack sampler and the collective check measured of themselves.
+        It is the numbers of events, hook calls, wrapped collectives and readings of the run delay,
+        each times its measured cost, plus what the stack sampler and the collective check measured
+        of themselves.
         """
         counted = self.events * self.event_cost_ns + self.hook_calls * self.hook_cost_ns
+        counted += self.core_wait.reads * self.core_wait_cost_ns
         return int(counted + self.wrapped_calls * self.wrapper_cost_ns) + self.extra_cost_ns
 
     def write_cost(self) -> None:
@@ -219,6 +229,7 @@ class Recorder:
     def clear(self) -> None:
         """Discard all recorded events."""
         self.hook_calls = self.extra_cost_ns = self.step = self.samples = 0
+        self.core_wait.reads = 0
         self._last_step_end = now()
         if self._ring is not None:
             self._ring.clear()
@@ -232,7 +243,7 @@ class Recorder:
 
     def _measure_event_cost(self) -> float:
         """Return the nanoseconds of one event, including two clock reads."""
-        return measure_difference_ns(lambda: None, lambda: self.event(State.INPUT, now(), now()))
+        return measure_difference_ns(lambda: None, lambda: self.event(State.STEP, now(), now()))
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()

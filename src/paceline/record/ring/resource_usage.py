@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .core_wait import child_pids
 from .frame_lines import frame_line
 from .recorder import now
 from .stack_sampler import LIBRARY_PREFIXES
@@ -61,14 +62,6 @@ def read_usage() -> dict[str, float]:
 def usage_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """Return the difference of two results of ``read_usage``."""
     return {name: after[name] - before[name] for name in before}
-
-
-def child_pids() -> list[str]:
-    """Return the ids of the child processes of this process, e.g. workers of a loader."""
-    try:
-        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    except OSError:
-        return []
 
 
 def cpu_seconds(pid: str) -> tuple[float, float]:

@@ -16,11 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...security.files import open_regular
-from .states import BACKGROUND_STATES
+from .states import BACKGROUND_STATES, State
 
 MAGIC = b"PACELINE"
-VERSION = 6
+VERSION = 7
 HEADER_BYTES = 16384
+# States of the training thread at whose beginning and end its run delay is read.
+_READING_STATES = (
+    *(State.INPUT, State.FORWARD, State.BACKWARD, State.OPTIMIZER),
+    *(State.CHECKPOINT, State.VALIDATION, State.BLOCKED),
+)
+_READS_AT_END = bytes(state in _READING_STATES for state in range(256))
+# A synchronous collective has no event before its end.
+_READS_AT_BEGIN = bytes(state in (*_READING_STATES, State.COLLECTIVE) for state in range(256))
+_READS_NEVER = bytes(256)
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON
 HEADER = struct.Struct("<8sIIIQQQI")
@@ -87,8 +96,14 @@ class Ring:
         """Append one event. Thread-safe: slots are assigned atomically."""
         self.writer(SimpleNamespace(step=step))(state, start, end, amount, seq, group, op, peer)
 
-    def writer(self, of: Any) -> Callable[..., None]:
-        """Return a function that appends an event with the current step of ``of``, a recorder."""
+    def writer(
+        self, of: Any, read_core_wait: Callable[[int], None] | None = None
+    ) -> Callable[..., None]:
+        """Return a function that appends an event with the current step of ``of``, a recorder.
+
+        ``read_core_wait`` is called with the time at which a state of the training thread ends.
+        """
+        reads = _READS_AT_END if read_core_wait is not None else _READS_NEVER
         ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
         memory, capacity, size = self._map, self.capacity, EVENT.size
 
@@ -107,20 +122,29 @@ class Ring:
             number = seq & 0xFFFFFFFF
             pack(memory, place, start, end, amount, number, of.step, group, state, op, peer)
             count_to(memory, WRITTEN_OFFSET, slot + 1)
+            if reads[state]:
+                read_core_wait(end)  # type: ignore[misc]
 
         return event
 
-    def begin_writer(self, of: Any) -> Callable[..., None]:
+    def begin_writer(
+        self, of: Any, read_core_wait: Callable[[int], None] | None = None
+    ) -> Callable[..., None]:
         """Return a function that writes the operation which the recorder ``of`` begins.
 
         It overwrites the previous one, of the training thread or of the other threads. Whether that
         has ended is in the events.
+
+        ``read_core_wait`` is called with the time at which a state of the training thread begins.
         """
+        reads = _READS_AT_BEGIN if read_core_wait is not None else _READS_NEVER
         pack, memory, background = LAST_BEGUN.pack_into, self._map, int(min(BACKGROUND_STATES))
 
         def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
             place = LAST_BEGUN_OFFSET if state < background else BACKGROUND_BEGUN_OFFSET
             pack(memory, place, since, seq & 0xFFFFFFFF, of.step, group, state, op)
+            if reads[state]:
+                read_core_wait(since)  # type: ignore[misc]
 
         return begin
 

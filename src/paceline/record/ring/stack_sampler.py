@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from ...security.files import open_regular
+from .core_wait import OtherCoreWait
 from .frame_lines import frame_line
 from .launcher_messages import notify
 from .memory_sampler import MemorySampler
@@ -63,6 +64,7 @@ class StackSampler:
 
     def _sample(self) -> None:
         gap, memory = StallDetector(), MemorySampler(self.recorder)
+        core_wait = OtherCoreWait(self.recorder)
         while not self._end.wait(SAMPLE_INTERVAL_S):
             at, began = now(), time.thread_time_ns()  # excludes the wait for the GIL
             frame = sys._current_frames().get(self._main or 0)
@@ -73,6 +75,7 @@ class StackSampler:
             if since := gap.stood_still(at):
                 self.recorder.event(State.STILL, since, at)
             memory.sample(at)
+            core_wait.sample(at)
             self.recorder.extra_cost_ns += time.thread_time_ns() - began
             gap.begins()
 

@@ -29,6 +29,8 @@ class State(IntEnum):
     BACKGROUND_COLLECTIVE = 17
     BACKGROUND_BLOCKED = 18
     MEMORY = 24  # memory at an instant; amount = bytes, peer = which (Memory)
+    STARVED = 25  # of the training thread: amount = ns of it in which the thread had no core
+    OTHERS_STARVED = 26  # the same of other threads, peer = whose (CoreWait), seq = busy threads
 
 
 class Memory(IntEnum):
@@ -38,6 +40,13 @@ class Memory(IntEnum):
     HOST_AVAILABLE = 1  # left for all processes of the node, or of the job's cgroup there
     DEVICE = 2  # allocated by this rank
     DEVICE_AVAILABLE = 3  # the rest of its device
+
+
+class CoreWait(IntEnum):
+    """Whose waits for a core an OTHERS_STARVED event sums up."""
+
+    THREADS = 0  # of the rank, except the training thread
+    CHILDREN = 1  # all threads of the rank's child processes, e.g. workers of a loader
 
 
 class Op(IntEnum):
@@ -60,7 +69,10 @@ SAMPLER_STATES = (
     State.SAMPLE,
     State.STILL,
     State.MEMORY,
+    State.OTHERS_STARVED,
 )  # written by the stack sampler, possibly while the rank waits in a call
+# Beside the states of the training thread: samples, and what is taken out of its states.
+BESIDE_STATES = (*SAMPLER_STATES, State.STARVED)
 BACKGROUND_STATES = (State.BACKGROUND_COLLECTIVE, State.BACKGROUND_BLOCKED)
 LAUNCH_STATES = (State.COLLECTIVE, State.BACKGROUND_COLLECTIVE)
 POINT_TO_POINT_OPS = (Op.SEND, Op.RECV)

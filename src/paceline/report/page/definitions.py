@@ -6,13 +6,15 @@ docs/reference/measures.md lists those that neither it nor the glossary defines 
 
 DEFINITIONS = {
     # states
-    "state": "What a rank does at an instant: useful, input, checkpoint, validation, other, wait "
-    "or transfer. The states of a rank add up to its time.",
+    "state": "What a rank does at an instant: useful, input, checkpoint, validation, starved, "
+    "other, wait or transfer. The states of a rank add up to its time.",
     "useful": "Time in which a rank computes for the model: forward, loss, backward, optimizer. On "
     "a GPU: the kernels that do not communicate.",
     "input": "Time in which a rank waits for the next batch of its loader.",
     "checkpoint": "Time in which training waits while a checkpoint is copied or written.",
     "validation": "Time in which a rank evaluates the model.",
+    "starved": "Time in which the training thread was ready to run and had no core, as the kernel "
+    "counts it. It is taken out of the state in which it lay.",
     "other": "Time that no other state explains, such as work of the script between the phases of "
     "a step.",
     "wait": "Time in a collective before its last rank arrived.",
@@ -28,7 +30,7 @@ DEFINITIONS = {
     "POP efficiencies": "Factors between 0 and 1, defined by the POP Centre of Excellence. Their "
     "product is the useful share.",
     "useful share": "Useful time of all ranks over the whole time of all ranks: mean(u) / T. It is "
-    "the product of the parallel efficiency and the four factors below it.",
+    "the product of the parallel efficiency and the five factors below it.",
     "parallel": "PE = LB x CommE = mean(b) / T, where b is a rank's time outside communication "
     "(POP Centre of Excellence). 0.8 and above is good.",
     "load_balance": "Mean over maximum of the ranks' time outside communication: LB = mean(b) / "
@@ -44,6 +46,7 @@ DEFINITIONS = {
     "no checkpoint": "Share of the time outside communication that remains without checkpoints.",
     "no validation": "Share of the remaining time that remains without validation.",
     "no input": "Share of the remaining time that remains without waits for batches.",
+    "no starved": "Share of the remaining time that remains without waits for a core.",
     "no other": "Share of the remaining time that remains without other work of the script. The "
     "rest is the useful time.",
     # the run

@@ -14,7 +14,7 @@ from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
 from ..survey import describe_survey
-from ..terminal.diagnose import NAMES, Diagnosis, computing
+from ..terminal.diagnose import NAMES, Diagnosis, computing, waits_for_cores
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
 from ..verdict.of_diagnosis import verdict_of_diagnosis
 from .definitions import DEFINITIONS
@@ -82,7 +82,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "witnesses": found.witnesses,
         "words": words,
         "rounds": max((len(runs) for runs in found.ladder.rungs.values()), default=0),
-        "notes": [*computing(found), *found.notes],
+        "notes": [*computing(found), *waits_for_cores(found), *found.notes],
         "finite": math.isfinite,
         "agreement": agreement,
         "conclusion": verdict_of_diagnosis(found),

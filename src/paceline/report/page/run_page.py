@@ -4,6 +4,7 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
+from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
@@ -21,13 +22,14 @@ SHOWN_GROUPS = 40
 _KEYS = {
     "transfer": "transfer efficiency",
     "useful": "useful share",
-    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "other")},
+    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "starved", "other")},
 }
 LONGER = {  # what a late rank did longer, as the tooltip of its bar
     "useful": "it computed longer",
     "input": "it waited longer for its batch",
     "checkpoint": "it saved a checkpoint",
     "validation": "it evaluated the model",
+    "starved": "it had no core",
     "other": "it did other work of the script",
     "wait": "it waited for another rank",
     "transfer": "its previous collective took longer",
@@ -86,6 +88,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "achieved": achieved(report),
         "conclusion": verdict_of_run(report),
         "grown": memory_warnings(report),
+        "core_waits": core_wait_sentence(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),
         "tree": list(tree(report)),

@@ -26,7 +26,7 @@ _COLOURS = {  # CSS variables
     Doing.FILE: "input",
     Doing.WAIT: "wait",
     Doing.COLLECTIVE: "transfer",
-    Doing.CORE: "other",
+    Doing.CORE: "starved",
     Doing.GARBAGE: "garbage",
 }
 

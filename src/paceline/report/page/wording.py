@@ -25,6 +25,11 @@ _OWN = {
         "Training waited while the script evaluated the model.",
         "the frequency of the validation, its number of samples, and whether all ranks share them",
     ),
+    "starved": (
+        "The training thread was ready to run, and all cores that it may use were busy.",
+        "other programs on the node, the number of threads of each rank and of its loader's "
+        "workers, and the binding of the ranks to cores",
+    ),
     "other": (
         "The script did other work between the phases of its steps.",
         "the lines named above: logging, metrics, waits for files, copies to the device",
@@ -49,6 +54,11 @@ _LATE = {
         "{rank} evaluated alone while all other ranks waited for it. More ranks do not shorten "
         "this part of the run.",
         "validation on all ranks, each with a part of the samples",
+    ),
+    "starved": (
+        "{rank} was ready to run and had no core, and all other ranks waited for it in the next "
+        "collective.",
+        "other programs on its node, and the cores that it shares with other ranks",
     ),
     "other": (
         "{rank} did other work of the script while the other ranks waited for it.",
@@ -138,7 +148,11 @@ def _together(loss: Loss, report: Report) -> float | None:
     kind = loss.doing if loss.kind == "wait" else loss.kind
     if kind not in _OWN:
         return None
-    halves = [one.share for one in report.losses if kind in (one.kind, one.doing)]
+    halves = [
+        one.share
+        for one in report.losses
+        if kind == (one.doing if one.kind == "wait" else one.kind)
+    ]
     return sum(halves) if len(halves) > 1 else None
 
 

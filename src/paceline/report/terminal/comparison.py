@@ -31,6 +31,7 @@ NAMES = {
     "checkpoint": "no checkpoint",
     "validation": "no validation",
     "input": "no wait for input",
+    "starved": "no wait for a core",
     "other": "no other work",
     "computation_scalability": "computation scalability",
     "global_efficiency": "global efficiency",
@@ -40,7 +41,8 @@ NAMES = {
 # Figures of a scaling table, from the global efficiency to its factors.
 FACTORS = (
     *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
-    *("transfer", "checkpoint", "validation", "input", "other", "computation_scalability"),
+    *("transfer", "checkpoint", "validation", "input", "starved", "other"),
+    "computation_scalability",
 )
 
 

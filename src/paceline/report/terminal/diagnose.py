@@ -21,6 +21,7 @@ from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
+from ..core_waits import core_wait_sentence
 from ..numbers import amount, counted, elapsed, percent
 from ..survey import describe_survey
 from ..verdict.of_diagnosis import verdict_of_diagnosis
@@ -117,7 +118,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
     parts += operators.render(found.operators)
     if ladder.survey is not None:
         parts += [Text(), *(Text(f"{x}.") for x in describe_survey(ladder.survey, found.minutes))]
-    parts += [Text(f"{said}.") for said in computing(found)]
+    waits = waits_for_cores(found) if found.waterfall is not None else []
+    parts += [Text(f"{said}.") for said in (*computing(found), *waits)]
     parts += [Text(f"{note}.", style="yellow") for note in found.notes]
     return Group(*parts)
 
@@ -177,6 +179,21 @@ def computing(found: Diagnosis) -> list[str]:
             f"{line.host}"
         )
     return said
+
+
+def waits_for_cores(found: Diagnosis) -> list[str]:
+    """Return which threads wait for a core, and what one thread per rank saves, if measured.
+
+    The sentence has no full stop. The list is empty if no thread waits to speak of.
+    """
+    said = core_wait_sentence(found.report)
+    if not said:
+        return []
+    saved = next((one.ladder for one in found.witnesses if one.name == "threads"), None)
+    if saved is not None:
+        gain = f"{_spread(saved)} of a step" if saved.mean > 0 else "nothing"
+        said += f". One thread per rank saves {gain}, as measured"
+    return [said]
 
 
 def _bars(w: Waterfall, width: int) -> Table:

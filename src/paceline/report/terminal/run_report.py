@@ -14,6 +14,7 @@ from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
+from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
@@ -34,6 +35,7 @@ COLOURS = {
     "input": "yellow",
     "checkpoint": "cyan",
     "validation": "blue",
+    "starved": "bright_red",
     "other": "bright_black",
     "wait": "red",
     "transfer": "magenta",
@@ -44,6 +46,7 @@ MEANING = {
     "input": "waiting for a batch",
     "checkpoint": "waiting for a checkpoint",
     "validation": "evaluating",
+    "starved": "ready to run, without a core",
     "other": "in no other state",
     "wait": "waiting for the last rank",
     "transfer": "after the last rank arrived",
@@ -59,6 +62,7 @@ EFFICIENCY_TREE = (
     ("no checkpoint", "checkpoint", 0),
     ("no validation", "validation", 0),
     ("no wait for input", "input", 0),
+    ("no wait for a core", "starved", 0),
     ("no other work", "other", 0),
     ("useful (the product)", "useful", 0),
 )
@@ -104,7 +108,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
-        parts += [*_loading(report), _recording_overhead(report)]
+        parts += [*_core_waits(report), *_loading(report), _recording_overhead(report)]
     grown = memory_warnings(report)
     parts += [Text(f"{line[0].upper()}{line[1:]}.", style="yellow") for line in grown]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]
@@ -298,6 +302,11 @@ def _flops_and_roofline(report: Report, width: int) -> list[RenderableType]:
         drawn = draw_roofline(report.roofline.roofs, report.roofline.points, min(width, 110) - 4)
         parts.append(Text(drawn, no_wrap=True))
     return parts
+
+
+def _core_waits(report: Report) -> list[Text]:
+    said = core_wait_sentence(report)
+    return [Text(f"{said}.")] if said else []
 
 
 def _loading(report: Report) -> list[Text]:

@@ -24,6 +24,7 @@ SIGNS = {
     "input": "▒",
     "checkpoint": "▚",
     "validation": "▞",
+    "starved": "○",
     "other": "·",
     "wait": "░",
     "transfer": "▓",
@@ -31,7 +32,8 @@ SIGNS = {
 # Short names of states for narrow terminals, so that the bars have room, and shorter ones for
 # terminals in which these are still too wide.
 _SHORT = {"checkpoint": "save", "validation": "eval"}
-_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "other": "oth", "transfer": "trans"}
+_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "starved": "starv", "other": "oth"}
+_SHORTER |= {"transfer": "trans"}
 _LEAST_BAR, _MOST_BAR = 8, 60
 _SEEN = 0.005  # a state with a smaller share on every rank gets no column
 _SLOWER = 0.02  # relative to the mean; a smaller excess of the slowest rank is not shown

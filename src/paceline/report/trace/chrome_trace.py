@@ -18,6 +18,7 @@ COLOURS = {
     "input": "thread_state_iowait",  # orange
     "checkpoint": "background_memory_dump",  # cyan
     "validation": "rail_response",  # blue
+    "starved": "thread_state_uninterruptible",  # dark red
     "other": "grey",
     "wait": "terrible",  # red
     "transfer": "detailed_memory_dump",  # magenta

@@ -21,7 +21,10 @@ def loader_totals(run: Run) -> dict[str, float] | None:
     known = [one for one in told if one and one["batches"]]
     if not known:
         return None
-    return {key: sum(one[key] for one in known) for key in known[0]} | {"ranks": len(known)}
+    keys = set.intersection(*(set(one) for one in known))  # older records lack some
+    return {key: sum(one[key] for one in known) for key in known[0] if key in keys} | {
+        "ranks": len(known)
+    }
 
 
 def split_phases(phases: tuple[str, ...]) -> list[tuple[str, ...]]:

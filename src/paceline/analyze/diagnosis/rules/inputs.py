@@ -3,13 +3,18 @@
 from typing import Any
 
 from ....plurals import counted
-from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
+from ..evidence import LATENCY_BOUND_BYTES, MIN_SHARE, Evidence, NamedCause
+from ..line_profile import Doing
 from .lines import loader_lines, mostly_in
+from .ranks import noisy, restricted_binding
 
 WAITING = 0.5  # cores that a loader uses at most while it waits for files
 MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
 MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, spent in the kernel or in opening files
 MIN_STORAGE_SHARE = 0.1  # of the bytes read, from storage: then the loader may wait for storage
+MIN_FILE_SHARE = 0.3  # of the time in which batches are made, in lines that open or read files
+MIN_WAITING = 0.5  # threads of a loader that wait for a core on average, and per busy core
+MIN_THREADS_PER_WORKER = 2  # busy ones: then the threads are too many, and not the workers
 MIN_BYTES_PER_BATCH = 64 << 10  # with less, the loader is not considered to read files
 
 
@@ -42,7 +47,14 @@ def _inputs(e: Evidence) -> NamedCause:
         if workers
         else "no workers: the training process loads the batches"
     )
-    if _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader)):
+    reading = _file_share(e)
+    evidence |= {"file_share": reading} if reading is not None else {}
+    reads = _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader))
+    if reading is None or reading < MIN_FILE_SHARE:
+        if (said := _without_cores(e, each, who, evidence)) is not None:
+            return said
+        reads = reads and reading is None
+    if reads:
         return _file_access(e.loader, each, who, evidence)
     if busy >= WAITING:
         sentence = f"the loader takes {each} and is limited by computation ({who})"
@@ -53,6 +65,44 @@ def _inputs(e: Evidence) -> NamedCause:
             sentence += f"; it opens {files} per batch"
         return "input-preprocessing", sentence, evidence
     return "input-waiting", f"the loader takes {each} and mostly waits ({who})", evidence
+
+
+def _file_share(e: Evidence) -> float | None:
+    """Return the share of lines that open or read files, of the time in which batches are made.
+
+    None if no such time was sampled.
+    """
+    profile = e.line_profile
+    if profile is None or e.loader is None:
+        return None
+    if e.loader["workers"]:
+        times = [(doing, share) for (_, doing), share in profile.workers.items()]
+    else:
+        times = [(one.doing, share) for one, share in profile.times.items() if one.state == "input"]
+    whole = sum(share for doing, share in times if doing != Doing.COLLECTIVE)
+    return sum(share for doing, share in times if doing == Doing.FILE) / whole if whole else None
+
+
+def _without_cores(e: Evidence, each: str, who: str, evidence: dict[str, Any]) -> NamedCause | None:
+    """Return the cause if the loader's threads are ready to run and have no core."""
+    assert e.loader is not None
+    seconds, ranks = e.loader["seconds"], e.loader["ranks"]
+    waiting, busy = e.loader.get("waited_s", 0.0) / seconds, e.loader["busy_s"] / seconds
+    if waiting < MIN_WAITING * max(busy, 1.0):
+        return None
+    evidence = evidence | {"threads_waiting": waiting}
+    takes = f"the loader takes {each} ({who}), and on average {waiting:.1f} of its threads per rank"
+    by_others = noisy(e) if e.cpu_wait_share >= MIN_SHARE else None
+    if (said := by_others or restricted_binding(e)) is not None:
+        name, why, more = said
+        return name, f"{takes} wait for a core: {why}", evidence | more
+    threads, workers = e.loader.get("busy_threads", 0) / ranks, e.loader["workers"] / ranks
+    if threads < MIN_THREADS_PER_WORKER * max(workers, 1):
+        return None
+    evidence |= {"loader_threads": threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
+    of = f"on each of {e.per_host} ranks " if e.per_host > 1 else ""
+    share = f"{counted(threads, 'busy thread')} {of}share {counted(e.cores or 1, 'core')}"
+    return "too-many-threads", f"{takes} wait for a core: {share}", evidence
 
 
 def _reads_files(loader: dict[str, float]) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from ....plurals import counted
 from ....significance import range_by_chance, rank_spread
 from ..evidence import MIN_SHARE, Evidence, NamedCause
+from ..lateness import COMPUTING
 from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
@@ -21,7 +22,7 @@ MIN_R_SQUARED = 0.5  # of batch size and CPU time: above it, one explains the ot
 
 def sharing(e: Evidence) -> NamedCause | None:
     """Return the cause if all ranks together are slower than one rank alone."""
-    if said := noisy(e) or _restricted_binding(e):
+    if said := noisy(e) or restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
@@ -45,7 +46,7 @@ def sharing(e: Evidence) -> NamedCause | None:
 
 def threads(e: Evidence) -> NamedCause | None:
     """Return the cause if steps are shorter with one thread per rank."""
-    if said := _restricted_binding(e):
+    if said := restricted_binding(e):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     return (
@@ -62,7 +63,7 @@ def _thread_count_text(e: Evidence) -> str:
     )
 
 
-def _restricted_binding(e: Evidence) -> NamedCause | None:
+def restricted_binding(e: Evidence) -> NamedCause | None:
     """Return the cause if ranks may use fewer cores than they need, and the host has more."""
     has = e.first_facts.get("host_cores", 0)
     if not e.cores or not has or has <= e.cores:
@@ -101,7 +102,7 @@ def foreign_delay_share(e: Evidence) -> float:
 
 def uneven(e: Evidence) -> NamedCause | None:
     """Return the cause if the steps of one rank take longer."""
-    late = e.losses_of_kind(doing=("useful", "other"))
+    late = e.losses_of_kind(doing=COMPUTING)
     if not late:
         return None
     loss = max(late, key=lambda loss: loss.share)

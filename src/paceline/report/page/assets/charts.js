@@ -6,7 +6,7 @@
   const data = JSON.parse(text);
   const root = document.documentElement;
   const css = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
-  const LINES = ["validation", "wait", "useful", "transfer", "input", "checkpoint", "other"]; // colours
+  const LINES = ["validation", "wait", "useful", "transfer", "input", "checkpoint", "starved", "other"]; // colours
   const FULL = 250; // stands for a share of 1
   const SMALL_DATA = 300000; // characters; all charts of such a page are drawn while it loads
   const PAPER_WIDTH = 690; // pixels of a chart that is printed
