@@ -28,6 +28,7 @@ from ..records.state_timeline import (
     find_window,
     total,
 )
+from ..sharding.block_exchange import ShardedBlock, measure_blocks
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
@@ -112,6 +113,7 @@ class Report:
     # of each rank: other threads than the training one waited for collectives, beside its states
     background: list[float] = field(default_factory=list)
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
+    blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
 
@@ -221,7 +223,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled", "background"]
+        lists += ["stood_still", "stalled", "background", "blocks"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
         nothing |= {"samples": 0}
         return nothing | {name: [] for name in lists}
@@ -248,6 +250,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
         "slowest_real": is_slowest(times_by_range(m, BUSY_STATES)),
         "groups": groups,
+        "blocks": measure_blocks(m.records, m.matched, m.blocked, m.within),
         "ranges": _range_efficiencies(m),
         "losses": m.losses,
         "step_times": took,
