@@ -5,10 +5,13 @@ import json
 import pytest
 from records import MS, Rank, report_of
 
+from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import parse_record
 from paceline.analyze.sharding.late_gathers import describe_blocks
 from paceline.analyze.sharding.sharded_model import least_free_bytes
 from paceline.record.ring.states import FIRST_BLOCK_PEER, Memory, Op, State
+from paceline.report.page.run_page import single
 from paceline.report.terminal.run_report import panel, render
 
 LAYER, MODEL = FIRST_BLOCK_PEER, FIRST_BLOCK_PEER - 1  # labels of the two blocks
@@ -96,6 +99,15 @@ def test_reports_have_a_table_and_json(tmp_path):
         "forward gather", "backward gather", "reduction",
     }  # fmt: skip
     assert panel(report, full=True)
+
+
+def test_page_has_a_row_for_each_block(tmp_path):
+    ranks = zero3(tmp_path, blocks=["<b>bold</b>", ""])
+    page = single(analyse_with_window(Run("test", [rank.record() for rank in ranks], missing=[])))
+    rows = page.partition('<section id="blocks">')[2].partition("</section>")[0]
+    assert "<td>(root)</td>" in rows
+    assert "&lt;b&gt;bold&lt;/b&gt;" in rows
+    assert "1 x 5 ms" in rows
 
 
 def test_script_without_sharding_has_no_blocks(tmp_path):

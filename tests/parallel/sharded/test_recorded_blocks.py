@@ -1,11 +1,16 @@
 """Records of sharded models name the block of each gather, and knobs change when they come."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import ranks
 
 from paceline.knobs.settings import Setting, write_settings
+from paceline.record.hooks import hook_failures
+from paceline.record.hooks.sharded import block_labels
+from paceline.record.hooks.sharded.block_labels import FURTHER_BLOCKS, BlockLabels
+from paceline.record.ring.states import FIRST_BLOCK_PEER, NO_PEER
 
 TRAINED = """
     import torch
@@ -94,3 +99,52 @@ def test_knobs_change_the_gathers_and_not_the_numbers(tmp_path):
         assert ("backward gather" in blocks["layers.1"]) == (name != "kept")
         assert blocks["layers.1"]["forward gather"]["count"] == 1
     assert said[0] == said[1] == said[2]
+
+
+class Recorded:
+    """The part of a recorder that labels need."""
+
+    def __init__(self):
+        self.block_peer, self.hook_calls, self.names = NO_PEER, 0, []
+
+    def update_header(self, blocks):
+        self.names = list(blocks)
+
+
+def test_header_has_room_for_a_limited_number_of_names():
+    recorder = Recorded()
+    labels = BlockLabels(recorder)
+    peers = [labels.peer_of(SimpleNamespace(_module_fqn=f"layers.{i}")) for i in range(2000)]
+    assert peers[:2] == [FIRST_BLOCK_PEER, FIRST_BLOCK_PEER - 1]
+    assert recorder.names[:2] == ["layers.0", "layers.1"]
+    assert recorder.names[-1] == FURTHER_BLOCKS
+    assert recorder.names.count(FURTHER_BLOCKS) == 1
+    assert peers[-1] == peers[-2] == FIRST_BLOCK_PEER - len(recorder.names) + 1
+    long = Recorded()
+    labels = BlockLabels(long)
+    for i in range(500):
+        labels.peer_of(SimpleNamespace(_module_fqn=f"{i}." * 100))
+    assert sum(map(len, long.names)) <= block_labels.MAX_NAMES_CHARS + len(FURTHER_BLOCKS)
+
+
+def test_label_ends_with_the_call_also_if_it_raises():
+    recorder = Recorded()
+
+    def unshard(group):
+        assert recorder.block_peer == FIRST_BLOCK_PEER
+        raise RuntimeError("of the script")
+
+    call = BlockLabels(recorder).labelled(unshard)
+    with pytest.raises(RuntimeError, match="of the script"):
+        call(SimpleNamespace(_module_fqn="layers.0"))
+    assert recorder.block_peer == NO_PEER
+
+
+def test_failure_of_the_hook_does_not_reach_the_script(monkeypatch):
+    monkeypatch.setattr(hook_failures, "failed_hooks", failed := {})
+    monkeypatch.setattr(block_labels, "failed_hooks", failed)
+    recorder = Recorded()
+    call = BlockLabels(recorder).labelled(lambda group, value: value)
+    assert call(SimpleNamespace(), 7) == 7  # has no name, as in another version of PyTorch
+    assert list(failed) == [block_labels.HOOK]
+    assert call(SimpleNamespace(), 8) == 8
