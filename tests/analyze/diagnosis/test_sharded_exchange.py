@@ -95,10 +95,11 @@ def test_blocks_that_stay_gathered_have_nothing_to_keep():
     [
         ([block(f"{i}", 0.004, size=10_000) for i in range(8)], "around several of them"),
         ([block("(root)", 0.02)], "inside of the largest block"),
+        ([block("a", 0.02), block("b", 0.02, size=40_000_000)], "it has 91 % of the parameters"),
         (ZERO3, None),
     ],
 )
 def test_block_size_is_proposed_by_what_limits_the_gathers(blocks, advice):
-    _, found = proposed(evidence(blocks))
+    _, found = proposed(evidence(blocks, count=10 * len(blocks)))
     remedy = found.get("sharded-blocks")
     assert remedy is None if advice is None else advice in remedy.edit
