@@ -21,7 +21,7 @@ def prefetch_blocks(model: nn.Module, count: int) -> None:
     which the blocks ran. On a CPU it waits for each gather where it is launched, so the gathers
     become asynchronous here.
     """
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules: list[FSDPModule] = [one for one in model.modules() if isinstance(one, FSDPModule)]
     orders = (modules, [*modules[:1], *reversed(modules[1:])])  # the model's backward comes first
     for at in range(len(modules)):
         forward, backward = (order[at + 1 : at + 1 + count] for order in orders)
