@@ -28,6 +28,7 @@ DEFINED_IN_MEASURES = {
     *("no checkpoint", "no validation", "no input", "no other"),
     *("scaling efficiency", "computation scalability", "global efficiency"),
     *("step time", "outlier", "waited for", "did longer", "count", "bytes", "FLOPs", "traffic"),
+    *("sharded block", "late"),
     *("samples/s", "start-up", "recording cost", "clock residual", "confidence", "noise"),
 }
 MAX_EXAMPLE_LENGTH = 92  # that fits into a code block of the site

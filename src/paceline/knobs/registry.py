@@ -8,6 +8,7 @@ them.
 from .edits import EDITS
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
+from .sharded import SHARDED
 from .value_types import ON, Choice, Range
 
 # Each is a communication hook, and DDP accepts only one.
@@ -67,7 +68,7 @@ KNOBS: dict[str, Knob] = {
     "exchange": Knob(
         'backend of collectives on CPUs: "paceline" uses shared memory within a node, and one '
         "exchange per node between nodes",
-        ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap"),
+        ("exchange-bandwidth", "exchange-latency", "bucket-size", "no-overlap", "sharded-exchange"),
         'init_process_group("{value}") after import paceline, or paceline run --exchange {value}',
         "comm.replace_gloo:exchange",
         Choice(("paceline", "gloo")),
@@ -330,7 +331,7 @@ KNOBS: dict[str, Knob] = {
     ),
     "larger-batch": Knob(
         "batches of twice the size, with half as many gradient synchronizations per sample",
-        ("exchange-bandwidth", "exchange-latency", "no-overlap", "fixed-cost"),
+        ("exchange-bandwidth", "exchange-latency", "no-overlap", "sharded-exchange", "fixed-cost"),
         "double batch_size, and multiply the learning rate by 2 (SGD) or 1.4 (Adam), with warm-up",
         looks_for=r"\bDataLoader\(|batch_size",
         costs="more samples until the same loss if batches exceed the gradient noise scale; memory "
@@ -390,5 +391,6 @@ KNOBS: dict[str, Knob] = {
         numbers=True,
         effort=3,
     ),
+    **SHARDED,
     **EDITS,
 }

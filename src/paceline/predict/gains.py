@@ -13,6 +13,7 @@ from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
+from . import sharded
 from .edits import edit_line, edit_operators
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
@@ -361,4 +362,8 @@ GAINS: dict[str, PredictSaving] = {
     "more-cores": more_cores,
     "less-memory": whole_share(RECORD),
     "replace-host": whole_share(RECORD),
+    "sharded-prefetch": sharded.prefetch_blocks,
+    "sharded-keep-gathered": sharded.keep_gathered,
+    "sharded-blocks": sharded.other_blocks,
+    "data-parallel": sharded.data_parallel,
 }

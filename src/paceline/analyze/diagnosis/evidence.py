@@ -14,6 +14,7 @@ import numpy as np
 from ...significance import RankSpread, rank_spread
 from ..figures.losses import Loss
 from ..figures.report import Report
+from ..sharding.sharded_model import ShardedModel
 from .exchanged_calls import ExchangedCalls
 from .gradient_sync import GradientSync
 from .ladder import Interval, RungResult, Waterfall
@@ -51,6 +52,7 @@ class Evidence:
             those of the report; None without a survey.
         exchanged: Collectives of the run of the unchanged script, by what they carry and their
             line; empty if unknown.
+        sharded: Blocks of the sharded model (FSDP2); None without one.
         describe_lateness: Returns since when, or how often, a rank is late; empty if unknown.
         savings: By name of a switched phase (rung.py): share of a step that its part takes, by
             pair of neighbouring blocks of steps.
@@ -73,6 +75,7 @@ class Evidence:
     savings: dict[str, list[float]] = field(default_factory=dict)
     rare_losses: list[Loss] | None = None
     exchanged: list[ExchangedCalls] = field(default_factory=list)
+    sharded: ShardedModel | None = None
 
     def losses_of_kind(self, *kinds: str, doing: tuple[str, ...] = ()) -> list[Loss]:
         """Return losses of these kinds, and waits for ranks that were longer in ``doing``."""

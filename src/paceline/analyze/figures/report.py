@@ -29,6 +29,7 @@ from ..records.state_timeline import (
     find_window,
     total,
 )
+from ..sharding.block_exchange import ShardedBlock, measure_blocks
 from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
@@ -116,6 +117,7 @@ class Report:
     starved_in: list[dict[str, float]] = field(default_factory=list)
     other_threads: list[OtherThreads] = field(default_factory=list)  # of each rank
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
+    blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
 
@@ -225,7 +227,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled", "background", "starved_in", "other_threads"]
+        lists += ["stood_still", "stalled", "background", "starved_in", "other_threads", "blocks"]
         nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
         nothing |= {"samples": 0}
         return nothing | {name: [] for name in lists}
@@ -252,6 +254,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
         "slowest_real": is_slowest(times_by_range(m, BUSY_STATES)),
         "groups": groups,
+        "blocks": measure_blocks(m.records, m.matched, m.blocked, m.within),
         "ranges": _range_efficiencies(m),
         "losses": m.losses,
         "step_times": took,

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
 from torch.autograd import Variable
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
-from ..ring.states import POINT_TO_POINT_OPS, ROOTED_OPS, Op
+from ..ring.states import NO_PEER, POINT_TO_POINT_OPS, ROOTED_OPS, Op
 from .collective_check import (
     AUTOGRAD_ENGINE_CODE,
     NONBLOCKING_WAIT_S,
@@ -298,10 +298,11 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
                 amount = 0 if vector_argument is None else _bytes(args[vector_argument])
                 if shared:
                     amount *= self.size()
-                peer = _peer(op, args) if has_peer else -1
+                in_background = is_in_background(recorder)
+                block = NO_PEER if in_background else recorder.block_peer
+                peer = _peer(op, args) if has_peer else block
                 seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
                 place = (amount, seq, self._group, number, peer)
-                in_background = is_in_background(recorder)
                 if checked:
                     recorder.event(BLOCKED[in_background], launched, called, *place)
                 recorder.begin(COLLECTIVE[in_background], called, seq, self._group, number)

@@ -18,6 +18,7 @@ from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
 from .hook_failures import report_failure
 from .import_hooks import after_import
+from .sharded.block_labels import patch_param_groups
 from .training_loop import LoopRecorder
 
 
@@ -30,6 +31,9 @@ def install(loop: LoopRecorder) -> None:
         "torch.optim.optimizer": functools.partial(_patch_optimizers, loop),
         "torch.utils.data.dataloader": functools.partial(_patch_loaders, loop),
         "torch.distributed.distributed_c10d": functools.partial(_patch_groups, recorder),
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group": functools.partial(
+            patch_param_groups, recorder
+        ),
         "torch.distributed.rendezvous": _patch_agent_store,
         "torch.nn.utils.clip_grad": functools.partial(_patch_clipping, loop),
         "torch.amp.grad_scaler": functools.partial(_patch_grad_scaler, loop),

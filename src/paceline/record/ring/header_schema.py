@@ -16,6 +16,8 @@ from ...security.text import printable
 MAX_RANKS = 1 << 20
 MAX_RESTARTS = 1 << 20
 MAX_FAILURE_CHARS = 300  # of the text of an exception
+MAX_BLOCKS = 512  # of sharded models
+MAX_BLOCK_CHARS = 200  # of the name of one
 MAX_TIME_NS = 1 << 60  # no node has been up for 36 years
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=MAX_TIME_NS)]
@@ -24,6 +26,7 @@ FiniteFloat = Annotated[float, Meta(ge=-1e300, le=1e300)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e300)]
 RankNumber = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+BlockName = Annotated[str, Meta(max_length=MAX_BLOCK_CHARS)]
 GroupNumber = Annotated[str, Meta(pattern="^[1-9][0-9]{0,4}$")]
 MAX_GROUP_NUMBER = (1 << 16) - 1  # an event stores the group number in 16 bits
 
@@ -212,6 +215,8 @@ class RecordHeader(TypedDict):
     devices: NotRequired[str]
     exchange: NotRequired[str]
     groups: NotRequired[dict[GroupNumber, GroupMember]]
+    # of sharded models, by number in the events
+    blocks: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_BLOCKS)]]
     work: NotRequired[StepWork]
     loader: NotRequired[LoaderTotals]
     knobs: NotRequired[dict[str, Knob]]

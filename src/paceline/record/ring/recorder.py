@@ -19,7 +19,7 @@ from ...version import __version__
 from .core_wait import TrainingCoreWait
 from .launcher_messages import notify
 from .ring import Ring
-from .states import State
+from .states import NO_PEER, State
 
 # Nanoseconds of CLOCK_MONOTONIC, which is one clock for all processes of a host.
 now = time.monotonic_ns
@@ -65,6 +65,8 @@ class Recorder:
         self.on_backward_reduce: Callable[[Any, Any], None] | None = None
         # Called with each collective, while a line profile records their lines.
         self.on_collective: Callable[..., None] | None = None
+        # While FSDP2 gathers or reduces a block: its label (record/hooks/sharded).
+        self.block_peer = NO_PEER
         self.training_thread = threading.main_thread().ident or 0  # whose states are recorded
         self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # RecordedGroups of this recorder
         self._last_step_end = now()

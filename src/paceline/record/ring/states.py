@@ -65,6 +65,9 @@ class Op(IntEnum):
     RECV = 11
 
 
+NO_PEER = -1
+# A collective of block N of a sharded model (FSDP2) has the peer FIRST_BLOCK_PEER - N.
+FIRST_BLOCK_PEER = -2
 SAMPLER_STATES = (
     State.SAMPLE,
     State.STILL,

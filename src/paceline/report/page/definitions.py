@@ -26,6 +26,10 @@ DEFINITIONS = {
     "call it hidden.",
     "background": "Collectives that a thread other than the training thread waited for, such as "
     "those of an asynchronous checkpoint. They are counted beside the states.",
+    "sharded block": "Parameters of a sharded model (FSDP2) that are gathered together: one call "
+    "of fully_shard. (root) has the parameters outside of all other blocks.",
+    "late": "Exposed time of one gather or reduction of a block: how long a rank does nothing else "
+    "until the whole parameters, or the reduced gradients, are there.",
     # efficiencies
     "POP efficiencies": "Factors between 0 and 1, defined by the POP Centre of Excellence. Their "
     "product is the useful share.",

@@ -8,6 +8,7 @@ from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
+from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
 from ..terminal import step_work
 from ..terminal.run_report import EFFICIENCY_TREE, MULTI_RANK_EFFICIENCIES
 from ..verdict.of_run import verdict_of_run
@@ -18,6 +19,7 @@ from .wording import achieved, largest_losses
 from .write_page import page
 
 SHOWN_GROUPS = 40
+SHOWN_BLOCKS = 40
 # Names of definitions of efficiencies that have the same name as a state.
 _KEYS = {
     "transfer": "transfer efficiency",
@@ -42,6 +44,7 @@ _PARTS = (
     ("waiting", "Waiting", lambda found: found["charts_of"].get("waiting")),
     ("whom", "Stragglers", lambda found: found["charts_of"].get("pairs")),
     ("collectives", "Collectives", lambda found: found["report"].groups),
+    ("blocks", "Sharded blocks", lambda found: found["report"].blocks),
     ("moments", "Timeline", lambda found: found["charts_of"].get("moments")),
     ("work", "FLOPs", lambda found: found["report"].work),
     ("places", "Nodes", lambda found: True),
@@ -99,6 +102,9 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "charts_of": dict.fromkeys(("waiting", "pairs", "moments")) | charts,
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
+        "block_rows": [block_cells(block) for block in by_exposed_time(report)[:SHOWN_BLOCKS]],
+        "hidden_blocks": max(len(report.blocks) - SHOWN_BLOCKS, 0),
+        "exposed_blocks": exposed_blocks(report),
         "outliers": [*troubles(report), *outliers(report)],
         "caption": captions.of(report, charts),
         "worked": step_work.sentences(report),

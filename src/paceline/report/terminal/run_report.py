@@ -18,6 +18,7 @@ from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
+from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
 from ..verdict.of_run import verdict_of_run
 from ..verdict.table import verdict_table
 from . import step_work
@@ -104,10 +105,12 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
                 _efficiency_sparkline(report),
                 *_step_time_lines(report),
                 *_groups(report),
+                *_sharded_blocks(report),
             ]
             parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
+            parts += [Text(f"{line}.") for line in exposed_blocks(report)]
         parts += [*_core_waits(report), *_loading(report), _recording_overhead(report)]
     grown = memory_warnings(report)
     parts += [Text(f"{line[0].upper()}{line[1:]}.", style="yellow") for line in grown]
@@ -274,6 +277,24 @@ def _groups(report: Report) -> list[RenderableType]:
         name = f"{counted(len(more), 'more group')} (--json)"
         table.add_row(name, "", *map(percent, sums), "mean of their ranks")
     return [table, Text()]
+
+
+def _sharded_blocks(report: Report) -> list[RenderableType]:
+    """Return the gathers and reductions of the blocks with most exposed time."""
+    if not report.blocks:
+        return []
+    table = Table(box=None, pad_edge=False)
+    headings = ("sharded block", "size", "late in forward", "late in backward", "late reductions")
+    for heading in (*headings, "exposed per step"):
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    blocks = by_exposed_time(report)
+    for block in blocks[:MAX_LISTED_BLOCKS]:
+        table.add_row(*block_cells(block))
+    if more := blocks[MAX_LISTED_BLOCKS:]:
+        rest = duration(sum(block.exposed_s() for block in more))
+        table.add_row(f"{counted(len(more), 'more block')} (--json)", "", "", "", "", rest)
+    lines = [Text(f"{line}.") for line in exposed_blocks(report)]
+    return [table, *lines, Text()]
 
 
 def _collective(one: Collective) -> str:

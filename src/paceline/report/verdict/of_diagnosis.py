@@ -26,6 +26,7 @@ LOST_TO = {
     "buffer-broadcast": "broadcasts of the model's buffers",
     "metric-collectives": "collectives of metrics",
     "object-collectives": "exchanges of Python objects",
+    "sharded-exchange": "gathers and reductions of sharded blocks",
     "no-overlap": "gradient synchronization after the backward",
     "exchange-bandwidth": "communication limited by bandwidth",
     "uneven-data": "batches of different sizes",

@@ -34,6 +34,7 @@ from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ...analyze.figures.step_work import Roofline, on_roofline
 from ...analyze.records.state_timeline import STATES
+from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
@@ -327,6 +328,7 @@ def _evidence(
         gradients=measure_gradient_sync(measured) if measured is not None else None,
         lines=lines,
         exchanged=measure_exchanged_calls(measured) if measured is not None else [],
+        sharded=sharded_model(report.blocks, ladder.run.records),
         rank_spread=computing_spread(measured) if measured is not None else None,
         line_profile=profile,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",

@@ -8,7 +8,7 @@ from ...figures.process_groups import Collective, Group
 from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
-from . import exchange_parts
+from . import exchange_parts, sharded
 from .ranks import alternating, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
@@ -37,6 +37,8 @@ def exchange(e: Evidence) -> NamedCause | None:
         return alternating(e)
     if calls.name == "barrier":
         return _barriers(e, calls)
+    if (said := sharded.sharded_exchange(e, calls, _figures(e, calls))) is not None:
+        return said
     g = e.gradients
     if g is not None and (said := _accumulation(e, g, calls) or _buckets(e, g, calls)):
         return said

@@ -1,0 +1,1 @@
+"""Sharded models (FSDP2): gathers and reductions of each block, and the memory that is left."""

@@ -1,0 +1,1 @@
+"""Sharded models (FSDP2): which block a collective belongs to."""

@@ -1,0 +1,83 @@
+"""Label the gathers and reductions of FSDP2 with the block whose parameters they carry.
+
+A block is what one ``fully_shard`` call shards: parameters that are gathered together. FSDP2 calls
+``FSDPParamGroup.unshard`` to launch a gather, also to prefetch it, and ``post_backward`` to reduce
+and scatter the gradients. While one of them runs, ``Recorder.block_peer`` has the label, which the
+process group writes into the events of its collectives.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ...ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
+from ...ring.recorder import Recorder
+from ...ring.states import FIRST_BLOCK_PEER, NO_PEER
+from ..hook_failures import failed_hooks, report_failure
+
+HOOK = "the blocks of sharded models"
+FURTHER_BLOCKS = "further blocks"  # the name of all that the header has no room for
+MAX_NAMES_CHARS = 6000  # of the 16 KiB of a header
+_LABELLED = ("unshard", "post_backward")
+
+
+class BlockLabels:
+    """The labels of one process: a number for each name of a block, in order of its first gather.
+
+    Blocks of the same name in several models have the same label.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._peers: dict[str, int] = {}
+        self._names: list[str] = []
+
+    def peer_of(self, param_group: Any) -> int:
+        """Return the label of a group of parameters; NO_PEER before FSDP2 has named it."""
+        name = param_group._module_fqn
+        if name is None:
+            return NO_PEER
+        found = self._peers.get(name)
+        return self._add(name) if found is None else found
+
+    def _add(self, name: str) -> int:
+        stored = name[:MAX_BLOCK_CHARS]
+        room = MAX_NAMES_CHARS - sum(map(len, self._names))
+        if self._names[-1:] == [FURTHER_BLOCKS]:
+            number = len(self._names) - 1
+        else:
+            is_last = len(self._names) == MAX_BLOCKS - 1 or len(stored) > room
+            number = len(self._names)
+            self._names.append(FURTHER_BLOCKS if is_last else stored)
+            self._recorder.update_header(blocks=self._names)
+        self._peers[name] = FIRST_BLOCK_PEER - number
+        return self._peers[name]
+
+    def labelled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of ``FSDPParamGroup`` whose collectives are labelled."""
+        recorder = self._recorder
+
+        @functools.wraps(method)
+        def call(param_group: Any, *args: Any, **kwargs: Any) -> Any:
+            if HOOK in failed_hooks:
+                return method(param_group, *args, **kwargs)
+            before = recorder.block_peer
+            try:
+                recorder.hook_calls += 1
+                recorder.block_peer = self.peer_of(param_group)
+            except Exception as error:
+                report_failure(HOOK, error)
+            try:
+                return method(param_group, *args, **kwargs)
+            finally:
+                recorder.block_peer = before
+
+        return call
+
+
+def patch_param_groups(recorder: Recorder, module: Any) -> None:
+    """Label the collectives of all models that FSDP2 shards. module: ``_fsdp_param_group``."""
+    labels = BlockLabels(recorder)
+    for name in _LABELLED:
+        method = getattr(module.FSDPParamGroup, name)
+        setattr(module.FSDPParamGroup, name, labels.labelled(method))
