@@ -3,7 +3,7 @@ script on two ranks of this machine. Printed for each: what a cure by hand gains
 (the script's own options undo the fault), what --try gained, and by how many percentage points its
 predictions were off.
 
-    python benchmarks/scorecard/cures.py                       every kind, some minutes each
+    python benchmarks/scorecard/cures.py                       every kind, three minutes each
     python benchmarks/scorecard/cures.py --kinds input-waiting,too-many-threads
     python benchmarks/scorecard/cures.py --resume              goes on where that was stopped
 """
@@ -25,6 +25,9 @@ RECOVERED, MEDIAN, WORST = 0.8, 5.0, 15.0  # targets: a fraction, and percentage
 WORTH = 0.05  # minimum gain of the manual cure for a fault to count as curable
 ROUNDS = 3
 STEPS = 60
+# --minutes is a limit for a diagnosis, and with --try everything takes at most 1.5 times as long:
+# with less, the trials of one remedy do not fit.
+MIN_MINUTES = 1.5
 
 
 @dataclass
@@ -112,10 +115,20 @@ def main() -> None:
     parser.add_argument("--kinds", help="only these, with commas")
     parser.add_argument("--strength", type=float, default=STRENGTHS[1], help="in base steps")
     parser.add_argument("--step", type=float, default=0.1, help="s of a step without any fault")
-    parser.add_argument("--minutes", type=float, default=0.8, help="of each diagnosis")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=MIN_MINUTES,
+        help=f"limit of each diagnosis, at least {MIN_MINUTES:g} (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, default=HERE.parent / "out" / "cures.json")
     parser.add_argument("--resume", action="store_true", help="keep the cases that --json holds")
     args = parser.parse_args()
+    if args.minutes < MIN_MINUTES:
+        parser.error(
+            f"--minutes {args.minutes:g} is too short for the trials of a remedy, and every gain "
+            f"would be 0. HINT: --minutes {MIN_MINUTES:g} or more"
+        )
     wanted = args.kinds.split(",") if args.kinds else [one.kind for one in FAULTS if one.cure]
     console, base_s = Console(), base_step(PLANTED, args.step)
     cures = resumed(args.json) if args.resume else []

@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli import app
 from paceline.cli.common.command import STDOUT
+from paceline.cli.common.diagnosis_outputs import DiagnosisOutputs
 from paceline.cli.run import RunCommand
 
 GROUP = typer.main.get_command(app)
@@ -127,6 +128,16 @@ def test_summary_is_printed_as_json(tmp_path):
         shown = paceline(*words, cwd=tmp_path)
         text = shown.stdout or (tmp_path / "written.json").read_text()
         assert json.loads(text)["steps"] == 5
+
+
+def test_diagnosis_in_a_json_file_replaces_the_report(tmp_path, monkeypatch, capsys):
+    """As for paceline report --json=FILE: --html writes the report for people."""
+    monkeypatch.setattr("paceline.report.terminal.diagnose.as_json", lambda found: {"causes": []})
+    outputs = DiagnosisOutputs(tmp_path / "found.json", None, None)
+    outputs.update(None)
+    assert json.loads((tmp_path / "found.json").read_text()) == {"causes": []}
+    outputs.finish(None)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_verbose_version_names_what_a_bug_report_needs():

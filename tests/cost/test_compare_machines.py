@@ -1,12 +1,22 @@
 """Comparison of two machine files: changes are reported, noise is not."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from machines import Maker, with_host, with_links
 
-from paceline.cost.compare_machines import compare
+from paceline.cost.compare_machines import FALSE_CHANGE_LEVEL, compare
 from paceline.cost.machine.machine_file import UNLIMITED, Figure, Limits
+
+
+class Repeated(Maker):
+    """A machine of which a later measurement differs by as much as repetitions do."""
+
+    def figure(self, value, unit, noise=None):
+        noise = self.noise if noise is None else noise
+        self.apart = noise * math.sqrt(1 - 2 / math.pi)  # deviation of a half-normal distribution
+        return super().figure(value, unit, noise)
 
 
 def sentences(changes):
@@ -18,6 +28,28 @@ def test_repeated_checks_of_one_machine_show_no_change(count):
     for seed in range(20):
         before, after = (Maker(s, apart=0).machine(count, gpus=2) for s in (seed, seed + 1000))
         assert sentences(compare(before, after)) == []
+
+
+@pytest.mark.parametrize("repeats", [3, 5, 40])
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
+def test_unchanged_machine_has_a_change_in_at_most_the_stated_share_of_comparisons(noise, repeats):
+    wrong = 0
+    for seed in range(100):
+        before, after = (
+            Repeated(s, noise, repeats=repeats).machine(4, gpus=1) for s in (seed, seed + 1000)
+        )
+        wrong += bool(compare(before, after))
+    assert wrong <= 100 * FALSE_CHANGE_LEVEL
+
+
+@pytest.mark.parametrize("repeats", [5, 40])
+def test_change_of_many_figures_by_a_third_is_found_beside_noise(repeats):
+    makers = (Repeated(seed, 0.02, repeats=repeats) for seed in (1, 2))
+    found = compare(
+        *(maker.machine(4, slow, gpus=1) for maker, slow in zip(makers, [[], [2]], strict=True))
+    )
+    assert {change.hosts for change in found} == {("host2",)}
+    assert len(found) >= 8  # of 10
 
 
 def test_slower_host_is_reported_with_its_figures():

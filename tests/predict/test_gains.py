@@ -248,6 +248,19 @@ def test_faster_computing_is_not_proposed_for_what_it_cannot_help():
     assert proposed(everything=rung(**sizes)) == {"autocast-bf16"}
 
 
+@pytest.mark.parametrize(
+    ("doing", "thread"),
+    [("python", False), ("library", True), ("torch", True), ("file", True), ("wait", True)],
+)
+def test_other_work_in_python_is_not_moved_to_a_thread(doing, thread):
+    """A thread that computes in Python holds the interpreter lock, and the training waits."""
+    work = cause("script", 0.4, doing=doing)
+    (remedy,) = (one for one in remedies(evidence(), [work], "", {}) if one.cause == "script")
+    assert remedy.edit.startswith("do this work less often, or in ")
+    assert ("in a thread" in remedy.edit) == thread
+    assert ("multiprocessing" in remedy.edit) == (not thread)
+
+
 def test_few_remedies_of_a_cause_the_easiest_first():
     e = evidence(facts=[{"ddp": {}}] * 2)
     e.report.hosts = ["a", "b"]

@@ -62,7 +62,8 @@ def check(
         typer.Option(
             "--compare",
             help="Compare two machine files and print the differences larger than their "
-            "measurement noise. Nothing is measured.",
+            "measurement noise. Any difference is printed for at most 5 % of unchanged machines. "
+            "Nothing is measured.",
             metavar="BEFORE AFTER",
             show_default=False,
         ),

@@ -1,22 +1,39 @@
-"""Compare two machine files of one machine, for example before and after a maintenance."""
+"""Compare two machine files of one machine, for example before and after a maintenance.
 
+A figure has changed if the logarithm of after / before exceeds what equal machines differ by. The
+level is divided by the number of figures that are compared (Bonferroni), so that the probability of
+any false change is ``FALSE_CHANGE_LEVEL``. The noise of a figure is that of its median, and as much
+as a single repetition differs from the others: what disturbs a machine often lasts longer than a
+measurement. Few repetitions may be alike by chance: their variance is averaged with the median of
+all figures of the same sort, weighted by degrees of freedom (as in Smyth 2004).
+"""
+
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from .machine.machine_file import UNLIMITED, HostFacts, Machine
+from ..significance import MAX_DEGREES, student_quantile
+from .machine.machine_file import UNLIMITED, Figure, HostFacts, Machine
 from .machine.named_figures import (
     NamedFigure,
+    deviation,
     group_figures,
     host_figures,
     link_figures,
-    typical_deviation,
 )
 from .machine.units import format_value, join_words, size
-from .outliers.slower_than_peers import MIN_DEVIATIONS
+from .outliers.slower_than_peers import EQUAL_MEMBERS
 
 _MOST = 0.5  # share of the hosts above which a common change is reported once
+FALSE_CHANGE_LEVEL = 0.05  # probability of calling any figure of an unchanged machine changed
+MIN_REPETITIONS = 3  # with fewer, the deviation of a figure is assumed (named_figures.py)
+# Degrees of freedom of a deviation that is estimated from quartiles: at least the first figure, or
+# the second one for each repetition but one.
+_QUARTILE_DEGREES = (1.7, 0.37)
+_MEDIAN_VARIANCE = 1.57  # variance of a median over that of a mean, for a normal distribution
+_SAME_SORT_DEGREES = 4  # weight of the deviation of figures of the same sort
 
 
 @dataclass(frozen=True)
@@ -46,7 +63,8 @@ def compare(before: Machine, after: Machine) -> list[Change]:
     """Return the differences between two machine files; empty if nothing has changed.
 
     First come removed and new hosts, then versions and hardware, then figures that changed by more
-    than both their spreads, the largest change first.
+    than their noise, the largest change first. Machines that have not changed differ in at most
+    ``FALSE_CHANGE_LEVEL`` of comparisons.
     """
     found = []
     then, now = ({host.name: host for host in machine.hosts} for machine in (before, after))
@@ -103,37 +121,84 @@ def _named_changes(host: HostFacts) -> Iterator[tuple[str, str]]:
             yield f"limit {name}", plain or (size(value) if is_size else str(value))
 
 
+Pair = tuple[NamedFigure, NamedFigure]
+
+
 def _figures(before: Machine, after: Machine) -> Iterator[Change]:
-    kinds: dict[tuple[str, str, str], list[tuple[NamedFigure, NamedFigure]]] = defaultdict(list)
     then, now = (
         {(n.what, n.member, n.device, n.like): n for n in _all(machine)}
         for machine in (before, after)
     )
-    for key, old in then.items():
-        if key in now:
-            kinds[old.what, old.device.partition(":")[0], old.like].append((old, now[key]))
-    for pairs in kinds.values():
-        noise = MIN_DEVIATIONS * typical_deviation(
-            [named.figure for pair in pairs for named in pair]
-        )
-        changed = [pair for pair in pairs if _real(*pair, noise)]
+    pairs = [(old, now[key]) for key, old in then.items() if key in now]
+    noise = _Noise(pairs)
+    kinds: dict[tuple[str, str, str], list[Pair]] = defaultdict(list)
+    for old, new in pairs:
+        kinds[old.what, old.device.partition(":")[0], old.like].append((old, new))
+    for of_kind in kinds.values():
+        changed = [pair for pair in of_kind if _real(*pair, noise)]
         for up in (True, False):
             same = [p for p in changed if (p[1].figure.median > p[0].figure.median) == up]
-            if len(same) > 2 and len(same) > _MOST * len(pairs):
-                yield _together(same, len(pairs))
+            if len(same) > 2 and len(same) > _MOST * len(of_kind):
+                yield _together(same, len(of_kind))
             else:
                 yield from (_change(old, new) for old, new in same)
+
+
+class _Noise:
+    """By how much figures of an unchanged machine differ by chance.
+
+    Args:
+        pairs: All figures that are compared, before and after.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._tail = FALSE_CHANGE_LEVEL / (2 * max(len(pairs), 1))
+        sorts: dict[tuple[str, str, float], list[float]] = defaultdict(list)
+        for pair in pairs:
+            sorts[_sort(pair[0])] += [_variance(named.figure) for named in pair]
+        self._variances = {sort: median(found) for sort, found in sorts.items()}
+
+    def limit(self, old: NamedFigure, new: NamedFigure) -> float:
+        """Return the absolute logarithm of after / before that chance exceeds with the tail."""
+        of_sort = self._variances[_sort(old)]
+        variance, known = 0.0, 0.0
+        for figure in (old.figure, new.figure):
+            degrees = _degrees(figure)
+            weighted = degrees * _variance(figure) + _SAME_SORT_DEGREES * of_sort
+            of_figure = weighted / (degrees + _SAME_SORT_DEGREES)
+            variance += of_figure * (1 + _MEDIAN_VARIANCE / figure.n)
+            known += degrees
+        measured = student_quantile(self._tail, int(known) + _SAME_SORT_DEGREES) ** 2 * variance
+        assumed = student_quantile(self._tail, MAX_DEGREES) ** 2 * 2 * EQUAL_MEMBERS**2
+        return math.sqrt(measured + assumed)
+
+
+def _sort(named: NamedFigure) -> tuple[str, str, float]:
+    """Return what figures share that are measured alike: bandwidths of collectives, for example."""
+    return named.figure.unit, named.device.partition(":")[0], named.worth
+
+
+def _variance(figure: Figure) -> float:
+    """Return the variance of one repetition, relative to the median."""
+    return (deviation(figure) / figure.median) ** 2 if figure.median else 0.0
+
+
+def _degrees(figure: Figure) -> float:
+    least, each = _QUARTILE_DEGREES
+    return max(least, each * (figure.n - 1)) if figure.n >= MIN_REPETITIONS else 0.0
 
 
 def _all(machine: Machine) -> list[NamedFigure]:
     return [*host_figures(machine), *group_figures(machine), *link_figures(machine)]
 
 
-def _real(old: NamedFigure, new: NamedFigure, noise: float) -> bool:
-    """Whether the change exceeds both spreads and the smallest relevant difference."""
-    gap = abs(new.figure.median - old.figure.median)
-    most = max(old.figure.spread, new.figure.spread, noise)
-    return gap > most and gap > old.worth * old.figure.median
+def _real(old: NamedFigure, new: NamedFigure, noise: _Noise) -> bool:
+    """Whether the change exceeds the noise, both spreads, and the smallest relevant difference."""
+    before, after = old.figure.median, new.figure.median
+    gap = abs(after - before)
+    if gap <= max(old.figure.spread, new.figure.spread, old.worth * before):
+        return False
+    return not before or not after or abs(math.log(after / before)) > noise.limit(old, new)
 
 
 def _change(old: NamedFigure, new: NamedFigure) -> Change:

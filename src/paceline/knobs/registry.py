@@ -294,9 +294,9 @@ KNOBS: dict[str, Knob] = {
         looks_for=r"\ball_reduce\w*\(",
     ),
     "script-beside": Knob(
-        "the script does its other work less often, or in a thread",
+        "the script does its other work less often, in another process or in a thread",
         ("script",),
-        "do this work less often, or in a thread that releases the GIL",
+        "{value}",
         effort=2,
     ),
     "threads-beside": Knob(

@@ -35,6 +35,26 @@ LINE_EDITS = {
 REPLACED = ("python", "short calls", "garbage collection")  # edits that replace the line
 
 
+# By what other work of a script does: where it can be done instead. Python code in a thread would
+# hold the GIL, and the training would wait for it.
+SCRIPT_EDITS = {
+    "python": "in another process (multiprocessing; a thread would hold the GIL)",
+    "short calls": "as one operator on the whole batch",
+    "library": "in another process, or in a thread if the library releases the GIL",
+    "torch": "in a thread (operators of torch release the GIL)",
+    "file": "in a thread (it releases the GIL while it reads or writes)",
+    "wait": "in a thread whose result a later step uses",
+    "garbage collection": "with fewer Python objects",
+}
+
+
+def edit_script(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose how the script does its other work, by what that work does."""
+    where = SCRIPT_EDITS.get(str(cause.evidence.get("doing")), "in another process")
+    edit = f"do this work less often, or {where}"
+    return Saving(edit, Interval(cause.share, *cause.interval), RECORD)
+
+
 def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
     """Propose the edit of a finding inside the model, whose share is an upper bound."""
     edit = cause.evidence.get("remedy")

@@ -14,7 +14,7 @@ from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
 from . import sharded
-from .edits import edit_line, edit_operators
+from .edits import edit_line, edit_operators, edit_script
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
 MAX_WORKERS = 16  # loader workers per rank
@@ -338,7 +338,7 @@ GAINS: dict[str, PredictSaving] = {
     "tensors-not-objects": whole_share(RECORD),
     "ddp": overlap_backward,
     "no-synchronisation": whole_share(RECORD),
-    "script-beside": whole_share(RECORD),
+    "script-beside": edit_script,
     "collect-rarely": whole_share(LADDER),
     "threads-beside": whole_share(RECORD),
     "validate-on-all": spread_over_ranks,

@@ -1,5 +1,6 @@
 """Rules that name the causes of lost time; each fault leaves different figures."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ def judged(
     late="",
     line_profile=None,
     exchanged=(),
+    savings=None,
     **changed,
 ):
     """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
@@ -49,7 +51,7 @@ def judged(
         waterfall=fall, report=report, loader=loader, threads=told[0]["threads"],
         cores=together.bit_count(), per_host=2, steps=10, rungs=rungs, facts=told,
         gradients=gradients, line_profile=line_profile, describe_lateness=lambda _: late,
-        exchanged=list(exchanged),
+        exchanged=list(exchanged), savings=savings or {},
         lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
     )  # fmt: skip
     return causes(e)
@@ -235,10 +237,50 @@ def test_causes_of_slow_shared_machine_are_distinguished():
 
 
 def test_share_of_other_programs_is_at_most_the_wait_for_cores():
+    """Ranks lose half of a step together, and wait for other programs a fifth of that."""
     slowed = ("silent", "cached", "everything")
-    (cause,) = judged(**{name: rung(0.2, delayed=0.1, host=2.0) for name in slowed})
-    assert (cause.id, cause.share) == ("noisy-machine", pytest.approx(0.1))
-    assert (cause.confirmed, cause.basis, cause.measured) == ("not-testable", "record", None)
+    found = judged(**{name: rung(0.2, delayed=0.1, host=2.0) for name in slowed})
+    assert [one.id for one in found] == ["shared-machine", "noisy-machine"]
+    assert [one.share for one in found] == pytest.approx([0.4, 0.1], abs=0.01)
+    noise = found[1]
+    assert (noise.confirmed, noise.basis, noise.measured) == ("not-testable", "record", None)
+
+
+def test_waits_for_the_threads_of_the_job_are_not_other_programs():
+    """Ranks wait 28 % of the time for a core, and other programs use 0.2 cores: the launcher."""
+    slowed = {name: rung(0.2, delayed=0.28, host=1.25) for name in ("cached", "everything")}
+    slowed |= {"silent": rung(0.2, delayed=0.28), "one thread": rung(0.1)}
+    first, *others = judged(facts=[{"threads": 8}] * 2, **slowed)
+    assert (first.id, first.confirmed) == ("too-many-threads", "confirmed")
+    assert all(one.share <= 0.125 for one in others)  # 0.25 cores for two ranks
+
+
+def test_few_waits_for_other_programs_do_not_explain_ranks_that_are_late_in_turn():
+    late = [Loss("wait", 0.4), Loss("transfer", 0.05)]
+    slower = SLOWER | {name: rung(0.1, delayed=0.04, host=2.0) for name in ("cached", "everything")}
+    (cause,) = judged(losses=late, calls=collective(wait=0.4), **slower)
+    assert cause.id == "jitter"
+    assert cause.share == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", ["validation", "checkpoint"])
+@pytest.mark.parametrize(("own", "waits", "on_one"), [(0.2, 0.2, True), (0.38, 0.02, False)])
+def test_work_of_all_ranks_is_not_that_of_one_which_takes_slightly_longer(kind, own, waits, on_one):
+    """Two ranks: alone, rank 0 works as long as the other one waits."""
+    free = rung(0.06)
+    both = [replace(one, **{f"{kind}_s": [0.04, 0.0 if on_one else 0.038]}) for one in free]
+    both = [replace(one, step_s=0.1, together=200.0) for one in both]
+    losses = [Loss(kind, own), Loss("wait", waits, 0, "a", kind)]
+    rungs = dict.fromkeys(("silent", "cached", "everything"), both)
+    (cause,) = judged(losses=losses, alone=rung(0.06, ranks=1), **rungs)
+    assert cause.id == (f"{kind}-on-one-rank" if on_one else kind)
+
+
+def test_sizes_of_batches_that_all_ranks_draw_alike_do_not_make_one_rank_slow():
+    """Steps follow the size of the batch, which explains 2 % of the time."""
+    elements = {"mean": 100.0, "spread": 10.0, "slope": 2e-4, "correlation": 0.95}
+    assert uneven(elements=elements).id == "slow-rank"
+    assert uneven(elements=elements | {"spread": 50.0, "slope": 1e-3}).id == "uneven-data"
 
 
 def test_noisy_machine_that_slows_all_rungs_is_reported():

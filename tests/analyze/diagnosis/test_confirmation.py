@@ -7,10 +7,18 @@ from types import SimpleNamespace
 import pytest
 from rungs import rung
 
-from paceline.analyze.diagnosis.causes import RULES, Cause, Evidence, causes, unconfirmed_causes
+from paceline.analyze.diagnosis.causes import (
+    RULES,
+    Cause,
+    Evidence,
+    causes,
+    operator_causes,
+    unconfirmed_causes,
+)
 from paceline.analyze.diagnosis.confirmation import EXPERIMENTS, Witness, verdict
 from paceline.analyze.diagnosis.ladder import BARS, Interval, waterfall
 from paceline.analyze.diagnosis.overlap import SIGNS, without_overlap
+from paceline.analyze.diagnosis.rules.operators import Finding
 from paceline.analyze.figures.losses import Loss
 from paceline.record.experiments.rung import NO_COLLECTION, THREADS_PAUSED
 
@@ -203,6 +211,37 @@ def test_shares_of_generated_evidence_add_up_to_what_is_lost():
     assert several > 100
 
 
+def test_no_share_of_generated_evidence_exceeds_a_step():
+    """Rungs that contradict each other: without communication, steps are twice as long."""
+    for seed in range(200):
+        e = generated(seed)
+        pick = random.Random(seed)
+        most = {"squeezed": 3 * pick.random(), "system": 5.0, "faults": 1e7, "searching": 0.8}
+        rungs = e.rungs | {
+            "silent": rung(pick.uniform(0.5, 2), slow=pick.uniform(0.5, 2), **most),
+            "everything": rung(pick.uniform(0.3, 1), slow=pick.uniform(0.5, 2), **most),
+        }
+        names = ("alone", "silent", "cached", "everything")
+        e = replace(e, rungs=rungs, waterfall=waterfall(*(rungs[name] for name in names)))
+        found = causes(e)
+        assert sum(one.share for one in found) <= 1 + 1e-9, seed
+        for one in (*found, *unconfirmed_causes(e)):
+            assert 0 < one.share <= 1, (seed, one)
+            assert one.interval[1] <= 1, (seed, one)
+
+
+def test_operators_take_at_most_what_other_causes_leave():
+    def finding(name, share):
+        return Finding(name, share, "", "")
+
+    known = Cause("script", 0.7, (0.7, 0.7), "")
+    found = operator_causes([finding("copies", 0.8), finding("small-operators", 0.2)], [known])
+    assert [one.share for one in found] == pytest.approx([0.3, 0.2])
+    assert [one.interval for one in found] == [(0.0, pytest.approx(0.3)), (0.0, 0.2)]
+    whole = Cause("script", 0.97, (0.97, 0.97), "")
+    assert operator_causes([finding("copies", 0.8)], [whole]) == []
+
+
 def test_more_reliable_cause_keeps_the_time():
     def cause(name, share, basis):
         return Cause(name, share, (share, share), "", basis=basis, witness=name)
@@ -213,7 +252,8 @@ def test_more_reliable_cause_keeps_the_time():
         cause("collector", 0.6, "experiment"),
         cause("script", 0.3, "record"),
     ]
-    found = without_overlap(all_of_it, evidence())
+    slower = {"silent": rung(0.05), "alone": rung(0.05, ranks=1)}
+    found = without_overlap(all_of_it, evidence(**slower))
     shares = {one.id: round(one.share, 3) for one in found}
     assert shares == {"collector": 0.6, "exchange": 0.4}
     assert [one["id"] for one in found[0].evidence["signs"]] == ["script", "precision"]

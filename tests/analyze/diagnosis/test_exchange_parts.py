@@ -7,6 +7,7 @@ from paceline.analyze.diagnosis.exchanged_calls import CallSite, CollectiveKind,
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.records.rank_lines import SampledLine
+from paceline.record.experiments.rung import NO_BROADCASTS
 from paceline.record.ring.states import Op
 
 LINES = {
@@ -34,12 +35,13 @@ def calls(kind, transfer, calls=5.0, size=8.0, wait=0.0):
     )
 
 
-def found(*exchanged, losses=EXCHANGE, all_reduce=None):
+def found(*exchanged, losses=EXCHANGE, all_reduce=None, savings=None):
     causes = judged(
         losses=losses,
         calls=all_reduce or collective(count=10, size=4_000_000),
         gradients=GRADIENTS,
         exchanged=exchanged,
+        savings=savings,
         **SLOWER,
     )
     return {cause.id: cause for cause in causes}
@@ -95,3 +97,27 @@ def test_objects_of_one_rank_are_never_switched_off_and_keep_their_share_of_the_
     assert both["object-collectives"].confirmed == "not-testable"
     assert both["object-collectives"].share == pytest.approx(0.2)
     assert both["exchange-bandwidth"].evidence["lines"][0]["line"] == 19
+
+
+# Half of a step is communication. Most of it is waits for rank 0, which broadcasts its buffers.
+WAITING = [Loss("transfer", 0.35), Loss("wait", 0.15)]
+
+
+def test_broadcasts_of_buffers_are_first_by_an_experiment_of_their_own():
+    both = [calls("gradient", 0.3, 1.0, 4e6), calls("buffer", 0.05, wait=0.15)]
+    assert next(iter(found(*both, losses=WAITING))) == "exchange-bandwidth"
+    tested = found(*both, losses=WAITING, savings={NO_BROADCASTS: [0.35, 0.36, 0.34, 0.35]})
+    assert list(tested) == ["buffer-broadcast", "exchange-bandwidth"]
+    first = tested["buffer-broadcast"]
+    assert (first.share, first.confirmed) == (pytest.approx(0.35), "confirmed")
+    assert "line 17: loss = model(x).mean()" in first.sentence
+    assert tested["exchange-bandwidth"].share == pytest.approx(0.15, abs=0.01)
+
+
+def test_broadcasts_without_which_steps_are_as_long_are_no_cause():
+    refuted = found(
+        *(calls("gradient", 0.3, 1.0, 4e6), calls("buffer", 0.2)),
+        savings={NO_BROADCASTS: [0.01, -0.01, 0.0, 0.01]},
+    )
+    assert list(refuted) == ["exchange-bandwidth"]
+    assert refuted["exchange-bandwidth"].share == pytest.approx(0.5, abs=0.01)

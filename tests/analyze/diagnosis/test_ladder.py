@@ -1,6 +1,7 @@
 """The waterfall adds up, and its bars are the causes that the figures show."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,6 +182,23 @@ def test_equal_ranks_are_rarely_uneven(ranks):
     bars = uneven_bars(ranks, slow=0.0)
     assert abs(np.mean([bar.mean for bar in bars])) < 0.01
     assert np.mean([bar.mean >= MIN_SHARE and bar.low >= MIN_SHARE / 2 for bar in bars]) <= 0.06
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 5, 9])
+def test_ranks_that_are_slow_in_turn_are_not_uneven(rounds):
+    """A load moves from core to core, from round to round: no rank is slower all the time."""
+    silent = [
+        replace(one, training_s=[(0.8, 1.0)[turn % 2], (1.0, 0.8)[turn % 2]], step_s=1.0)
+        for turn, one in enumerate(rung(*[8.0] * rounds))
+    ]
+    fall = waterfall(rung(*[5.0] * rounds, ranks=1), silent, silent, silent)
+    bar = fall.of_step("uneven")
+    assert bar.high >= 0
+    assert bar.low < MIN_SHARE / 2  # no cause
+    if rounds % 2 == 0:
+        assert bar == Interval(0, 0, 0)
+    lost = sum(bar.loss.mean for bar in fall.bars)
+    assert fall.ideal.mean - lost == pytest.approx(fall.measured.mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64])

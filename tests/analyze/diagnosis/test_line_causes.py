@@ -198,3 +198,40 @@ def test_script_cause_names_the_line_of_the_profile():
     (cause,) = judged(line_profile=found, losses=[Loss("other", 0.2)])
     assert cause.id == "script"
     assert "line 9: total += k" in cause.sentence
+
+
+SCORE = [SampledLine("train.py", n, "score", f"total += {n}") for n in range(20, 26)]
+PRINT = SampledLine("train.py", 50, "main", "print(total.item())")
+
+
+def test_script_cause_names_the_function_with_most_time_and_not_the_longest_line():
+    parts = [(None, (line, CALLER), "other", Doing.PYTHON, 0.05) for line in SCORE]
+    longest = (None, (SampledLine("train.py", 46, "main", "log(x)"),), "other", Doing.FILE, 0.08)
+    (cause,) = judged(line_profile=profile(longest, *parts), losses=[Loss("other", 0.38)])
+    assert cause.evidence["lines"][0]["function"] == "score"
+    assert cause.evidence["doing"] == "python"
+
+
+@pytest.mark.parametrize(
+    ("doing", "name"),
+    [
+        (Doing.FILE, "synchronisation"),  # it prints
+        (Doing.WAIT, "synchronisation"),
+        (Doing.TORCH, "script"),  # the line computes its value, on a CPU
+        (Doing.PYTHON, "script"),
+    ],
+)
+def test_line_that_computes_a_value_does_not_wait_for_it(doing, name):
+    found = profile((None, (PRINT,), "other", doing, 0.3))
+    (cause,) = judged(line_profile=found, losses=[Loss("other", 0.3)])
+    assert cause.id == name
+
+
+def test_time_off_the_cores_is_in_the_line_that_waits():
+    """The forward computes longer than it sleeps."""
+    sleep = SampledLine("model.py", 9, "Net.forward", "time.sleep(0.02)")
+    found = profile((None, (sleep, MAIN), "useful", Doing.WAIT, 0.3))
+    (cause,) = judged(line_profile=found, silent=rung(process=0.6))
+    assert cause.id == "script"
+    assert cause.evidence["lines"][0]["line"] == 9
+    assert cause.sentence.endswith("mostly in line 9: time.sleep(0.02)")

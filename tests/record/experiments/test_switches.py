@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,12 @@ import torch
 from paceline.analyze.diagnosis.ladder import EndedError
 from paceline.analyze.diagnosis.switched import measure_switched
 from paceline.record.experiments import single_precision, switches
-from paceline.record.experiments.rung import NO_COLLECTION, THREADS_PAUSED, Rung
-from paceline.record.experiments.switches import GarbageCollector, ScriptThreads
+from paceline.record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED, Rung
+from paceline.record.experiments.switches import (
+    BufferBroadcasts,
+    GarbageCollector,
+    ScriptThreads,
+)
 from paceline.record.ring.states import State
 from paceline.study.diagnose.hypotheses import hypotheses
 
@@ -142,6 +147,21 @@ def test_training_thread_and_threads_of_libraries_are_not_paused(threads):
     assert switch.results()["paused"] == 0
 
 
+def test_broadcasts_of_buffers_are_off_and_on_again():
+    class Model:
+        def __init__(self, broadcasts, buffers):
+            self.broadcast_buffers, self.modules_buffers = broadcasts, buffers
+
+    models = [Model(True, [1]), Model(False, [1]), Model(True, [])]
+    gone = weakref.ref(Model(True, [1]))
+    switch = BufferBroadcasts([gone, *map(weakref.ref, models)])
+    switch.off()
+    assert [one.broadcast_buffers for one in models] == [False, False, True]
+    switch.on()
+    assert [one.broadcast_buffers for one in models] == [True, False, True]
+    assert switch.results() == {"broadcasting": 1}
+
+
 def test_script_that_computes_in_float64_computes_in_float32():
     class Tensor:
         float = torch.Tensor.float
@@ -234,6 +254,17 @@ def test_first_run_decides_which_hypotheses_are_tested():
     many_faults = first_run(faults=5e5)
     (found,) = hypotheses([many_faults])
     assert (found.settings, found.expected) == ({"keep-memory": True}, pytest.approx(0.1))
+
+
+def test_broadcasts_of_buffers_are_tested_if_the_first_run_has_many():
+    assert hypotheses([first_run()], broadcast_share=0.02) == []
+    (found,) = hypotheses([first_run()], broadcast_share=0.2)
+    assert (found.phase, found.expected, found.separate) == (NO_BROADCASTS, 0.2, False)
+    used = {"broadcasting": 0}
+    run = SimpleNamespace(records=[SimpleNamespace(meta={"rung": {"used": {NO_BROADCASTS: used}}})])
+    assert "the script broadcasts the buffers itself" in found.why_void(run)
+    used["broadcasting"] = 1
+    assert found.why_void(run) == ""
 
 
 def test_hypothesis_that_could_not_be_tested_says_why():

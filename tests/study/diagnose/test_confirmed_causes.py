@@ -34,6 +34,8 @@ TRAIN = """
     gc.freeze() if fault != "collects" else None
     dist.init_process_group("gloo")
     net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 1))
+    if fault == "broadcasts":
+        net.register_buffer("table", torch.zeros(1 << 22))
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(64, 128)
@@ -71,6 +73,15 @@ def test_garbage_collection_in_each_step_is_confirmed(diagnosed):
     assert "collect-rarely" in [one.knob for one in found.remedies]
     # The line that collects is not reported a second time as other work of the script.
     assert "script" not in [one.id for one in found.causes]
+
+
+def test_broadcasts_of_buffers_come_first_by_their_own_experiment(diagnosed):
+    found = diagnosed("broadcasts")
+    cause = found.causes[0]
+    assert (cause.id, cause.confirmed) == ("buffer-broadcast", "confirmed")
+    assert cause.measured.low > 0.2
+    assert cause.evidence["lines"][0]["code"] == "loss = model(x).square().mean()"
+    assert "buffers-off" in [one.knob for one in found.remedies]
 
 
 def test_thread_that_holds_the_interpreter_lock_is_confirmed(diagnosed):

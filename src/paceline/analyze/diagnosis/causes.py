@@ -50,6 +50,10 @@ def witnesses(e: Evidence) -> list[Witness]:
     exchanged = share("transfer", doing=("transfer", "wait")) + e.occasional_waits
     all_exchange = _switched_off(e, "silent", bar("exchange"))
     parts = exchange_parts.parts(e)
+    transferred = None
+    if (broadcasts := measured(e, "broadcasts")) is not None:
+        parts.pop(CollectiveKind.BUFFER, None)  # a better experiment measures it
+        transferred = exchange_parts.transfer_of(e, CollectiveKind.BUFFER)
     rest = max(1 - sum(parts.values()), 0.0)
     exchanged -= (objects := exchange_parts.never_off(e))
     unmeasured = [Witness("objects", None, objects)] if objects else []
@@ -65,6 +69,7 @@ def witnesses(e: Evidence) -> list[Witness]:
         Witness("exchange", *part(rest)),
         *(Witness(exchange_parts.WITNESSES[kind], *part(parts[kind])) for kind in parts),
         *unmeasured,
+        Witness("broadcasts", broadcasts, transferred),
         Witness(
             "input", _switched_off(e, "cached", bar("input")), share("input", doing=("input",))
         ),
@@ -102,6 +107,7 @@ RULES: dict[str, Rule] = {
     "uneven": ranks.uneven,
     "exchange": exchange.exchange,
     **{name: exchange_parts.rule_for(kind) for kind, name in exchange_parts.WITNESSES.items()},
+    "broadcasts": exchange_parts.rule_for(CollectiveKind.BUFFER),
     "input": inputs.inputs,
     "validation": ranks.rule_for_phase("validation"),
     "checkpoint": ranks.rule_for_phase("checkpoint"),
@@ -129,11 +135,13 @@ def causes(e: Evidence) -> list[Cause]:
     for witness in witnesses(e):
         if verdict(witness) not in (CONFIRMED, NOT_TESTABLE):
             continue
-        if (cause := _named(witness, e)) is not None:
+        if (cause := _named(witness, e)) is None:
+            continue
+        if cause.id == ranks.NOISY:
+            cause = _within_waits_for_cores(cause, e)
+        if cause.share >= MIN_SHARE:
             before = found.get(cause.id)
             found[cause.id] = cause if before is None else _merge(before, cause)
-    if (noisy := found.pop(ranks.NOISY, None)) is not None and e.cpu_wait_share >= MIN_SHARE:
-        found[ranks.NOISY] = _within_waits_for_cores(noisy, e)
     late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
     work = late.named[2] if late is not None else None
     work = found["slow-rank"].evidence if "slow-rank" in found else work
@@ -195,6 +203,7 @@ def _named(witness: Witness, e: Evidence) -> Cause | None:
         evidence = evidence | {"expected": witness.record}
     if judged == NOT_CONFIRMED and witness.record:
         share, interval = witness.record, (witness.record, witness.record)
+    share, interval = min(share, 1.0), (min(interval[0], 1.0), min(interval[1], 1.0))
     return Cause(
         *(name, share, interval, sentence, evidence),
         confirmed=judged,
@@ -205,11 +214,13 @@ def _named(witness: Witness, e: Evidence) -> Cause | None:
 
 
 def _within_waits_for_cores(cause: Cause, e: Evidence) -> Cause:
-    """Return a cause that blames other programs, with at most what the ranks waited for cores.
+    """Return a cause that blames other programs, with at most what ranks waited for their cores.
 
-    The experiment switched the communication or a rank's work off, and not the other programs.
+    The experiment switched the communication or a rank's work off, and not the other programs. All
+    ranks wait for a late one, so that their waits are longer than those for cores.
     """
-    share = min(cause.share, e.cpu_wait_share)
+    waiting = 1 if cause.witness in ("sharing", "noise") else e.report.size
+    share = min(cause.share, e.foreign_wait_share * waiting)
     return replace(
         cause,
         share=share,
@@ -223,15 +234,16 @@ def _within_waits_for_cores(cause: Cause, e: Evidence) -> Cause:
 def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
     """Return the findings inside the model as causes, except for those that are known already.
 
-    Their share is an upper bound, and no experiment has confirmed it. A finding in the main line of
-    a known cause ``line`` is that cause.
+    Their share is an upper bound, and no experiment has confirmed it. It is at most what the known
+    causes leave of a step. A finding in the main line of a known cause ``line`` is that cause.
     """
+    left = 1 - sum(cause.share for cause in known)
     ids = {cause.id for cause in known}
     of_lines = [cause.evidence["lines"] for cause in known if cause.id == "line"]
     places = {_place_of(lines[0]) for lines in of_lines if lines}
     return [
         Cause(
-            *(one.id, one.share, (0.0, one.share)),
+            *(one.id, min(one.share, left), (0.0, min(one.share, left))),
             f"{one.sentence} (at most this share; not confirmed by an experiment)",
             {**one.evidence, "lines": one.lines, "remedy": one.remedy},
             confirmed=NOT_TESTABLE,
@@ -240,6 +252,7 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
         )
         for one in found
         if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)
+        if left >= MIN_SHARE
     ]
 
 

@@ -7,7 +7,7 @@ cause that no experiment can switch off is named by what the record shows, or by
 import math
 from dataclasses import dataclass
 
-from ...record.experiments.rung import NO_COLLECTION, THREADS_PAUSED
+from ...record.experiments.rung import NO_BROADCASTS, NO_COLLECTION, THREADS_PAUSED
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval
 from .switched import reference_name
@@ -26,6 +26,7 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "layout": ("alone, channels-last", "alone"),
     "collector": (NO_COLLECTION, reference_name(NO_COLLECTION)),
     "interpreter": (THREADS_PAUSED, "everything"),
+    "broadcasts": (NO_BROADCASTS, reference_name(NO_BROADCASTS)),
     "allocator": (KEPT_MEMORY, "everything"),
     "search": (SEARCH_OFF, "everything"),
     "precision": (FLOAT32, "everything"),
@@ -33,7 +34,8 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
 # Witnesses whose figure from the record is not a time that a clock measured, but is computed from
 # the cost of one operation, or from what remains of a step without its known parts.
 ESTIMATED = ("allocator", "precision", "interpreter")
-# Parts of the bar "exchange". The record says how much of it each one is.
+# Parts of the bar "exchange". The record says how much of it each one is. "broadcasts" is the part
+# "buffers" with an experiment of its own.
 EXCHANGE_PARTS = ("buffers", "metrics", "objects", "barriers")
 
 

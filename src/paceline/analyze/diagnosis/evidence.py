@@ -208,6 +208,15 @@ class Evidence:
         return self.mean_usage("everything", "delayed")
 
     @cached_property
+    def foreign_wait_share(self) -> float:
+        """Part of ``cpu_wait_share`` that other programs explain, at most.
+
+        While another program uses one core, one rank waits for it. Other waits are for threads of
+        the job itself.
+        """
+        return min(self.cpu_wait_share, self.foreign_busy_cores / max(self.per_host, 1))
+
+    @cached_property
     def min_cpu_wait_share(self) -> float:
         """``cpu_wait_share`` of the rank with the smallest share."""
         rounds = self.rungs.get("everything", [])

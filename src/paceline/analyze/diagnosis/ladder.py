@@ -7,7 +7,7 @@ From what the ranks could do if each were alone with its batch in memory, down t
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -220,11 +220,36 @@ def waterfall(
 ) -> Waterfall:
     """Compute the waterfall, repetition by repetition, in the order in which they were run.
 
-    alone: One rank, its batch in memory. Empty where that can't be run; the ideal is then all ranks
-    at the pace of the fastest. silent: All ranks, without communication. cached: With
-    communication.
-    everything: With the loader, too.
+    If ranks are slow in turn (a load that moves from core to core), the rank that is slowest in the
+    other rounds is the fastest one of a round, and the bar "uneven" is below zero, which no
+    constant difference can be. All ranks then count with their mean step: the bar is zero, and
+    waits for ranks that are slow in turn remain in the bar "exchange".
+
+    Args:
+        alone: One rank, its batch in memory. Empty where that can't be run; the ideal is then all
+            ranks at the pace of the fastest.
+        silent: All ranks, without communication.
+        cached: With communication.
+        everything: With the loader, too.
     """
+    found = _waterfall(alone, silent, cached, everything)
+    uneven = found.of_step("uneven")
+    if uneven is None or uneven.high >= 0:
+        return found
+    means = [
+        replace(one, training_s=[statistics.fmean(one.training_s)] * one.ranks) for one in silent
+    ]
+    return _waterfall(alone, means, cached, everything, shown=("uneven",))
+
+
+def _waterfall(
+    alone: list[RungResult],
+    silent: list[RungResult],
+    cached: list[RungResult],
+    everything: list[RungResult],
+    shown: tuple[str, ...] = (),
+) -> Waterfall:
+    """Return the waterfall. ``shown``: Bars that are shown although they are zero."""
     ideals, ends = [], []
     losses: dict[str, list[float]] = {name: [] for name in BARS}
     times: dict[str, list[float]] = {name: [] for name in BARS}
@@ -252,7 +277,7 @@ def waterfall(
     ideal = Interval.of(ideals)
     bars = []
     for name in BARS:
-        if not any(losses[name]):  # no validation, say
+        if not any(losses[name]) and name not in shown:  # no validation, say
             continue
         shares = [loss / whole for loss, whole in zip(losses[name], ideals, strict=True)]
         found = (Interval.of(values) for values in (losses[name], shares, times[name]))

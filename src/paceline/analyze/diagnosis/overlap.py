@@ -9,10 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .confirmation import CONFIRMED, ESTIMATE, EXPERIMENT, KEPT_MEMORY
+from .confirmation import (
+    CONFIRMED,
+    ESTIMATE,
+    EXCHANGE_PARTS,
+    EXPERIMENT,
+    KEPT_MEMORY,
+    measured,
+)
 from .evidence import MIN_SHARE, Evidence
 from .ladder import BARS, Interval
 from .rules import compute
+
+ROUNDING = 1e-9  # error of a sum of shares
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,17 @@ def _fewer_threads(e: Evidence) -> float:
     return max(found.mean, 0.0) if found is not None else 0.0
 
 
+def _without_broadcasts(e: Evidence) -> float:
+    found = measured(e, "broadcasts")
+    return max(found.mean, 0.0) if found is not None else 0.0
+
+
+def _waits_for_other_programs(e: Evidence) -> float:
+    """Return what waits for cores that other programs use take, beyond those of one rank alone."""
+    alone = e.mean_usage("alone", "delayed") * e.relative_step_time("alone")
+    return max(e.foreign_wait_share - alone, 0.0)
+
+
 # (specific witness, general witness): the share of a step that both of them see.
 SIGNS: dict[tuple[str, str], Callable[[Evidence], float]] = {
     ("collector", "script"): _collected_between_phases,
@@ -109,7 +129,9 @@ SIGNS: dict[tuple[str, str], Callable[[Evidence], float]] = {
     ("allocator", "exchange"): _faults_of("cached", "silent"),
     ("allocator", "input"): _faults_of("everything", "cached"),
     ("search", "exchange"): _map_of_used_parameters,
+    ("broadcasts", "exchange"): _without_broadcasts,
     ("threads", "sharing"): _fewer_threads,
+    ("noise", "sharing"): _waits_for_other_programs,
 }
 
 
@@ -134,7 +156,18 @@ def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
         elif found:  # its time belongs to the causes before it
             at = found.index(max(found, key=lambda one: one.share))
             found[at] = _with_sign(found[at], cause)
+    _assert_no_time_is_named_twice(found, e)
     return ranked(found)
+
+
+def _assert_no_time_is_named_twice(found: list[Cause], e: Evidence) -> None:
+    """Assert that shares add up to a step at most, and those of bars to what the bars lose."""
+    assert all(0 < one.share <= 1 + ROUNDING for one in found), found
+    assert sum(one.share for one in found) <= 1 + ROUNDING, found
+    lost = sum(max(bar.of_step.mean, 0.0) for bar in e.waterfall.bars)
+    of_bars = [one for one in found if one.basis == EXPERIMENT]
+    of_bars = [one for one in of_bars if one.witness in (*BARS, *EXCHANGE_PARTS)]
+    assert sum(one.share for one in of_bars) <= lost + ROUNDING, (found, lost)
 
 
 def ranked(causes: list[Cause]) -> list[Cause]:

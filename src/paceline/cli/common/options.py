@@ -195,7 +195,7 @@ Json = Annotated[
     typer.Option(
         "--json",
         help="Print JSON on standard output instead of a table. --json=FILE, or --json NAME.json, "
-        "writes it to a file.",
+        "writes it to a file, and no table is printed.",
         metavar="[=FILE]",
         show_default=False,
         readable=False,  # standard output may be a pipe that only can be written to

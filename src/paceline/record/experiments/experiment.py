@@ -37,6 +37,7 @@ from .rung import (
     CHANNELS_LAST,
     EVERYTHING,
     LOADER,
+    NO_BROADCASTS,
     NO_COLLECTION,
     ONE_THREAD,
     SILENT,
@@ -46,14 +47,17 @@ from .rung import (
 )
 from .single_precision import install as use_single_precision
 from .survey_end import SurveyEnd
-from .switches import GarbageCollector, ScriptThreads, Switch
+from .switches import BufferBroadcasts, GarbageCollector, ScriptThreads, Switch
 
 if TYPE_CHECKING:
     from .operators.operator_rows import OperatorRun
 
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 # Phases with the loader's batches.
-_WITH_LOADER = (EVERYTHING, LOADER, SINGLE_PRECISION, NO_COLLECTION, THREADS_PAUSED)
+_WITH_LOADER = (
+    *(EVERYTHING, LOADER, SINGLE_PRECISION),
+    *(NO_COLLECTION, THREADS_PAUSED, NO_BROADCASTS),
+)
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
@@ -70,6 +74,7 @@ class Experiment:
         self._switches: dict[str, Switch] = {
             NO_COLLECTION: self._collector,
             THREADS_PAUSED: self._other_threads,
+            NO_BROADCASTS: BufferBroadcasts(self._observer.ddp_models),
         }
         self._is_switched_off = False
         self._results: dict[str, Any] = {"silent": 0}

@@ -36,7 +36,7 @@ class Observer:
         self._start_times: list[float] = []
         self._stop_times: list[float] = []
         self._training_dataset: int | None = None
-        self._ddp_models: list[Any] = []
+        self.ddp_models: list[weakref.ref[Any]] = []
         self._search_time = 0.0
 
     def install(self) -> None:
@@ -168,7 +168,7 @@ class Observer:
         @functools.wraps(make)
         def init(replica: Any, *args: Any, **options: Any) -> None:
             make(replica, *args, **options)
-            self._ddp_models.append(weakref.ref(replica))
+            self.ddp_models.append(weakref.ref(replica))
 
         @functools.wraps(after)
         def post_forward(replica: Any, output: Any) -> Any:
@@ -195,7 +195,7 @@ class Observer:
 
     def finish(self) -> None:
         """Store the last facts; called when nothing of the script runs any more."""
-        replicas = [one for one in (ref() for ref in self._ddp_models) if one is not None]
+        replicas = [one for one in (ref() for ref in self.ddp_models) if one is not None]
         if replicas:
             self.facts["ddp"] = _ddp_options(max(replicas, key=_gradient_bytes))
         self.facts["fault_s"] = _rounded(measure_page_fault_s())

@@ -17,6 +17,7 @@ A switched phase tests a hypothesis: a part is off in some blocks of its steps a
 
     no garbage collection   Python's garbage collector is off
     other threads paused    the script's other Python threads do not run
+    no buffer broadcasts    DDP does not broadcast the model's buffers
     channels-last           as cached, with convolution weights and images in that memory format
 
 ``experiment.py`` carries the phases out in a rank's process.
@@ -32,8 +33,9 @@ OVERLAY_NAME = "paceline-diagnose"  # of the mounts that cover the user's folder
 EVERYTHING, CACHED, SILENT, LOADER = "everything", "cached", "silent", "loader"
 ONE_THREAD, CHANNELS_LAST = "one thread", "channels-last"
 NO_COLLECTION, THREADS_PAUSED = "no garbage collection", "other threads paused"
+NO_BROADCASTS = "no buffer broadcasts"
 SINGLE_PRECISION = "float32"
-SWITCHED = (NO_COLLECTION, THREADS_PAUSED, CHANNELS_LAST)
+SWITCHED = (NO_COLLECTION, THREADS_PAUSED, NO_BROADCASTS, CHANNELS_LAST)
 # Whether the part is off, by block. A machine that slows down steadily affects both alike.
 PATTERN = (False, True, True, False)
 BLOCKS = ((64, 16), (32, 8), (8, 4), (0, 2))  # number of blocks from this number of steps on

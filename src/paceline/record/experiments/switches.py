@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import thread as executor_threads
 from types import FrameType
 from typing import Any, Protocol
@@ -106,6 +107,40 @@ class GarbageCollector:
             at = (frame.f_code.co_filename, frame.f_lineno)
             if at in self._lines or len(self._lines) < MAX_COLLECTING_LINES:
                 self._lines[at] = self._lines.get(at, 0.0) + took
+
+
+class BufferBroadcasts:
+    """DDP's broadcasts of the buffers before a forward.
+
+    All ranks switch after the same optimizer step, so that they call the same collectives.
+
+    Args:
+        models: Weak references to the DDP models of the rank.
+    """
+
+    def __init__(self, models: Sequence[weakref.ref[Any]]) -> None:
+        self._models = models
+        self._switched: list[Any] = []  # models without broadcasts at present
+        self._count = 0
+
+    def off(self) -> None:
+        found = [model for ref in self._models if (model := ref()) is not None]
+        self._switched = [one for one in found if one.broadcast_buffers and one.modules_buffers]
+        for model in self._switched:
+            model.broadcast_buffers = False
+        self._count = max(self._count, len(self._switched))
+
+    def on(self) -> None:
+        for model in self._switched:
+            model.broadcast_buffers = True
+        self._switched = []
+
+    def after_step(self) -> None:
+        """Do nothing: a step needs no work."""
+
+    def results(self) -> dict[str, Any]:
+        """Return the number of models that broadcast buffers."""
+        return {"broadcasting": self._count}
 
 
 class ScriptThreads:

@@ -134,6 +134,7 @@ class ResourceUsage(TypedDict, total=False):
     others: OtherThread
     collecting: Collections
     paused: NonNegativeInt
+    broadcasting: NonNegativeInt
     gave_up: bool
     elements: Elements
 

@@ -158,6 +158,8 @@ DEFINITIONS = {
     "communication, minus with communication.",
     "held by buffers": "Part of the exchange: transfers of DDP's broadcasts of buffers, relative "
     "to all transfers and waits of the exchange in the record.",
+    "held by broadcasts": "Time of steps with DDP's broadcasts of buffers, minus that of steps "
+    "without them, interleaved. The record: their transfers.",
     "held by metrics": "Part of the exchange: transfers of collectives outside of a backward with "
     "at most 1 KiB, relative to all transfers and waits of the exchange in the record.",
     "held by objects": "Part of the exchange: transfers of pickled Python objects, relative to all "

@@ -258,7 +258,7 @@ def _render_roofline(host: HostFacts) -> str:
 
 
 def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]) -> Table:
-    """Return the table of ``--compare``: figures that changed by more than their spread."""
+    """Return the table of ``--compare``: figures that changed by more than their noise."""
     table = Table(title=f"{before.made} and {after.made}", box=None, pad_edge=False)
     for heading in ("nodes", "figure", "before", "after", "change"):
         table.add_column(heading)
@@ -268,7 +268,7 @@ def render_comparison(before: Machine, after: Machine, changes: Sequence[Change]
         change = percent(one.by) if one.by else ""
         table.add_row(names, one.what, one.before, one.after, Text(change, style=style))
     if not changes:
-        table.add_row("", "No figure changed by more than its spread.", "", "", "")
+        table.add_row("", "No figure changed by more than its noise.", "", "", "")
     return table
 
 

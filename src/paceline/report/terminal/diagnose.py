@@ -37,6 +37,7 @@ NAMES = {
     "uneven": "slower ranks",
     "exchange": "exchange",
     "buffers": "broadcasts of buffers",
+    "broadcasts": "broadcasts of buffers",
     "metrics": "exchange of metrics",
     "objects": "exchange of objects",
     "barriers": "barriers",

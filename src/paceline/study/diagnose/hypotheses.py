@@ -21,6 +21,7 @@ from ...analyze.records.load_run import Run
 from ...record.experiments.rung import (
     CHANNELS_LAST,
     EVERYTHING,
+    NO_BROADCASTS,
     NO_COLLECTION,
     SINGLE_PRECISION,
     SWITCHED,
@@ -38,6 +39,8 @@ WORDS = {
     reference_name(NO_COLLECTION): "interleaved with it: garbage collection",
     THREADS_PAUSED: "all ranks, other Python threads paused",
     reference_name(THREADS_PAUSED): "interleaved with it: other Python threads running",
+    NO_BROADCASTS: "all ranks, no broadcasts of buffers",
+    reference_name(NO_BROADCASTS): "interleaved with it: broadcasts of buffers",
     KEPT_MEMORY: "all ranks, freed memory kept",
     SEARCH_OFF: "all ranks, no search for unused parameters",
     FLOAT32: "all ranks, float32 instead of float64",
@@ -96,18 +99,25 @@ class Hypothesis:
             return "the training waits for another Python thread, which cannot be paused"
         if self.phase == THREADS_PAUSED and not any(one.get("paused") for one in used):
             return "the other Python threads run no code of the script, and cannot be paused"
+        if self.phase == NO_BROADCASTS and not any(one.get("broadcasting") for one in used):
+            return "the script broadcasts the buffers itself, and not DistributedDataParallel"
         return ""
 
 
-def hypotheses(facts: Sequence[Mapping[str, Any]]) -> list[Hypothesis]:
+def hypotheses(
+    facts: Sequence[Mapping[str, Any]], broadcast_share: float = 0.0
+) -> list[Hypothesis]:
     """Return the experiments that the first run suggests, the largest expected share first.
 
-    ``facts`` are those of each rank (record/experiments/observer.py).
+    Args:
+        facts: Facts of each rank (record/experiments/observer.py).
+        broadcast_share: Share of a step in broadcasts of buffers, with waits for a late rank.
     """
     used = [one.get("used", {}).get(EVERYTHING, {}) for one in facts]
     found = [
         Hypothesis(NO_COLLECTION, NO_COLLECTION, _largest(used, _collecting), separate=False),
         Hypothesis(THREADS_PAUSED, THREADS_PAUSED, _largest(used, _other_threads)),
+        Hypothesis(NO_BROADCASTS, NO_BROADCASTS, broadcast_share, separate=False),
         Hypothesis(CHANNELS_LAST_RUNG, CHANNELS_LAST, _contiguous(facts), {}, False, True),
         Hypothesis(KEPT_MEMORY, EVERYTHING, _page_faults(facts, used), {"keep-memory": True}),
         Hypothesis(SEARCH_OFF, EVERYTHING, _search(facts), {"unused-search-off": True}),

@@ -33,7 +33,7 @@ from .plan import (
     next_plan,
 )
 from .profile_run import profile_operators
-from .run_figures import loader_totals, split_phases, steps_done, steps_s
+from .run_figures import broadcast_share, loader_totals, split_phases, steps_done, steps_s
 from .run_script import (
     MINUTE_S,
     FailedError,
@@ -120,7 +120,7 @@ class _Climb:
             steps = min(steps, done - warm)
         self.step_s = measure_rung(run, warm, steps, EVERYTHING).step_s
         self.start_s = max(took_s - steps_s(run), 0.1)
-        self._adapt_to_script(run)
+        self._adapt_to_script(run, (warm, warm + steps))
         rungs: dict[str, list[RungResult]] = {
             name: [] for name, kind in RUNGS.items() if self._has(kind)
         }
@@ -311,7 +311,11 @@ class _Climb:
     def _measure(self, found: Ladder, run: Run, rung: Rung, alone: bool, phase: str) -> None:
         if phase in SWITCHED:
             tested = next(one for one in self.hypotheses if one.phase == phase)
-            found.add(tested, *tested.measure(run, rung))
+            if why := tested.why_void(run):
+                found.refused[tested.rung] = why
+                found.drop(tested)
+            else:
+                found.add(tested, *tested.measure(run, rung))
             return
         taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
         found.rungs[rung_name(alone, phase)].append(taken)
@@ -347,7 +351,7 @@ class _Climb:
             if not alone and phase == EVERYTHING:
                 found.run, found.warm, found.steps = run, rung.warm, rung.steps
 
-    def _adapt_to_script(self, run: Run) -> None:
+    def _adapt_to_script(self, run: Run, steps: tuple[int, int]) -> None:
         """Adapt later runs to what the first run shows of the script.
 
         A single rank computes with as many threads as one of several ranks, and rungs that only
@@ -356,7 +360,7 @@ class _Climb:
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
-        self.hypotheses = hypotheses(told)
+        self.hypotheses = hypotheses(told, broadcast_share(run, steps))
         single, switched = (
             [one.phase for one in self.hypotheses if one.alone == alone and not one.separate]
             for alone in (True, False)

@@ -1,5 +1,7 @@
 """Figures of one run of the ladder."""
 
+from ...analyze.diagnosis.exchanged_calls import CollectiveKind, measure_exchanged_calls
+from ...analyze.figures.report import analyse_with_window
 from ...analyze.records.load_run import Run
 from ...record.experiments.rung import LOADER
 from ...record.ring.states import State
@@ -13,6 +15,15 @@ def steps_s(run: Run) -> float:
     """Return the duration of all steps of the first rank."""
     rows = run.records[0].events_in(State.STEP)
     return float(rows["end"].max() - rows["start"].min()) / 1e9
+
+
+def broadcast_share(run: Run, steps: tuple[int, int]) -> float:
+    """Return the share of time in broadcasts of buffers, in the steps from the first one on to
+    before the second one. Waits for a late rank are part of it.
+    """
+    measured = analyse_with_window(run, steps).measured
+    calls = measure_exchanged_calls(measured) if measured is not None else []
+    return sum(one.transfer + one.wait for one in calls if one.site.kind == CollectiveKind.BUFFER)
 
 
 def loader_totals(run: Run) -> dict[str, float] | None:

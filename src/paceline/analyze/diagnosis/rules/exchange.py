@@ -145,7 +145,7 @@ def _latency(e: Evidence, calls: Collective) -> NamedCause:
     A few calls that take long while their threads wait for a core are not latency-bound: other
     threads compute on all cores. MIN_DELAYED is the limit for waiting for a core.
     """
-    if e.cpu_wait_share >= MIN_DELAYED * e.loss_share("transfer") and (said := noisy(e)):
+    if said := noisy(e, e.loss_share("transfer")):
         return said
     figures = _figures(e, calls)
     each = e.loss_share("transfer") * e.step_s / max(figures["calls_a_step"], 1)

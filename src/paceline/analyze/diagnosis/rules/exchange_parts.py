@@ -1,7 +1,8 @@
 """Rules for collectives that are no exchange of gradients: buffers, metrics, objects, barriers.
 
 All communication together is switched off by an experiment. The record divides what that saves
-among the collectives, by what they carry.
+among the collectives, by what they carry. DDP's broadcasts of buffers have an experiment of their
+own if they may be long.
 """
 
 from collections import defaultdict
@@ -65,6 +66,11 @@ def separate_calls(e: Evidence) -> list[ExchangedCalls]:
 def calls_of(e: Evidence, *kinds: CollectiveKind) -> list[ExchangedCalls]:
     """Return the collectives of these kinds, those with most time first."""
     return [one for one in e.exchanged if one.site.kind in kinds]
+
+
+def transfer_of(e: Evidence, kind: CollectiveKind) -> float:
+    """Return the share of transfers of a kind, without waits for a late rank."""
+    return sum(one.transfer for one in calls_of(e, kind))
 
 
 def lines_of(calls: list[ExchangedCalls]) -> list[dict[str, object]]:

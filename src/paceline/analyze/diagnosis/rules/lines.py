@@ -53,11 +53,48 @@ def evidence_of(line: SampledLine, share: float, what: str = "") -> dict[str, ob
 
 
 def lines_in_state(profile: LineProfile, *states: str) -> list[dict[str, object]]:
-    """Return the five lines with most time in these states, with their shares of that time."""
-    entries = [entry for entry in profile.times if entry.state in states]
+    """Return five lines with their shares of the time in these states.
+
+    Lines of the function with most time come first, the longest of them at the beginning.
+    """
+    return _lines_of(profile, [entry for entry in profile.times if entry.state in states])
+
+
+def _lines_of(profile: LineProfile, entries: Collection[Entry]) -> list[dict[str, object]]:
     whole = profile.share(entries)
-    found = [one for one in profile.lines(entries) if one.share > 0]
-    return [evidence_of(one.line, one.share / whole, one.what) for one in found[:5]]
+    lines = [one for one in profile.lines(entries) if one.share > 0]
+    functions: dict[tuple[str, str], float] = defaultdict(float)
+    for one in lines:
+        functions[_function(one.line)] += one.share
+    lines.sort(key=lambda one: (-functions[_function(one.line)], -one.share))
+    return [evidence_of(one.line, one.share / whole, one.what) for one in lines[:5]]
+
+
+def _function(line: SampledLine) -> tuple[str, str]:
+    return line.file, line.function
+
+
+def waiting_lines(profile: LineProfile, state: str) -> list[dict[str, object]]:
+    """Return five lines that wait on no core in a state, as ``lines_in_state``."""
+    waits = [one for one in profile.times if one.state == state and one.doing == Doing.WAIT]
+    return _lines_of(profile, waits)
+
+
+def activity_in_state(profile: LineProfile, state: str) -> Doing | None:
+    """Return what the first function of ``lines_in_state`` mostly does while it has a core.
+
+    None without samples.
+    """
+    functions: dict[tuple[str, str], dict[Doing, float]] = defaultdict(lambda: defaultdict(float))
+    for entry, share in profile.times.items():
+        line = profile.own_line(entry)
+        if entry.state == state and line is not None:
+            functions[_function(line)][entry.doing] += share
+    if not functions:
+        return None
+    of_most = max(functions.values(), key=lambda doing: sum(doing.values()))
+    on_core = {doing: share for doing, share in of_most.items() if doing != Doing.CORE}
+    return max(on_core, key=lambda doing: on_core[doing], default=None)
 
 
 def loader_lines(e: Evidence) -> list[dict[str, object]]:
@@ -98,7 +135,7 @@ def work_of_one_rank(
     functions: dict[tuple[str, str], list[LineTime]] = defaultdict(list)
     for one in profile.lines():
         if one.line in waited and _is_of_one_rank(profile, one, rank, is_only_there):
-            functions[(one.line.file, one.line.function)].append(one)
+            functions[_function(one.line)].append(one)
     most = max(
         functions.values(), key=lambda lines: sum(waited[one.line] for one in lines), default=[]
     )
@@ -139,7 +176,8 @@ def late_rank(e: Evidence) -> LineCause | None:
     if rank is None:
         return None
     lines = found[rank]
-    share = waits[rank] * len(profile.ranks) / (len(profile.ranks) - 1)  # of the others' time
+    # Of the time of the others.
+    share = min(waits[rank] * len(profile.ranks) / (len(profile.ranks) - 1), 1.0)
     if share < MIN_SHARE:
         return None
     when = e.describe_lateness(rank)
@@ -196,7 +234,7 @@ def _explains(profile: LineProfile, cause: NamedCause, entry: Entry) -> bool:
     if name == "slow-rank" and entry.rank == evidence.get("rank"):
         own = profile.own_line(entry)
         functions = {(one["file"], one["function"]) for one in evidence.get("lines", [])}
-        return own is not None and (own.file, own.function) in functions
+        return own is not None and _function(own) in functions
     return False
 
 
@@ -214,7 +252,7 @@ def _largest_function(profile: LineProfile, entries: Collection[Entry]) -> _Chos
     for entry in entries:
         line = profile.own_line(entry)
         assert line is not None
-        functions[(line.file, line.function)].append(entry)
+        functions[_function(line)].append(entry)
     most = max(functions.values(), key=profile.share, default=[])
     if not _is_enough(profile, most):
         return None
@@ -229,7 +267,7 @@ def _innermost_caller(profile: LineProfile, entries: Collection[Entry]) -> _Chos
     for entry in entries:
         lines = profile.stacks[entry.stack].lines
         for at, line in enumerate(reversed(lines)):
-            if (line.file, line.function) not in loops and entry not in below[line][-1:]:
+            if _function(line) not in loops and entry not in below[line][-1:]:
                 below[line].append(entry)
                 depth[line] = max(depth.get(line, 0), at)
     enough = [line for line, found in below.items() if _is_enough(profile, found)]
@@ -242,7 +280,7 @@ def _innermost_caller(profile: LineProfile, entries: Collection[Entry]) -> _Chos
 def training_loop(profile: LineProfile) -> set[tuple[str, str]]:
     """Return the file and name of the functions that are on all stacks, from the outermost."""
     chains = [
-        [(line.file, line.function) for line in reversed(stack.lines)]
+        [_function(line) for line in reversed(stack.lines)]
         for stack in {entry.stack: profile.stacks[entry.stack] for entry in profile.times}.values()
         if stack.lines
     ]

@@ -14,19 +14,28 @@ from .lines import late_rank, sentence_of_rank, work_of_one_rank
 from .script import script
 
 NOISY = "noisy-machine"
+MIN_WAITED = 0.5  # waits over the mean work of the ranks: then only one rank works
 MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher and the kernel
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
+MIN_EXPLAINED = 0.5  # of a loss, for its cause to be named
 MIN_BATCH_RATIO = 1.2  # batch size of one rank alone over its batch size with all ranks
 MIN_R_SQUARED = 0.5  # of batch size and CPU time: above it, one explains the other
 
 
 def sharing(e: Evidence) -> NamedCause | None:
-    """Return the cause if all ranks together are slower than one rank alone."""
-    if said := noisy(e) or restricted_binding(e):
+    """Return the cause if all ranks together are slower than one rank alone.
+
+    Threads that an experiment confirms come before other programs: ranks wait for cores in both
+    cases, and the formula cannot tell for whose threads.
+    """
+    bar, fewer = e.waterfall.of_step("sharing"), e.step_time_saving("one thread", "silent")
+    confirmed = fewer is not None and fewer.mean >= MIN_SHARE and fewer.sure
+    if said := restricted_binding(e):
+        return said
+    if not confirmed and (said := noisy(e, bar.mean if bar is not None else 0.0)):
         return said
     evidence = {"threads": e.threads, "cores": e.cores, "ranks_on_a_host": e.per_host}
     crowded = e.threads and e.cores and e.threads * e.per_host > e.cores
-    fewer = e.step_time_saving("one thread", "silent")
     if crowded and (fewer is None or fewer.mean >= MIN_SHARE):
         return "too-many-threads", _thread_count_text(e), evidence
     alone, each = e.samples_per_step("alone"), e.samples_per_step("silent")
@@ -76,9 +85,15 @@ def restricted_binding(e: Evidence) -> NamedCause | None:
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 
-def noisy(e: Evidence) -> NamedCause | None:
-    """Return the cause if other programs use the job's cores and its ranks wait for a core."""
-    if e.foreign_busy_cores < MIN_FOREIGN_CORES or e.cpu_wait_share < MIN_SHARE / 2:
+def noisy(e: Evidence, lost: float = 0.0, ranks: int = 1) -> NamedCause | None:
+    """Return the cause if other programs use the job's cores, and its ranks wait for these.
+
+    Args:
+        lost: Share of a step to explain, at least half of it by these waits.
+        ranks: Number of ranks that wait for a rank without a core.
+    """
+    waits = min(e.foreign_wait_share * ranks, 1.0)
+    if e.foreign_busy_cores < MIN_FOREIGN_CORES or waits < max(MIN_SHARE, MIN_EXPLAINED * lost):
         return None
     sentence = (
         f"other programs use {e.foreign_busy_cores:.1f} of the job's cores, and its ranks wait for "
@@ -109,11 +124,15 @@ def uneven(e: Evidence) -> NamedCause | None:
     rank, host = loss.rank, loss.host
     if rank is None:
         return None
-    if said := data(e):
+    bar = e.waterfall.of_step("uneven")
+    lost = bar.mean if bar is not None else e.compute_imbalance
+    if said := data(e, lost):
         return said
     lines = work_of_one_rank(e, rank, is_only_there=True)
     if not lines and (
-        said := _slow_host(e, str(host)) or noisy(e) or _synchronisation(e, loss.doing)
+        said := _slow_host(e, str(host))
+        or noisy(e, lost, e.report.size)
+        or _synchronisation(e, loss.doing)
     ):
         return said
     when = e.describe_lateness(rank)
@@ -161,8 +180,14 @@ def _slow_host(e: Evidence, host: str) -> NamedCause | None:
     return "slow-host", sentence, evidence
 
 
-def data(e: Evidence) -> NamedCause | None:
-    """Return the cause if batches differ in size, and step times differ accordingly."""
+def data(e: Evidence, constant: float = 0.0, varying: float = 0.0) -> NamedCause | None:
+    """Return the cause if batches differ in size, and step times differ accordingly.
+
+    Args:
+        constant: Share of a step that one rank is slower all the time. Batches that all ranks draw
+            alike explain only a difference by chance.
+        varying: Share of a step that ranks wait for each other in turn.
+    """
     elements_by_rank = [
         [climbed.used[rank].get("elements") for climbed in e.rungs.get("everything", [])]
         for rank in range(len(e.facts))
@@ -184,6 +209,11 @@ def data(e: Evidence) -> NamedCause | None:
         )
         return "uneven-data", sentence, {"elements": means, "rank": rank}
     if spread >= MIN_SHARE and correlation >= math.sqrt(MIN_R_SQUARED):
+        each = [one["slope"] * one["spread"] for rounds in known for one in rounds]
+        explained = statistics.fmean(each) / e.step_s if e.step_s else 0.0  # deviation of a step
+        by_chance = range_by_chance(explained, e.steps, len(means))
+        if by_chance < MIN_EXPLAINED * constant or explained < MIN_EXPLAINED * varying:
+            return None
         sentence = (
             f"batches differ by {100 * spread:.0f} % in their number of elements, and step times "
             "differ accordingly: ranks wait for the rank with the largest batch"
@@ -206,9 +236,10 @@ def _step_time_spread(e: Evidence) -> float:
 
 def alternating(e: Evidence) -> NamedCause:
     """Return the cause if different ranks are late in different steps."""
-    if said := data(e) or noisy(e):
+    waits = e.occasional_waits
+    if said := data(e, varying=waits) or noisy(e, waits, e.report.size):
         return said
-    if (late := late_rank(e)) is not None and late.share >= e.occasional_waits / 2:
+    if (late := late_rank(e)) is not None and late.share >= MIN_EXPLAINED * waits:
         return late.named
     sentence = (
         "different ranks are late in different steps: their work varies, or other programs disturb "
@@ -220,12 +251,14 @@ def alternating(e: Evidence) -> NamedCause:
 def rule_for_phase(kind: str) -> Any:
     """Return a rule for validation or checkpoints.
 
-    The rule distinguishes one rank that works while the others wait from all ranks that work.
+    The rule distinguishes one rank that works while the others wait from all ranks that work, one
+    of them longer: with one of P ranks, waits are P - 1 times as long as the work.
     """
 
     def rule(e: Evidence) -> NamedCause | None:
         waits, own = e.losses_of_kind(doing=(kind,)), e.losses_of_kind(kind)
-        if waits:
+        waited, worked = (sum(loss.share for loss in losses) for losses in (waits, own))
+        if waits and waited >= MIN_WAITED * worked:
             rank = max(waits, key=lambda loss: loss.share).rank
             work = {"validation": "evaluates", "checkpoint": "writes checkpoints"}[kind]
             sentence = f"only rank {rank} {work}, and all other ranks wait for it"

@@ -1,10 +1,12 @@
 """Rules for work of the script between the phases of a step, and for sleeping within phases."""
 
 import re
+from typing import Any
 
 from ..evidence import MIN_SHARE, Evidence, NamedCause
+from ..line_profile import Doing
 from .compute import interpreter_lock_share
-from .lines import lines_in_state
+from .lines import activity_in_state, lines_in_state, waiting_lines
 
 # Calls that make a rank wait for its device, for a terminal or for all other ranks.
 SYNCHRONISING_CALLS = re.compile(
@@ -14,16 +16,28 @@ SYNCHRONISING_CALLS = re.compile(
 MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 
 
+# What a line does that waits for a value or an output. An operator may wait for a GPU, too.
+_WAITING = (Doing.WAIT, Doing.FILE, Doing.COLLECTIVE)
+
+
 def script(e: Evidence) -> NamedCause:
     losses = e.losses_of_kind("other")
     lines = [line for loss in losses for line in loss.lines]
-    if e.line_profile is not None:  # it has more samples
-        lines = lines_in_state(e.line_profile, "other") or lines
+    doing = None
+    if e.line_profile is not None and (sampled := lines_in_state(e.line_profile, "other")):
+        lines, doing = sampled, activity_in_state(e.line_profile, "other")  # it has more samples
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
-    if lines and SYNCHRONISING_CALLS.search(str(lines[0]["code"])):
+    evidence: dict[str, Any] = {"lines": lines, "doing": str(doing) if doing else None}
+    calls = bool(lines) and SYNCHRONISING_CALLS.search(str(lines[0]["code"])) is not None
+    if calls and _waits(doing, bool(e.first_facts.get("gpu"))):
         sentence = f"the script waits for a value or an output between its steps{where}"
-        return "synchronisation", sentence, {"lines": lines}
-    return "script", f"the script does other work between its steps{where}", {"lines": lines}
+        return "synchronisation", sentence, evidence
+    return "script", f"the script does other work between its steps{where}", evidence
+
+
+def _waits(doing: Doing | None, has_gpu: bool) -> bool:
+    """Return whether a line that asks for a value or prints waits, and does not compute it."""
+    return doing is None or doing in _WAITING or (has_gpu and doing == Doing.TORCH)
 
 
 def off_core_share(e: Evidence) -> float:
@@ -43,10 +57,11 @@ def off_core_share(e: Evidence) -> float:
 
 
 def off_core(e: Evidence) -> NamedCause:
-    lines = e.lines.get("useful", [])
+    lines = waiting_lines(e.line_profile, "useful") if e.line_profile is not None else []
+    lines = lines or e.lines.get("useful", [])
     where = f", mostly in line {lines[0]['line']}: {lines[0]['code']}" if lines else ""
     sentence = (
         "the training uses no core in a part of its steps: it sleeps, or waits for a file or "
         f"another program{where}"
     )
-    return "script", sentence, {"lines": lines}
+    return "script", sentence, {"lines": lines, "doing": str(Doing.WAIT)}
