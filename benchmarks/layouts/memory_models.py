@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import torch
-from paceline.parallel.memory.trace import TrainingStep
 from torch import nn
 from torch.nn import functional
+
+from paceline.parallel.memory.trace import TrainingStep
 
 BATCH = 16
 

@@ -7,6 +7,7 @@ import argparse
 import json
 
 from memory_models import DEVELOPED_WITH, KEPT_OUT
+
 from paceline.cost.layout_memory import predict_layout
 from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.trace import trace_step

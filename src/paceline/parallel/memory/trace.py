@@ -6,6 +6,7 @@ alone reports the peak of one layout; the peak of another layout can be elsewher
 group and a trace for each layout.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
@@ -58,37 +58,26 @@ def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
     Raises:
         ValueError: the step reads the value of a tensor.
     """
-    with FakeTensorMode():
+    with _OneFakeMode(), warnings.catch_warnings():
+        # A deep copy of a module reads the pointers of its tensors, which decides nothing here.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         step = build()
-        whole = _WholeStep(step)
         tracker = StepTracker()
         tracker.track_external(*step.models, *step.optimizers, *step.inputs)
         try:
             with tracker:
                 for _ in range(TRACED_STEPS):
-                    tracker.reset_mod_stats()
-                    whole()
+                    step.run()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
                 f"the step reads values of a tensor ({error}), which fake tensors do not have."
                 " HINT: leave .item(), print(loss) and shapes that depend on data out of the step"
             ) from error
         return StepMemory(
-            tracker.samples, blocks_of(step.models), max(s.memory.gradients for s in tracker.samples)
+            tracker.samples,
+            blocks_of(step.models),
+            max(s.memory.gradients for s in tracker.samples),
         )
-
-
-class _WholeStep(torch.nn.Module):
-    """A step as a module: MemTracker raises when a root module (a GAN's critic) is called twice."""
-
-    def __init__(self, step: TrainingStep) -> None:
-        super().__init__()
-        self.models = torch.nn.ModuleList(step.models)
-        self.step = step
-
-    def forward(self) -> None:
-        """Run the step: forward, backward and optimizer."""
-        self.step.run()
 
 
 def blocks_of(models: Sequence[torch.nn.Module]) -> dict[str, int]:
@@ -114,7 +103,9 @@ def _repeated_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module
             continue
         if any(name.startswith(f"{outer}.") for outer, _ in found):
             continue  # a block inside a block
-        found += [(f"{name}.{key}" if name else key, child) for key, child in inside.named_children()]
+        found += [
+            (f"{name}.{key}" if name else key, child) for key, child in inside.named_children()
+        ]
     return found
 
 
@@ -126,23 +117,26 @@ class StepTracker(MemTracker):
         self.samples: list[MemorySample] = []
         self._modules = ModTracker()
         self._in_optimizer = False
+        self._entered = 0  # a dispatch mode is entered again around an operation
         self._handles: list[Any] = []
 
     def __enter__(self) -> "StepTracker":
         """Begin tracking."""
-        if not self._handles:
+        if not self._entered:
             self._modules.__enter__()
             self._handles = [
                 register_optimizer_step_pre_hook(lambda *_: self._set_in_optimizer(True)),
                 register_optimizer_step_post_hook(lambda *_: self._set_in_optimizer(False)),
             ]
+        self._entered += 1
         super().__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
         """End tracking."""
         super().__exit__(*args)
-        if self._handles and self._depth == 0:
+        self._entered -= 1
+        if not self._entered:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
@@ -157,6 +151,17 @@ class StepTracker(MemTracker):
             self._sample()
         return result
 
+    def _pre_fw_hook(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Allow root modules that are called again: a GAN's critic, and the next step.
+
+        MemTracker raises there, because its statistics of a module are those of one call. Its
+        bytes by category, which the samples take, do not depend on them.
+        """
+        inside = self._modules.parents - {"Global", type(module).__name__}
+        if not inside and not self._modules.is_bw:
+            self.memory_tracking.pop(module, None)
+        super()._pre_fw_hook(module, inputs)
+
     def _set_in_optimizer(self, inside: bool) -> None:
         self._in_optimizer = inside
 
@@ -169,9 +174,7 @@ class StepTracker(MemTracker):
                     sizes[FIELDS.get(name, "activations")] += size
         phase: Phase = "backward" if self._modules.is_bw else "forward"
         names = self._modules.parents - {"Global"}
-        deepest = max(names, key=lambda n: n.count("."), default="")
-        module = "" if self._in_optimizer else deepest.removeprefix("_WholeStep").lstrip(".")
-        module = module.removeprefix("models.")
+        module = "" if self._in_optimizer else max(names, key=lambda n: n.count("."), default="")
         self.samples.append(
             MemorySample(
                 module, "optimizer" if self._in_optimizer else phase, MemoryByCategory(**sizes)
