@@ -73,11 +73,19 @@ def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
                 f"the step reads values of a tensor ({error}), which fake tensors do not have."
                 " HINT: leave .item(), print(loss) and shapes that depend on data out of the step"
             ) from error
-        return StepMemory(
-            tracker.samples,
-            blocks_of(step.models),
-            max(s.memory.gradients for s in tracker.samples),
-        )
+        trained = {p for model in step.models for p in model.parameters() if p.requires_grad}
+        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        return StepMemory(tracker.samples, blocks_of(step.models), gradient_bytes)
+
+
+class _OneFakeMode(FakeTensorMode):
+    """FakeTensorMode whose tensors can be deep-copied, as nn.TransformerEncoder does.
+
+    A deep copy of a fake tensor copies its mode, and tensors of two modes cannot be combined.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OneFakeMode":
+        return self
 
 
 def blocks_of(models: Sequence[torch.nn.Module]) -> dict[str, int]:
