@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
@@ -78,7 +79,7 @@ def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
         return StepMemory(tracker.samples, blocks_of(step.models), gradient_bytes)
 
 
-class _OneFakeMode(FakeTensorMode):
+class _OneFakeMode(FakeTensorMode):  # type: ignore[misc]
     """FakeTensorMode whose tensors can be deep-copied, as nn.TransformerEncoder does.
 
     A deep copy of a fake tensor copies its mode, and tensors of two modes cannot be combined.
@@ -102,7 +103,7 @@ def blocks_of(models: Sequence[torch.nn.Module]) -> dict[str, int]:
 
 def _repeated_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the members of the lists of modules whose members have one class."""
-    found = []
+    found: list[tuple[str, torch.nn.Module]] = []
     for name, inside in model.named_modules():
         if not isinstance(inside, torch.nn.ModuleList | torch.nn.Sequential):
             continue
@@ -154,7 +155,7 @@ class StepTracker(MemTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and sample the memory after it."""
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if result is not NotImplemented:
             self._sample()
         return result
