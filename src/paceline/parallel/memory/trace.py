@@ -5,9 +5,9 @@ alone reports the peak of one layout; the peak of another layout can be elsewher
 ``StepTracker`` takes a sample after each operation. FSDPMemTracker is not used: it needs a process
 group and a trace for each layout.
 
-Limit: memory that an operation allocates inside itself is not predicted. On the CPU that is oneDNN's
-workspace of nn.LSTM (without oneDNN the prediction is exact), and probably workspace of a
-convolution or transposed convolution: benchmarks/layouts/memory_prediction.py shows both misses.
+Limit: memory that an operation allocates inside itself is not predicted. On the CPU that is
+oneDNN's workspace of nn.LSTM (without oneDNN the prediction is exact), and probably workspace of
+a convolution or transposed convolution. benchmarks/layouts/memory_prediction.py shows both misses.
 """
 
 import warnings
