@@ -54,6 +54,12 @@ INTERFACES = {
     f"{BOUND}.Work._source_rank": "sender of a message that was received from any rank",
     "torch.distributed.rendezvous._torchelastic_use_agent_store": "whose store env:// uses",
     "torch.ops._c10d_functional": "functional collectives that are recorded",
+    # Memory of a step without data (parallel/memory)
+    "torch._subclasses.fake_tensor.FakeTensorMode": "tensors without data",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "a step that reads values",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
+    "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",
+    "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
     "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",
