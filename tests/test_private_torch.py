@@ -56,6 +56,10 @@ INTERFACES = {
     "torch.ops._c10d_functional": "functional collectives that are recorded",
     # Memory of a step without data (parallel/memory)
     "torch._subclasses.fake_tensor.FakeTensorMode": "tensors without data",
+    "torch._subclasses.fake_tensor.FakeTensor": "whether a tensor has no data",
+    "torch.ops.aten._local_scalar_dense.default": "the value that a script reads",
+    "ddp._parameters": "a module's parameters are replaced by ones without data",
+    "ddp._buffers": "a module's buffers are replaced by ones without data",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "a step that reads values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
     "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",

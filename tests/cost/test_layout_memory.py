@@ -10,6 +10,7 @@ from paceline.cost.layout_memory import (
     bytes_per_parameter,
     choose_layout,
     predict_layout,
+    predict_layouts,
 )
 
 N = 1_000_000  # parameters in 32 bits
@@ -28,10 +29,11 @@ def step(activations=0):
     return StepMemory(samples, {f"layer.{i}": N // 2 for i in range(8)}, 4 * N)
 
 
-@pytest.mark.parametrize("layout", ["data", "zero1"])
-def test_states_follow_the_rule(layout):
-    predicted = predict_layout(step(), layout, 4)
-    assert predicted.memory.total == bytes_per_parameter(layout, 4) * N
+def test_states_follow_the_rule():
+    predicted = predict_layout(step(), "data", 4)
+    assert predicted.memory.total == bytes_per_parameter("data", 4) * N
+    # without activations the largest sum is in the optimizer
+    assert predict_layout(step(), "zero3", 1).memory.total == bytes_per_parameter("zero3", 1) * N
 
 
 def test_rule_of_each_layout():
@@ -54,16 +56,46 @@ def test_zero3_holds_the_parts_and_two_unsharded_blocks():
     assert memory.activations == 50 * N
 
 
-def test_layout_with_least_communication_that_fits():
-    assert choose_layout(step(), 4, 16 * N).predicted.layout == "data"
-    choice = choose_layout(step(), 4, 12 * N)
+def test_zero1_keeps_whole_gradients_within_an_accumulation():
+    one, four = (predict_layout(step(), "zero1", 4, accumulate=n).memory for n in (1, 4))
+    assert one == predict_layout(step(), "zero2", 4).memory
+    assert four.gradients == 4 * N
+
+
+def test_blocks_are_sharded_again_when_backward_has_reduced_them():
+    held = {"parameters": 4 * N, "optimizer_states": 8 * N}
+    begin = MemorySample("Net", "forward", MemoryByCategory(**held))
+    end = MemorySample(
+        "Net", "backward", MemoryByCategory(**held, gradients=3 * N, activations=50 * N)
+    )
+    predicted = predict_layout(StepMemory([begin, end], step().blocks, 4 * N), "zero2", 4)
+    assert predicted.memory.unsharded == N + 2 * N // 2  # two blocks, and gradients of one, twice
+
+
+def test_fastest_layout_that_fits():
+    predicted = predict_layouts(step(), None, 4)
+    assert [p.layout for p in predicted] == list(LAYOUTS)
+    assert choose_layout(predicted, 16 * N).predicted.layout == "data"
+    choice = choose_layout(predicted, 12 * N)
     assert choice.predicted.layout == "zero1"
-    assert choice.reason == "zero1 needs 9.5 MiB of 11.4 MiB; data needs 15.3 MiB"
+    assert choice.reason == "zero1 needs 6.7 MiB of 11.4 MiB; too large: data 15.3 MiB"
+
+
+def test_layouts_with_recomputation_come_last():
+    predicted = predict_layouts(step(activations=50 * N), step(activations=2 * N), 4)
+    assert [p.name for p in predicted[4:]] == [f"{name} + recompute" for name in LAYOUTS]
+    choice = choose_layout(predicted, 20 * N)
+    assert (choice.predicted.layout, choice.predicted.recompute) == ("data", "blocks")
+
+
+def test_one_rank_has_nothing_to_shard():
+    assert [p.name for p in predict_layouts(step(), step(), 1)] == ["data", "data + recompute"]
 
 
 def test_no_layout_fits():
-    with pytest.raises(ValueError, match=r"no layout fits 0.1 MiB on 4 ranks: zero3 needs .*HINT"):
-        choose_layout(step(), 4, 100_000)
+    reason = r"no layout fits 0.1 MiB on 4 ranks: the least is .* with zero3, of it .*HINT"
+    with pytest.raises(ValueError, match=reason):
+        choose_layout(predict_layouts(step(), None, 4), 100_000)
 
 
 def test_bad_input():

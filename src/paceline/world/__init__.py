@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -17,6 +17,7 @@ from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
 from ..parallel.data import explain_ddp_error
+from ..parallel.memory import out_of_memory
 from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
 from ..record.attach import release_recorder
@@ -37,6 +38,9 @@ from .optimizer_step import OptimizerSteps
 from .process_group import attempt_store, autocast_dtype, join_process_group, select_device
 from .progress import Progress, format_value
 from .training_state import Position, TrainingState
+
+if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
+    from ..parallel.memory.survey import MemorySurvey
 
 _world: "World | None" = None
 
@@ -102,6 +106,9 @@ class World(ModelDistribution):
         replicas: str,
     ) -> None:
         identity = rank_identity(dict(os.environ))
+        self._survey = _memory_survey()
+        if self._survey is not None:
+            record = progress = False
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
         self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
@@ -124,11 +131,12 @@ class World(ModelDistribution):
         self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
-        known = [explain_ddp_error, explain_sharding_error]
+        known = [explain_ddp_error, explain_sharding_error, out_of_memory.explain]
         error_messages.explanations += [self._log.explain, *known, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
+        self._layouts = []
         self._savers = 0
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
 
@@ -165,7 +173,7 @@ class World(ModelDistribution):
         sharded = shard(
             loader,
             rank=self.rank,
-            ranks=self.size,
+            ranks=self._survey.ranks if self._survey is not None else self.size,
             # sums of validation are the same for any batch size
             full_ranks=self.size if every_sample_once else self._full_size,
             seed=self.seed,
@@ -252,7 +260,7 @@ class World(ModelDistribution):
             raise ValueError(
                 f"world.epochs: count must be at least 0; this is {count}. HINT: world.epochs(10)"
             )
-        if checkpoint is None:
+        if checkpoint is None or self._survey is not None:
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
         if self._recorder.experiment is not None:
@@ -352,4 +360,15 @@ class World(ModelDistribution):
             if getattr(sys, "last_value", None) is None:  # no uncaught exception
                 self._log.go_on()
             error_messages.explanations.clear()
+            out_of_memory.forget_models()
+            self._record_memory()
             self._finish.run()
+
+
+def _memory_survey() -> "MemorySurvey | None":
+    """Return what ``paceline run --show-memory`` traces this script with, if it does."""
+    if not os.environ.get("PACELINE_SHOW_MEMORY"):
+        return None
+    from ..parallel.memory.survey import current_survey
+
+    return current_survey()

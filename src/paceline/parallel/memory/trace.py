@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -31,6 +32,8 @@ from torch.optim.optimizer import (
 )
 
 from ...cost.layout_memory import MemoryByCategory, MemorySample, Phase, StepMemory
+from ...record.hooks.error_messages import script_line
+from ..sharded.blocks import find_blocks
 
 # MemTracker's names of categories; others ("Other": the step's inputs) count as activations.
 FIELDS = {
@@ -41,6 +44,9 @@ FIELDS = {
     "Temp": "temporary",
 }
 TRACED_STEPS = 2  # the first one creates the optimizer's states
+READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+_EQUAL = torch.ops.aten.equal.default
+_READS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class TrainingStep:
     optimizers: Sequence[Optimizer]
     inputs: Sequence[torch.Tensor]
     run: Callable[[], None]
+    blocks: Sequence[str] | None = None  # as in ``world.distribute``
 
 
 def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
@@ -63,7 +70,7 @@ def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
     Raises:
         ValueError: the step reads the value of a tensor.
     """
-    with _OneFakeMode(), warnings.catch_warnings():
+    with OneFakeMode(), warnings.catch_warnings():
         # A deep copy of a module reads the pointers of its tensors, which decides nothing here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         step = build()
@@ -73,60 +80,64 @@ def trace_step(build: Callable[[], TrainingStep]) -> StepMemory:
             with tracker:
                 for _ in range(TRACED_STEPS):
                     step.run()
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except READS_VALUES as error:
             raise ValueError(
                 f"the step reads values of a tensor ({error}), which fake tensors do not have."
                 " HINT: leave .item(), print(loss) and shapes that depend on data out of the step"
             ) from error
-        trained = {p for model in step.models for p in model.parameters() if p.requires_grad}
-        gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
-        return StepMemory(tracker.samples, blocks_of(step.models), gradient_bytes)
+        return step_memory(tracker.samples, [(model, step.blocks) for model in step.models])
 
 
-class _OneFakeMode(FakeTensorMode):
+def step_memory(
+    samples: Sequence[MemorySample],
+    models: Sequence[tuple[torch.nn.Module, Sequence[str] | None]],
+) -> StepMemory:
+    """Return the memory of a step from its samples, its models and the names of their blocks."""
+    blocks: dict[str, int] = {}
+    for number, (model, names) in enumerate(models):
+        found = blocks_of(model, names)
+        blocks |= {f"{number}.{name}": size for name, size in found.items()}
+    trained = {p for model, _ in models for p in model.parameters() if p.requires_grad}
+    return StepMemory(samples, blocks, sum(p.nbytes for p in trained))
+
+
+class OneFakeMode(FakeTensorMode):
     """FakeTensorMode whose tensors can be deep-copied, as nn.TransformerEncoder does.
 
     A deep copy of a fake tensor copies its mode, and tensors of two modes cannot be combined.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_OneFakeMode":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OneFakeMode":
         return self
 
 
-def blocks_of(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return the bytes of parameters of each block by name: repeated blocks, else children."""
+def blocks_of(model: torch.nn.Module, names: Sequence[str] | None = None) -> dict[str, int]:
+    """Return the bytes of the parameters of each block that a sharded layout gathers, by name.
+
+    A block around another one has the parameters outside of that.
+
+    Args:
+        names: As ``blocks`` of ``world.distribute``.
+    """
     blocks: dict[str, int] = {}
-    for place, model in enumerate(models):
-        prefix = f"{place}." if len(models) > 1 else ""
-        for name, block in _repeated_modules(model) or list(model.named_children()):
-            size = sum(p.numel() * p.element_size() for p in block.parameters())
-            if size:
-                blocks[prefix + name] = size
-    return blocks
-
-
-def _repeated_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the members of the lists of modules whose members have one class."""
-    found: list[tuple[str, torch.nn.Module]] = []
-    for name, inside in model.named_modules():
-        if not isinstance(inside, torch.nn.ModuleList | torch.nn.Sequential):
-            continue
-        classes = Counter(type(child) for child in inside)
-        if len(inside) < 2 or len(classes) > 1 or not any(True for _ in inside[0].children()):
-            continue
-        if any(name.startswith(f"{outer}.") for outer, _ in found):
-            continue  # a block inside a block
-        found += [
-            (f"{name}.{key}" if name else key, child) for key, child in inside.named_children()
-        ]
-    return found
+    inside: set[torch.nn.Parameter] = set()
+    for name in find_blocks(model, names):
+        own = set(model.get_submodule(name).parameters()) - inside
+        inside |= own
+        blocks[name] = sum(p.nbytes for p in own)
+    return {name: size for name, size in blocks.items() if size}
 
 
 class StepTracker(MemTracker):
-    """MemTracker that keeps a sample after each operation."""
+    """MemTracker that keeps a sample after each operation.
 
-    def __init__(self) -> None:
+    Args:
+        answers_values: Answer a read of a fake tensor's value with 1. Otherwise it is an error.
+    """
+
+    def __init__(self, *, answers_values: bool = False) -> None:
         super().__init__()
+        self._answers_values = answers_values
         self.samples: list[MemorySample] = []
         self._modules = ModTracker()
         self._in_optimizer = False
@@ -159,6 +170,8 @@ class StepTracker(MemTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation and sample the memory after it."""
+        if self._answers_values and func in _READS and isinstance(args[0], FakeTensor):
+            return _answer(func, args[0])
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if result is not NotImplemented:
             self._sample()
@@ -190,6 +203,18 @@ class StepTracker(MemTracker):
         module = "" if self._in_optimizer else max(names, key=lambda n: n.count("."), default="")
         self.samples.append(
             MemorySample(
-                module, "optimizer" if self._in_optimizer else phase, MemoryByCategory(**sizes)
+                module,
+                "optimizer" if self._in_optimizer else phase,
+                MemoryByCategory(**sizes),
+                script_line(),
             )
         )
+
+
+def _answer(func: Any, tensor: torch.Tensor) -> bool | int | float:
+    """Return a value for a read of a fake tensor."""
+    if func is _EQUAL:
+        return False
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
-from ..memory import memory_warnings
+from ..memory import memory_warnings, peak_sentence
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..terminal import step_work
@@ -86,6 +86,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "achieved": achieved(report),
         "conclusion": verdict_of_run(report),
         "grown": memory_warnings(report),
+        "peak": peak_sentence(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),
         "tree": list(tree(report)),

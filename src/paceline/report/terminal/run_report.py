@@ -14,7 +14,7 @@ from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
-from ..memory import memory_warnings
+from ..memory import memory_warnings, peak_sentence
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from ..verdict.of_run import verdict_of_run
@@ -105,6 +105,9 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
         parts += [*_loading(report), _recording_overhead(report)]
+    peak = peak_sentence(report)
+    if peak is not None and (full or report.peaks[0].predicted is not None):
+        parts.append(Text(f"{peak[0].upper()}{peak[1:]}."))
     grown = memory_warnings(report)
     parts += [Text(f"{line[0].upper()}{line[1:]}.", style="yellow") for line in grown]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]

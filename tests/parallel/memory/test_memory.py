@@ -58,7 +58,9 @@ def test_step_that_reads_values():
         trace_step(build)
 
 
-def test_blocks_are_repeated_modules_else_children():
+def test_blocks_are_those_of_sharded_layouts():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)
-    assert list(blocks_of([encoder])) == ["layers.0", "layers.1", "layers.2"]
-    assert list(blocks_of([nn.Sequential(nn.Linear(2, 3), nn.ReLU())])) == ["0"]
+    assert list(blocks_of(encoder)) == ["layers.0", "layers.1", "layers.2"]
+    named = blocks_of(encoder, ["layers.0.linear1", "layers.0"])
+    assert named["layers.0.linear1"] == 4 * (8 * 16 + 16)
+    assert sum(named.values()) == 4 * sum(p.numel() for p in encoder.layers[0].parameters())
