@@ -18,12 +18,21 @@ from .trace import TRACED_STEPS, TrainingStep
 
 def measure_peak(build: Callable[[], TrainingStep]) -> int:
     """Return the peak of the CPU allocator in bytes, from building the models over two steps."""
-    gc.collect()  # memory of earlier steps, freed during this one, would count against it
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+
+    def build_and_run() -> None:
         step = build()
         for _ in range(TRACED_STEPS):
             step.run()
+
+    return measure_growth(build_and_run)
+
+
+def measure_growth(run: Callable[[], None]) -> int:
+    """Return the peak of the CPU allocator during a call, in bytes above its level before."""
+    gc.collect()  # memory of earlier steps, freed during this one, would count against it
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
