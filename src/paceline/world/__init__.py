@@ -110,8 +110,10 @@ class World(ModelDistribution):
         if self._survey is not None:
             record = progress = False
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
+        # --show-memory: one process loads the batches of one of several ranks
+        self._data_ranks = self._survey.ranks if self._survey is not None else self.size
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
-        self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
+        self._full_size = max(self._data_ranks, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
         self.seed = seed
         self.device = select_device(self.local_rank, device)
         self.precision = precision
@@ -173,9 +175,9 @@ class World(ModelDistribution):
         sharded = shard(
             loader,
             rank=self.rank,
-            ranks=self._survey.ranks if self._survey is not None else self.size,
+            ranks=self._data_ranks,
             # sums of validation are the same for any batch size
-            full_ranks=self.size if every_sample_once else self._full_size,
+            full_ranks=self._data_ranks if every_sample_once else self._full_size,
             seed=self.seed,
             global_batch=global_batch,
             every_sample_once=every_sample_once,
@@ -184,7 +186,7 @@ class World(ModelDistribution):
             count_all=self._collectives.count,
         )
         self._loops.loaders.append(sharded)
-        if self._full_size > self.size and global_batch is None and not every_sample_once:
+        if self._full_size > self._data_ranks and global_batch is None and not every_sample_once:
             self._progress.say_once(
                 f"the job continues with {self.size} of {self._full_size} ranks; the global batch "
                 f"remains {counted(loader.batch_size * self._full_size, 'sample')}: up to "
