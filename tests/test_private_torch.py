@@ -98,6 +98,7 @@ INTERFACES = {
     "torch._dynamo.trace_rules.add": "torch.compile does not trace into Paceline",
     "torch._dynamo.variables.nn_module": "hooks that torch.compile may trace through",
     "torch.utils._pytree.tree_map": "tensors of nested batches",
+    "torch.utils._pytree.tree_map_only": "tensors of nested arguments",
     "torch.utils._pytree.tree_leaves": "tensors of nested batches",
     # DistributedDataParallel (parallel/data.py, comm/tune/buckets.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",

@@ -15,11 +15,17 @@ WORLD = """
     import paceline
 
     world = paceline.init(precision="bf16")
-    sizes = {"first": 64, "rest": 256}
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+        def forward(self, x):
+            return self.b(nn.functional.gelu(self.a(x)))
 
     def make():
-        layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in "abcd"]
-        return nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 3))
+        blocks = (Block() for _ in range(4))
+        return nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 3))
 
     if "deferred" in sys.argv:
         with world.deferred():

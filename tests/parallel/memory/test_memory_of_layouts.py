@@ -71,7 +71,7 @@ def test_recomputation_keeps_fewer_activations():
     assert list(found) == [*LAYOUTS, *(f"{layout} + recompute" for layout in LAYOUTS)]
     kept, recomputed = found["data"].memory, found["data + recompute"].memory
     assert recomputed.activations + recomputed.temporary < 0.6 * (kept.activations + kept.temporary)
-    assert found["zero3"].memory.total < found["zero2"].memory.total < kept.total
+    assert found["zero3"].memory.total <= found["zero2"].memory.total < kept.total
     already = setup(recomputes=True)
     assert [one.name for one in predict_setup(already, INPUTS, 4)] == list(LAYOUTS)
 

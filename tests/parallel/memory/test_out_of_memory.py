@@ -18,12 +18,16 @@ def layer():
     return nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
 
 
+def watch(count, **options):
+    model = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
+    setup = ModelSetup(model, torch.optim.Adam(model.parameters()), torch.device("cpu"), **options)
+    out_of_memory.watch_model(setup, model, "data", count)
+    return model
+
+
 @pytest.fixture
 def watched():
-    model = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
-    setup = ModelSetup(model, torch.optim.Adam(model.parameters()), torch.device("cpu"))
-    out_of_memory.watch_model(setup, model, "data", 4)
-    yield model
+    yield watch(4)
     out_of_memory.forget_models()
 
 
@@ -42,10 +46,11 @@ def test_prediction_and_smallest_change(watched, monkeypatch):
     assert "HINT: world.distribute(..., layout='zero1') needs" in text
 
 
-def test_smaller_batch_where_no_layout_fits(watched, monkeypatch):
-    watched(torch.randn(16, 8, 32))
+def test_smaller_batch_where_no_layout_fits(monkeypatch):
+    watch(1, recomputes=True)(torch.randn(16, 8, 32))
     monkeypatch.setattr(out_of_memory, "available_bytes", lambda _: 900_000)
     text = out_of_memory.explain(torch.OutOfMemoryError("CUDA out of memory"))
+    out_of_memory.forget_models()
     assert "instead of 16 samples per rank" in text
 
 
@@ -62,8 +67,15 @@ SCRIPT = """
 
     world = paceline.init(progress=False)
     torch.manual_seed(1)
-    layers = [nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 64)) for _ in range(6)]
-    model = nn.Sequential(*layers)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 2048), nn.Linear(2048, 64)
+        def forward(self, x):
+            return self.b(nn.functional.gelu(self.a(x)))
+
+    model = nn.Sequential(*(Block() for _ in range(6)))
     optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = world.distribute(model, optimizer, **eval(sys.argv[1]))
     x = torch.randn(8192, 64)

@@ -34,8 +34,8 @@ def budget_bytes(memory_budget: float | None, device: torch.device) -> int:
 def available_bytes(device: torch.device, ranks: int | None = None) -> int:
     """Return the bytes that this rank has or may still allocate.
 
-    On a GPU its whole memory. On the CPU what this process has (without mapped files) and its
-    share of what the node or control group has left.
+    On a GPU its whole memory. On the CPU what this process has (without mapped files and the
+    interpreter) and its share of what the node or control group has left.
 
     Args:
         ranks: Number of ranks of this node; None for this job's.
@@ -47,10 +47,14 @@ def available_bytes(device: torch.device, ranks: int | None = None) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         free = min(free, limit - _status_bytes("VmSize"))
-    return _status_bytes("RssAnon") + max(free, 0)
+    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + max(free, 0)
 
 
 def _status_bytes(name: str) -> int:
     """Return a size of this process that the kernel reports."""
     found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0
+
+
+# What the interpreter and its libraries take: this module is imported before models are built.
+_INTERPRETER_BYTES = _status_bytes("RssAnon")

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...cost.layout_memory import LayoutMemory, StepMemory, predict_layouts
 from ..blocks import find_blocks, nbytes_of
-from ..data import place_model
+from ..data import Autocast
 from ..recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
 from .setup import ModelSetup, empty_as, is_tensor
@@ -72,7 +72,7 @@ class MemorySurvey:
         self._show = show
         self._mode = OneFakeMode(allow_non_fake_inputs=True)
         self._tracker = StepTracker(answers_values=True)
-        self._is_tracing = False
+        self._is_tracing = self._has_run = False
         self._entries: list[_Entry] = []
         self._optimizers: list[Optimizer] = []
         # An id may be used again after its parameter was freed, so each has a reference.
@@ -101,7 +101,13 @@ class MemorySurvey:
         self._replace_tensors(model, setup.device)
         if optimizer is not None:
             self._add_optimizer(optimizer)
-        place_model(model, setup.device, setup.autocast_dtype)
+        self._tracker.track_external(model)
+        if not self._is_tracing:
+            # not in the first forward: the tracker counts how modules are entered and left
+            self._is_tracing = True
+            self._tracker.__enter__()
+        if setup.autocast_dtype is not None:
+            model.forward = Autocast(model.forward, setup.device.type, setup.autocast_dtype)
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
 
     def script_ended(self) -> None:
@@ -158,13 +164,14 @@ class MemorySurvey:
                 for name, value in state.items():
                     if is_tensor(value) and value.dim():
                         state[name] = empty_as(value, value.device)
+        self._tracker.track_external(optimizer)
 
     def _before_forward(self, _: nn.Module, args: Any, options: Any) -> None:
-        if not self._is_tracing:
-            self._is_tracing = True
-            self._tracker.track_external(*self.models, *self._optimizers)
-            self._tracker.__enter__()
-        self._tracker.track_external(*filter(is_tensor, tree_leaves((args, options))))
+        inputs = [leaf for leaf in tree_leaves((args, options)) if is_tensor(leaf)]
+        self._tracker.track_external(*inputs)
+        if not self._has_run:
+            self._has_run = True
+            self._tracker.ignore_activations(sum(t.untyped_storage().nbytes() for t in inputs))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._entries:

@@ -139,6 +139,7 @@ class StepTracker(MemTracker):
         super().__init__()
         self._answers_values = answers_values
         self.samples: list[MemorySample] = []
+        self._ignored = 0  # bytes
         self._modules = ModTracker()
         self._in_optimizer = False
         self._entered = 0  # a dispatch mode is entered again around an operation
@@ -188,16 +189,26 @@ class StepTracker(MemTracker):
             self.memory_tracking.pop(module, None)
         super()._pre_fw_hook(module, inputs)
 
+    def ignore_activations(self, except_bytes: int) -> None:
+        """Leave out tensors that exist now, such as a dataset, except for this many bytes."""
+        self.samples = []
+        self._ignored = max(self._sizes()["activations"] - except_bytes, 0)
+
     def _set_in_optimizer(self, inside: bool) -> None:
         self._in_optimizer = inside
 
-    def _sample(self) -> None:
+    def _sizes(self) -> Counter[str]:
+        """Return the bytes of each category now."""
         sizes: Counter[str] = Counter()
         for snapshot in self.get_tracker_snapshot("current").values():
             for category, size in snapshot.items():
                 name = str(getattr(category, "value", category))
                 if name != "Total":
                     sizes[FIELDS.get(name, "activations")] += size
+        sizes["activations"] = max(sizes["activations"] - self._ignored, 0)
+        return sizes
+
+    def _sample(self) -> None:
         phase: Phase = "backward" if self._modules.is_bw else "forward"
         names = self._modules.parents - {"Global"}
         module = "" if self._in_optimizer else max(names, key=lambda n: n.count("."), default="")
@@ -205,7 +216,7 @@ class StepTracker(MemTracker):
             MemorySample(
                 module,
                 "optimizer" if self._in_optimizer else phase,
-                MemoryByCategory(**sizes),
+                MemoryByCategory(**self._sizes()),
                 script_line(),
             )
         )

@@ -17,7 +17,8 @@ from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup
 from ...parallel.recomputation import recompute_blocks
 from ...parallel.sharded.layouts import ShardingRequest, parse_request
-from ...record.ring.recorder import Recorder
+from ...record.ring.memory_sampler import MemorySampler
+from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
@@ -152,6 +153,7 @@ class ModelDistribution:
         """Write the bytes of models and optimizers into the record."""
         if not self._layouts or not self._recorder.enabled:
             return
+        MemorySampler(self._recorder).sample(now())  # short runs have no other sample
         predicted = [one.predicted_bytes for one in self._layouts]
         # of one model: the peaks of several need not be at the same time
         peak = predicted[0] if len(predicted) == 1 else None
