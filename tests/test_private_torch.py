@@ -54,6 +54,16 @@ INTERFACES = {
     f"{BOUND}.Work._source_rank": "sender of a message that was received from any rank",
     "torch.distributed.rendezvous._torchelastic_use_agent_store": "whose store env:// uses",
     "torch.ops._c10d_functional": "functional collectives that are recorded",
+    # Memory of a step without data (parallel/memory)
+    "torch._subclasses.fake_tensor.FakeTensorMode": "tensors without data",
+    "torch._subclasses.fake_tensor.FakeTensor": "whether a tensor has no data",
+    "torch.ops.aten._local_scalar_dense.default": "the value that a script reads",
+    "ddp._parameters": "a module's parameters are replaced by ones without data",
+    "ddp._buffers": "a module's buffers are replaced by ones without data",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "a step that reads values",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
+    "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",
+    "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
     "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",
@@ -88,6 +98,7 @@ INTERFACES = {
     "torch._dynamo.trace_rules.add": "torch.compile does not trace into Paceline",
     "torch._dynamo.variables.nn_module": "hooks that torch.compile may trace through",
     "torch.utils._pytree.tree_map": "tensors of nested batches",
+    "torch.utils._pytree.tree_map_only": "tensors of nested arguments",
     "torch.utils._pytree.tree_leaves": "tensors of nested batches",
     # DistributedDataParallel (parallel/data.py, comm/tune/buckets.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",

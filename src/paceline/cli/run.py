@@ -82,6 +82,7 @@ class RunCommand(ScriptCommand):
         ("paceline run -n 2 -m package.train", "a module"),
         ("paceline run -n 4 --record run/record train.py", "then: paceline report run/record"),
         ("paceline run -n 4 --max-restarts 3 train.py", "restart after failures"),
+        ("paceline run -n 4 --show-memory train.py", "memory of each layout, before training"),
         ("paceline run -H host1:4,host2:4 train.py", "two hosts over ssh"),
         ("salloc -N 2 paceline run train.py", "all nodes of an allocation"),
     ),
@@ -124,6 +125,15 @@ def run(
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print which ranks would start where, and start nothing."),
+    ] = False,
+    show_memory: Annotated[
+        bool,
+        typer.Option(
+            "--show-memory",
+            help="Print the predicted memory of a rank in each layout of world.distribute, and "
+            "end. One process runs three steps of SCRIPT without computing its models. With "
+            "--json, print it as JSON.",
+        ),
     ] = False,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
@@ -210,6 +220,8 @@ def run(
     from ..launch.start import start
 
     with exit_on_mistake():
+        if show_memory and record is not None:
+            raise ValueError("--show-memory records nothing. HINT: leave out --record")
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(
@@ -238,7 +250,15 @@ def run(
     )
     try:
         code = start(
-            job, ranks, hosts, hostfile, launcher, env or [], dry_run, explain_default=True
+            job,
+            ranks,
+            hosts,
+            hostfile,
+            launcher,
+            env or [],
+            dry_run,
+            explain_default=True,
+            show_memory=show_memory,
         )
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)

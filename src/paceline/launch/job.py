@@ -60,6 +60,8 @@ class Job:
         settings: Values of knobs, by name.
         tuning: Settings of DDP's gradient synchronization, or None.
         stage: Absolute paths of the packed datasets to stage.
+        show_memory: Number of ranks, and their largest number on a node, for which to predict the
+            memory of each layout, and end; or None.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     tuning: Tuning | None = None
     stage: list[str] = field(default_factory=list)
+    show_memory: tuple[int, int] | None = None
 
     @property
     def words(self) -> list[str]:
@@ -127,6 +130,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
     end = requeue.end_time()
     if end is not None:
         found["PACELINE_END_TIME"] = end
+    if job.show_memory is not None:
+        found["PACELINE_SHOW_MEMORY"] = "{}:{}".format(*job.show_memory)
     if job.summary is not None:
         found["PACELINE_SUMMARY"] = str(job.summary.absolute())
     return found

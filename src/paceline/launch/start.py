@@ -25,6 +25,7 @@ def start(
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
     explain_default: bool = False,
+    show_memory: bool = False,
 ) -> int:
     """Run the job on the hosts given by the options or the allocation, and return its exit code.
 
@@ -40,6 +41,7 @@ def start(
         excluded_hosts: Same as for ``multi_node.run``.
         explain_default: Whether to print how many ranks are started by default, where this host has
             cores for more.
+        show_memory: Whether to predict the memory of the ranks in each layout, and end.
 
     Raises:
         ValueError: The options are invalid, or the job can't run.
@@ -50,6 +52,12 @@ def start(
         check(replace(job, ranks=1, record=None))
         sys.stdout.write(show_plan(job, where, ranks, sorted(environment)))
         return 0
+    if show_memory:
+        # one rank on this node predicts what each of them would need
+        each = ranks_per_host(where.hosts, ranks, where.explicit)
+        os.environ.update(environment)
+        alone = replace(job, ranks=1, max_restarts=0, min_hosts=None)
+        return single_node.run(replace(alone, show_memory=(sum(each), max(each))))
     if where.tool is None:
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)

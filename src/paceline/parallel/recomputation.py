@@ -45,8 +45,12 @@ def recompute_blocks(
     memory_budget: float | None,
     names: Sequence[str] | None,
     say_once: Callable[[str], None],
+    held_gib: float = 0.0,
 ) -> None:
     """Let the blocks of ``model`` recompute their activations, as ``world.distribute`` describes.
+
+    Args:
+        held_gib: The part of the budget that is not for activations.
 
     Raises:
         ValueError: An unknown ``recompute``, a budget without "auto" or "auto" without one, a
@@ -62,7 +66,7 @@ def recompute_blocks(
             "blocks. HINT: name them: world.distribute(model, optimizer, recomputed_blocks=[...])"
         )
         return
-    plan = _Plan(memory_budget, say_once) if memory_budget is not None else None
+    plan = _Plan(memory_budget, held_gib, say_once) if memory_budget is not None else None
     for _, module in blocks:
         module.forward = _Recomputed(module, recompute, plan)
     if plan is not None:
@@ -75,9 +79,10 @@ def _check_options(model: nn.Module, recompute: str | None, memory_budget: float
         reason = f"recompute must be 'blocks', 'selective' or 'auto'; this is {recompute!r}"
         reason += ". HINT: recompute='blocks'"
     elif recompute == "auto" and memory_budget is None:
-        reason = "recompute='auto' needs a budget. HINT: memory_budget=4.0 (GiB of activations)"
+        reason = "recompute='auto' needs a budget. HINT: memory_budget=4.0 (GiB)"
     elif recompute != "auto" and memory_budget is not None:
-        reason = f"memory_budget has no effect with recompute={recompute!r}. HINT: recompute='auto'"
+        reason = f"memory_budget has no effect with recompute={recompute!r}. "
+        reason += "HINT: recompute='auto', or layout='auto'"
     elif memory_budget is not None and not 0 < memory_budget < float("inf"):
         reason = f"memory_budget must be above 0 GiB; this is {memory_budget}. "
         reason += "HINT: memory_budget=4.0"
@@ -178,8 +183,11 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class _Plan:
     """How each block runs under "auto": measured in the first forward with gradients."""
 
-    def __init__(self, memory_budget: float, say_once: Callable[[str], None]) -> None:
-        self._budget, self._say_once = int(memory_budget * GIB), say_once
+    def __init__(
+        self, memory_budget: float, held_gib: float, say_once: Callable[[str], None]
+    ) -> None:
+        self._held_gib, self._say_once = held_gib, say_once
+        self._budget = int((memory_budget - held_gib) * GIB)  # of activations
         self._measured: dict[_Recomputed, list[Way]] = {}
         self.is_decided = False
 
@@ -199,11 +207,17 @@ class _Plan:
         ways = list(self._measured.values())
         choice = choose_ways(ways, self._budget)
         if choice is None:
-            least = least_bytes(ways) / GIB
+            least, held = least_bytes(ways) / GIB, self._held_gib
+            beside = (
+                f", beside {held:.4g} GiB of parameters, gradients and optimizer states"
+                if held
+                else ""
+            )
             raise ValueError(
-                f"world.distribute: memory_budget={self._budget / GIB:.4g} GiB is below what the "
-                f"activations of {counted(len(ways), 'block')} take if all are recomputed, "
-                f"{least:.4g} GiB. HINT: memory_budget={least * 1.01:.4g}, or a smaller batch"
+                f"world.distribute: memory_budget={self._budget / GIB + held:.4g} GiB is below "
+                f"what the activations of {counted(len(ways), 'block')} take if all are "
+                f"recomputed, {least:.4g} GiB{beside}. HINT: "
+                f"memory_budget={(least + held) * 1.01:.4g}, or a smaller batch"
             )
         for block, name in zip(self._measured, choice.names, strict=True):
             block.way, block.plan = name, None

@@ -1,4 +1,4 @@
-"""Sentences about memory that grows."""
+"""Sentences about memory: its peak, and memory that grows."""
 
 from ..analyze.figures.report import Report
 from ..analyze.memory.growth import HOST, MemoryGrowth
@@ -15,6 +15,21 @@ def memory_warnings(report: Report) -> list[str]:
         if one.warned:
             groups.setdefault((one.kind, one.host), []).append(one)
     return [memory_sentence(group) for group in list(groups.values())[:MAX_TOLD]]
+
+
+def peak_sentence(report: Report) -> str | None:
+    """Return the largest memory of a rank and its parts; None without a model of the world."""
+    if not report.peaks:
+        return None
+    peak = report.peaks[0]
+    names = ("parameters", "buffers", "gradients", "optimizer_states", "rest")
+    parts = [f"{name.replace('_', ' ')} {size(n)}" for name in names if (n := getattr(peak, name))]
+    of = f"rank {peak.rank} ({peak.host})" if report.size > 1 else "the rank"
+    predicted = f"; predicted: {size(peak.predicted)}" if peak.predicted is not None else ""
+    return (
+        f"largest {peak.kind} memory, of {of} with layout {peak.layout}: {size(peak.bytes)} "
+        f"({', '.join(parts)}){predicted}"
+    )
 
 
 def first_end(report: Report) -> list[MemoryGrowth]:

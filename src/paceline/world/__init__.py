@@ -3,13 +3,11 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
@@ -18,11 +16,8 @@ from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import scale_learning_rate
-from ..parallel.data import check_accumulate, explain_ddp_error
-from ..parallel.deferred import Materialization, deferred, is_deferred
-from ..parallel.distribute import distribute_model
-from ..parallel.recomputation import recompute_blocks
-from ..parallel.sharded.layouts import parse_request
+from ..parallel.data import explain_ddp_error
+from ..parallel.memory import out_of_memory
 from ..parallel.sharded.registry import explain as explain_sharding_error
 from ..plurals import counted
 from ..record.attach import release_recorder
@@ -35,6 +30,7 @@ from .collectives import Collectives
 from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
+from .layouts.distribution import ModelDistribution
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
@@ -43,8 +39,8 @@ from .process_group import attempt_store, autocast_dtype, join_process_group, se
 from .progress import Progress, format_value
 from .training_state import Position, TrainingState
 
-M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
+if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
+    from ..parallel.memory.survey import MemorySurvey
 
 _world: "World | None" = None
 
@@ -88,7 +84,7 @@ def init(
     return _world
 
 
-class World:
+class World(ModelDistribution):
     """One rank's view of the job, created by ``paceline.init()``.
 
     Attributes:
@@ -110,9 +106,14 @@ class World:
         replicas: str,
     ) -> None:
         identity = rank_identity(dict(os.environ))
+        self._survey = _memory_survey()
+        if self._survey is not None:
+            record = progress = False
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
+        # --show-memory: one process loads the batches of one of several ranks
+        self._data_ranks = self._survey.ranks if self._survey is not None else self.size
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
-        self._full_size = max(self.size, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
+        self._full_size = max(self._data_ranks, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
         self.seed = seed
         self.device = select_device(self.local_rank, device)
         self.precision = precision
@@ -132,91 +133,16 @@ class World:
         self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.size, self._log.go_on)
         explain = self._training.explain_missing_gradient
-        known = [explain_ddp_error, explain_sharding_error]
+        known = [explain_ddp_error, explain_sharding_error, out_of_memory.explain]
         error_messages.explanations += [self._log.explain, *known, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
         )
+        self._layouts = []
         self._savers = 0
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
 
-    # models and data
-
-    def deferred(self) -> AbstractContextManager[None]:
-        """Return a context in which models are built without memory: on the device "meta".
-
-        ``world.distribute`` then computes the parameters and buffers, with the numbers of an
-        ordinary construction. It takes a second initialization, because the generator has to draw
-        all random numbers once in the context and once in ``world.distribute``.
-
-        Raises:
-            ValueError: In the context: code that reads the value of a tensor (``.item()``), or
-                draws from a generator of its own.
-        """
-        return deferred()
-
-    @overload
-    def distribute(self, model: M, *, accumulate: int = 1, **options: Any) -> M: ...
-    @overload
-    def distribute(
-        self, model: M, optimizer: O, *, accumulate: int = 1, **options: Any
-    ) -> tuple[M, O]: ...
-    def distribute(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
-        accumulate: int = 1,
-        layout: str = "data",
-        blocks: Sequence[str] | None = None,
-        shard_over: str = "job",
-        offload: str | None = None,
-        recompute: str | None = None,
-        memory_budget: float | None = None,
-        recomputed_blocks: Sequence[str] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
-
-        Parameters and buffers of rank 0 are broadcast to all ranks; ``world.backward`` averages
-        gradients. The optimizer stays the same object.
-
-        Args:
-            accumulate: Number of batches of ``world.batches`` whose gradients are averaged for one
-                step of this model; only the last of them synchronizes. The last batches of a pass
-                form a smaller group; a loop that is left inside a group (``break``) discards its
-                gradients.
-            layout: "data" (DistributedDataParallel), or "zero1", "zero2" or "zero3", which shard
-                optimizer states, gradients and parameters over the ranks.
-            blocks: Names of modules, or of their classes, that are gathered as a whole.
-            shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
-            offload: "parameters" keeps all shards of a GPU's model in the host's memory.
-            recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
-                activations again in backward. "selective" also keeps products of matrices,
-                convolutions and attention. "auto" chooses for each block in the first forward.
-            memory_budget: For "auto": GiB of activations that the blocks may take.
-            recomputed_blocks: Names of modules or classes. Default: repeated modules.
-            options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
-                ``mp_policy`` of ``fully_shard`` for the other layouts.
-
-        Raises:
-            ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
-                or block that can't be sharded, or a block or budget that does not fit the model.
-                The first forward raises it if nothing meets the budget.
-        """
-        check_accumulate(accumulate)
-        request = parse_request(layout, blocks, shard_over, offload, self.device.type, options)
-        say = self._progress.say_once
-        recompute_blocks(model, recompute, memory_budget, recomputed_blocks, say)
-        if is_deferred(model):
-            Materialization(model).run()
-        where = (self.device, self._dtype)
-        distributed = distribute_model(model, optimizer, *where, request, options)
-        self._training.add_model(distributed, accumulate)
-        if optimizer is None:
-            return distributed
-        self._training.add_optimizer(optimizer)
-        return distributed, optimizer
+    # data and state; models: ModelDistribution
 
     def shard(
         self,
@@ -249,9 +175,9 @@ class World:
         sharded = shard(
             loader,
             rank=self.rank,
-            ranks=self.size,
+            ranks=self._data_ranks,
             # sums of validation are the same for any batch size
-            full_ranks=self.size if every_sample_once else self._full_size,
+            full_ranks=self._data_ranks if every_sample_once else self._full_size,
             seed=self.seed,
             global_batch=global_batch,
             every_sample_once=every_sample_once,
@@ -260,7 +186,7 @@ class World:
             count_all=self._collectives.count,
         )
         self._loops.loaders.append(sharded)
-        if self._full_size > self.size and global_batch is None and not every_sample_once:
+        if self._full_size > self._data_ranks and global_batch is None and not every_sample_once:
             self._progress.say_once(
                 f"the job continues with {self.size} of {self._full_size} ranks; the global batch "
                 f"remains {counted(loader.batch_size * self._full_size, 'sample')}: up to "
@@ -336,7 +262,7 @@ class World:
             raise ValueError(
                 f"world.epochs: count must be at least 0; this is {count}. HINT: world.epochs(10)"
             )
-        if checkpoint is None:
+        if checkpoint is None or self._survey is not None:
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
         if self._recorder.experiment is not None:
@@ -436,4 +362,15 @@ class World:
             if getattr(sys, "last_value", None) is None:  # no uncaught exception
                 self._log.go_on()
             error_messages.explanations.clear()
+            out_of_memory.forget_models()
+            self._record_memory()
             self._finish.run()
+
+
+def _memory_survey() -> "MemorySurvey | None":
+    """Return what ``paceline run --show-memory`` traces this script with, if it does."""
+    if not os.environ.get("PACELINE_SHOW_MEMORY"):
+        return None
+    from ..parallel.memory.survey import current_survey
+
+    return current_survey()

@@ -13,6 +13,7 @@ from ...plurals import counted, named_ranks
 from ...record.ring.states import USEFUL_STATES, State
 from ...significance import is_slowest
 from ..memory.growth import MemoryGrowth, find_growth
+from ..memory.peaks import MemoryPeak, find_peaks
 from ..records.child_processes import untracked_training
 from ..records.clock_alignment import Clocks, align_clocks
 from ..records.core_waits import OtherThreads, other_threads
@@ -118,6 +119,7 @@ class Report:
     other_threads: list[OtherThreads] = field(default_factory=list)  # of each rank
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
     blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
+    peaks: list[MemoryPeak] = field(default_factory=list)  # of each rank, the largest first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
 
@@ -200,6 +202,7 @@ def analyse_with_window(
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
         memory=find_growth(records),
+        peaks=find_peaks(records),
     )
     return RunAnalysis(report, measured)
 

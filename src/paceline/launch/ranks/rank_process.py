@@ -174,12 +174,19 @@ def execute(command: dict[str, Any]) -> int:
             from ...data.staging.staged_sets import start_staging_all
 
             start_staging_all()
+        survey = None
+        if os.environ.get("PACELINE_SHOW_MEMORY"):
+            from .show_memory import start_showing
+
+            survey = start_showing()
         if command["module"]:
             sys.path.insert(0, os.getcwd())
             sys.modules["__main__"] = ModuleType("__main__")
             runpy.run_module(command["name"], run_name="__main__", alter_sys=True)
         else:
             _run_script(command["name"])
+        if survey is not None:
+            survey.script_ended()
     except SystemExit as end:
         return _exit_code(end)
     except BaseException as error:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+AUTO = "auto"  # the fastest layout that fits
 SHARD_OVER = ("job", "host")
 OFFLOADS = (None, "parameters")
 FULLY_SHARD_OPTIONS = ("mp_policy",)  # passed on to fully_shard
@@ -75,7 +76,8 @@ def parse_request(
         ValueError: An unknown layout, an option that the layout does not have, or an unknown
             value of one.
     """
-    _check_value("layout", layout, ("data", *LAYOUTS))
+    _check_value("layout", layout, ("data", *LAYOUTS, AUTO))
+    assert layout != AUTO, "the caller chooses the layout"
     _check_value("shard_over", shard_over, SHARD_OVER)
     _check_value("offload", offload, OFFLOADS)
     if layout == "data":

@@ -187,6 +187,18 @@ class RungTotals(TypedDict, total=False):
     product_s: dict[str, NonNegativeFloat]
 
 
+class TensorBytes(TypedDict):
+    """Bytes of a rank's models and optimizers (world/layouts/tensor_bytes.py)."""
+
+    layout: Annotated[str, Meta(max_length=64)]
+    parameters: NonNegativeInt
+    buffers: NonNegativeInt
+    gradients: NonNegativeInt
+    optimizer_states: NonNegativeInt
+    device_peak: NotRequired[NonNegativeInt]
+    predicted_peak: NotRequired[NonNegativeInt]
+
+
 class ChildProcesses(TypedDict):
     """Processes that the rank started, which trained without a process group (record/attach.py)."""
 
@@ -223,6 +235,7 @@ class RecordHeader(TypedDict):
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
     children: NotRequired[ChildProcesses]
+    tensors: NotRequired[TensorBytes]
     failed_hooks: NotRequired[dict[str, str]]  # of the recorder: the exception of each
     failure: NotRequired[str]  # exception or exit code that ended the script
     batches: NotRequired[list[NonNegativeInt]]  # checksums of the first batches of a loader

@@ -15,7 +15,7 @@ from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..core_waits import core_wait_sentence
-from ..memory import memory_warnings
+from ..memory import memory_warnings, peak_sentence
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
@@ -112,6 +112,9 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
             parts += [Text(f"{line}.") for line in exposed_blocks(report)]
         parts += [*_core_waits(report), *_loading(report), _recording_overhead(report)]
+    peak = peak_sentence(report)
+    if peak is not None and (full or report.peaks[0].predicted is not None):
+        parts.append(Text(f"{peak[0].upper()}{peak[1:]}."))
     grown = memory_warnings(report)
     parts += [Text(f"{line[0].upper()}{line[1:]}.", style="yellow") for line in grown]
     parts += [Text(f"{doubt}.", style="yellow") for doubt in report.doubts]

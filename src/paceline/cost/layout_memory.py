@@ -1,0 +1,286 @@
+"""Predicted memory of one rank in each layout, from the memory of one process's step.
+
+The input is what one process holds after each operation of a step (``StepMemory``); the output is
+the peak of a rank when the same step runs as data parallel (DDP), or with sharded optimizer states
+(zero1), gradients (zero2) or parameters (zero3), as FSDP2 holds them. All sizes are bytes.
+Only the peak of one process was compared with measurements (benchmarks/layouts). The sharded
+layouts follow FSDP2's rules for what is gathered, and were not compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from ..plurals import counted
+
+Layout = Literal["data", "zero1", "zero2", "zero3"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)  # in the order of their communication a step
+Phase = Literal["forward", "backward", "optimizer"]
+WORDS = {  # of the categories, for people
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer_states": "optimizer states",
+    "activations": "activations",
+    "temporary": "workspace",
+    "unsharded": "unsharded blocks",
+}
+
+
+@dataclass(frozen=True)
+class MemoryByCategory:
+    """Bytes that a rank holds at one time."""
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer_states: int = 0  # with the optimizer's temporary tensors
+    activations: int = 0  # with the step's inputs
+    temporary: int = 0  # gradients of activations, and temporary tensors of backward
+    unsharded: int = 0  # gathered parameters and unreduced gradients of blocks
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory after one operation of a step."""
+
+    module: str
+    phase: Phase
+    memory: MemoryByCategory
+    line: str = ""  # of the script, such as "train.py:31"
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one process over a step; ``blocks`` are bytes of parameters by block's name.
+
+    Blocks are the units that FSDP2 gathers; parameters outside of them form the root's unit.
+    ``gradient_bytes`` are those of all gradients after backward.
+    """
+
+    samples: Sequence[MemorySample]
+    blocks: Mapping[str, int]
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Predicted peak of a rank, and where in the step it is.
+
+    ``recompute``: value of the option of ``world.distribute``; None: activations are kept.
+    """
+
+    layout: Layout
+    ranks: int
+    module: str
+    phase: Phase
+    memory: MemoryByCategory
+    recompute: str | None = None
+    line: str = ""
+
+    @property
+    def name(self) -> str:
+        """The layout as tables and messages name it: "zero3 + recompute"."""
+        return f"{self.layout} + recompute" if self.recompute else self.layout
+
+    @property
+    def place(self) -> str:
+        """Where in the step the peak is: "backward of Net.layers.3, train.py:31"."""
+        module = f" of {self.module}" if self.module else ""
+        return f"{self.phase}{module}{f', {self.line}' if self.line else ''}"
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout that ``choose_layout`` takes, and why."""
+
+    predicted: LayoutMemory
+    reason: str
+
+
+def bytes_per_parameter(layout: Layout, ranks: int, *, master_copy: bool = False) -> float:
+    """Return Adam's bytes a parameter on each rank, without activations and unsharded blocks.
+
+    Args:
+        master_copy: 16-bit parameters with a 32-bit copy (ZeRO, arXiv 1910.02054), and not 32-bit
+            parameters, with or without autocast.
+    """
+    _check(layout, ranks)
+    whole, sharded = {
+        True: {"data": (16, 0), "zero1": (4, 12), "zero2": (2, 14), "zero3": (0, 16)},
+        False: {"data": (16, 0), "zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)},
+    }[master_copy][layout]
+    return whole + sharded / ranks
+
+
+def predict_layout(
+    step: StepMemory,
+    layout: Layout,
+    ranks: int,
+    *,
+    recompute: str | None = None,
+    accumulate: int = 1,
+) -> LayoutMemory:
+    """Return the peak of a rank in a layout.
+
+    Args:
+        recompute: How ``step`` recomputes activations; stated in the result.
+        accumulate: Batches of one optimizer step. zero1 keeps whole gradients among them.
+
+    Raises:
+        ValueError: the layout is unknown, ``ranks`` is below 1, or the step has no samples.
+    """
+    _check(layout, ranks)
+    if not step.samples:
+        raise ValueError("the step has no samples. HINT: trace a step that runs operations")
+    if layout == "zero2" or (layout == "zero1" and accumulate == 1):
+        held = _held_by_gathering(step, ranks, keep=True)
+    elif layout == "zero3":
+        held = _held_by_gathering(step, ranks, keep=False)
+    else:
+        held = [_held_whole(step, s, layout, ranks) for s in step.samples]
+    pairs = zip(held, step.samples, strict=True)
+    memory, at = max(pairs, key=lambda pair: pair[0].total)
+    return LayoutMemory(layout, ranks, at.module, at.phase, memory, recompute, at.line)
+
+
+def predict_layouts(
+    kept: StepMemory,
+    recomputed: StepMemory | None,
+    ranks: int,
+    *,
+    recompute: str = "blocks",
+    accumulate: int = 1,
+    allowed: Sequence[Layout] = LAYOUTS,
+) -> list[LayoutMemory]:
+    """Return the peaks of all layouts, the fastest layout first; one rank has only "data".
+
+    Args:
+        kept: A step that keeps its activations.
+        recomputed: The same step with recomputation; None to leave these layouts out.
+        allowed: The layouts to predict.
+    """
+    layouts = [one for one in LAYOUTS if one in allowed] if ranks > 1 else LAYOUTS[:1]
+    found = [predict_layout(kept, layout, ranks, accumulate=accumulate) for layout in layouts]
+    if recomputed is not None:
+        found += [
+            predict_layout(recomputed, one, ranks, recompute=recompute, accumulate=accumulate)
+            for one in layouts
+        ]
+    return found
+
+
+def choose_layout(predicted: Sequence[LayoutMemory], limit_bytes: int) -> LayoutChoice:
+    """Return the first layout whose peak is within a limit.
+
+    Args:
+        predicted: From ``predict_layouts``: the fastest layout first.
+
+    Raises:
+        ValueError: no layout fits; the message says the least peak and its largest category.
+    """
+    for i, candidate in enumerate(predicted):
+        if candidate.memory.total <= limit_bytes:
+            larger = [f"{p.name} {size_text(p.memory.total)}" for p in predicted[:i]]
+            why = (
+                f"{candidate.name} needs {size_text(candidate.memory.total)} of "
+                f"{size_text(limit_bytes)}"
+            )
+            faster = f"; too large: {', '.join(larger)}" if larger else ""
+            return LayoutChoice(candidate, why + faster)
+    least = min(predicted, key=lambda p: p.memory.total)
+    raise ValueError(
+        f"no layout fits {size_text(limit_bytes)} on {counted(least.ranks, 'rank')}: the least is "
+        f"{size_text(least.memory.total)} with {least.name}, of it {largest_category(least)}, in "
+        f"{least.place}. HINT: use a smaller batch or more ranks"
+    )
+
+
+def largest_category(predicted: LayoutMemory) -> str:
+    """Return size and name of the largest category of a peak: "9.5 MiB activations"."""
+    sizes = asdict(predicted.memory)
+    largest = max(sizes, key=lambda name: sizes[name])
+    return f"{size_text(sizes[largest])} {WORDS[largest]}"
+
+
+def size_text(size: int) -> str:
+    """Return bytes as MiB or GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _held_whole(
+    step: StepMemory, sample: MemorySample, layout: Layout, ranks: int
+) -> MemoryByCategory:
+    """Return what a rank holds that has whole parameters and gradients."""
+    m = sample.memory
+    if ranks == 1:
+        return m
+    held = replace(m, gradients=step.gradient_bytes)  # in buckets, which live all the time
+    if layout == "data":
+        return held
+    return replace(
+        held,
+        parameters=_part(m.parameters, ranks),
+        optimizer_states=_part(m.optimizer_states, ranks),
+        unsharded=m.parameters + 2 * max(step.blocks.values(), default=0),
+    )
+
+
+def _held_by_gathering(step: StepMemory, ranks: int, *, keep: bool) -> list[MemoryByCategory]:
+    """Return what a rank holds that keeps shards, and gathers the parameters of a block.
+
+    Args:
+        keep: Whether a gathered block stays whole from its forward to the end of its backward.
+    """
+    found, before_backward = [], 0
+    for sample in step.samples:
+        m = sample.memory
+        if sample.phase != "backward":
+            before_backward = m.gradients
+        found.append(
+            replace(
+                m,
+                parameters=_part(m.parameters, ranks),
+                gradients=_part(m.gradients, ranks),
+                optimizer_states=_part(m.optimizer_states, ranks),
+                unsharded=_unsharded(step, sample, m.gradients - before_backward, keep=keep),
+            )
+        )
+    return found
+
+
+def _unsharded(step: StepMemory, sample: MemorySample, reduced: int, *, keep: bool) -> int:
+    """Return the bytes of gathered parameters and unreduced gradients.
+
+    FSDP2 gathers the next block while one computes, and keeps the root's unit between forward and
+    backward. In backward a block has its gradients beside the input of the reduce-scatter.
+
+    Args:
+        reduced: Bytes of gradients that this backward has reduced; their blocks are sharded again.
+    """
+    if sample.phase == "optimizer":
+        return 0
+    parameters = sample.memory.parameters
+    blocks = sorted(step.blocks.values(), reverse=True)
+    root = max(parameters - sum(blocks), 0)
+    two_blocks = min(parameters, root + sum(blocks[:2]))
+    gathered = max(parameters - max(reduced, 0), two_blocks) if keep else two_blocks
+    if sample.phase == "forward":
+        return gathered
+    return gathered + 2 * max(root, *blocks[:1], 0)
+
+
+def _part(size: int, ranks: int) -> int:
+    return -(-size // ranks)
+
+
+def _check(layout: str, ranks: int) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown. HINT: use one of {', '.join(LAYOUTS)}")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} is below 1. HINT: give the number of ranks")

@@ -1,0 +1,60 @@
+"""The memory that one rank may take: the limit of predictions."""
+
+import os
+import re
+import resource
+from pathlib import Path
+
+import torch
+
+from ...cluster.topology.local_resources import free_memory
+
+GIB = 1 << 30
+
+
+def budget_bytes(memory_budget: float | None, device: torch.device) -> int:
+    """Return the bytes that a rank may take for its training.
+
+    Args:
+        memory_budget: In GiB; None for what the device has, or the node for a rank on the CPU.
+
+    Raises:
+        ValueError: The budget is not above 0.
+    """
+    if memory_budget is None:
+        return available_bytes(device)
+    if not 0 < memory_budget < float("inf"):
+        raise ValueError(
+            f"world.distribute: memory_budget must be above 0 GiB; this is {memory_budget}. "
+            "HINT: memory_budget=4.0"
+        )
+    return int(memory_budget * GIB)
+
+
+def available_bytes(device: torch.device, ranks: int | None = None) -> int:
+    """Return the bytes that this rank has or may still allocate.
+
+    On a GPU its whole memory. On the CPU what this process has (without mapped files and the
+    interpreter) and its share of what the node or control group has left.
+
+    Args:
+        ranks: Number of ranks of this node; None for this job's.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = free_memory() // max(ranks, 1)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit - _status_bytes("VmSize"))
+    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + max(free, 0)
+
+
+def _status_bytes(name: str) -> int:
+    """Return a size of this process that the kernel reports."""
+    found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+# What the interpreter and its libraries take: this module is imported before models are built.
+_INTERPRETER_BYTES = _status_bytes("RssAnon")

@@ -1,0 +1,103 @@
+"""What the memory of a model's step is predicted from: the model, its optimizer and its inputs."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...optim.gradients import parameters_of
+from ..blocks import find_blocks
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """A model as it is given to ``world.distribute``, and how its step runs.
+
+    Attributes:
+        model: The model, not distributed yet; its tensors may be on the device "meta".
+        optimizer: Its optimizer, or None.
+        device: The device on which it will compute.
+        autocast_dtype: Dtype of autocast, or None.
+        blocks: The option of ``world.distribute``.
+        recomputed_blocks: The option of ``world.distribute``.
+        accumulate: Batches of one optimizer step.
+        recomputes: Whether the model's blocks recompute their activations already.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+    blocks: Sequence[str] | None = None
+    recomputed_blocks: Sequence[str] | None = None
+    accumulate: int = 1
+    recomputes: bool = False
+
+    def has_recomputable_blocks(self) -> bool:
+        """Return whether recomputation would change what the model holds."""
+        names = self.recomputed_blocks
+        return not self.recomputes and bool(find_blocks(self.model, names, by_size=False))
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The arguments of a model's forward; shapes and dtypes matter, values do not."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def without_data(self, device: torch.device) -> "ForwardInputs":
+        """Return the same arguments as tensors without data on this device."""
+        found = tree_map_only(
+            torch.Tensor, lambda t: empty_as(t, device), (self.args, self.options)
+        )
+        return ForwardInputs(*found)
+
+    @classmethod
+    def parse(cls, value: Any) -> "ForwardInputs | None":
+        """Return the inputs that a tensor, a tuple or list, or a dict of arguments stands for."""
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            return cls((), dict(value))
+        return cls(tuple(value) if isinstance(value, (tuple, list)) else (value,))
+
+
+def copy_without_data(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device
+) -> tuple[list[nn.Module], list[Optimizer]]:
+    """Return copies whose parameters, buffers and states have no data.
+
+    Runs under a fake mode, or copies to the device "meta".
+
+    Tied weights stay tied, and the optimizers hold the parameters of the copies.
+    """
+    tensors: list[torch.Tensor] = []
+    for model in models:
+        tensors += [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        tensors += parameters_of(optimizer)
+        tensors += [t for t in tree_leaves(list(optimizer.state.values())) if is_tensor(t)]
+    memo: dict[int, Any] = {id(t): empty_as(t, device) for t in tensors}
+    found: tuple[list[nn.Module], list[Optimizer]] = copy.deepcopy(
+        (list(models), list(optimizers)), memo
+    )
+    return found
+
+
+def empty_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape, strides, dtype and kind. Without data in a fake mode."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor."""
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,1 @@
+"""Distribution of models in their layouts, as training scripts use it."""

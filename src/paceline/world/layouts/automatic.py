@@ -1,0 +1,127 @@
+"""``layout="auto"`` and the budget of ``recompute="auto"``, from the predicted memory of a rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from ...cost.layout_memory import Layout, LayoutChoice
+from ...parallel.memory.budget import GIB, budget_bytes
+from ...parallel.memory.setup import ForwardInputs, ModelSetup
+from ...parallel.sharded.layouts import ShardingRequest
+from ...parallel.sharded.model_check import check_sharding
+
+Parse = Callable[[str], ShardingRequest | None]  # of a layout's name; raises ValueError
+Gather = Callable[[Any], list[Any]]  # a value of each rank
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """Options of ``world.distribute`` that decide the memory of a rank.
+
+    Attributes:
+        layout: The layout.
+        recompute: How blocks recompute.
+        memory_budget: GiB that a rank may take, for ``recompute="auto"``.
+        held_gib: The part of the budget that parameters, gradients and optimizer states take.
+        message: Why "auto" has chosen the layout; else "".
+        predicted_bytes: Peak of a rank with activations, if it was predicted.
+    """
+
+    layout: str
+    recompute: str | None
+    memory_budget: float | None
+    held_gib: float = 0.0
+    message: str = ""
+    predicted_bytes: int | None = None
+
+
+def resolve_automatic(
+    asked: MemoryOptions,
+    setup: ModelSetup,
+    example_inputs: Any,
+    ranks: int,
+    parse: Parse,
+    gather: Gather,
+) -> MemoryOptions:
+    """Return the options with a layout in place of "auto". Collective if the layout is "auto".
+
+    Args:
+        asked: The options of the script.
+        ranks: Number of ranks over which the model would be sharded.
+
+    Raises:
+        ValueError: No layout fits, or the memory of the model can't be predicted.
+    """
+    layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
+    predicted: int | None = None
+    if layout == "auto":
+        usable = _usable_layouts(setup, parse)
+        choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
+        layout, recompute = choice.predicted.layout, recompute or choice.predicted.recompute
+        message = f"layout='auto': {choice.reason}"
+        if example_inputs is not None:
+            predicted = choice.predicted.memory.total
+        else:
+            message += (
+                ". Activations are left out. HINT: world.distribute(model, optimizer, "
+                "layout='auto', example_inputs=(x,))"
+            )
+        budget = budget if recompute == "auto" else None
+    if recompute != "auto":
+        return MemoryOptions(layout, recompute, budget, message=message, predicted_bytes=predicted)
+    from ...parallel.memory.choose import held_bytes
+
+    parse(layout)  # an unknown layout is an error of its own
+    (known,) = [one for one in get_args(Layout) if one == layout]
+    gib = budget_bytes(budget, setup.device) / GIB
+    held = held_bytes(setup, known, ranks) / GIB
+    return MemoryOptions(layout, recompute, gib, held, message, predicted)
+
+
+def _usable_layouts(setup: ModelSetup, parse: Parse) -> list[Layout]:
+    """Return the layouts that the model and the other options of ``world.distribute`` allow.
+
+    Raises:
+        ValueError: No layout is possible.
+    """
+    found: list[Layout] = []
+    errors: list[ValueError] = []
+    for layout in get_args(Layout):
+        try:
+            request = parse(layout)
+            if request is not None:
+                check_sharding(setup.model, setup.optimizer, request)
+        except ValueError as error:
+            errors.append(error)
+        else:
+            found.append(layout)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def _choose_layout(
+    setup: ModelSetup,
+    example_inputs: Any,
+    recompute: str | None,
+    memory_budget: float | None,
+    usable: Sequence[Layout],
+    ranks: int,
+    gather: Gather,
+) -> LayoutChoice:
+    """Return the fastest layout that fits, the same on all ranks. Collective.
+
+    Raises:
+        ValueError: No layout fits, or the model's step can't be traced.
+    """
+    from ...parallel.memory.choose import choose_for_all_ranks, predict_setup
+
+    limit = budget_bytes(memory_budget, setup.device)
+    inputs = ForwardInputs.parse(example_inputs)
+    way = recompute if recompute in ("blocks", "selective") else None
+    try:
+        return choose_for_all_ranks(
+            lambda: predict_setup(setup, inputs, ranks, way, usable), limit, gather
+        )
+    except ValueError as error:
+        raise ValueError(f"world.distribute: layout='auto': {error}") from None

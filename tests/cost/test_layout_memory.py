@@ -1,0 +1,107 @@
+"""Predicted memory of a rank in each layout, from the memory of one process's step."""
+
+import pytest
+
+from paceline.cost.layout_memory import (
+    LAYOUTS,
+    MemoryByCategory,
+    MemorySample,
+    StepMemory,
+    bytes_per_parameter,
+    choose_layout,
+    predict_layout,
+    predict_layouts,
+)
+
+N = 1_000_000  # parameters in 32 bits
+STATES = {"parameters": 4 * N, "gradients": 4 * N, "optimizer_states": 8 * N}
+
+
+def step(activations=0):
+    samples = [
+        MemorySample(
+            "Net.layer",
+            "forward",
+            MemoryByCategory(parameters=4 * N, optimizer_states=8 * N, activations=activations),
+        ),
+        MemorySample("", "optimizer", MemoryByCategory(**STATES)),
+    ]
+    return StepMemory(samples, {f"layer.{i}": N // 2 for i in range(8)}, 4 * N)
+
+
+def test_states_follow_the_rule():
+    predicted = predict_layout(step(), "data", 4)
+    assert predicted.memory.total == bytes_per_parameter("data", 4) * N
+    # without activations the largest sum is in the optimizer
+    assert predict_layout(step(), "zero3", 1).memory.total == bytes_per_parameter("zero3", 1) * N
+
+
+def test_rule_of_each_layout():
+    assert [bytes_per_parameter(layout, 4) for layout in LAYOUTS] == [16, 10, 7, 4]
+    mixed = [bytes_per_parameter(layout, 4, master_copy=True) for layout in LAYOUTS]
+    assert mixed == [16, 7, 5.5, 4]
+
+
+def test_peak_names_phase_and_module():
+    assert predict_layout(step(), "data", 1).phase == "optimizer"
+    predicted = predict_layout(step(activations=50 * N), "data", 4)
+    assert (predicted.phase, predicted.module) == ("forward", "Net.layer")
+
+
+def test_zero3_holds_the_parts_and_two_unsharded_blocks():
+    memory = predict_layout(step(activations=50 * N), "zero3", 4).memory
+    assert memory.unsharded == N
+    assert memory.parameters == N
+    assert memory.optimizer_states == 2 * N
+    assert memory.activations == 50 * N
+
+
+def test_zero1_keeps_whole_gradients_within_an_accumulation():
+    one, four = (predict_layout(step(), "zero1", 4, accumulate=n).memory for n in (1, 4))
+    assert one == predict_layout(step(), "zero2", 4).memory
+    assert four.gradients == 4 * N
+
+
+def test_blocks_are_sharded_again_when_backward_has_reduced_them():
+    held = {"parameters": 4 * N, "optimizer_states": 8 * N}
+    begin = MemorySample("Net", "forward", MemoryByCategory(**held))
+    end = MemorySample(
+        "Net", "backward", MemoryByCategory(**held, gradients=3 * N, activations=50 * N)
+    )
+    predicted = predict_layout(StepMemory([begin, end], step().blocks, 4 * N), "zero2", 4)
+    assert predicted.memory.unsharded == N + 2 * N // 2  # two blocks, and gradients of one, twice
+
+
+def test_fastest_layout_that_fits():
+    predicted = predict_layouts(step(), None, 4)
+    assert [p.layout for p in predicted] == list(LAYOUTS)
+    assert choose_layout(predicted, 16 * N).predicted.layout == "data"
+    choice = choose_layout(predicted, 12 * N)
+    assert choice.predicted.layout == "zero1"
+    assert choice.reason == "zero1 needs 6.7 MiB of 11.4 MiB; too large: data 15.3 MiB"
+
+
+def test_layouts_with_recomputation_come_last():
+    predicted = predict_layouts(step(activations=50 * N), step(activations=2 * N), 4)
+    assert [p.name for p in predicted[4:]] == [f"{name} + recompute" for name in LAYOUTS]
+    choice = choose_layout(predicted, 20 * N)
+    assert (choice.predicted.layout, choice.predicted.recompute) == ("data", "blocks")
+
+
+def test_one_rank_has_nothing_to_shard():
+    assert [p.name for p in predict_layouts(step(), step(), 1)] == ["data", "data + recompute"]
+
+
+def test_no_layout_fits():
+    reason = r"no layout fits 0.1 MiB on 4 ranks: the least is .* with zero3, of it .*HINT"
+    with pytest.raises(ValueError, match=reason):
+        choose_layout(predict_layouts(step(), None, 4), 100_000)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"layout='zero4' is unknown. HINT"):
+        predict_layout(step(), "zero4", 4)
+    with pytest.raises(ValueError, match=r"ranks=0 is below 1. HINT"):
+        predict_layout(step(), "data", 0)
+    with pytest.raises(ValueError, match=r"no samples. HINT"):
+        predict_layout(StepMemory([], {}, 0), "data", 2)
