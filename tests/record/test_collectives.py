@@ -176,7 +176,9 @@ def group(tmp_path):
 
 
 def states(group):
-    return parse_record(group._recorder.snapshot()).states.tolist()
+    """Return the states of all events, without waits for a core of a busy machine."""
+    found = parse_record(group._recorder.snapshot()).states.tolist()
+    return [state for state in found if state != State.STARVED]
 
 
 @pytest.mark.parametrize("waits", [True, False])
