@@ -111,7 +111,7 @@ def test_user_error_shows_script_line_without_traceback(tmp_path, launcher):
         ),
         (
             "world.distribute(torch.nn.Linear(1, 1), layout='tensor')",
-            "'zero3'; this is 'tensor'",
+            "'auto'; this is 'tensor'",
         ),
         (
             "world.backward(torch.ones(3))",

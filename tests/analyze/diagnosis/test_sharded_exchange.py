@@ -34,7 +34,7 @@ def evidence(blocks, free=None, calls="all-gather", count=160, size=4_000_000):
     """Return figures of ten steps of two ranks: half of a step of 100 ms is communication."""
     collective = Collective(calls, count, count * size, 0.0, 0.5, 0.0, 1.0, 1.0)
     group = Group("0", 2, [0, 1], 0.0, 0.5, 0.0, 1.0, [collective])
-    state = {"useful": 0.5, "other": 0.0}
+    state = {"useful": 0.5, "other": 0.0, "starved": 0.0}
     report = SimpleNamespace(
         losses=[Loss("transfer", 0.5)], groups=[group], hosts=["a", "a"], states=[state, state],
         size=2,
