@@ -9,7 +9,7 @@ import torch
 from ranks import run, write
 
 from paceline.checkpoint import checkpoint_folder
-from paceline.checkpoint.dcp_folder import load_dcp
+from paceline.checkpoint.formats.dcp_folder import load_dcp
 from paceline.checkpoint.manifest import checksum
 from paceline.checkpoint.saver import find_newest_valid, load_checkpoint
 from paceline.checkpoint.sharded_tensor import PieceError, SavedTensor, whole

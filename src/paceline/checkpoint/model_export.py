@@ -10,9 +10,9 @@ import torch
 
 from . import checkpoint_folder
 from .checkpoint_folder import write_tensors
-from .dcp_folder import is_dcp_folder, load_dcp
+from .formats.dcp_folder import is_dcp_folder, load_dcp
+from .formats.safetensors_file import write_safetensors
 from .manifest import MANIFEST, DamagedCheckpointError
-from .safetensors_file import write_safetensors
 from .saver import load_checkpoint
 from .shard_content import verify_checkpoint
 from .sharded_tensor import SavedTensor, whole

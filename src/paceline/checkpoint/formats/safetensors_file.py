@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..security.folders import NewFile
+from ...security.folders import NewFile
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
 _ALIGNMENT = 8

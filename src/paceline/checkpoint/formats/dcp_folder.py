@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..security.error_reason import error_reason
-from ..security.files import open_regular, read_regular
-from .manifest import DamagedCheckpointError, check_archive
-from .sharded_tensor import Index, Piece, PieceError, SavedTensor
+from ...security.error_reason import error_reason
+from ...security.files import open_regular, read_regular
+from ..manifest import DamagedCheckpointError, check_archive
+from ..sharded_tensor import Index, Piece, PieceError, SavedTensor
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
