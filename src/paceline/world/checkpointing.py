@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
 from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
+from ..checkpoint.shard_copies import name_copies, shards_that_differ
 from ..checkpoint.shared_state import SharedState, differences
 from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
@@ -240,8 +241,13 @@ class Checkpointer:
         """
         shared = self.state.shared_state()
         if self.saver.size > 1:
-            found = differences(self.collectives.gather(shared.digests()))
-            for line in self.state.settle(shared, found):
+            held = shared.shard_digests()
+            gathered = self.collectives.gather((shared.digests(), held.of_shards))
+            warnings = self.state.settle(shared, differences([parts for parts, _ in gathered]))
+            if differing := shards_that_differ([shards for _, shards in gathered]):
+                own = {key: each for key, each in held.of_tensors.items() if key in differing}
+                warnings += self.state.settle_copies(name_copies(self.collectives.gather(own)))
+            for line in warnings:
                 if line not in self._warnings:
                     self._warnings.add(line)
                     self.saver.warn(line)
