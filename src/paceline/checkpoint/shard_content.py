@@ -33,6 +33,7 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
     for rank, entry in enumerate(manifest["files"]):
         path = folder / entry["name"]
         shard = _checked(read_shard(folder, entry["name"]), path)
+        _check_bytes(shard, entry["bytes"], path)
         _check_identity(shard.get("save"), manifest, rank, path)
         skeleton = shard["shared"] if shard["shared"] is not None else skeleton
         tensors.update(shard["tensors"])
@@ -104,6 +105,24 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
         ):
             return parts
     raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
+
+
+def _check_bytes(shard: dict[str, Any], limit: int, path: Path) -> None:
+    """Check that the tensors of a shard have no more bytes than its file: each is stored once.
+
+    Raises:
+        DamagedCheckpointError: Several tensors are in the same place of the file, so that copies of
+            them would take any amount of memory.
+    """
+    pieces = (piece["tensor"] for piece in shard.get("pieces", {}).values())
+    total = 0
+    for tensor in (*shard["tensors"].values(), *shard["own_tensors"], *pieces):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            total += sum(part.nbytes for part in state_tree.dense_parts(tensor))
+        else:
+            total += tensor.numel() * tensor.element_size()
+    if total > limit:
+        raise DamagedCheckpointError(path, "has several tensors in one place")
 
 
 def _is_piece(value: Any) -> bool:

@@ -180,6 +180,7 @@ class _Joining:
     def __init__(self, tensors: Sequence[torch.Tensor | SavedTensor]) -> None:
         self.tensors = tensors
         self.left = MAX_PARTS
+        self.used: set[int] = set()  # each tensor is restored, and copied, once
 
     def whole(self, part: Any, depth: int) -> Any:
         self.left -= 1
@@ -209,6 +210,9 @@ class _Joining:
     def tensor(self, number: Any) -> torch.Tensor | SavedTensor:
         if type(number) is not int or not 0 <= number < len(self.tensors):
             raise SkeletonError(f"tensor {number!r:.40} of {len(self.tensors)}")
+        if number in self.used:
+            raise SkeletonError(f"tensor {number} in two places")
+        self.used.add(number)
         return self.tensors[number]
 
     def array(self, found: Any) -> Any:

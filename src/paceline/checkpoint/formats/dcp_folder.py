@@ -1,79 +1,29 @@
 """Reading folders of torch.distributed.checkpoint without executing code.
 
-PyTorch's FileSystemReader loads the file ``.metadata`` by ``pickle``, which may execute any code.
-Here an unpickler knows only the classes that PyTorch writes, as records without methods. The files
-of the ranks contain an archive of torch.save for each piece, checked like a shard of Paceline.
+PyTorch's FileSystemReader loads the file ``.metadata`` by ``pickle``, which may execute any code;
+``dcp_metadata`` reads it. The files of the ranks contain an archive of torch.save for each piece,
+checked like a shard of Paceline.
 """
 
 import io
+import itertools
 import os
-import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...security.error_reason import error_reason
 from ...security.files import open_regular, read_regular
 from ..manifest import DamagedCheckpointError, check_archive
+from ..pickle_check import PickleError
 from ..sharded_tensor import Index, Piece, PieceError, SavedTensor
+from .dcp_metadata import Record, read_records
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-_MODULE = "torch.distributed.checkpoint"
-_RECORDS = {
-    *(
-        f"{_MODULE}.metadata {name}"
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata"),
-            *("TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        )
-    ),
-    f"{_MODULE}.filesystem _StorageInfo",
-}
-_IGNORED = {
-    *(f"{_MODULE}.metadata _MEM_FORMAT_ENCODING", "torch.serialization _get_layout"),
-    *("pathlib PosixPath", "pathlib WindowsPath", "pathlib._local PosixPath"),
-}
-
-
-class _Record:
-    """Fields of an object in the metadata."""
-
-    state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __hash__(self) -> int:  # keys of a dict get their state later
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def get(self, name: str) -> Any:
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
-def _ignored(*_: Any) -> None:
-    return None
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module} {name}"
-        if full in _RECORDS:
-            return _Record
-        if full in _IGNORED:
-            return _ignored
-        if full == "torch Size":
-            return tuple
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"it names {full[:80]!r}")
 
 
 def is_dcp_folder(folder: Path) -> bool:
@@ -87,67 +37,93 @@ def load_dcp(folder: Path) -> dict[str, SavedTensor]:
     Raises:
         DamagedCheckpointError: A file is missing or invalid; the error names the file.
     """
-    tensors, storage = _read_metadata(folder / METADATA)
+    path = folder / METADATA
+    tensors, storage = _read_metadata(path)
+    places = [_place(info, path) for info in storage.values()]
+    _check_disjoint(places, path)
     pieces: dict[str, list[Piece]] = {}
-    for index, info in storage.items():
+    for (index, info), place in zip(storage.items(), places, strict=True):
         name, at = index.get("fqn"), index.get("offset")
-        if name not in tensors:
+        if not isinstance(name, str) or name not in tensors:
             continue
-        where = info.get("relative_path"), info.get("offset"), info.get("length")
-        tensor = _read_piece(folder, where)
+        tensor = _read_piece(folder, place)
         offset = at if at is not None else (0,) * tensor.dim()
-        piece: Piece = {"shape": tensors[name], "offset": offset, "tensor": tensor}
         if info.get("transform_descriptors") or not _is_index(offset):
-            reason = f"has a compressed or invalid piece of {name}"
-            raise DamagedCheckpointError(folder / METADATA, reason)
+            raise DamagedCheckpointError(path, f"has a compressed or invalid piece of {name}")
+        piece: Piece = {"shape": tensors[name], "offset": offset, "tensor": tensor}
         pieces.setdefault(name, []).append(piece)
     if absent := [name for name in tensors if name not in pieces]:
-        raise DamagedCheckpointError(folder / METADATA, f"has no pieces of {absent[0]}")
+        raise DamagedCheckpointError(path, f"has no pieces of {absent[0]}")
     try:
         return {name: SavedTensor.of(pieces[name]) for name in tensors}
     except PieceError as error:
-        raise DamagedCheckpointError(folder / METADATA, str(error)) from None
+        raise DamagedCheckpointError(path, str(error)) from None
 
 
-def _read_metadata(path: Path) -> tuple[dict[str, Index], dict[_Record, _Record]]:
+def _read_metadata(path: Path) -> tuple[dict[str, Index], dict[Record, Record]]:
     """Return the shape of each tensor, and where each piece is stored."""
     try:
-        data = read_regular(path, MAX_METADATA_BYTES, follow_links=False)
-        root = _MetadataUnpickler(io.BytesIO(data)).load()
+        root = read_records(read_regular(path, MAX_METADATA_BYTES, follow_links=False))
         entries, storage = root.get("state_dict_metadata"), root.get("storage_data")
-        assert all(isinstance(one, _Record) for one in (*storage.keys(), *storage.values()))
-        found = {
-            name: entry.get("size")
-            for name, entry in entries.items()
-            if isinstance(name, str) and entry.get("size") is not None
-        }
-        assert all(_is_index(shape) for shape in found.values())
+        if not isinstance(entries, dict) or not isinstance(storage, dict):
+            raise PickleError("it does not list tensors and their files")
+        if not all(isinstance(one, Record) for one in (*entries.values(), *storage.values())):
+            raise PickleError("an entry is no record")
+        if not all(isinstance(one, Record) for one in storage):
+            raise PickleError("the index of a piece is no record")
+        sizes = {name: entry.get("size") for name, entry in entries.items()}
+        found = {name: size for name, size in sizes.items() if size is not None}
+        if not all(isinstance(name, str) and _is_index(size) for name, size in found.items()):
+            raise PickleError("a tensor has an invalid name or size")
         return found, storage
     except OSError as error:
         raise DamagedCheckpointError(path, f"can't be read ({error_reason(error)})") from None
-    except Exception as error:  # pickle may raise any exception for an invalid file
+    except PickleError as error:
         reason = f"is not the metadata of torch.distributed.checkpoint ({error})"
         raise DamagedCheckpointError(path, reason) from None
+
+
+class Place(NamedTuple):
+    """Where a piece is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def _place(info: Record, path: Path) -> Place:
+    name, offset, length = (info.get(one) for one in ("relative_path", "offset", "length"))
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name.startswith(".."):
+        raise DamagedCheckpointError(path, f"names the file {name!r:.80}")
+    if not _is_index((offset, length)):
+        raise DamagedCheckpointError(path, f"has an invalid position in {name}")
+    return Place(name, offset, length)
+
+
+def _check_disjoint(places: list[Place], path: Path) -> None:
+    """Check that no part of a file is read twice, so that memory is bounded by the files' sizes."""
+    ordered = sorted(places)
+    for place, following in itertools.pairwise(ordered):
+        overlaps = following.offset < place.offset + place.length or place == following
+        if place.file == following.file and overlaps:
+            raise DamagedCheckpointError(path, f"has two pieces in one place of {place.file}")
 
 
 def _is_index(value: Any) -> bool:
     return type(value) is tuple and all(type(one) is int and one >= 0 for one in value)
 
 
-def _read_piece(folder: Path, where: tuple[Any, Any, Any]) -> torch.Tensor:
-    """Return the tensor in a part of a rank's file: ``where`` is file name, offset and length."""
-    name, offset, length = where
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name.startswith(".."):
-        raise DamagedCheckpointError(folder / METADATA, f"names the file {name!r:.80}")
-    path = folder / name
+def _read_piece(folder: Path, place: Place) -> torch.Tensor:
+    """Return the tensor in a part of a rank's file."""
+    path = folder / place.file
     try:
         with open(open_regular(path, follow_links=False), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if not _is_index((offset, length)) or offset + length > size:
+            if place.offset + place.length > size:
                 raise DamagedCheckpointError(path, f"has only {size:,} bytes")
-            file.seek(offset)
-            part = io.BytesIO(file.read(length))
-        check_archive(part, length, path)
+            file.seek(place.offset)
+            part = io.BytesIO(file.read(place.length))
+        check_archive(part, place.length, path)
         tensor = torch.load(part, map_location="cpu", weights_only=True)
     except DamagedCheckpointError:
         raise
