@@ -194,7 +194,7 @@ class World:
             recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
                 activations again in backward. "selective" also keeps products of matrices,
                 convolutions and attention. "auto" chooses for each block in the first forward.
-            memory_budget: For "auto": GiB of activations that the blocks may take.
+            memory_budget: For "auto": GiB of the blocks' activations. Default: what memory is left.
             recomputed_blocks: Names of modules or classes. Default: repeated modules.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the other layouts.
