@@ -299,6 +299,14 @@ def test_checkpoint_io(tmp_path):
     assert len(result["targets"]) == 3
 
 
+def test_layouts_beside_peers(tmp_path):
+    few = ("--layouts", "zero1", "--width", "32", "--batch", "4")
+    result = result_of("peers", tmp_path / "peers.json", *few, more=("errors",))
+    (found,) = result["measurements"]["zero1"]["paceline"]
+    assert len(found["step_s"]) == 10
+    assert result["errors"] == {}
+
+
 def test_unseen(tmp_path):
     script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
     words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]
@@ -320,6 +328,11 @@ def test_unseen(tmp_path):
 
 
 def test_recomputation(tmp_path):
-    few = ("--blocks", "4", "--width", "32")
-    result = result_of("recomputation", tmp_path / "recomputation.json", *few)
-    assert set(result["measurements"]) == {"plain", "auto"}
+    few = ("--blocks", "3", "--width", "32", "--samples", "2")
+    path = tmp_path / "recomputation.json"
+    result = result_of("recomputation", path, *few, more=("peaks", "chosen"))
+    assert len(result["measurements"]) == 1 + 10  # the plain model, and each choice
+    assert result["peaks"]["3 keep"] == pytest.approx(1, abs=0.05)
+    assert result["peaks"]["3 blocks"] < 0.6
+    assert set(result["chosen"].values()) <= set(result["peaks"])
+    assert len(result["targets"]) == 4

@@ -9,7 +9,7 @@ import torch
 from ranks import run, write
 
 from paceline.checkpoint import checkpoint_folder
-from paceline.checkpoint.dcp_folder import load_dcp
+from paceline.checkpoint.formats.dcp_folder import load_dcp
 from paceline.checkpoint.manifest import checksum
 from paceline.checkpoint.saver import find_newest_valid, load_checkpoint
 from paceline.checkpoint.sharded_tensor import PieceError, SavedTensor, whole
@@ -222,6 +222,10 @@ def test_part_of_a_tensor_is_read_from_all_pieces_that_have_it():
     tensor = SavedTensor.of(parts)
     assert torch.equal(tensor.part((1, 2), (2, 3)), full[1:3, 2:5])
     assert torch.equal(tensor.whole(), full)
+    assert tensor.piece_at((1, 2), (2, 3)) is None
+    inside = tensor.piece_at((2, 4), (2, 2))
+    assert torch.equal(inside, full[2:4, 4:6])
+    assert inside.untyped_storage().data_ptr() == parts[3]["tensor"].untyped_storage().data_ptr()
     scalar = SavedTensor.of([piece((), torch.tensor(3.0), ())])
     assert scalar.whole().item() == 3.0
 

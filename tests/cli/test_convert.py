@@ -23,6 +23,13 @@ TENSORS = {
 }
 
 
+class Malicious:
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, ("executed",)
+
+
 def load_file(path):
     """Read by the library, which says whether the file has its format."""
     return pytest.importorskip("safetensors.torch").load_file(path)
@@ -80,7 +87,7 @@ def test_mistakes_are_named(tmp_path):
     save(tmp_path / "of", TENSORS)
     (tmp_path / "old.pt").touch()
     for words, reason in (
-        ((tmp_path / "of", tmp_path / "m.bin"), "must end with one of .safetensors, .pt"),
+        ((tmp_path / "of", tmp_path / "m.bin"), "must end with one of .safetensors, .pt, .pth"),
         ((tmp_path / "of", tmp_path / "old.pt"), "old.pt exists"),
         ((tmp_path / "none", tmp_path / "m.pt"), "contains no checkpoint"),
         ((tmp_path / "of", tmp_path / "m.pt", "--prefix", "zz"), "names begin with zz"),
@@ -95,6 +102,87 @@ def test_mistakes_are_named(tmp_path):
     assert not (tmp_path / "m.pt").exists()
 
 
+def test_files_become_files_of_the_other_format(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = {"model": model.state_dict(), "epoch": 3, "ema": [torch.nn.Parameter(torch.ones(2))]}
+    torch.save(state, tmp_path / "of.pth")
+    result = convert(tmp_path / "of.pth", tmp_path / "m.safetensors", "--prefix", "model.")
+    assert result.exit_code == 0, result.output
+    assert equal(load_file(tmp_path / "m.safetensors"), model.state_dict())
+    result = convert(tmp_path / "of.pth", tmp_path / "all.pt", "--json")
+    assert json.loads(result.stdout)["left_out"] == ["epoch"]
+    assert torch.equal(torch.load(tmp_path / "all.pt")["ema.0"], torch.ones(2))
+    result = convert(tmp_path / "m.safetensors", tmp_path / "m.pt")
+    assert "7 tensors" in result.output
+    assert equal(torch.load(tmp_path / "m.pt", weights_only=True), model.state_dict())
+
+
+def test_safetensors_file_of_the_library_is_read(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tensors = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
+    save_file(tensors, tmp_path / "of.safetensors", metadata={"format": "pt"})
+    assert convert(tmp_path / "of.safetensors", tmp_path / "m.pth").exit_code == 0
+    assert equal(torch.load(tmp_path / "m.pth"), tensors)
+
+
+def test_tied_weights_stay_tied_in_a_file_of_torch(tmp_path):
+    weight = torch.ones(100_000)
+    torch.save({"a": weight, "b": weight, "c": weight[:50_000]}, tmp_path / "of.pt")
+    result = convert(tmp_path / "of.pt", tmp_path / "m.pt")
+    assert "of.pt: has tensors that overlap in memory. HINT: save clones" in result.stderr
+    torch.save({"a": weight, "b": weight}, tmp_path / "of.pt")
+    assert convert(tmp_path / "of.pt", tmp_path / "m.pt").exit_code == 0
+    assert (tmp_path / "m.pt").stat().st_size < 600_000
+    found = torch.load(tmp_path / "m.pt")
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+def header(entries, data=b"", length=None):
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+FILES = {
+    "no length": (b"abc", "is not a safetensors file"),
+    "length over the file": (header({}, length=1 << 60), "is not a safetensors file"),
+    "no JSON": (header(b"{'a'}"), "a header that is no JSON"),
+    "deep JSON": (header(b"[" * 100_000), "a header that is no JSON"),
+    "no dict of tensors": (header({"a": 1}), "no shape or place of 'a'"),
+    "negative shape": (header({"a": ONE | {"shape": [-2]}}, b"0" * 8), "no shape or place"),
+    "dtype": (header({"a": ONE | {"dtype": "X"}}, b"0" * 8), "a dtype of 'a' that PyTorch lacks"),
+    "size": (header({"a": ONE | {"shape": [3]}}, b"0" * 8), "another size than shape of 'a'"),
+    "cut off": (header({"a": ONE}, b"0" * 7), "has only"),
+    "overlap": (header({"a": ONE, "b": ONE}, b"0" * 8), "has two tensors in one place"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_invalid_safetensors_file_is_named(tmp_path, kind):
+    data, reason = FILES[kind]
+    (tmp_path / "of.safetensors").write_bytes(data)
+    result = convert(tmp_path / "of.safetensors", tmp_path / "m.pt")
+    assert (result.exit_code, reason in result.stderr) == (2, True), result.output
+    assert "of.safetensors: " in result.stderr
+
+
+def test_mistakes_with_files_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Malicious()}, tmp_path / "code.pt")
+    torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(1)}, tmp_path / "of.pt")
+    (tmp_path / "of.bin2").touch()
+    for source, words, reason in (
+        ("code.pt", (), "code.pt: can't be loaded (its data.pkl names 'posix.mkdir')"),
+        ("old.pt", (), "old.pt: can't be loaded (it is not an archive)"),
+        ("of.bin2", (), "must be a folder, or a file that ends with one of .safetensors, .pt"),
+        ("of.pt", ("--model", 1), "of.pt is one file. HINT: --prefix"),
+    ):
+        result = convert(tmp_path / source, tmp_path / "m.pt", *words)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.output
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_folder_of_torch_distributed_checkpoint(tmp_path):
     dcp.save({"model": TENSORS, "step": 3}, checkpoint_id=tmp_path / "dcp")
@@ -104,13 +192,6 @@ def test_folder_of_torch_distributed_checkpoint(tmp_path):
     (tmp_path / "dcp/__0_0.distcp").unlink()
     result = convert(tmp_path / "dcp", tmp_path / "n.pt")
     assert "__0_0.distcp: can't be read" in result.stderr
-
-
-class Malicious:
-    def __reduce__(self):
-        import os
-
-        return os.mkdir, ("executed",)
 
 
 def test_metadata_with_code_is_refused(tmp_path, monkeypatch):

@@ -26,9 +26,9 @@ TIMEOUT_S, RSS_MB = 10, 3072
 
 def names() -> list[str]:
     """Return the names of the targets."""
-    return sorted(
-        one.name for one in pkgutil.iter_modules(targets.__path__) if not one.name.startswith("_")
-    )
+    modules = pkgutil.walk_packages(targets.__path__, f"{targets.__name__}.")
+    found = (one.name.removeprefix(f"{targets.__name__}.") for one in modules if not one.ispkg)
+    return sorted(name for name in found if not name.rpartition(".")[2].startswith("_"))
 
 
 def start(target: str, seconds: int, corpus: Path, artifacts: Path) -> "subprocess.Popen[bytes]":

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.parallel import activation_budget
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recomputation import recompute_blocks
 from paceline.parallel.recompute_choice import Way, choose_ways, least_bytes, peak_bytes
@@ -136,10 +137,28 @@ def test_choice_is_said_and_no_block_is_said():
 
 
 @pytest.mark.parametrize(
+    ("free", "ranks", "choice"),
+    [(1 << 40, 2, "4 kept;"), (1 << 20, 4, " recomputed")],
+)
+def test_default_budget_is_what_the_ranks_of_the_node_leave(monkeypatch, free, ranks, choice):
+    said = []
+    monkeypatch.setattr(activation_budget, "free_memory", lambda: free)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    model = Net()
+    recompute_blocks(model, "auto", None, None, said.append)
+    model(torch.randn(512, 8)).sum().backward()
+    assert choice in said[0]
+    states = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    expected = 0.8 * (free // ranks - states) / (1 << 30)
+    assert f"{expected:.4g} GiB of the rank's memory are available" in said[0]
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         (("all", None), "recompute must be"),
-        (("auto", None), "needs a budget"),
         (("blocks", 1.0), "has no effect with recompute='blocks'"),
         (("auto", -1.0), "above 0 GiB; this is -1.0"),
     ],

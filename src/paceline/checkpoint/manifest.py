@@ -184,8 +184,11 @@ def _records(members: list[zipfile.ZipInfo]) -> dict[str, int]:
     }
 
 
-def check_archive(file: BinaryIO, size: int, path: Path) -> None:
+def check_archive(file: BinaryIO, size: int, path: Path, *, of_models: bool = False) -> None:
     """Check a torch.save archive of ``size`` bytes before torch reads it.
+
+    Args:
+        of_models: Whether it may be the state of an ``nn.Module``, as ``check_pickle`` has it.
 
     Raises:
         DamagedCheckpointError: Reading the archive would take more memory than its size, or
@@ -201,7 +204,8 @@ def check_archive(file: BinaryIO, size: int, path: Path) -> None:
         if not stored or sum(one.file_size for one in members) > size:
             reason = "can't be loaded (its members are compressed, or larger than the file)"
             raise DamagedCheckpointError(path, reason)
-        check_pickle(_pickle_of(archive, members), _records(members))
+        pickled = _pickle_of(archive, members)
+        check_pickle(pickled, _records(members), of_models=of_models)
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
         if isinstance(error, DamagedCheckpointError):
             raise

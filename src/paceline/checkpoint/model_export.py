@@ -1,7 +1,11 @@
-"""Export of a model's weights from a checkpoint of any layout, for programs without Paceline."""
+"""Export of a model's weights from a checkpoint of any layout, for programs without Paceline.
+
+Nothing is converted into a checkpoint of Paceline, which also has optimizers and positions. A
+script loads weights by ``model.load_state_dict`` before ``world.distribute``.
+"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,19 @@ import torch
 
 from . import checkpoint_folder
 from .checkpoint_folder import write_tensors
-from .dcp_folder import is_dcp_folder, load_dcp
+from .formats.dcp_folder import is_dcp_folder, load_dcp
+from .formats.safetensors_file import read_safetensors, write_safetensors
+from .formats.torch_file import load_torch_file
 from .manifest import MANIFEST, DamagedCheckpointError
-from .safetensors_file import write_safetensors
 from .saver import load_checkpoint
 from .shard_content import verify_checkpoint
 from .sharded_tensor import SavedTensor, whole
 
-SUFFIXES = (".safetensors", ".pt")
+SUFFIXES = (".safetensors", ".pt", ".pth")
+FILES: dict[str, Callable[[Path], Mapping[str, Any]]] = {
+    ".safetensors": read_safetensors,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), load_torch_file),
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class ExportReport:
     """What was exported.
 
     Attributes:
-        checkpoint: Folder of the checkpoint.
+        checkpoint: Folder of the checkpoint, or file.
         step: Its training step; None where it does not say.
         tensors: Number of tensors.
         elements: Number of their elements.
@@ -47,9 +56,9 @@ def export_model(
     """Write the weights of one model to a file, under the names of the plain model.
 
     Args:
-        source: A checkpoint, the newest valid one of a folder of them, or a folder of
-            torch.distributed.checkpoint.
-        dest: New file; .safetensors, or .pt for ``torch.load(weights_only=True)``.
+        source: A checkpoint, the newest valid one of a folder of them, a folder of
+            torch.distributed.checkpoint, or a file of torch.save or safetensors.
+        dest: New file; .safetensors, or .pt or .pth for ``torch.load(weights_only=True)``.
         prefix: Only tensors whose names begin with it, which is removed from the names.
         model: Number of the model in the order of ``world.distribute``; None for the only one.
 
@@ -76,16 +85,26 @@ def export_model(
     def read(name: str) -> torch.Tensor:
         return whole(tensors[name])
 
-    if dest.suffix == ".pt":
-        size = write_tensors(dest, {name: read(name) for name in tensors})
-    else:
+    if dest.suffix == ".safetensors":
         size = write_safetensors(dest, shapes, read)
+    else:
+        copies = {id(one): whole(one) for one in tensors.values()}  # tied weights stay tied
+        size = write_tensors(dest, {name: copies[id(one)] for name, one in tensors.items()})
     elements = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
     left_out = [name for name in state if name not in tensors]
     return ExportReport(str(folder), step, len(tensors), elements, size, left_out)
 
 
 def _model_state(source: Path, model: int | None) -> tuple[Path, int | None, Mapping[str, Any]]:
+    if source.is_file():
+        if source.suffix not in FILES:
+            raise ValueError(
+                f"{source} must be a folder, or a file that ends with one of {', '.join(FILES)}. "
+                "HINT: rename a file of torch.save to .pt"
+            )
+        if model is not None:
+            raise ValueError(f"--model {model}: {source} is one file. HINT: --prefix NAME.")
+        return source, None, FILES[source.suffix](source)
     if is_dcp_folder(source):
         return source, None, load_dcp(source)
     folder = find_checkpoint(source)

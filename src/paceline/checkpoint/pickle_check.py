@@ -81,15 +81,17 @@ class _Storage:
         self.count = count  # number of elements
 
 
-_DICT, _OTHER = object(), object()
+_DICT, _ORDERED_DICT, _OTHER = object(), object(), object()
 
 
-def check_pickle(data: bytes, records: Mapping[str, int]) -> None:
+def check_pickle(data: bytes, records: Mapping[str, int], *, of_models: bool = False) -> None:
     """Check that a pickle contains only objects that ``CheckpointSaver`` writes.
 
     Args:
         data: Content of ``data.pkl``.
         records: Size in bytes of each tensor storage in the same archive, by its key.
+        of_models: Also allow what the ``state_dict`` of an ``nn.Module`` contains: an OrderedDict
+            with attributes, and parameters.
 
     Raises:
         PickleError: The pickle contains a disallowed opcode, global or argument, or exceeds a
@@ -97,7 +99,7 @@ def check_pickle(data: bytes, records: Mapping[str, int]) -> None:
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise PickleError(f"its data.pkl has {len(data):,} bytes, more than {MAX_PICKLE_BYTES:,}")
-    machine = _Machine(len(data), records)
+    machine = _Machine(len(data), records, of_models)
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(data), 1):
             if count > MAX_OPCODES:
@@ -114,8 +116,8 @@ def check_pickle(data: bytes, records: Mapping[str, int]) -> None:
 class _Machine:
     """Stack and memo of an unpickler, with placeholders for the objects."""
 
-    def __init__(self, size: int, records: Mapping[str, int]) -> None:
-        self.records = records
+    def __init__(self, size: int, records: Mapping[str, int], of_models: bool) -> None:
+        self.records, self.of_models = records, of_models
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -152,7 +154,7 @@ class _Machine:
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
-        if self.stack[-1] is not _DICT or len(items) % 2:
+        if self.stack[-1] not in (_DICT, _ORDERED_DICT) or len(items) % 2:
             raise PickleError("its data.pkl sets items of a value that is not a dict")
         for key in items[::2]:
             self.key(key)
@@ -209,7 +211,13 @@ class _Machine:
         return _OTHER
 
     def ordered_dict(self) -> Any:
-        return _OTHER  # hooks of a tensor, always empty
+        # otherwise hooks of a tensor, always empty
+        return _ORDERED_DICT if self.of_models else _OTHER
+
+    def build(self, _: Any) -> None:
+        (state,) = self.pop(1)
+        if self.stack[-1] is not _ORDERED_DICT or state is not _DICT:
+            raise PickleError("its data.pkl has attributes of a value that is no OrderedDict")
 
     def empty_bytes(self) -> Any:
         return _OTHER
@@ -231,6 +239,11 @@ class _Machine:
     def tensor(self, storage: Any, _offset: Any, size: Any, *_: Any) -> Any:
         if not isinstance(storage, _Storage) or math.prod(_dimensions(size)) > storage.count:
             raise PickleError("a tensor is larger than its storage")
+        return self.tensor_of_tensors()
+
+    def parameter(self, data: Any, requires_grad: Any, _hooks: Any) -> Any:
+        if not self.of_models or data is not _OTHER or type(requires_grad) is not bool:
+            raise PickleError("its data.pkl has a malformed parameter")
         return self.tensor_of_tensors()
 
     def tensor_of_tensors(self, *_: Any) -> Any:
@@ -259,6 +272,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch.serialization _get_layout": _Machine.short_arguments,
     "torch._utils _rebuild_tensor_v2": _Machine.tensor,
     "torch._utils _rebuild_tensor_v3": _Machine.tensor,
+    "torch._utils _rebuild_parameter": _Machine.parameter,
     "torch._utils _rebuild_qtensor": _Machine.tensor,
     "torch._utils _rebuild_sparse_tensor": _Machine.tensor_of_tensors,
     "torch._utils _rebuild_nested_tensor": _Machine.tensor_of_tensors,
@@ -311,4 +325,5 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "GLOBAL": _Machine.push_global,
     "BINPERSID": _Machine.push_storage,
     "REDUCE": _Machine.reduce,
+    "BUILD": _Machine.build,
 }

@@ -4,7 +4,9 @@ Ranks coordinate through the job's store. Each rank reports to the store that it
 Rank 0 then writes the manifest and renames the checkpoint to its final name.
 """
 
+import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -25,6 +27,7 @@ from .unfinished_folder import UnfinishedFolder, remove
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
 OWN_STATE = "this rank's state"  # in messages
+WRITER_NICENESS = 15  # beside training, the thread that writes gets 3 % of a core, else all of it
 
 
 class Store(Protocol):
@@ -113,10 +116,16 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait until the last save has completed, or failed with a warning."""
         if self._thread is not None:
+            if self.busy:
+                with contextlib.suppress(OSError):  # only some users may raise a priority
+                    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+                    os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, own)
             self._thread.join()
             self._thread = None
 
     def _write(self, step: int, state: Any, about: dict[str, Any], save: int, layout: int) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         name = f"step-{step:08}"
         path = self.directory / f".{name}.{save}.tmp"  # the same step may be saved twice
         folder: UnfinishedFolder | None = None
@@ -197,10 +206,17 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
 
-def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
+def find_newest_valid(
+    directory: Path,
+    warn: Callable[[str], None],
+    verify: Callable[[Path], object] = verify_checkpoint,
+) -> Path | None:
     """Return the newest valid checkpoint, None if there are no checkpoints.
 
     Print a warning for each corrupted checkpoint that is skipped, with the name of the file.
+
+    Args:
+        verify: Function that raises DamagedCheckpointError for a corrupted checkpoint.
 
     Raises:
         ValueError: All existing checkpoints are corrupted. Starting from the beginning would
@@ -209,7 +225,7 @@ def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | No
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
         try:
-            verify_checkpoint(folder)
+            verify(folder)
             return folder
         except checkpoint_folder.DamagedCheckpointError as problem:
             warn(f"checkpoint {folder.name} is skipped: {problem}")

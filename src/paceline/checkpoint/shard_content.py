@@ -1,5 +1,6 @@
 """What a shard contains, and joining the shards of a checkpoint to its state."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
     for rank, entry in enumerate(manifest["files"]):
         path = folder / entry["name"]
         shard = _checked(read_shard(folder, entry["name"]), path)
+        _check_bytes(shard, entry["bytes"], path)
         _check_identity(shard.get("save"), manifest, rank, path)
         skeleton = shard["shared"] if shard["shared"] is not None else skeleton
         tensors.update(shard["tensors"])
@@ -56,15 +58,22 @@ def verify_checkpoint(folder: Path) -> Manifest:
             names the file.
     """
     manifest = read_manifest(folder)
-    entries = manifest["files"]
+    verify_shards(folder, manifest, range(len(manifest["files"])))
+    return manifest
+
+
+def verify_shards(folder: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
+    """Verify the shards with these numbers; raise as ``verify_checkpoint`` does."""
+    if not numbers:
+        return
+    entries = [manifest["files"][number] for number in numbers]
     # reading and the checksum release the interpreter's lock
     with ThreadPoolExecutor(min(MAX_VERIFYING_THREADS, len(entries))) as pool:
         problems = list(pool.map(partial(_problem, folder), entries))
-    for rank, problem in enumerate(problems):
+    for number, problem in zip(numbers, problems, strict=True):
         if problem is not None:
-            reason = _other_save(folder, manifest, rank)
+            reason = _other_save(folder, manifest, number)
             raise DamagedCheckpointError(problem.file, reason or problem.reason)
-    return manifest
 
 
 def _problem(folder: Path, entry: ShardEntry) -> DamagedCheckpointError | None:
@@ -104,6 +113,24 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
         ):
             return parts
     raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
+
+
+def _check_bytes(shard: dict[str, Any], limit: int, path: Path) -> None:
+    """Check that the tensors of a shard have no more bytes than its file: each is stored once.
+
+    Raises:
+        DamagedCheckpointError: Several tensors are in the same place of the file, so that copies of
+            them would take any amount of memory.
+    """
+    pieces = (piece["tensor"] for piece in shard.get("pieces", {}).values())
+    total = 0
+    for tensor in (*shard["tensors"].values(), *shard["own_tensors"], *pieces):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            total += sum(part.nbytes for part in state_tree.dense_parts(tensor))
+        else:
+            total += tensor.numel() * tensor.element_size()
+    if total > limit:
+        raise DamagedCheckpointError(path, "has several tensors in one place")
 
 
 def _is_piece(value: Any) -> bool:

@@ -3,7 +3,7 @@
 Each rank writes some of the tensors, so ranks that differ would write a mixture. Therefore ranks
 compare a digest of each part (a model, an optimizer, a kept object) before a save. A part that is
 rank 0's by choice is not compared, and rank 0 writes all of it. Of a DTensor each rank writes its
-piece, so only shape and placement are compared.
+piece, so shape and placement are compared, and of copies of a piece the content (``shard_copies``).
 """
 
 import hashlib
@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from . import state_tree
+from .shard_copies import PartPath, ShardDigests
 from .sharded_tensor import describe, is_sharded
-
-PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
-
-_HASHED_BYTES = 1 << 16  # of larger tensors the digest has sums
-_ROW = 512  # 64-bit integers
-_DIGEST_BYTES = 16
+from .tensor_digest import DIGEST_BYTES, add_tensor
 
 
 class Difference(NamedTuple):
@@ -67,6 +63,17 @@ class SharedState:
         compared = ((path, part) for path, part in self._parts.items() if path not in self._rank_0)
         return {path: self._digest(part) for path, part in compared}
 
+    def shard_digests(self) -> ShardDigests:
+        """Return digests of the shards of DTensors that other ranks hold too."""
+        found = ShardDigests()
+        for path, part in self._parts.items():
+            if path not in self._rank_0:
+                for keys, number in state_tree.tensor_paths(part):
+                    tensor = self.tensors[number]
+                    if is_sharded(tensor):
+                        found.add(path, keys, tensor)
+        return found
+
     def take_from_rank_0(self, paths: Iterable[PartPath]) -> None:
         """Save rank 0's state of these parts, though they were compared."""
         self._rank_0.update(paths)
@@ -95,7 +102,7 @@ class SharedState:
         return tensor.data_ptr() in self._rank_0_addresses
 
     def _digest(self, part: Any) -> bytes:
-        content = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        content = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
         def tensor(number: int) -> None:
             own = self.tensors[number]
@@ -104,7 +111,7 @@ class SharedState:
             elif is_sharded(own):
                 content.update(describe(own).encode())
             else:
-                _add_tensor(own, content.update)
+                add_tensor(own, content.update)
 
         _add_part(part, content.update, tensor)
         return content.digest()
@@ -149,42 +156,3 @@ def _add_part(part: Any, add: Callable[[bytes], None], tensor: Callable[[int], N
         add(repr(sorted(map(repr, part))).encode())
     else:
         add(f"{type(part).__name__} {part!r};".encode())
-
-
-def _add_tensor(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
-    add(f"{tensor.dtype} {tensor.layout} {tensor.is_nested or tuple(tensor.shape)};".encode())
-    if tensor.is_quantized:
-        add(f"{tensor.qscheme()}".encode())
-        scales = _quantization(tensor)
-        add(f"{scales}".encode())
-    for dense in state_tree.dense_parts(tensor):
-        _add_dense(dense, add)
-
-
-def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return tensor.q_scale(), tensor.q_zero_point()
-    scales, points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return scales.tolist(), points.tolist(), tensor.q_per_channel_axis()
-
-
-def _add_dense(tensor: torch.Tensor, add: Callable[[bytes], None]) -> None:
-    """Add the bits of a tensor to a digest, on its device as far as it is large.
-
-    Of a large tensor the bits are summed as integers, in rows and in columns. So also tensors that
-    have the same elements in another order differ.
-    """
-    flat = tensor.contiguous().resolve_conj().resolve_neg().flatten()
-    if flat.numel() == 0:
-        return
-    octets = flat.view(torch.uint8)
-    if octets.numel() > _HASHED_BYTES:
-        summed = octets.numel() // (8 * _ROW) * (8 * _ROW)
-        block = octets[:summed]
-        if block.data_ptr() % 8 or block.storage_offset() % 8:
-            block = block.clone()
-        rows = block.view(torch.int64).view(-1, _ROW)
-        _add_dense(rows.sum(1), add)
-        _add_dense(rows.sum(0), add)
-        octets = octets[summed:]
-    add(octets.cpu().numpy().tobytes())

@@ -180,6 +180,7 @@ class _Joining:
     def __init__(self, tensors: Sequence[torch.Tensor | SavedTensor]) -> None:
         self.tensors = tensors
         self.left = MAX_PARTS
+        self.used: set[int] = set()  # each tensor is restored, and copied, once
 
     def whole(self, part: Any, depth: int) -> Any:
         self.left -= 1
@@ -209,6 +210,9 @@ class _Joining:
     def tensor(self, number: Any) -> torch.Tensor | SavedTensor:
         if type(number) is not int or not 0 <= number < len(self.tensors):
             raise SkeletonError(f"tensor {number!r:.40} of {len(self.tensors)}")
+        if number in self.used:
+            raise SkeletonError(f"tensor {number} in two places")
+        self.used.add(number)
         return self.tensors[number]
 
     def array(self, found: Any) -> Any:
@@ -240,21 +244,26 @@ def renumber(
     """
     ordered: list[torch.Tensor] = []
     for part in parts:
-        for marker in _markers(part):
+        for _, marker in _markers(part, ()):
             ordered.append(tensors[marker[_TENSOR]])
             marker[_TENSOR] = first + len(ordered) - 1
     return ordered
 
 
-def _markers(part: Any) -> Iterator[dict[str, int]]:
+def tensor_paths(part: Any) -> list[tuple[tuple[Any, ...], int]]:
+    """Return the keys and the number of each tensor in a part of a skeleton, in a fixed order."""
+    return [(keys, marker[_TENSOR]) for keys, marker in _markers(part, ())]
+
+
+def _markers(part: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, int]]]:
     if tensor_of(part) is not None:
-        yield part
+        yield keys, part
     elif isinstance(part, dict):
         for key in sorted(part, key=repr):
-            yield from _markers(part[key])
+            yield from _markers(part[key], (*keys, key))
     elif isinstance(part, list | tuple):
-        for item in part:
-            yield from _markers(item)
+        for i, item in enumerate(part):
+            yield from _markers(item, (*keys, i))
 
 
 def assign_owners(tensors: Sequence[torch.Tensor], ranks: int) -> list[int]:

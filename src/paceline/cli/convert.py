@@ -19,6 +19,7 @@ from .common.options import Json
         ("paceline convert run/ckpt model.safetensors", "the newest checkpoint"),
         ("paceline convert run/ckpt/step-00001200 model.pt", "for torch.load"),
         ("paceline convert dcp/ model.safetensors --prefix model.", "from PyTorch's own format"),
+        ("paceline convert model.pt model.safetensors", "from one file to another"),
     ),
 )
 def convert(
@@ -26,12 +27,13 @@ def convert(
         Path,
         typer.Argument(
             help="A checkpoint (step-NNNNNNNN), a folder of checkpoints, of which the newest is "
-            "used, or a folder of torch.distributed.checkpoint.",
+            "used, a folder of torch.distributed.checkpoint, or a file: .safetensors, or .pt, "
+            ".pth, .bin or .ckpt of torch.save.",
             show_default=False,
         ),
     ],
     dest: Annotated[
-        Path, typer.Argument(help="New file: .safetensors, or .pt.", show_default=False)
+        Path, typer.Argument(help="New file: .safetensors, .pt or .pth.", show_default=False)
     ],
     model: Annotated[
         int | None,
@@ -54,9 +56,9 @@ def convert(
 ) -> None:
     """Write the weights of a model, saved in any layout on any number of ranks, to one file.
 
-    The names are those of the plain model's state_dict. All files of the checkpoint are verified
-    before, and no code in them is executed. One process suffices; it holds one tensor at a time in
-    memory for .safetensors.
+    The names are those of the plain model's state_dict; in a file, names of nested dicts are joined
+    by dots. All files of a checkpoint are verified before, and no code in them is executed. One
+    process suffices; it holds one tensor at a time in memory for .safetensors.
     """
     with exit_on_mistake():
         from ..checkpoint.model_export import export_model

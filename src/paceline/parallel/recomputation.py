@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..plurals import counted
+from .activation_budget import available_budget
 from .blocks import find_blocks
 from .recompute_choice import Way, choose_ways, least_bytes
 
@@ -53,8 +54,8 @@ def recompute_blocks(
         held_gib: The part of the budget that is not for activations.
 
     Raises:
-        ValueError: An unknown ``recompute``, a budget without "auto" or "auto" without one, a
-            block name that matches nothing, or a model that caches keys and values.
+        ValueError: An unknown ``recompute``, a budget without "auto", a block name that matches
+            nothing, or a model that caches keys and values.
     """
     _check_options(model, recompute, memory_budget)
     if recompute is None:
@@ -66,7 +67,7 @@ def recompute_blocks(
             "blocks. HINT: name them: world.distribute(model, optimizer, recomputed_blocks=[...])"
         )
         return
-    plan = _Plan(memory_budget, held_gib, say_once) if memory_budget is not None else None
+    plan = _Plan(memory_budget, held_gib, say_once) if recompute == "auto" else None
     for _, module in blocks:
         module.forward = _Recomputed(module, recompute, plan)
     if plan is not None:
@@ -78,8 +79,6 @@ def _check_options(model: nn.Module, recompute: str | None, memory_budget: float
     if recompute is not None and recompute not in WAYS:
         reason = f"recompute must be 'blocks', 'selective' or 'auto'; this is {recompute!r}"
         reason += ". HINT: recompute='blocks'"
-    elif recompute == "auto" and memory_budget is None:
-        reason = "recompute='auto' needs a budget. HINT: memory_budget=4.0 (GiB)"
     elif recompute != "auto" and memory_budget is not None:
         reason = f"memory_budget has no effect with recompute={recompute!r}. "
         reason += "HINT: recompute='auto', or layout='auto'"
@@ -181,13 +180,18 @@ def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class _Plan:
-    """How each block runs under "auto": measured in the first forward with gradients."""
+    """How each block runs under "auto": measured in the first forward with gradients.
+
+    Without a budget in GiB it is what the first forward leaves of the rank's memory.
+    """
 
     def __init__(
-        self, memory_budget: float, held_gib: float, say_once: Callable[[str], None]
+        self, memory_budget: float | None, held_gib: float, say_once: Callable[[str], None]
     ) -> None:
         self._held_gib, self._say_once = held_gib, say_once
-        self._budget = int((memory_budget - held_gib) * GIB)  # of activations
+        self._budget: int | None = None  # of activations
+        if memory_budget is not None:
+            self._budget = int((memory_budget - held_gib) * GIB)
         self._measured: dict[_Recomputed, list[Way]] = {}
         self.is_decided = False
 
@@ -200,12 +204,17 @@ class _Plan:
             for a, b in zip(before, found, strict=False)
         ] or found
 
-    def decide(self, *_: Any) -> None:
+    def decide(self, model: nn.Module, _: Any, output: Any) -> None:
         """Choose the ways of the blocks at the end of the first forward of the model."""
         if self.is_decided or not self._measured:
             return
         ways = list(self._measured.values())
-        choice = choose_ways(ways, self._budget)
+        budget, source = self._budget, ""
+        if budget is None:
+            budget = available_budget(model, _device_of(output))
+            source = f"; {budget / GIB:.4g} GiB of the rank's memory are available for them"
+            budget = max(budget, least_bytes(ways))
+        choice = choose_ways(ways, budget)
         if choice is None:
             least, held = least_bytes(ways) / GIB, self._held_gib
             beside = (
@@ -214,7 +223,7 @@ class _Plan:
                 else ""
             )
             raise ValueError(
-                f"world.distribute: memory_budget={self._budget / GIB + held:.4g} GiB is below "
+                f"world.distribute: memory_budget={budget / GIB + held:.4g} GiB is below "
                 f"what the activations of {counted(len(ways), 'block')} take if all are "
                 f"recomputed, {least:.4g} GiB{beside}. HINT: "
                 f"memory_budget={(least + held) * 1.01:.4g}, or a smaller batch"
@@ -225,8 +234,14 @@ class _Plan:
         parts = [(choice.names.count(name), name) for name in ("keep", "selective", "blocks")]
         words = {"keep": "kept", "selective": "recomputed in part", "blocks": "recomputed"}
         text = ", ".join(f"{count} {words[name]}" for count, name in parts if count)
-        self._say_once(f"recompute='auto': activations of {counted(len(ways), 'block')}: {text}")
+        blocks = counted(len(ways), "block")
+        self._say_once(f"recompute='auto': activations of {blocks}: {text}{source}")
         self._measured.clear()
+
+
+def _device_of(output: Any) -> torch.device:
+    devices = (leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return next(devices, torch.device("cpu"))
 
 
 def _measure(block: _Recomputed, args: Any, options: Any) -> list[Way]:

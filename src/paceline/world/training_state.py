@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..checkpoint.shared_state import Difference, PartPath, SharedState
+from ..checkpoint.shard_copies import DifferentCopy, PartPath, TensorPath
+from ..checkpoint.shared_state import Difference, SharedState
+from ..optim.gradients import parameters_of
 from ..parallel.data import unwrap
+from ..parallel.sharded.registry import block_of
 from ..plurals import counted, named_ranks
 from .kept_state import KeptState, Scope
 from .meter import Meter
@@ -140,6 +144,39 @@ class TrainingState:
             for path, (ranks, _) in found.items()
         ]
 
+    def settle_copies(self, found: list[DifferentCopy]) -> list[str]:
+        """Return warnings about copies of a shard that differ, one for each part of the state.
+
+        Raises ValueError, the same on all ranks, where the copies of a kept object differ.
+        """
+        first = {copy.part: copy for copy in reversed(found)}
+        lines = []
+        for part, copy in first.items():
+            line = (
+                f"rank {copy.rank}'s shard of {self._tensor_label(part, copy.tensor)} differs from "
+                f"rank {copy.source}'s, and both should be equal with shard_over='host'"
+            )
+            if part[0] == "kept":
+                raise ValueError(f"{line}. HINT: update {part[1]} in the same way on every rank")
+            lines.append(
+                f"{line}; checkpoints contain that of rank {copy.source}. HINT: find code that "
+                "only one rank runs on the model or the optimizer (a step, load_state_dict)"
+            )
+        return lines
+
+    def _tensor_label(self, part: PartPath, keys: TensorPath) -> str:
+        """Return a tensor's parameter and block with its part, where it has them."""
+        shared = self._shared_parts()
+        if part[0] == "models" and keys:
+            return f"{_label(part)}: {_parameter_label(shared['models'][part[1]], str(keys[0]))}"
+        if part[0] == "optimizers" and len(keys) == 3 and keys[0] == "state":
+            each = parameters_of(shared["optimizers"][part[1]])
+            for model in map(unwrap, self.training.models):
+                for name, parameter in model.named_parameters():
+                    if keys[1] < len(each) and parameter is each[keys[1]]:
+                        return f"{_label(part)}: {keys[2]} of {_parameter_label(model, name)}"
+        return f"{_label(part)}: {'.'.join(map(str, keys))}"
+
     def _buffer_addresses(self) -> frozenset[int]:
         """Return the addresses of the models' buffers.
 
@@ -241,6 +278,11 @@ def _kept_per_rank(own: list[Any]) -> set[str]:
 
 def _label(path: PartPath) -> str:
     return f"{path[0]}[{path[1]}]" if len(path) > 1 else str(path[0])
+
+
+def _parameter_label(model: nn.Module, name: str) -> str:
+    block = block_of(model, name)
+    return f"parameter {name} (block {block})" if block else f"parameter {name}"
 
 
 def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:

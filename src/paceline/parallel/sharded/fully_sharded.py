@@ -33,6 +33,7 @@ class FullyShardedModel:
         mesh: The ranks: one dimension, or hosts and the ranks of each.
         shards: By the name of the parameter in the plain model, what the optimizer holds.
         is_replicated: Whether several ranks hold the same shard.
+        blocks: Names of the modules that are gathered as a whole; "" for the model.
     """
 
     def __init__(self, model: nn.Module, layout: ShardedLayout, mesh: DeviceMesh) -> None:
@@ -41,6 +42,7 @@ class FullyShardedModel:
         self.is_replicated = mesh.ndim > 1
         self._model = model
         self.shards = dict(model.named_parameters())
+        self.blocks = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
         self._buffers = BufferSync(model)
         self._is_syncing = True
 

@@ -15,10 +15,12 @@ class ShardedModel(Protocol):
     Attributes:
         shards: By the name of the parameter in the plain model, what the optimizer holds.
         is_replicated: Whether several ranks hold the same shard.
+        blocks: Names of the modules that are gathered as a whole; "" for the model.
     """
 
     shards: dict[str, nn.Parameter]
     is_replicated: bool
+    blocks: list[str]
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward is the last one before the step."""
@@ -55,6 +57,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the model's parameters as optimizers hold them, at any time of a step."""
     sharded = sharded_of(model)
     return list(model.parameters()) if sharded is None else list(sharded.shards.values())
+
+
+def block_of(model: nn.Module, parameter: str) -> str:
+    """Return the name of the block that a parameter of a sharded model is gathered with."""
+    sharded = sharded_of(model)
+    blocks = [] if sharded is None else sharded.blocks
+    return max((name for name in blocks if parameter.startswith(f"{name}.")), key=len, default="")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,7 @@ class ModelDistribution:
                 activations again in backward. "selective" also keeps products of matrices,
                 convolutions and attention. "auto" chooses for each block in the first forward.
             memory_budget: For "auto": GiB of memory that the training may take on each rank.
+                Default: what memory is left.
                 Default: the memory of the GPU, or the rank's share of the node's free memory.
             recomputed_blocks: Names of modules or classes. Default: repeated modules.
             example_inputs: For layout="auto": arguments of a forward in a training step, as a

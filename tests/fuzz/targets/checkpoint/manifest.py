@@ -23,7 +23,12 @@ SHARD = b"a shard"
 (FOLDER / "rank-00000.pt").write_bytes(SHARD)
 (FOLDER.parent / "outside.pt").write_bytes(SHARD)
 state_tree.MAX_PARTS = 10_000
-TENSORS = [torch.arange(4), torch.ones(3, dtype=torch.bfloat16), torch.ones(2).to_sparse()]
+TENSORS = [
+    torch.arange(4),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.ones(2).to_sparse(),
+    torch.ones(2),
+]
 
 
 def seeds() -> Iterator[bytes]:
@@ -32,7 +37,7 @@ def seeds() -> Iterator[bytes]:
     yield b"m" + json.dumps({**body, "ranks": 1, "files": [entry]}).encode()
     yield b"m" + json.dumps({**body, "files": [{**entry, "name": "../outside.pt"}]}).encode()
     state = {"w": {"__paceline_tensor__": 0}, "more": [1, (2.5, None), {3, 4}, b"x"]}
-    arrays = {"a": {"__paceline_array__": ("int64", {"__paceline_tensor__": 0})}}
+    arrays = {"a": {"__paceline_array__": ("float32", {"__paceline_tensor__": 3})}}
     yield b"s" + repr({**state, **arrays, "d": {"__paceline_deque__": [1]}}).encode()
 
 

@@ -18,6 +18,8 @@ pickle_check.MAX_PICKLE_BYTES, pickle_check.MAX_OPCODES, pickle_check.MAX_KEY_PA
 warnings.simplefilter("ignore")
 RECORDS = {"0": b"\0" * 12, "1": b"\0" * 8}
 STATES = (
+    torch.nn.Linear(3, 2).state_dict(),
+    torch.nn.Parameter(torch.ones(3)),
     [torch.ones(3), {"a": (1, (2.5, None)), b"k": [True, 1j]}, {1, (2, 3)}],
     [torch.ones(3), b"", b"bytes", 1 << 70, torch.Size([2]), torch.float16, torch.device("cpu")],
     [torch.ones(6, dtype=torch.uint16), torch.ones(1, dtype=torch.int64)],
@@ -33,7 +35,7 @@ def seeds() -> Iterator[bytes]:
 
 
 def run(data: bytes) -> None:
-    check_pickle(data, {key: len(record) for key, record in RECORDS.items()})
+    check_pickle(data, {key: len(record) for key, record in RECORDS.items()}, of_models=True)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", data)

@@ -1,0 +1,108 @@
+"""Copies of a shard on several ranks (HSDP), and whether they are equal when they are saved.
+
+Only the first of the ranks that hold the same shard of a DTensor writes it. If the others differ,
+they train something else than the checkpoint contains. So ranks compare one digest of all shards
+that have copies, and only if these differ one of each tensor.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .tensor_digest import DIGEST_BYTES, add_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+PartPath = tuple[Any, ...]  # keys of a part in the tree, at most two: ("models", 0)
+ShardKey = tuple[PartPath, str]  # a part of the state, and which shard of which mesh
+TensorPath = tuple[Any, ...]  # keys of a tensor in its part
+
+
+class DifferentCopy(NamedTuple):
+    """A rank whose copy of a shard differs.
+
+    Attributes:
+        part: Part of the state.
+        tensor: Keys of the first tensor in it that differs.
+        rank: The rank.
+        source: The rank that saves this shard.
+    """
+
+    part: PartPath
+    tensor: TensorPath
+    rank: int
+    source: int
+
+
+def shard_of(tensor: "DTensor") -> str | None:
+    """Return which shard of which mesh this rank holds; None for a shard without copies.
+
+    It is equal on the ranks that hold copies of the same shard, and only on these.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    where = mesh.get_coordinate()
+    if where is None:
+        return None
+    copies = [mesh.size(i) for i, one in enumerate(placements) if one.is_replicate()]
+    if not any(count > 1 for count in copies):
+        return None
+    ranks = zlib.crc32(mesh.mesh.numpy().tobytes())
+    placed = zip(placements, where, strict=True)
+    held = ["copy" if one.is_replicate() else f"{one} {at}" for one, at in placed]
+    return f"{ranks:08x} {', '.join(held)}"
+
+
+class ShardDigests:
+    """Digests of the shards with copies of one rank.
+
+    Attributes:
+        of_shards: One digest of all tensors of a part in the same shard.
+        of_tensors: The digests of the single tensors.
+    """
+
+    def __init__(self) -> None:
+        self.of_tensors: dict[ShardKey, dict[TensorPath, bytes]] = {}
+
+    def add(self, part: PartPath, path: TensorPath, tensor: "DTensor") -> None:
+        """Add a tensor, unless no other rank holds a copy of its shard."""
+        shard = shard_of(tensor)
+        if shard is not None:
+            content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+            add_tensor(tensor.to_local().detach(), content.update)
+            self.of_tensors.setdefault((part, shard), {})[path] = content.digest()
+
+    @property
+    def of_shards(self) -> dict[ShardKey, bytes]:
+        return {
+            key: hashlib.blake2b(b"".join(each.values()), digest_size=DIGEST_BYTES).digest()
+            for key, each in self.of_tensors.items()
+        }
+
+
+def shards_that_differ(digests: Sequence[Mapping[ShardKey, bytes]]) -> set[ShardKey]:
+    """Return the shards whose copies are not equal; ``digests`` has ``of_shards`` of each rank."""
+    first: dict[ShardKey, bytes] = {}
+    return {
+        key
+        for own in digests
+        for key, digest in own.items()
+        if first.setdefault(key, digest) != digest
+    }
+
+
+def name_copies(
+    digests: Sequence[Mapping[ShardKey, Mapping[TensorPath, bytes]]],
+) -> list[DifferentCopy]:
+    """Return the copies that differ from the first rank's; ``digests`` has one item a rank."""
+    first: dict[ShardKey, tuple[int, Mapping[TensorPath, bytes]]] = {}
+    found = []
+    for rank, own in enumerate(digests):
+        for key, each in own.items():
+            source, expected = first.setdefault(key, (rank, each))
+            paths = [*expected, *each]
+            path = next((p for p in paths if expected.get(p) != each.get(p)), None)
+            if path is not None:
+                found.append(DifferentCopy(key[0], path, rank, source))
+    return found
