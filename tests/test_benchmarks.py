@@ -299,14 +299,6 @@ def test_checkpoint_io(tmp_path):
     assert len(result["targets"]) == 3
 
 
-def test_layouts_beside_peers(tmp_path):
-    few = ("--layouts", "zero1", "--width", "32", "--batch", "4")
-    result = result_of("peers", tmp_path / "peers.json", *few, more=("errors",))
-    (found,) = result["measurements"]["zero1"]["paceline"]
-    assert len(found["step_s"]) == 10
-    assert result["errors"] == {}
-
-
 def test_unseen(tmp_path):
     script, path = BENCHMARKS / "scorecard" / "unseen.py", tmp_path / "unseen.json"
     words = ["--cases", "1", "--kinds", "barriers", "--scripts", "surrogate", "--minutes", "0.2"]

@@ -7,14 +7,11 @@ gradients.
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import torch.distributed as dist
-from steps_memory import peak_bytes, reset_peak, resident_bytes
 from torch import nn
 
 import paceline
@@ -105,6 +102,23 @@ def calibrated_batch(model: nn.Module, width: int, exchange_s: float) -> int:
     wanted = torch.tensor(64 * EXCHANGES * exchange_s / min(times))
     dist.all_reduce(wanted, dist.ReduceOp.MAX)
     return max(1, min(MAX_BATCH, int(wanted)))
+
+
+def _status(name: str) -> int:
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def resident_bytes() -> int:
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":
