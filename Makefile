@@ -127,7 +127,6 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange/compression.py
 	$(BIN)/python benchmarks/layouts/layout_time.py
 	$(BIN)/python benchmarks/layouts/recomputation.py
-	$(BIN)/python benchmarks/layouts/checkpoint_io.py
 	$(BIN)/python benchmarks/data/loaders.py
 	$(BIN)/python benchmarks/data/loader_storage.py
 	$(BIN)/python benchmarks/data/packing.py

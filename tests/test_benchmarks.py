@@ -320,11 +320,6 @@ def test_unseen(tmp_path):
 
 
 def test_recomputation(tmp_path):
-    few = ("--blocks", "3", "--width", "32", "--samples", "2")
-    path = tmp_path / "recomputation.json"
-    result = result_of("recomputation", path, *few, more=("peaks", "chosen"))
-    assert len(result["measurements"]) == 1 + 10  # the plain model, and each choice
-    assert result["peaks"]["3 keep"] == pytest.approx(1, abs=0.05)
-    assert result["peaks"]["3 blocks"] < 0.6
-    assert set(result["chosen"].values()) <= set(result["peaks"])
-    assert len(result["targets"]) == 4
+    few = ("--blocks", "4", "--width", "32")
+    result = result_of("recomputation", tmp_path / "recomputation.json", *few)
+    assert set(result["measurements"]) == {"plain", "auto"}
