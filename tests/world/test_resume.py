@@ -161,9 +161,6 @@ def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
         def gather(self, value):
             return ["disk full. HINT: free space", value]
 
-        def from_rank_0(self, numbers):
-            return [-1 for _ in numbers]
-
     training = SimpleNamespace(models=[], optimizers=[])
     saver = SimpleNamespace(directory=tmp_path, rank=1, size=2, warn=print)
     state = SimpleNamespace(shared_state=dict, rank_state=dict, training=training)

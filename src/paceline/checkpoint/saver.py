@@ -206,17 +206,10 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
 
-def find_newest_valid(
-    directory: Path,
-    warn: Callable[[str], None],
-    verify: Callable[[Path], object] = verify_checkpoint,
-) -> Path | None:
+def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest valid checkpoint, None if there are no checkpoints.
 
     Print a warning for each corrupted checkpoint that is skipped, with the name of the file.
-
-    Args:
-        verify: Function that raises DamagedCheckpointError for a corrupted checkpoint.
 
     Raises:
         ValueError: All existing checkpoints are corrupted. Starting from the beginning would
@@ -225,7 +218,7 @@ def find_newest_valid(
     candidates = checkpoint_folder.list_checkpoints(directory)
     for folder in candidates:
         try:
-            verify(folder)
+            verify_checkpoint(folder)
             return folder
         except checkpoint_folder.DamagedCheckpointError as problem:
             warn(f"checkpoint {folder.name} is skipped: {problem}")

@@ -1,6 +1,5 @@
 """What a shard contains, and joining the shards of a checkpoint to its state."""
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -58,22 +57,15 @@ def verify_checkpoint(folder: Path) -> Manifest:
             names the file.
     """
     manifest = read_manifest(folder)
-    verify_shards(folder, manifest, range(len(manifest["files"])))
-    return manifest
-
-
-def verify_shards(folder: Path, manifest: Manifest, numbers: Sequence[int]) -> None:
-    """Verify the shards with these numbers; raise as ``verify_checkpoint`` does."""
-    if not numbers:
-        return
-    entries = [manifest["files"][number] for number in numbers]
+    entries = manifest["files"]
     # reading and the checksum release the interpreter's lock
     with ThreadPoolExecutor(min(MAX_VERIFYING_THREADS, len(entries))) as pool:
         problems = list(pool.map(partial(_problem, folder), entries))
-    for number, problem in zip(numbers, problems, strict=True):
+    for rank, problem in enumerate(problems):
         if problem is not None:
-            reason = _other_save(folder, manifest, number)
+            reason = _other_save(folder, manifest, rank)
             raise DamagedCheckpointError(problem.file, reason or problem.reason)
+    return manifest
 
 
 def _problem(folder: Path, entry: ShardEntry) -> DamagedCheckpointError | None:

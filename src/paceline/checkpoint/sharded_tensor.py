@@ -128,17 +128,6 @@ class SavedTensor:
                 found[_slices(begin, end, offset)].copy_(source)
         return found
 
-    def piece_at(self, offset: Index, shape: Index) -> torch.Tensor | None:
-        """Return a part, not copied, if it is a piece or lies in one; else None."""
-        for piece in self.pieces:
-            sizes = tuple(piece["tensor"].shape)
-            overlap = _overlap(offset, shape, piece["offset"], sizes)
-            if overlap is not None:
-                begin, end = overlap
-                covers = prod(shape) == prod(b - a for a, b in zip(begin, end, strict=True))
-                return piece["tensor"][_slices(begin, end, piece["offset"])] if covers else None
-        return None
-
     def whole(self) -> torch.Tensor:
         """Return a copy of the whole tensor."""
         return self.part((0,) * len(self.shape), self.shape)
@@ -149,31 +138,22 @@ def whole(saved: torch.Tensor | SavedTensor) -> torch.Tensor:
     return saved.whole() if isinstance(saved, SavedTensor) else saved.clone()
 
 
-def placed_like(
-    saved: torch.Tensor | SavedTensor, like: Any, *, copies: bool = True
-) -> torch.Tensor:
-    """Return a saved tensor with the placement of ``like``.
+def placed_like(saved: torch.Tensor | SavedTensor, like: Any) -> torch.Tensor:
+    """Return a saved tensor with the placement of ``like``, in new memory.
 
     Only the part that this rank needs is read. Without a DTensor of the same shape in ``like``, the
     result is the whole tensor.
-
-    Args:
-        copies: Whether the result is in new memory. Else it may be the mapped file.
     """
     if not is_sharded(like) or tuple(like.shape) != tuple(saved.shape):
-        if not copies and isinstance(saved, torch.Tensor):
-            return saved
         return whole(saved)
     from torch.distributed.tensor import DTensor
 
     offset, shape = _held(like)
     if isinstance(saved, SavedTensor):
-        mapped = None if copies else saved.piece_at(offset, shape)
-        local = saved.part(offset, shape) if mapped is None else mapped
+        local = saved.part(offset, shape)
     else:
         end = tuple(first + size for first, size in zip(offset, shape, strict=True))
-        local = saved[_slices(offset, end, (0,) * len(shape))]
-        local = local.clone() if copies else local
+        local = saved[_slices(offset, end, (0,) * len(shape))].clone()
     return DTensor.from_local(
         local.to(like.to_local().device),
         like.device_mesh,

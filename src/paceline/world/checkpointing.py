@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
-from ..checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
-from ..checkpoint.shard_content import verify_shards
 from ..checkpoint.shard_copies import name_copies, shards_that_differ
 from ..checkpoint.shared_state import SharedState, differences
 from ..plurals import named_ranks
@@ -29,7 +27,6 @@ from .training_state import Position, TrainingState
 
 AGREEMENT_INTERVAL_S = 1.0  # between two agreements on whether to save or to exit
 MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the interval was computed
-NO_STEP = -1
 
 
 class Checkpointer:
@@ -123,49 +120,18 @@ class Checkpointer:
         if self.saver.rank == 0:
             checkpoint_folder.remove_unfinished(self.saver.directory)
             try:
-                chosen = find_newest_valid(
-                    self.saver.directory, self.saver.warn, self._verify_on_all_ranks
-                )
+                chosen = find_newest_valid(self.saver.directory, self.saver.warn)
             except ValueError as error:
                 problem = error
-            finally:
-                self.collectives.from_rank_0([NO_STEP])
-        else:
-            while (step := self.collectives.from_rank_0([NO_STEP])[0]) != NO_STEP:
-                self.collectives.gather(self._damage(self._folder_of(step)))
         if self.collectives.any(problem is not None):
             raise problem or ValueError(
                 f"{self.saver.directory} contains no valid checkpoint: see the message of rank 0"
             )
-        step = _step_of(chosen) if chosen else NO_STEP
+        step = int(chosen.name.removeprefix("step-")) if chosen else -1
         (step,) = self.collectives.from_rank_0([step])
-        if step == NO_STEP:
+        if step < 0:
             self._compared_state()  # before training, which a difference would make worthless
-            return None
-        return self._folder_of(step)
-
-    def _folder_of(self, step: int) -> Path:
-        return self.saver.directory / f"step-{step:08}"
-
-    def _verify_on_all_ranks(self, folder: Path) -> None:
-        """Let each rank verify a part of the shards, which its node then has in memory.
-
-        Raises DamagedCheckpointError with the first problem of any rank. Called on rank 0.
-        """
-        self.collectives.from_rank_0([_step_of(folder)])
-        found = self.collectives.gather(self._damage(folder))
-        if damage := next((one for one in found if one is not None), None):
-            raise damage
-
-    def _damage(self, folder: Path) -> DamagedCheckpointError | None:
-        """Verify this rank's part of the shards; return what is wrong."""
-        try:
-            manifest = read_manifest(folder)
-            numbers = range(self.saver.rank, len(manifest["files"]), self.saver.size)
-            verify_shards(folder, manifest, numbers)
-        except DamagedCheckpointError as damage:
-            return damage
-        return None
+        return self.saver.directory / f"step-{step:08}" if step >= 0 else None
 
     def load(self, folder: Path) -> Callable[[], Position]:
         """Read a checkpoint; return a function that restores its state whenever it is called."""
@@ -291,7 +257,3 @@ class Checkpointer:
         """Wait until the last checkpoint is complete."""
         with self.recorder.span(State.CHECKPOINT):
             self.saver.wait()
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))

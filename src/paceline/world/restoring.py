@@ -38,28 +38,22 @@ def load_part(part: Any, state: Any, name: str) -> None:
 
 
 def placed_for(part: Any, state: Any) -> Any:
-    """Return a saved state, placed as in the object's own state.
-
-    Tensors are in new memory, except those of a module that copies them itself.
-    """
+    """Return a saved state with tensors in new memory, placed as in the object's own state."""
     if isinstance(part, Optimizer):
         return _placed_for_optimizer(part, state)
-    copies_itself = getattr(type(part), "load_state_dict", None) is nn.Module.load_state_dict
-    return _placed(state, part.state_dict(), copies=not copies_itself)
+    return _placed(state, part.state_dict())
 
 
-def _placed(state: Any, like: Any, *, copies: bool = True) -> Any:
+def _placed(state: Any, like: Any) -> Any:
     if isinstance(state, torch.Tensor | SavedTensor):
-        return placed_like(state, like, copies=copies)
+        return placed_like(state, like)
     if isinstance(state, dict):
         own = like if isinstance(like, dict) else {}
-        return {key: _placed(value, own.get(key), copies=copies) for key, value in state.items()}
+        return {key: _placed(value, own.get(key)) for key, value in state.items()}
     if type(state) in (list, tuple):
         has_each = isinstance(like, list | tuple) and len(like) == len(state)
         each = like if has_each else [None] * len(state)
-        return type(state)(
-            _placed(one, own, copies=copies) for one, own in zip(state, each, strict=True)
-        )
+        return type(state)(_placed(one, own) for one, own in zip(state, each, strict=True))
     return state
 
 
