@@ -14,7 +14,6 @@ import torch
 from paceline.checkpoint import checkpoint_folder, manifest, state_tree
 from paceline.checkpoint.saver import (
     KEPT_CHECKPOINTS,
-    WRITER_NICENESS,
     CheckpointSaver,
     find_newest_valid,
     load_checkpoint,
@@ -91,23 +90,6 @@ def test_save_writes_asynchronously(tmp_path, monkeypatch):
     may_write.set()
     one.wait()
     assert find_newest_valid(tmp_path, print).name == "step-00000001"
-
-
-def test_thread_that_writes_gives_way_to_training(tmp_path, monkeypatch):
-    seen, is_writing = [], threading.Event()
-    write = checkpoint_folder.write_shard
-
-    def noted(*args):
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        is_writing.set()
-        return write(*args)
-
-    monkeypatch.setattr(checkpoint_folder, "write_shard", noted)
-    one = saver(tmp_path)
-    one.save(1, SharedState({"weight": torch.ones(100)}), {}, {})
-    assert is_writing.wait(20)
-    one.wait()
-    assert seen == [max(WRITER_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))]
 
 
 @pytest.mark.parametrize("value", [lambda: 0, object(), {"deep": [{"f": print}]}])

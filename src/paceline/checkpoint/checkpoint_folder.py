@@ -21,7 +21,6 @@ from ..plurals import named_ranks
 from ..security.files import open_regular
 from ..security.folders import NewFile
 from .manifest import (
-    BLOCK_BYTES,
     MANIFEST,
     VERSION,
     DamagedCheckpointError,
@@ -31,7 +30,7 @@ from .manifest import (
     read_manifest,
     read_shard,
 )
-from .unfinished_folder import UnfinishedFolder, flush_folder, remove, start_writing_back
+from .unfinished_folder import UnfinishedFolder, flush_folder, remove
 
 __all__ = [
     "MANIFEST",
@@ -41,42 +40,27 @@ __all__ = [
     "read_shard",
 ]
 
-WRITE_BACK_BYTES = 8 << 20  # of one request to the kernel
 _REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
 class _ChecksummingFile:
-    """A file wrapper that counts the written bytes and computes their CRC-32C.
-
-    Data is taken in blocks that stay in a core's cache between checksum and write. The kernel is
-    asked to begin with the storage meanwhile, so that the flush at the end has little left to do.
-    """
+    """A file wrapper that counts the written bytes and computes their CRC-32C."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.bytes = 0
         self.crc = 0
-        self._begun = 0  # bytes that the kernel was asked to store
         self.error: OSError | None = None  # torch raises a RuntimeError instead of it
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
+        self.bytes += len(data)
+        self.crc = crc32c(data, self.crc)
         try:
-            for start in range(0, len(view), BLOCK_BYTES):
-                self._write_block(view[start : start + BLOCK_BYTES])
+            return self.file.write(data)
         except OSError as error:
             self.error = error
             raise
-        return len(view)
-
-    def _write_block(self, block: memoryview) -> None:
-        self.crc = crc32c(block, self.crc)
-        self.file.write(block)
-        self.bytes += len(block)
-        if self.bytes - self._begun >= WRITE_BACK_BYTES:
-            start_writing_back(self.file.fileno(), self._begun, self.bytes - self._begun)
-            self._begun = self.bytes
 
     def flush(self) -> None:
         self.file.flush()

@@ -4,9 +4,7 @@ Ranks coordinate through the job's store. Each rank reports to the store that it
 Rank 0 then writes the manifest and renames the checkpoint to its final name.
 """
 
-import contextlib
 import json
-import os
 import secrets
 import threading
 import time
@@ -27,7 +25,6 @@ from .unfinished_folder import UnfinishedFolder, remove
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
 OWN_STATE = "this rank's state"  # in messages
-WRITER_NICENESS = 15  # beside training, the thread that writes gets 3 % of a core, else all of it
 
 
 class Store(Protocol):
@@ -116,16 +113,10 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait until the last save has completed, or failed with a warning."""
         if self._thread is not None:
-            if self.busy:
-                with contextlib.suppress(OSError):  # only some users may raise a priority
-                    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-                    os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, own)
             self._thread.join()
             self._thread = None
 
     def _write(self, step: int, state: Any, about: dict[str, Any], save: int, layout: int) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         name = f"step-{step:08}"
         path = self.directory / f".{name}.{save}.tmp"  # the same step may be saved twice
         folder: UnfinishedFolder | None = None

@@ -22,7 +22,6 @@ from ..security.folders import NewFile
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _AT_FDCWD = -100  # of <fcntl.h>
 _RENAME_EXCHANGE = 2  # of <linux/fs.h>
-_SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -124,17 +123,6 @@ def exchange_names(one: Path, other: Path) -> bool:
         return False
     paths = os.fsencode(one), os.fsencode(other)
     return bool(renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0)
-
-
-def start_writing_back(fd: int, offset: int, count: int) -> None:
-    """Ask the kernel to begin to store a part of a file, without waiting for it.
-
-    Errors are ignored: ``fsync`` reports those of the storage.
-    """
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if sync_file_range is not None:
-        where = ctypes.c_int64(offset), ctypes.c_int64(count)
-        sync_file_range(fd, *where, _SYNC_FILE_RANGE_WRITE)
 
 
 def flush_folder(fd: int) -> bool:
