@@ -10,7 +10,7 @@ from ...parallel.memory.survey import MemorySurvey, start_survey
 from ...record.hooks import error_messages
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...report.console import PlainConsole
-from ...report.terminal.layout_memory import memory_json, render
+from ...report.layout_memory import memory_json, render
 
 
 def start_showing() -> MemorySurvey:

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...cost.layout_memory import WORDS, LayoutMemory, choose_layout
-from ..numbers import counted, size
+from ..cost.layout_memory import WORDS, LayoutMemory, choose_layout
+from .numbers import counted, size
 
 FORMAT, VERSION = "paceline-memory", 1
 
