@@ -32,8 +32,8 @@ def test_two_planted_faults_are_ranked_by_strength(tmp_path):
         pytest.param(
             "exchange-latency",
             marks=pytest.mark.xfail(
-                reason="a known defect: small all-reduces of half a step are named metric-collectives, "
-                "another cause, or not at all, see docs/not-yet.md"
+                reason="a known defect: small all-reduces of half a step are named otherwise, "
+                "or not at all, see docs/not-yet.md"
             ),
         ),
         "binding",
