@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import ranks
 
 SCRIPT = """
@@ -51,6 +52,7 @@ SCRIPT = """
     """
 
 
+@pytest.mark.long
 def test_fastest_layout_that_fits(tmp_path):
     done = ranks.run(ranks.write(tmp_path, SCRIPT))
     found = ranks.untagged(done.stdout)
