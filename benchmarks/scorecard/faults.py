@@ -88,7 +88,7 @@ FAULTS = (
     ),
     Fault(
         "exchange-latency",
-        ("exchange-latency",),
+        ("metric-collectives", "exchange-latency"),
         lambda s, _: ["--reduces", f"{round(s / REDUCE_S)}"],
     ),
     Fault("exchange-bandwidth", ("exchange-bandwidth",), lambda s, _: _large(s), alone=True),

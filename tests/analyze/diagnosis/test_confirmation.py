@@ -1,5 +1,6 @@
 """Causes are confirmed by experiments before they are named, and share no time."""
 
+import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -43,10 +44,18 @@ def evidence(*, losses=(), facts=FACTS, savings=None, **changed):
 NONE = Interval(0.0, -0.01, 0.01)
 CLEAR, SMALL = Interval(0.2, 0.15, 0.25), Interval(0.03, 0.01, 0.05)
 WIDE = Interval(0.215, 0.03, 0.4)  # once named before a cause that was known to 2 %
+FEW, ONE = Interval(0.4, -0.3, 1.1), Interval(0.4, -math.inf, math.inf)  # two rounds, one round
 VERDICTS = [
     ("exchange", CLEAR, 0.2, "confirmed"),
     ("exchange", CLEAR, 0.01, ""),  # the two witnesses contradict each other
     ("exchange", None, 0.2, "not-testable"),  # no communication could be switched off
+    ("exchange", FEW, 0.3, "not-testable"),  # too few rounds, and the record agrees
+    ("metrics", FEW, 0.3, "not-testable"),
+    ("exchange", ONE, 0.3, "not-testable"),
+    ("exchange", FEW, 0.06, ""),
+    ("exchange", NONE, 0.3, ""),
+    ("collector", FEW, 0.3, "not-confirmed"),
+    ("sharing", FEW, None, ""),
     ("sharing", CLEAR, None, "confirmed"),
     ("sharing", NONE, None, ""),
     ("layout", CLEAR, None, "confirmed"),
@@ -68,6 +77,11 @@ VERDICTS = [
 @pytest.mark.parametrize(("name", "ladder", "record", "expected"), VERDICTS)
 def test_verdict_of_experiment_and_record(name, ladder, record, expected):
     assert verdict(Witness(name, ladder, record)) == expected
+
+
+def test_share_of_a_bar_with_too_few_rounds_is_that_of_the_record():
+    witness = Witness("exchange", FEW, 0.3)
+    assert (witness.share, witness.interval, witness.basis) == (0.3, (0.3, 0.3), "record")
 
 
 def test_every_witness_has_an_experiment_or_a_record():

@@ -4,12 +4,13 @@
 experiments confirm it, and ``overlap`` gives each second of a step to one cause only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .confirmation import (
     CONFIRMED,
+    EXCHANGE_PARTS,
     NOT_CONFIRMED,
     NOT_TESTABLE,
     RECORD,
@@ -269,7 +270,12 @@ def _merge(one: Cause, other: Cause) -> Cause:
     return replace(one, share=one.share + other.share, interval=(low, high))
 
 
-def uncertain_bars(w: Waterfall) -> list[str]:
-    """Return the bars that are above ``MIN_SHARE`` but may be close to zero."""
+def uncertain_bars(w: Waterfall, named: Sequence[Cause] = ()) -> list[str]:
+    """Return the bars that are above ``MIN_SHARE`` but may be close to zero.
+
+    Without those for which one of the causes ``named`` stands, by what the record shows.
+    """
     least = MIN_SHARE / 2
-    return [bar.id for bar in w.bars if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]
+    known = {"exchange" if one.witness in EXCHANGE_PARTS else one.witness for one in named}
+    doubtful = (bar for bar in w.bars if bar.id not in known)
+    return [bar.id for bar in doubtful if bar.of_step.mean >= MIN_SHARE and bar.of_step.low < least]

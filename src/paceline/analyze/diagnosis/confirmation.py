@@ -34,6 +34,8 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
 # Witnesses whose figure from the record is not a time that a clock measured, but is computed from
 # the cost of one operation, or from what remains of a step without its known parts.
 ESTIMATED = ("allocator", "precision", "interpreter")
+# Of a step, in experiment and record: with too few rounds, a bar of less is no cause.
+MIN_UNDECIDED = 0.1
 # Parts of the bar "exchange". The record says how much of it each one is. "broadcasts" is the part
 # "buffers" with an experiment of its own.
 EXCHANGE_PARTS = ("buffers", "metrics", "objects", "barriers")
@@ -55,21 +57,32 @@ class Witness:
         return not (self.ladder.low - MIN_SHARE <= self.record <= self.ladder.high + MIN_SHARE)
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether a bar has too few rounds to be told from zero, and the record agrees with it."""
+        if self.name not in (*BARS, *EXCHANGE_PARTS) or self.ladder is None or self.record is None:
+            return False
+        return (
+            self.ladder.low < MIN_SHARE / 2 and min(self.ladder.mean, self.record) >= MIN_UNDECIDED
+        )
+
+    @property
     def basis(self) -> str:
         """What the share is based on: EXPERIMENT, RECORD or ESTIMATE."""
-        if self.ladder is not None:
+        if self.ladder is not None and not self.is_undecided:
             return EXPERIMENT
         return ESTIMATE if self.name in ESTIMATED else RECORD
 
     @property
     def share(self) -> float:
-        """Share of a step's time: that of the experiment, if there is one."""
-        return self.ladder.mean if self.ladder is not None else self.record or 0.0
+        """Share of a step's time: that of the experiment, if there is one that decides."""
+        if self.ladder is not None and not self.is_undecided:
+            return self.ladder.mean
+        return self.record or 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
         """Range of shares that the ladder and the record allow; an estimate does not widen it."""
-        if self.ladder is None:
+        if self.ladder is None or self.is_undecided:
             return self.share, self.share
         bounds = [self.ladder.low, self.ladder.high]
         known = self.record is not None and self.name not in ESTIMATED
@@ -118,9 +131,10 @@ def _verdict_of_bar(witness: Witness) -> str:
     """Return the verdict on a bar of the waterfall, which the ladder and the record both see.
 
     Both have to see at least half of ``MIN_SHARE``, and their mean has to reach it: one of them
-    alone may be off by that much.
+    alone may be off by that much. Where the time was enough for too few rounds, the record names
+    the cause, unconfirmed.
     """
-    if witness.ladder is None:
+    if witness.ladder is None or witness.is_undecided:
         return NOT_TESTABLE if witness.share >= MIN_SHARE else ""
     if witness.share < MIN_SHARE or witness.ladder.low < MIN_SHARE / 2:
         return ""

@@ -231,8 +231,8 @@ DEFINITIONS = {
     "confirmed": "An experiment switched the cause off, and steps were shorter.",
     "not-confirmed": "An experiment switched the cause off, and steps were not shorter by 5 %, or "
     "by an uncertain amount. It is not counted as a cause.",
-    "not-testable": "No experiment can switch the cause off from outside of the script. The share "
-    "is what the record measured, or an estimate.",
+    "not-testable": "No experiment can switch the cause off from outside of the script, or the "
+    "rounds are too few. The share is what the record measured, or an estimate.",
     "survey": "The first run of a diagnosis: the unchanged script, longer than the experiments. It "
     "gives the share of work that few steps have, such as validation and checkpoints.",
     "upper bound": "The whole time of these operators; what a change saves is less.",

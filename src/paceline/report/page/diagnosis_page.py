@@ -74,7 +74,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "unit": unit,
         "names": NAMES,
         "defined": lambda name: f"held by {name}" in DEFINITIONS,
-        "unsure": [NAMES[name] for name in uncertain_bars(w)] if found.causes and w else [],
+        "unsure": [NAMES[name] for name in uncertain_bars(w, found.causes)] if w else [],
         "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
         "unconfirmed": found.unconfirmed,
         "verdicts": VERDICTS,

@@ -259,7 +259,7 @@ def _spread(interval: Interval) -> str:
 
 def _causes(found: Diagnosis) -> list[RenderableType]:
     assert found.waterfall is not None
-    doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall))
+    doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall, found.causes))
     if not found.causes:
         share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
         said = f"Training runs at {share} of the ideal. No cause takes {100 * MIN_SHARE:.0f} % of "
@@ -272,7 +272,7 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
         text = Text(f"{number}. ").append(percent(cause.share), style="bold")
         text.append(f"  {cause.sentence}.")
         if cause.confirmed != CONFIRMED:
-            text.append(f" {_BASES.get(cause.basis, '')}", style="yellow")
+            text.append(f" {_basis(cause)}", style="yellow")
         lines.append(text)
     lines += [Text(_DOUBT.format(doubtful))] if doubtful else []
     return [*lines, *_unconfirmed(found)]
@@ -288,6 +288,13 @@ def _unconfirmed(found: Diagnosis) -> list[RenderableType]:
         said = f"- {cause.id}: {percent(cause.share)} expected, {spread} measured"
         lines.append(Text(f"{said} ({cause.sentence})"))
     return lines
+
+
+def _basis(cause: Cause) -> str:
+    """Return what the share of an unconfirmed cause is based on, as a sentence."""
+    if cause.measured is not None:
+        return "Measured in the record; the experiments agree, with too few rounds to confirm it."
+    return _BASES.get(cause.basis, "")
 
 
 _BASES = {  # of causes that no experiment can switch off
