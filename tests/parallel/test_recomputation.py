@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel import activation_budget
+from paceline.parallel import memory_budget
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recomputation import recompute_blocks
 from paceline.parallel.recompute_choice import Way, choose_ways, least_bytes, peak_bytes
@@ -142,7 +142,7 @@ def test_choice_is_said_and_no_block_is_said():
 )
 def test_default_budget_is_what_the_ranks_of_the_node_leave(monkeypatch, free, ranks, choice):
     said = []
-    monkeypatch.setattr(activation_budget, "free_memory", lambda: free)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda: free)
     for name, value in {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

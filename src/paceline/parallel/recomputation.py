@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
 )
 
 from ..plurals import counted
-from .activation_budget import available_budget
 from .blocks import find_blocks
+from .memory_budget import activation_bytes
 from .recompute_choice import Way, choose_ways, least_bytes
 
 WAYS = ("blocks", "selective", "auto")
@@ -211,7 +211,7 @@ class _Plan:
         ways = list(self._measured.values())
         budget, source = self._budget, ""
         if budget is None:
-            budget = available_budget(model, _device_of(output))
+            budget = activation_bytes(model, _device_of(output))
             source = f"; {budget / GIB:.4g} GiB of the rank's memory are available for them"
             budget = max(budget, least_bytes(ways))
         choice = choose_ways(ways, budget)

@@ -4,6 +4,10 @@ import json
 
 import pytest
 import ranks
+import torch
+
+from paceline.parallel.memory.setup import ModelSetup
+from paceline.world.layouts.automatic import MemoryOptions, resolve_automatic
 
 SCRIPT = """
     import torch
@@ -97,3 +101,9 @@ def test_measured_peak_beside_the_prediction(tmp_path):
     assert peaks[0]["optimizer_states"] == 2 * parameters + 16 * 4  # and the step of each
     assert peaks[0]["predicted"] > 4 * parameters
     assert "Largest host memory, of rank " in done.stderr
+
+
+def test_recompute_auto_without_a_budget_is_decided_in_the_first_forward():
+    asked = MemoryOptions("data", "auto", None)
+    setup = ModelSetup(torch.nn.Linear(2, 2), None, torch.device("cpu"))
+    assert resolve_automatic(asked, setup, None, 1, lambda _: None, lambda one: [one]) == asked

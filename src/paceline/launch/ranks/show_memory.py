@@ -5,8 +5,8 @@ import json
 import os
 
 from ...cost.layout_memory import LayoutMemory
-from ...parallel.memory.budget import available_bytes
 from ...parallel.memory.survey import MemorySurvey, start_survey
+from ...parallel.memory_budget import available_bytes
 from ...record.hooks import error_messages
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...report.console import PlainConsole

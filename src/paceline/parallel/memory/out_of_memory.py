@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...cost.layout_memory import LayoutMemory, largest_category, size_text
 from ..blocks import nbytes_of
-from .budget import available_bytes
+from ..memory_budget import available_bytes
 from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
 
 CPU_PHRASES = ("can't allocate memory", "not enough memory")  # of PyTorch's allocator, RuntimeError

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ...cost.layout_memory import Layout, LayoutChoice
-from ...parallel.memory.budget import GIB, budget_bytes
 from ...parallel.memory.setup import ForwardInputs, ModelSetup
+from ...parallel.memory_budget import GIB, budget_bytes
 from ...parallel.sharded.layouts import ShardingRequest
 from ...parallel.sharded.model_check import check_sharding
 
@@ -67,7 +67,7 @@ def resolve_automatic(
                 "layout='auto', example_inputs=(x,))"
             )
         budget = budget if recompute == "auto" else None
-    if recompute != "auto":
+    if recompute != "auto" or budget is None:  # without a budget, what the first forward leaves
         return MemoryOptions(layout, recompute, budget, message=message, predicted_bytes=predicted)
     from ...parallel.memory.choose import held_bytes
 

@@ -100,8 +100,8 @@ class ModelDistribution:
                 activations again in backward. "selective" also keeps products of matrices,
                 convolutions and attention. "auto" chooses for each block in the first forward.
             memory_budget: For "auto": GiB of memory that the training may take on each rank.
-                Default: what memory is left.
-                Default: the memory of the GPU, or the rank's share of the node's free memory.
+                Default: the memory of the GPU, or the rank's share of the node's free memory;
+                for recompute="auto" 80 % of what the first forward leaves of it.
             recomputed_blocks: Names of modules or classes. Default: repeated modules.
             example_inputs: For layout="auto": arguments of a forward in a training step, as a
                 tensor, a tuple or a dict. Only shapes and dtypes are used. Default: activations

@@ -1,4 +1,4 @@
-"""The memory that one rank may take: the limit of predictions."""
+"""The memory that one rank may take: the limit of predictions, and of kept activations."""
 
 import os
 import re
@@ -6,10 +6,15 @@ import resource
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from ...cluster.topology.local_resources import free_memory
+from ..cluster.rank_identity import rank_identity
+from ..cluster.topology.local_resources import free_memory
+from .sharded.registry import local_part
 
 GIB = 1 << 30
+STATES_PER_PARAMETER = 3  # a gradient and two states of Adam, which the first step allocates
+USABLE_SHARE = 0.8  # the rest is for operators' workspace, and for what is outside of the blocks
 
 
 def budget_bytes(memory_budget: float | None, device: torch.device) -> int:
@@ -42,12 +47,34 @@ def available_bytes(device: torch.device, ranks: int | None = None) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    ranks = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = free_memory() // max(ranks, 1)
+    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + _free_bytes(device, ranks)
+
+
+def activation_bytes(model: nn.Module, device: torch.device) -> int:
+    """Return the bytes that activations may take of what is free, before the first step.
+
+    Gradients and the optimizer's states are subtracted as if none was allocated yet.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    states = STATES_PER_PARAMETER * sum(local_part(p).nbytes for p in trained)
+    return max(int(USABLE_SHARE * (_free_bytes(device) - states)), 0)
+
+
+def _free_bytes(device: torch.device, ranks: int | None = None) -> int:
+    """Return the bytes that this rank may still allocate.
+
+    On a GPU its free memory, and what PyTorch has reserved without using it. On the CPU the rank's
+    share of what is free on the node or in its control group.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    identity = rank_identity(dict(os.environ))
+    free = free_memory() // (ranks or identity.local_size or identity.size)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         free = min(free, limit - _status_bytes("VmSize"))
-    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + max(free, 0)
+    return max(free, 0)
 
 
 def _status_bytes(name: str) -> int:
