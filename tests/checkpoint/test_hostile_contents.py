@@ -15,7 +15,7 @@ from paceline.checkpoint.formats import dcp_metadata
 from paceline.checkpoint.formats.dcp_folder import load_dcp
 from paceline.checkpoint.formats.dcp_metadata import read_records
 from paceline.checkpoint.manifest import DamagedCheckpointError
-from paceline.checkpoint.pickle_check import PickleError
+from paceline.checkpoint.pickle_stack import PickleError
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
 

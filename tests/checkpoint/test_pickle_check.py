@@ -15,7 +15,8 @@ import torch
 
 from paceline.checkpoint import checkpoint_folder, manifest, pickle_check
 from paceline.checkpoint.manifest import DamagedCheckpointError
-from paceline.checkpoint.pickle_check import PickleError, check_pickle
+from paceline.checkpoint.pickle_check import check_pickle
+from paceline.checkpoint.pickle_stack import PickleError
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
 

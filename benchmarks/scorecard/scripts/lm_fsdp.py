@@ -20,7 +20,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(n_embd, n_embd)
 
     def forward(self, x):
-        B, T, C = x.shape  # noqa: N806
+        B, T, C = x.shape  # noqa: N806  as in papers
         q, k, v = (
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
             for part in self.qkv(x).split(C, dim=2)

@@ -21,7 +21,8 @@ from ..record.ring.header_schema import MAX_RANKS
 from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import Count, check
-from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, PickleError, check_pickle
+from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, check_pickle
+from .pickle_stack import PickleError
 
 VERSION = 2  # 2: pieces of DTensors, and the identity of the save in each shard
 MANIFEST = "manifest.json"

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .pickle_stack import HANDLERS, GlobalName, PickleError, PickleStack, constant
+
 MAX_PICKLE_BYTES = 256 << 20
 MAX_OPCODES = 10_000_000
 MAX_TENSORS = 1_000_000
@@ -42,17 +44,6 @@ _QSCHEMES = frozenset(
         "channel_affine_float_qparams",
     )
 )
-
-
-class PickleError(ValueError):
-    """A pickle with content that ``CheckpointSaver`` does not write."""
-
-
-class _Global:
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 class _LongText:
@@ -113,45 +104,20 @@ def check_pickle(data: bytes, records: Mapping[str, int], *, of_models: bool = F
         raise PickleError("its data.pkl is malformed") from None
 
 
-class _Machine:
+class _Machine(PickleStack):
     """Stack and memo of an unpickler, with placeholders for the objects."""
 
     def __init__(self, size: int, records: Mapping[str, int], of_models: bool) -> None:
+        super().__init__()
         self.records, self.of_models = records, of_models
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
         self.bytes_left = size
         self.set_items_left = MAX_OPCODES
         self.key_parts_left = MAX_KEY_PARTS
         self.tensors_left = MAX_TENSORS
         self.large_keys: dict[int, set[int]] = {}
 
-    def mark(self, _: Any) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
-
-    def pop_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def pop(self, count: int) -> list[Any]:
-        items = [self.stack.pop() for _ in range(count)]
-        return items[::-1]
-
-    def put(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
-
-    def get(self, number: int) -> None:
-        self.stack.append(self.memo[number])
-
     def text(self, value: str) -> None:
         self.stack.append(value if len(value) <= MAX_SHORT_TEXT else _LongText(len(value)))
-
-    def append(self, items: list[Any]) -> None:
-        if not isinstance(self.stack[-1], list):
-            raise PickleError("its data.pkl appends to a value that is not a list")
-        self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         if self.stack[-1] not in (_DICT, _ORDERED_DICT) or len(items) % 2:
@@ -180,7 +146,7 @@ class _Machine:
         dtype = module == "torch" and isinstance(getattr(torch, attribute, None), torch.dtype)
         if not dtype and name not in _STORAGES and name not in _QSCHEMES and name not in _FUNCTIONS:
             raise PickleError(f"its data.pkl names {'.'.join(name.split(' '))[:80]!r}")
-        self.stack.append(_Global(name))
+        self.stack.append(GlobalName(name))
 
     def push_storage(self, _: Any) -> None:
         kind, storage, key, location, count = self.stack.pop().items
@@ -279,10 +245,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _push(value: Any) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.stack.append(value)
-
-
 def _push_tuple(count: int) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.stack.append(_Tuple(machine.pop(count)))
 
@@ -296,32 +258,17 @@ def _stop(machine: _Machine, _: Any) -> None:
     machine.pop(1)
 
 
-def _push_argument(machine: _Machine, argument: Any) -> None:
-    machine.stack.append(argument)
-
-
-_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda _machine, _argument: None,
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _push_argument),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+_HANDLERS: dict[str, Callable[[Any, Any], None]] = {
+    **HANDLERS,
     "STOP": _stop,
-    "NONE": _push(None),
-    "NEWTRUE": _push(True),
-    "NEWFALSE": _push(False),
     "BINUNICODE": _Machine.text,
-    "EMPTY_DICT": _push(_DICT),
-    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": constant(_DICT),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
     "EMPTY_TUPLE": _push_tuple(0),
     "TUPLE1": _push_tuple(1),
     "TUPLE2": _push_tuple(2),
     "TUPLE3": _push_tuple(3),
     "TUPLE": _push_marked,
-    "MARK": _Machine.mark,
-    "APPEND": lambda machine, _: machine.append(machine.pop(1)),
-    "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
-    "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
     "GLOBAL": _Machine.push_global,
     "BINPERSID": _Machine.push_storage,
     "REDUCE": _Machine.reduce,

@@ -17,7 +17,7 @@ import torch
 from ...security.error_reason import error_reason
 from ...security.files import open_regular, read_regular
 from ..manifest import DamagedCheckpointError, check_archive
-from ..pickle_check import PickleError
+from ..pickle_stack import PickleError
 from ..sharded_tensor import Index, Piece, PieceError, SavedTensor
 from .dcp_metadata import Record, read_records
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..pickle_check import PickleError
+from ..pickle_stack import HANDLERS, GlobalName, PickleError, PickleStack, constant
 
 MAX_OPCODES = 50_000_000
 MAX_OBJECTS = 10_000_000  # some ten for each piece of a tensor
@@ -47,13 +47,6 @@ class Record:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _Global:
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def read_records(data: bytes) -> Record:
     """Return the object in the content of a ``.metadata`` file.
 
@@ -79,41 +72,19 @@ def read_records(data: bytes) -> Record:
     return found
 
 
-class _Machine:
-    """Stack and memo of an unpickler."""
+class _Machine(PickleStack):
+    """Stack and memo of an unpickler, with records for the objects."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        super().__init__()
         self.objects = 0
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
 
     def push_object(self, value: Any) -> None:
         self.objects += 1
         self.stack.append(value)
 
-    def mark(self, _: Any) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
-
-    def pop_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def pop(self, count: int) -> list[Any]:
-        return [self.stack.pop() for _ in range(count)][::-1]
-
     def memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
-
-    def put(self, number: int) -> None:
-        self.memo[number] = self.stack[-1]
-
-    def get(self, number: int) -> None:
-        self.stack.append(self.memo[number])
 
     def push_global(self, name: str) -> None:
         module, _, attribute = name.partition(" ")
@@ -121,7 +92,7 @@ class _Machine:
         if isinstance(dtype, torch.dtype):
             self.push(dtype)
         elif name in _RECORDS or name in _IGNORED or name == _SIZE:
-            self.push(_Global(name))
+            self.push(GlobalName(name))
         else:
             raise PickleError(f"it names {name[:80]!r}")
 
@@ -162,15 +133,6 @@ class _Machine:
                 raise PickleError(f"it has a key of type {type(key).__name__}")
             own[key] = value
 
-    def append(self, items: list[Any]) -> None:
-        if not isinstance(self.stack[-1], list):
-            raise PickleError("it appends to a value that is no list")
-        self.stack[-1].extend(items)
-
-
-def _constant(value: Any) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.push(value)
-
 
 def _tuple(count: int) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.push_object(tuple(machine.pop(count)))
@@ -180,28 +142,18 @@ def _nothing(_: _Machine, _argument: Any) -> None:
     pass
 
 
-_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _nothing),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), _Machine.push),
+_HANDLERS: dict[str, Callable[[Any, Any], None]] = {
+    **HANDLERS,
+    **dict.fromkeys(("FRAME", "STOP"), _nothing),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE"), _Machine.push),
-    "NONE": _constant(None),
-    "NEWTRUE": _constant(True),
-    "NEWFALSE": _constant(False),
     "EMPTY_DICT": lambda machine, _: machine.push_object({}),
     "EMPTY_LIST": lambda machine, _: machine.push_object([]),
-    "EMPTY_TUPLE": _constant(()),
+    "EMPTY_TUPLE": constant(()),
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),
     "TUPLE": lambda machine, _: machine.push_object(tuple(machine.pop_mark())),
-    "MARK": _Machine.mark,
-    "APPEND": lambda machine, _: machine.append(machine.pop(1)),
-    "APPENDS": lambda machine, _: machine.append(machine.pop_mark()),
-    "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_mark()),
     "MEMOIZE": _Machine.memoize,
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
     "GLOBAL": _Machine.push_global,
     "STACK_GLOBAL": _Machine.stack_global,
     "NEWOBJ": _Machine.new_object,

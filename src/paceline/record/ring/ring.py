@@ -29,7 +29,6 @@ _READING_STATES = (
 _READS_AT_END = bytes(state in _READING_STATES for state in range(256))
 # A synchronous collective has no event before its end.
 _READS_AT_BEGIN = bytes(state in (*_READING_STATES, State.COLLECTIVE) for state in range(256))
-_READS_NEVER = bytes(256)
 # magic, version, header bytes, event bytes, capacity, events written so far, what recording has
 # cost so far (ns), length of the JSON
 HEADER = struct.Struct("<8sIIIQQQI")
@@ -47,6 +46,10 @@ DEFAULT_CAPACITY = 1 << 16
 # Of the files beside a ring.
 LINES_SUFFIX, PROFILE_SUFFIX, OPERATORS_SUFFIX = ".lines", ".profile", ".operators"
 SIDECAR_SUFFIXES = (LINES_SUFFIX, PROFILE_SUFFIX, OPERATORS_SUFFIX)
+
+
+def _no_reading(_: int) -> None:
+    """Read no run delay, where no rank trains."""
 
 
 class Ring:
@@ -97,13 +100,13 @@ class Ring:
         self.writer(SimpleNamespace(step=step))(state, start, end, amount, seq, group, op, peer)
 
     def writer(
-        self, of: Any, read_core_wait: Callable[[int], None] | None = None
+        self, of: Any, read_core_wait: Callable[[int], None] = _no_reading
     ) -> Callable[..., None]:
         """Return a function that appends an event with the current step of ``of``, a recorder.
 
         ``read_core_wait`` is called with the time at which a state of the training thread ends.
         """
-        reads = _READS_AT_END if read_core_wait is not None else _READS_NEVER
+        reads = _READS_AT_END
         ring, pack, count_to = self, EVENT.pack_into, COUNTER.pack_into
         memory, capacity, size = self._map, self.capacity, EVENT.size
 
@@ -123,12 +126,12 @@ class Ring:
             pack(memory, place, start, end, amount, number, of.step, group, state, op, peer)
             count_to(memory, WRITTEN_OFFSET, slot + 1)
             if reads[state]:
-                read_core_wait(end)  # type: ignore[misc]
+                read_core_wait(end)
 
         return event
 
     def begin_writer(
-        self, of: Any, read_core_wait: Callable[[int], None] | None = None
+        self, of: Any, read_core_wait: Callable[[int], None] = _no_reading
     ) -> Callable[..., None]:
         """Return a function that writes the operation which the recorder ``of`` begins.
 
@@ -137,14 +140,14 @@ class Ring:
 
         ``read_core_wait`` is called with the time at which a state of the training thread begins.
         """
-        reads = _READS_AT_BEGIN if read_core_wait is not None else _READS_NEVER
+        reads = _READS_AT_BEGIN
         pack, memory, background = LAST_BEGUN.pack_into, self._map, int(min(BACKGROUND_STATES))
 
         def begin(state: int, since: int, seq: int = 0, group: int = 0, op: int = 0) -> None:
             place = LAST_BEGUN_OFFSET if state < background else BACKGROUND_BEGUN_OFFSET
             pack(memory, place, since, seq & 0xFFFFFFFF, of.step, group, state, op)
             if reads[state]:
-                read_core_wait(since)  # type: ignore[misc]
+                read_core_wait(since)
 
         return begin
 
