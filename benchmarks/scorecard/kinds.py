@@ -35,8 +35,10 @@ KINDS = {
     "loader-restart": Kind(("loader-start",), _INPUT),
     "python-loop": Kind(("python-loop", "small-operators"), _COMPUTE),
     "padding": Kind(("padding",), _COMPUTE),
-    "unused-work": Kind(("unused-forward", "unused-gradient"), (*_COMPUTE, *_OTHER)),
-    "recomputation": Kind(("recomputation",), _COMPUTE),
+    "unused-work": Kind(
+        ("unused-output", "unneeded-gradient", "second-backward"), (*_COMPUTE, *_OTHER)
+    ),
+    "recomputation": Kind(("recomputation", "activation-checkpointing"), _COMPUTE),
     "tiny-operators": Kind(("small-operators",), (*_COMPUTE, *_OTHER)),
     "huge-intermediate": Kind(("allocator", "large-intermediate"), (*_COMPUTE, *_OTHER)),
     "float64": Kind(("precision",), _COMPUTE),

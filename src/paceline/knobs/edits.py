@@ -45,7 +45,7 @@ EDITS: dict[str, Knob] = {
         (
             *("copies", "small-operators", "recomputation", "activation-checkpointing"),
             *("unused-output", "unneeded-gradient", "slow-operators", "large-intermediate"),
-            "precision",
+            *("second-backward", "padding", "precision"),
         ),
         "{value}",
         effort=2,

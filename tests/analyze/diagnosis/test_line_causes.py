@@ -148,6 +148,24 @@ def test_small_files_are_a_cause_only_if_workers_read_and_have_cores(reading, lo
         assert "16 busy threads on each of 2 ranks share 2 cores" in cause.sentence
 
 
+LOCK = SampledLine("data.py", 7, "Set.__getitem__", "with lock: time.sleep(t)")
+
+
+@pytest.mark.parametrize(("waiting", "name"), [(0.5, "waiting"), (0.2, "small-files")])
+def test_loader_whose_lines_mostly_wait_is_not_limited_by_files(waiting, name):
+    found = profile()
+    for line, doing, share in (
+        (LOCK, Doing.WAIT, waiting),
+        (READ, Doing.FILE, 0.4),
+        (TRANSFORM, Doing.LIBRARY, 0.05),
+    ):
+        add(found, 0, (line,), "input", doing, 0.0)
+        found.workers[(len(found.stacks) - 1, doing)] = share
+    loader = CROWDED | {"waited_s": 0.0}
+    (cause,) = judged(losses=WAITS_INPUT, loader=loader, line_profile=found, **INPUT)
+    assert cause.id == f"input-{name}", cause.sentence
+
+
 def test_other_programs_take_the_cores_of_a_loader():
     real = rung(0.1, delayed=0.3, host=2.0, process=0.3, children=0.5)
     found = of_workers(0.05)
@@ -198,6 +216,20 @@ def test_script_cause_names_the_line_of_the_profile():
     (cause,) = judged(line_profile=found, losses=[Loss("other", 0.2)])
     assert cause.id == "script"
     assert "line 9: total += k" in cause.sentence
+
+
+FIT = SampledLine("train.py", 3, "main", "trainer.fit(model)")
+
+
+@pytest.mark.parametrize(("share", "named"), [(0.1, []), (0.2, ["script"])])
+def test_work_of_a_library_between_the_steps_is_a_cause_only_if_it_is_large(share, named):
+    found = LineProfile([0, 1], samples=400)
+    for rank in (0, 1):
+        add(found, rank, (FIT,), "other", Doing.LIBRARY, share)
+        add(found, rank, (FORWARD, FIT), "useful", Doing.TORCH, 1 - share)
+    causes = judged(line_profile=found, losses=[Loss("other", share)])
+    assert [cause.id for cause in causes] == named
+    assert all("the library with the training loop" in cause.sentence for cause in causes)
 
 
 SCORE = [SampledLine("train.py", n, "score", f"total += {n}") for n in range(20, 26)]

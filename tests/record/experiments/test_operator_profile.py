@@ -24,6 +24,7 @@ from paceline.analyze.diagnosis.operator_profile import (
 from paceline.analyze.diagnosis.rules.operators import findings, products
 from paceline.analyze.records.operator_file import OperatorFile, read_operator_files
 from paceline.record.experiments.operators.operator_rows import OperatorRun, write_rows
+from paceline.record.experiments.operators.padding import padded_share
 from paceline.report.terminal.diagnosis.operators import render
 
 SIDE = 192
@@ -238,6 +239,90 @@ def test_activation_checkpointing_is_named(profile):
     ]
 
 
+def test_checkpointing_of_a_module_of_torch_is_named(profile):
+    model = Model(torch.tanh)
+    gru = nn.GRU(SIDE, SIDE, batch_first=True)
+    model.first = nn.Identity()
+    model.first.gru = gru
+    model.first.forward = lambda x: checkpoint(gru, x[:, None], use_reentrant=False)[0][:, 0]
+    assert "activation-checkpointing" in found_in(profile(model))
+
+
+def test_evaluation_of_the_same_values_is_no_recomputation(profile):
+    model = Model(functional.relu)
+    held_out = torch.randn(SIDE, SIDE)
+
+    def loss(output):
+        model.eval()
+        with torch.no_grad():
+            for _ in range(3):
+                model(held_out)
+        model.train()
+        return output.square().mean()
+
+    assert found_in(profile(model, loss)) == {}
+
+
+class GradientNorms:
+    """Loss whose gradients are computed before ``backward`` computes them again."""
+
+    def __init__(self, model: nn.Module, create_graph: bool = False) -> None:
+        self.model, self.create_graph = model, create_graph
+
+    def __call__(self, output):
+        loss = output.square().mean()
+        gradients = torch.autograd.grad(
+            loss, [*self.model.parameters()], retain_graph=True, create_graph=self.create_graph
+        )
+        self.norms = [one.norm() for one in gradients]
+        return loss + sum(self.norms) * self.create_graph
+
+
+def test_gradients_that_are_computed_twice_are_found_where_the_first_backward_begins(profile):
+    model = Model(functional.relu)
+    found = profile(model, GradientNorms(model))
+    assert found_in(found)["second-backward"] == ["gradients = torch.autograd.grad("]
+
+
+def test_backward_of_second_order_is_no_second_backward(profile):
+    model = Model(torch.tanh)
+    assert "second-backward" not in found_in(profile(model, GradientNorms(model, True)))
+
+
+def test_padding_is_found_where_it_is_made(profile):
+    encoder, sequences = Model(functional.relu), torch.randn(12, 16, SIDE)
+
+    class Padded(nn.Module):
+        """The script's loop: what it pads is the input of the model."""
+
+        def __call__(self, x):
+            padded = functional.pad(sequences, (0, 0, 0, 8))
+            return encoder(padded)
+
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=1e-3)
+    found = findings(profile(Padded(), optimizer=optimizer))
+    padding = next(one for one in found if one.id == "padding")
+    assert padding.sentence.startswith("33 % of the model's input is padding, made in line ")
+    assert padding.lines[0]["code"] == "padded = functional.pad(sequences, (0, 0, 0, 8))"
+    assert 0.1 < padding.share < 0.34
+
+
+@pytest.mark.parametrize(
+    ("tensor", "share"),
+    [
+        (torch.ones(4, 10).cumsum(1), 0.0),  # other features in each column
+        (torch.tensor([[5, 6, 7, 0, 0], [5, 6, 0, 0, 0]]), 0.5),  # tokens
+        (torch.tensor([[5, 6, 7, 0, 0], [5, 0, 7, 8, 9]]), 0.2),  # a token in the middle
+        (functional.pad(torch.rand(3, 4, 6) + 1, (0, 2)), 0.25),  # (batch, channels, length)
+        (functional.pad(torch.rand(3, 6) + 1, (0, 2)), 0.25),
+        (torch.zeros(3, 4, 6), 0.0),
+        (functional.pad(torch.rand(2, 3, 8, 8) + 1, (0, 8)), 0.0),  # images
+    ],
+)
+def test_padded_share(tensor, share):
+    assert padded_share((tensor,))[1] == pytest.approx(share)
+
+
 class Unused(Model):
     def forward(self, x):
         hidden = self.first(x)
@@ -300,6 +385,18 @@ def distances(x):
 def test_large_intermediate_is_found(profile):
     lines = found_in(profile(Model(distances)))["large-intermediate"]
     assert lines == ["return (x[:, None, :] - x[None, :, :]).square().sum(-1)"]
+
+
+def distances_by_line(x):
+    difference = x[:, None, :] - x[None, :, :]
+    squares = difference.square()
+    return squares.sum(-1)
+
+
+def test_operators_that_read_a_large_intermediate_belong_to_it(profile):
+    lines = found_in(profile(Model(distances_by_line)))["large-intermediate"]
+    assert "squares = difference.square()" in lines
+    assert "return squares.sum(-1)" in lines
 
 
 def test_profile_changes_no_numbers():

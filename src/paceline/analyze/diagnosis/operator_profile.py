@@ -8,7 +8,7 @@ from ..records.operator_file import MachineLimits, OperatorFile, OperatorRow
 
 SUMS = (
     *("calls", "seconds", "flops", "bytes", "small_calls", "small_s"),
-    *("repeated_s", "unused_s", "unneeded_s", "float64_s"),
+    *("repeated_s", "unused_s", "unneeded_s", "float64_s", "padded_s"),
 )
 
 

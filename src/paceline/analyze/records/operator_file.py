@@ -41,7 +41,8 @@ class OperatorRow(msgspec.Struct, frozen=True):
     Attributes:
         line: Index in ``OperatorFile.lines``.
         phase: "forward" (with all other work of the script), "recomputation" (activation
-            checkpointing), "backward" or "optimizer".
+            checkpointing), "backward", "second backward" (through the same operators as another
+            one of the step) or "optimizer".
         copy: "layout", "cast" or "transfer" for an operator that copies, else empty.
         shapes: Dtypes and shapes of the first inputs of the longest call.
         small_calls: Calls that take about as long as an operator on one element.
@@ -53,6 +54,8 @@ class OperatorRow(msgspec.Struct, frozen=True):
         growth: Largest ratio of the bytes of outputs and inputs.
         widens: 1 if a call has a float64 output and no float64 input.
         random: 1 if the operator draws random numbers.
+        padded_s: Seconds, times the share of the module's inputs that is padding.
+        pads: 1 if an output is such an input.
     """
 
     line: Number
@@ -75,6 +78,8 @@ class OperatorRow(msgspec.Struct, frozen=True):
     growth: Amount
     widens: Amount
     random: Amount
+    padded_s: Seconds = 0.0
+    pads: Amount = 0.0
 
 
 class MachineLimits(msgspec.Struct, frozen=True):

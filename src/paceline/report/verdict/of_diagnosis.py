@@ -57,6 +57,8 @@ LOST_TO = {
     "activation-checkpointing": "activation checkpointing",
     "unused-output": "outputs that nothing uses",
     "unneeded-gradient": "gradients of parameters that no optimizer updates",
+    "second-backward": "a second backward through the same operators",
+    "padding": "padding in the model's input",
     "slow-operators": "operators far below the limits of the device",
     "large-intermediate": "large intermediate tensors",
 }

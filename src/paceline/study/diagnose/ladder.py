@@ -66,7 +66,8 @@ class _Climb:
     def __init__(self, asked: RunRequest, runner: Runner) -> None:
         self.asked, self.runner, self.began = asked, runner, time.monotonic()
         self.workers = 0  # most workers of a rank's loader
-        self.start_s = 0.1  # start-up time of the processes of one run
+        self.start_s = 0.1  # what a run takes besides its steps: mostly the start of its processes
+        self.in_steps_s = 0.0  # duration of all steps of the last round
         self.step_s = 0.0  # of the first run
         self.script_steps: int | None = None  # if the first run reached the script's end
         # The runs of a round: whether one rank runs alone, and the phases. The run of all ranks is
@@ -160,6 +161,7 @@ class _Climb:
                 found.notes.append(f"the experiments ended early: {failed}")
                 return
             took_s = time.monotonic() - turn
+            self.start_s = max((took_s - self.in_steps_s) / self._runs_per_round, 0.1)
             missing = max(REPETITIONS[0] - _rounds(found), 0)
             if len(found.refused) > before and not found.rungs["everything"]:
                 continue  # the round was discarded
@@ -176,8 +178,12 @@ class _Climb:
     def _cost(self) -> RoundCost:
         phases = sum(one != LOADER for _, phases in self.runs for one in phases)
         separate = sum(one.separate for one in self.hypotheses)
-        starts_s = (len(self.runs) + separate) * self.start_s
+        starts_s = self._runs_per_round * self.start_s
         return RoundCost(starts_s, self.step_s, phases + separate)
+
+    @property
+    def _runs_per_round(self) -> int:
+        return len(self.runs) + sum(one.separate for one in self.hypotheses)
 
     def _has(self, kind: tuple[bool, str]) -> bool:
         return any(kind == (alone, one) for alone, phases in self.runs for one in phases)
@@ -242,6 +248,7 @@ class _Climb:
                 if there is no other round.
         """
         count = _rounds(found)
+        self.in_steps_s = 0.0
         for alone, phases in self.runs:
             left = tuple(one for one in phases if rung_name(alone, one) not in found.refused)
             if not left:
@@ -250,6 +257,7 @@ class _Climb:
             limit_s = self._limit_s(rung)
             try:
                 run = self.runner.run(alone, rung, limit_s=limit_s)
+                self.in_steps_s += steps_s(run)
             except FailedError as failed:
                 self._refuse(found, count, rung, alone, failed.steps, failed)
                 if alone:
@@ -295,6 +303,7 @@ class _Climb:
             run = self.runner.run(
                 False, rung, settings=tested.settings, named=named, limit_s=limit_s
             )
+            self.in_steps_s += steps_s(run)
             why = tested.why_void(run)
         except FailedError as failed:
             why = str(failed)

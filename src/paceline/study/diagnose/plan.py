@@ -8,6 +8,7 @@ LEAST_STEPS, MOST_STEPS = 10, 400
 BURST = 16  # steps; longer bursts are ignored
 MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
 STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
+PLANNED_SHARE = 0.85  # of the time: a round that is longer than planned must not cost the last one
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def first_plan(
         workers: Number of workers of a rank's loader.
         rounds: Minimum and maximum number of rounds.
     """
+    left_s *= PLANNED_SHARE
     wanted = int((1 - STEP_SHARE_OF_BUDGET) * left_s / max(cost.start_s, 0.1))
     for number in range(min(max(wanted, rounds[0]), rounds[1]), rounds[0] - 1, -1):
         steps = cost.steps_within(left_s / number) - warm

@@ -13,6 +13,7 @@ MIN_STARTING_SHARE = 0.5  # of the input time, spent in starting loaders
 MIN_KERNEL_SHARE = 0.5  # of the loader's CPU time, spent in the kernel or in opening files
 MIN_STORAGE_SHARE = 0.1  # of the bytes read, from storage: then the loader may wait for storage
 MIN_FILE_SHARE = 0.3  # of the time in which batches are made, in lines that open or read files
+MIN_WAIT_SHARE = 0.3  # of that time, in which lines wait on no core: more than all they do else
 MIN_WAITING = 0.5  # threads of a loader that wait for a core on average, and per busy core
 MIN_THREADS_PER_WORKER = 2  # busy ones: then the threads are too many, and not the workers
 MIN_BYTES_PER_BATCH = 64 << 10  # with less, the loader is not considered to read files
@@ -47,16 +48,18 @@ def _inputs(e: Evidence) -> NamedCause:
         if workers
         else "no workers: the training process loads the batches"
     )
-    reading = _file_share(e)
+    activities = _activities(e)
+    reading = activities.get(Doing.FILE, 0.0) if activities else None
     evidence |= {"file_share": reading} if reading is not None else {}
     reads = _reads_files(e.loader) and (busy < WAITING or _opens_or_reads(e.loader))
     if reading is None or reading < MIN_FILE_SHARE:
         if (said := _without_cores(e, each, who, evidence)) is not None:
             return said
         reads = reads and reading is None
-    if reads:
+    waits = _mostly_waits(activities)
+    if reads and not waits:
         return _file_access(e.loader, each, who, evidence)
-    if busy >= WAITING:
+    if busy >= WAITING and not waits:
         sentence = f"the loader takes {each} and is limited by computation ({who})"
         # Both the kernel time and the time in Python's open() are less than MIN_KERNEL_SHARE of
         # the CPU time.
@@ -67,20 +70,30 @@ def _inputs(e: Evidence) -> NamedCause:
     return "input-waiting", f"the loader takes {each} and mostly waits ({who})", evidence
 
 
-def _file_share(e: Evidence) -> float | None:
-    """Return the share of lines that open or read files, of the time in which batches are made.
-
-    None if no such time was sampled.
-    """
+def _activities(e: Evidence) -> dict[Doing, float]:
+    """Return what the lines that make batches do, as shares of their time; empty if unknown."""
     profile = e.line_profile
     if profile is None or e.loader is None:
-        return None
+        return {}
     if e.loader["workers"]:
-        times = [(doing, share) for (_, doing), share in profile.workers.items()]
+        times = [(stack, doing, share) for (stack, doing), share in profile.workers.items()]
     else:
-        times = [(one.doing, share) for one, share in profile.times.items() if one.state == "input"]
-    whole = sum(share for doing, share in times if doing != Doing.COLLECTIVE)
-    return sum(share for doing, share in times if doing == Doing.FILE) / whole if whole else None
+        own = [(one, share) for one, share in profile.times.items() if one.state == "input"]
+        times = [(one.stack, one.doing, share) for one, share in own]
+    sums: dict[Doing, float] = {}
+    for stack, doing, share in times:
+        # Outside of the script's lines, a loader waits for the training.
+        idle = doing == Doing.WAIT and not profile.stacks[stack].lines
+        if doing != Doing.COLLECTIVE and not idle:
+            sums[doing] = sums.get(doing, 0.0) + share
+    whole = sum(sums.values())
+    return {doing: share / whole for doing, share in sums.items()} if whole else {}
+
+
+def _mostly_waits(activities: dict[Doing, float]) -> bool:
+    """Return whether lines sleep, or wait for a lock, more than they do anything else."""
+    waits = activities.get(Doing.WAIT, 0.0)
+    return waits >= MIN_WAIT_SHARE and waits == max(activities.values())
 
 
 def _without_cores(e: Evidence, each: str, who: str, evidence: dict[str, Any]) -> NamedCause | None:

@@ -11,6 +11,7 @@ from ..line_profile import Doing, Entry, LineProfile, LineTime, SampledLine
 
 MIN_LINE_SHARE = 0.1  # of a step, outside of torch's operators
 MAX_LINE_CAUSES = 3
+ALL_STEPS = 0.9  # of a step's time within a line: then all steps are
 MIN_OF_WAITS = 0.3  # of the waits for a rank: then its line is their reason
 MIN_EXCESS = 0.3  # of a rank's time in a line of its own work, that other ranks do not have
 MIN_OTHER_EXCESS = 0.7  # the same in a line with operators, where ranks differ by chance
@@ -201,12 +202,13 @@ def unexplained_lines(e: Evidence, explained: Iterable[NamedCause]) -> list[Line
     profile = e.line_profile
     if profile is None:
         return []
-    explained = list(explained)
+    explained, loops = list(explained), library_loops(profile)
     left = {
         entry
         for entry in profile.times
         if entry.doing in _OWN_WORK
-        and profile.own_line(entry) is not None
+        and (own := profile.own_line(entry)) is not None
+        and not (entry.state == "other" and (own.file, own.line) in loops)  # the rule "script"
         and not (entry.state == "input" and entry.doing == Doing.WAIT)  # for the loader
         and not any(_explains(profile, cause, entry) for cause in explained)
     }
@@ -290,6 +292,15 @@ def training_loop(profile: LineProfile) -> set[tuple[str, str]]:
             break
         found.add(places[0])
     return found
+
+
+def library_loops(profile: LineProfile) -> set[tuple[str, int]]:
+    """Return the file and number of lines within which all steps run.
+
+    They call a library that has the training loop, and so do the lines that lead to them.
+    """
+    found = (one for one in profile.lines() if one.inclusive_share >= ALL_STEPS)
+    return {(one.line.file, one.line.line) for one in found}
 
 
 def _named(profile: LineProfile, line: SampledLine, entries: list[Entry]) -> LineCause:

@@ -5,7 +5,7 @@ overlap.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..evidence import MIN_SHARE
@@ -52,7 +52,8 @@ def findings(profile: OperatorProfile) -> list[Finding]:
     """Return what takes at least ``MIN_SHARE`` of a step, largest first."""
     rules = (
         *(_copies, _small_operators, _recomputation, _checkpointing, _unused_output),
-        *(_unneeded_gradient, _float64, _slow_operators, _large_intermediate),
+        *(_unneeded_gradient, _second_backward, _float64, _slow_operators, _large_intermediate),
+        _padding,
     )
     found = [finding for rule in rules if (finding := rule(profile)) is not None]
     return sorted((one for one in found if one.share >= MIN_SHARE), key=lambda one: -one.share)
@@ -176,6 +177,33 @@ def _unneeded_gradient(profile: OperatorProfile) -> Finding | None:
     )
 
 
+def _second_backward(profile: OperatorProfile) -> Finding | None:
+    chosen = [one for one in profile.operators if one.row.phase == "second backward"]
+    sentence = "gradients of the same operators are computed in more than one backward"
+    remedy = "read .grad after the one backward, or add the losses and call backward once"
+    return _finding(
+        "second-backward", profile, chosen, lambda one: one.row.seconds, sentence, remedy
+    )
+
+
+def _padding(profile: OperatorProfile) -> Finding | None:
+    if any(one.row.operator == "_pack_padded_sequence" for one in profile.operators):
+        return None  # recurrent layers then skip the padding
+    chosen = [one for one in profile.operators if one.row.padded_s]
+    whole = sum(one.row.seconds for one in chosen)
+    padded = sum(one.row.padded_s for one in chosen) / whole if whole else 0.0
+    sentence = f"{100 * padded:.0f} % of the model's input is padding"
+    remedy = "pad each batch only to its longest sample, and put samples of similar length together"
+    found = _finding("padding", profile, chosen, lambda one: one.row.padded_s, sentence, remedy)
+    origins = [one for one in profile.operators if one.row.pads and one.file]
+    if not origins:
+        return replace(found, sentence=sentence)
+    first = {"file": origins[0].file, "line": origins[0].line, "code": origins[0].code}
+    lines = [{**first, "share": found.share, "operators": [origins[0].row.operator]}, *found.lines]
+    said = f"{sentence}, made in line {first['line']}: {first['code']}"
+    return replace(found, sentence=said, lines=lines[:MAX_LINES])
+
+
 def _float64(profile: OperatorProfile) -> Finding | None:
     sizes = profile.parameter_bytes
     if sizes.get("float64", 0) > MIN_FLOAT64_SHARE * sum(sizes.values()):
@@ -231,6 +259,14 @@ def _bandwidth_share(one: ProfiledOperator, profile: OperatorProfile) -> float:
     return one.row.bytes / limit if limit else 0.0
 
 
+def _read_again(one: ProfiledOperator, modules: dict[str, float]) -> float:
+    """Return the bytes of the large tensor that an operator of its module may read; 0 if none.
+
+    A product, or an operator of another module, may have inputs of that size by itself.
+    """
+    return 0.0 if one.row.flops or one.row.phase == "optimizer" else modules.get(one.row.module, 0)
+
+
 def _large_intermediate(profile: OperatorProfile) -> Finding | None:
     memory = profile.limits.memory_bytes
     memory = memory if profile.device != "cpu" else memory / profile.ranks
@@ -245,12 +281,13 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
             (expands and size >= MIN_LARGE_BYTES) or size >= MAX_MEMORY_SHARE * memory
         ):
             sizes[one.place] = max(sizes.get(one.place, 0), size)
+    modules = {one.row.module: sizes[one.place] for one in profile.operators if one.place in sizes}
     chosen = [
         one
         for one in profile.operators
-        if one.place in sizes
-        and one.row.calls
-        and one.row.bytes / one.row.calls >= sizes[one.place] / 2
+        if one.row.calls
+        and (size := sizes.get(one.place) or _read_again(one, modules))
+        and one.row.bytes / one.row.calls >= size / 2
     ]
     largest = max(sizes.values(), default=0.0)
     sentence = f"intermediate tensors of up to {largest / 2**20:,.0f} MiB are written and read"

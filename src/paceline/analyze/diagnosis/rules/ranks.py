@@ -152,7 +152,7 @@ def _synchronisation(e: Evidence, doing: str | None) -> NamedCause | None:
     if doing != "other" or each < MIN_SHARE:
         return None
     said = script(e)
-    return said if said[0] == "synchronisation" else None
+    return said if said is not None and said[0] == "synchronisation" else None
 
 
 def _slow_host(e: Evidence, host: str) -> NamedCause | None:

@@ -6,13 +6,15 @@ from typing import Any
 from ..evidence import MIN_SHARE, Evidence, NamedCause
 from ..line_profile import Doing
 from .compute import interpreter_lock_share
-from .lines import activity_in_state, lines_in_state, waiting_lines
+from .lines import activity_in_state, library_loops, lines_in_state, waiting_lines
 
 # Calls that make a rank wait for its device, for a terminal or for all other ranks.
 SYNCHRONISING_CALLS = re.compile(
     r"\.item\(|\.tolist\(|\.cpu\(|\.numpy\(|\bprint\(|\.flush\(|synchronize\(|barrier\(|"
     r"\.to\([\"']cpu"
 )
+# Work between the steps that is no line of the script: no edit of the script avoids a smaller one.
+MIN_LIBRARY_SHARE = 0.15
 MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 
 
@@ -20,7 +22,7 @@ MIN_STANDING = 0.1  # of a step: less may be caused by the operating system
 _WAITING = (Doing.WAIT, Doing.FILE, Doing.COLLECTIVE)
 
 
-def script(e: Evidence) -> NamedCause:
+def script(e: Evidence) -> NamedCause | None:
     losses = e.losses_of_kind("other")
     lines = [line for loss in losses for line in loss.lines]
     doing = None
@@ -32,6 +34,12 @@ def script(e: Evidence) -> NamedCause:
     if calls and _waits(doing, bool(e.first_facts.get("gpu"))):
         sentence = f"the script waits for a value or an output between its steps{where}"
         return "synchronisation", sentence, evidence
+    loops = library_loops(e.line_profile) if e.line_profile is not None else set()
+    if lines and (lines[0].get("file"), lines[0].get("line")) in loops:
+        if sum(loss.share for loss in losses) < MIN_LIBRARY_SHARE:
+            return None
+        sentence = f"the library with the training loop does other work between its steps{where}"
+        return "script", sentence, evidence
     return "script", f"the script does other work between its steps{where}", evidence
 
 

@@ -2,6 +2,7 @@
 
 import linecache
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -75,9 +76,20 @@ def code_of(line: Line) -> str:
 
 
 class ModuleStack:
-    """Names of the modules that are being called; hooks on all modules note them."""
+    """Names of the modules that are being called; hooks on all modules note them.
 
-    def __init__(self) -> None:
+    Attributes:
+        padding: Share of the inputs of the outermost module that is padding.
+        evaluates: Whether the outermost module is in evaluation mode, without gradients.
+    """
+
+    def __init__(self, padding_of: Callable[[Any], float | None]) -> None:
+        """``padding_of``: returns the padded share of the inputs of a module; None if it has no
+        inputs that may be padded.
+        """
+        self.padding: float | None = None
+        self.evaluates = False
+        self._padding_of = padding_of
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._handles: list[Any] = []
@@ -99,12 +111,18 @@ class ModuleStack:
         return self._stack[-1] if self._stack else ""
 
     def _enter(self, module: Any, inputs: Any) -> None:
+        if not self._stack:
+            self.evaluates = not module.training and not torch.is_grad_enabled()
         if not self._stack and id(module) not in self._names:
             for name, part in module.named_modules():
                 known = f"{type(module).__name__}.{name}" if name else type(module).__name__
                 self._names.setdefault(id(part), known)
         self._stack.append(self._names.get(id(module), type(module).__name__))
+        if self.padding is None:
+            self.padding = self._padding_of(inputs)
 
     def _leave(self, module: Any, inputs: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
+        if not self._stack:
+            self.padding, self.evaluates = None, False

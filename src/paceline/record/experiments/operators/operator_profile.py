@@ -26,8 +26,10 @@ from ...hooks.flop_counter import (
     tensors_in,
 )
 from .backward_graph import BackwardGraph
+from .backward_runs import BackwardRun, mark_second_backwards
 from .call_sites import NO_LINE, CallSites, Line, ModuleStack
 from .machine_limits import DispatchCost, operator_clock
+from .padding import padded_share
 from .value_numbers import ValueNumbers
 
 MAX_CALLS_PER_STEP = 400_000  # operators; later ones of the step are not profiled
@@ -42,6 +44,7 @@ BATCH_NORMS = (
     *("cudnn_batch_norm", "miopen_batch_norm"),
 )
 TRAINING = 5  # position of this argument of BATCH_NORMS
+CREATE_GRAPH = 2  # position of this argument of torch.autograd._engine_run_backward, after outputs
 WIDE_DTYPES = (torch.float64, torch.complex128)
 
 
@@ -52,7 +55,7 @@ class Call:
     line: Line
     module: str
     name: str
-    phase: str  # "forward", "backward" or "optimizer"
+    phase: str  # OperatorRow (analyze/records/operator_file.py) has the names
     copy: str = ""  # "layout", "cast" or "transfer" for a copy
     shapes: str = ""
     seconds: float = 0.0  # by correct_times without the overhead of the profile
@@ -68,6 +71,8 @@ class Call:
     unneeded: bool = False  # part of a gradient that no optimizer uses
     wide: bool = False  # computes in float64
     widens: bool = False  # has a float64 output and no float64 input
+    padding: float = 0.0  # share of the module's inputs that is padding
+    pads: bool = False  # its output is an input with padding
     node: int = -1  # sequence number of its node in the autograd graph
     is_root: bool = False  # has an effect other than its output
     needs: "list[Call]" = field(default_factory=list)
@@ -80,6 +85,7 @@ class Step:
 
     graph: BackwardGraph
     calls: list[Call] = field(default_factory=list)
+    backwards: list[BackwardRun] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -96,12 +102,17 @@ class OperatorProfiler(TorchDispatchMode):
         self.steps: list[Step] = []
         self.failure = ""  # the first error of the profile itself
         self._optimized = optimized
-        self._sites, self._modules, self._values = CallSites(), ModuleStack(), ValueNumbers()
+        self._sites, self._modules, self._values = (
+            CallSites(),
+            ModuleStack(self._padding_of),
+            ValueNumbers(),
+        )
         self._infos: dict[Any, _Info] = {}
         self._last_sequence, self._began = 0, 0.0
         self._made: dict[int, Call] = {}  # forward call by the number of its autograd node
         self._clock, self._synchronize = operator_clock(device)
         self._backward: Any = None
+        self._running: BackwardRun | None = None  # the backward that runs now
         self._previous: Call | None = None
 
     def start(self) -> None:
@@ -125,6 +136,8 @@ class OperatorProfiler(TorchDispatchMode):
         torch.autograd._engine_run_backward = self._backward  # type: ignore[attr-defined]
         self._modules.remove()
         _mark_used(self.steps)
+        for step in self.steps:
+            mark_second_backwards(step.backwards)
         return self.steps[:-1]
 
     def _begin(self) -> None:
@@ -135,11 +148,32 @@ class OperatorProfiler(TorchDispatchMode):
         self._began = time.perf_counter()
 
     def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        accumulates, outer = bool(kwargs.get("accumulate_grad")), self._running
         try:
-            self.steps[-1].graph.add(tuple(outputs), bool(kwargs.get("accumulate_grad")))
+            self.steps[-1].graph.add(tuple(outputs), accumulates)
+            line, _, _ = self._sites.find()
+            creates_graph = bool(args[CREATE_GRAPH]) if len(args) > CREATE_GRAPH else True
+            self._running = BackwardRun(line, accumulates, creates_graph)
+            self.steps[-1].backwards.append(self._running)
         except Exception as error:  # the training goes on without the analysis
             self._failed(error)
-        return self._backward(outputs, *args, **kwargs)
+        try:
+            return self._backward(outputs, *args, **kwargs)
+        finally:
+            self._running = outer
+
+    def _padding_of(self, inputs: Any) -> float | None:
+        """Return the padded share of the inputs of a module; None without fitting inputs."""
+        try:
+            tensor, share = padded_share(inputs)
+            if tensor is None:
+                return None
+            for call in self._values.producers([tensor]) if share else ():
+                call.pads = True
+            return share
+        except Exception as error:
+            self._failed(error)
+            return 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not PLAIN_DISPATCH for kind in types):
@@ -215,8 +249,10 @@ class OperatorProfiler(TorchDispatchMode):
         """Return a call with its line, module and phase."""
         line, optimizer, checkpoint = self._sites.find()
         node = torch._C._current_autograd_node()
+        padding = self._modules.padding or 0.0
         if node is None:
-            return Call(line, self._modules.current, name, "optimizer" if optimizer else "forward")
+            phase = "optimizer" if optimizer else "forward"
+            return Call(line, self._modules.current, name, phase, padding=padding)
         made = self._made.get(node._sequence_nr())
         where = line if line != NO_LINE or made is None else made.line
         module = made.module if made is not None else self._modules.current
@@ -224,8 +260,11 @@ class OperatorProfiler(TorchDispatchMode):
         call.unneeded = node._sequence_nr() in self.steps[-1].graph.unneeded
         # A repeated forward has a backward of its own; checkpointing repeats it in the backward.
         call.repeated = made is not None and made.repeated
-        if checkpoint and line != NO_LINE:
-            call.phase, call.module = "recomputation", self._modules.current
+        call.padding = made.padding if made is not None else padding
+        if self._running is not None and not checkpoint:
+            self._running.calls.setdefault(node._sequence_nr(), []).append(call)
+        if checkpoint:  # of a module of torch, no line of the script is on the stack
+            call.phase, call.module = "recomputation", self._modules.current or module
         return call
 
     def _number(self, call: Call, before: "_Before", out: Any) -> bool:
@@ -237,7 +276,8 @@ class OperatorProfiler(TorchDispatchMode):
         base = before.tensors[0] if info.is_view and before.tensors else None
         repeats = self._values.store_outputs(before.key, out, call, base)
         plain = info.is_view or info.name in COPIES or not before.tensors
-        return call.repeated or (repeats and not plain and call.phase == "forward")
+        needless = call.phase == "forward" and not self._modules.evaluates
+        return call.repeated or (repeats and not plain and needless)
 
     def _measure(
         self, call: Call, func: Any, before: "_Before", out: Any, written: list[torch.Tensor]

@@ -48,9 +48,11 @@ class _Row:
         self.sums["unused_s"] += call.seconds * call.unused
         self.sums["unneeded_s"] += call.seconds * call.unneeded
         self.sums["float64_s"] += call.seconds * call.wide
+        self.sums["padded_s"] += call.seconds * call.padding
         self.most["output_bytes"] = max(self.most["output_bytes"], call.output_bytes)
         self.most["growth"] = max(self.most["growth"], call.growth)
         self.most["widens"] = max(self.most["widens"], float(call.widens))
+        self.most["pads"] = max(self.most["pads"], float(call.pads))
         self.most["random"] = max(self.most["random"], float(call.random))
         if call.seconds > self.longest_s:
             self.longest_s, self.shapes = call.seconds, call.shapes
