@@ -307,6 +307,22 @@ def test_padding_is_found_where_it_is_made(profile):
     assert 0.1 < padding.share < 0.34
 
 
+@pytest.mark.parametrize(("pads", "named"), [(True, ["padding"]), (False, [])])
+def test_border_of_images_is_padding_only_if_the_script_adds_it(pads, named, profile):
+    encoder = nn.Conv2d(1, 8, 5)
+    images = torch.rand(16, 1, 48, 32)
+    bordered = functional.pad(images, (0, 16))
+
+    class Images(nn.Module):
+        def __call__(self, x):
+            batch = functional.pad(images, (0, 16)) if pads else bordered
+            return encoder(batch.contiguous(memory_format=torch.channels_last))
+
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=1e-3)
+    found = findings(profile(Images(), optimizer=optimizer))
+    assert [one.id for one in found if one.id == "padding"] == named
+
+
 @pytest.mark.parametrize(
     ("tensor", "share"),
     [
@@ -316,7 +332,8 @@ def test_padding_is_found_where_it_is_made(profile):
         (functional.pad(torch.rand(3, 4, 6) + 1, (0, 2)), 0.25),  # (batch, channels, length)
         (functional.pad(torch.rand(3, 6) + 1, (0, 2)), 0.25),
         (torch.zeros(3, 4, 6), 0.0),
-        (functional.pad(torch.rand(2, 3, 8, 8) + 1, (0, 8)), 0.0),  # images
+        (functional.pad(torch.rand(2, 3, 8, 8) + 1, (0, 8)), 0.5),  # images
+        (functional.pad(torch.rand(2, 1, 8, 8) + 1, (0, 0, 0, 8)), 0.5),
     ],
 )
 def test_padded_share(tensor, share):

@@ -44,6 +44,7 @@ BATCH_NORMS = (
     *("cudnn_batch_norm", "miopen_batch_norm"),
 )
 TRAINING = 5  # position of this argument of BATCH_NORMS
+PAD, IMAGE_DIMENSIONS = "constant_pad_nd", 4
 CREATE_GRAPH = 2  # position of this argument of torch.autograd._engine_run_backward, after outputs
 WIDE_DTYPES = (torch.float64, torch.complex128)
 
@@ -168,7 +169,10 @@ class OperatorProfiler(TorchDispatchMode):
             tensor, share = padded_share(inputs)
             if tensor is None:
                 return None
-            for call in self._values.producers([tensor]) if share else ():
+            origins = _origins(self._values.producers([tensor])) if share else []
+            if tensor.dim() == IMAGE_DIMENSIONS and not any(one.name == PAD for one in origins):
+                return 0.0  # images may have a border of their own
+            for call in origins:
                 call.pads = True
             return share
         except Exception as error:
@@ -335,6 +339,15 @@ class _Before:
     tensors: list[torch.Tensor]
     key: Any
     producers: list[Any]
+
+
+def _origins(calls: list[Call]) -> list[Call]:
+    """Return the operators that made these values, before they were copied or viewed."""
+    found: list[Call] = []
+    for call in calls:
+        copies = call.needs if call.is_view or call.copy or call.name in ALIASES else []
+        found += _origins(copies) or [call]
+    return found
 
 
 def _next_sequence() -> int:
