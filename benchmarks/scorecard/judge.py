@@ -15,6 +15,7 @@ from kinds import KINDS, LINED, NOISE
 
 COUNTS = 0.08  # share of a step: weaker faults do not count, nor weaker causes in healthy runs
 NEAR = 1  # a named line may be off by this many lines, as statements may have several
+EXCHANGE = "exchange-"  # how ids of causes of slow gradient exchange begin
 BUSY_CORES = 0.2  # used by other programs: then causes of NOISE are not false
 PLACE = re.compile(r"([\w./-]+\.py)[:\", ]+(?:line )?(\d+)")
 Z = 1.96  # 95 % intervals
@@ -32,6 +33,8 @@ class Case:
         found: Causes: id, share, and the first place that it names (file, line), or None.
         foreign: Cores that other programs used meanwhile, without the fault's.
         ended: Whether there was a diagnosis.
+        exchange_gain: Share of a step that a faster exchange gains without the fault, if the
+            exchange was named; None if it was not.
         error: Why the case could not be measured; such a case does not count.
     """
 
@@ -47,6 +50,7 @@ class Case:
     seconds: float = 0.0
     foreign: float = 0.0
     ended: bool = False
+    exchange_gain: float | None = None
     error: str = ""
     output: str = ""
     peer: dict[str, Any] | None = None
@@ -77,9 +81,18 @@ class Case:
 
     @property
     def others(self) -> list[tuple[str, float, tuple[str, int] | None]]:
-        """The causes, without those of other programs that did run."""
+        """The causes, without those that are true of the script or the machine without the fault.
+
+        They are other programs that did run, and an exchange that a faster one shortens enough.
+        """
         noisy = self.foreign >= BUSY_CORES and self.kind != "noisy-machine"
-        return [cause for cause in self.found if not (noisy and cause[0] in NOISE)]
+        slow = (self.exchange_gain or 0.0) >= COUNTS
+        return [
+            cause
+            for cause in self.found
+            if (self.kind and self.is_right(cause))
+            or not ((noisy and cause[0] in NOISE) or (slow and cause[0].startswith(EXCHANGE)))
+        ]
 
     @property
     def first(self) -> bool:
@@ -98,6 +111,10 @@ class Case:
     def false_alarm(self) -> bool:
         """Whether a healthy run has a cause that claims enough to count."""
         return any(share >= COUNTS for _, share, _ in self.others)
+
+    @property
+    def names_exchange(self) -> bool:
+        return any(name.startswith(EXCHANGE) and share >= COUNTS for name, share, _ in self.found)
 
     @property
     def off(self) -> float | None:

@@ -12,6 +12,7 @@ in alternation. One half of the ways is kept out while rules are made (kept_out/
 """
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from truth import PACELINE, Bench, CaseError, measure
 HERE = Path(__file__).parent
 WANTED = (0.12, 0.2, 0.3)  # shares of a step that faults are calibrated to
 HEALTHY_EVERY = 5  # one case of so many is healthy
+FASTER_EXCHANGE = ("--exchange", "paceline")
 MAX_OVERTIME = 10  # a diagnosis that takes so many times --minutes is ended, and counts as none
 FIRST, NAMED, FALSE, MEDIAN, WORST = 0.95, 0.98, 1 / 40, 4.0, 12.0  # targets
 
@@ -65,8 +67,16 @@ def chosen(args: argparse.Namespace, injectors: list[Injector]) -> list[Case]:
     return cases
 
 
-def examine(case: Case, injector: Injector | None, args: argparse.Namespace) -> None:
-    """Measure the fault of a case, and let diagnose find it."""
+def examine(
+    case: Case,
+    injector: Injector | None,
+    args: argparse.Namespace,
+    exchange_gains: dict[str, float],
+) -> None:
+    """Measure the fault of a case, and let diagnose find it.
+
+    ``exchange_gains``: what a faster exchange gains in scripts without a fault, if known.
+    """
     with tempfile.TemporaryDirectory(prefix="unseen-") as folder:
         bench = Bench(Path(folder), case.script, injector)
         amount = None
@@ -89,6 +99,11 @@ def examine(case: Case, injector: Injector | None, args: argparse.Namespace) -> 
             answer = bench.run(words, amount, MAX_OVERTIME * 60 * args.minutes)
         case.seconds, case.foreign = time.monotonic() - start, round(foreign.cores, 2)
         read_answer(case, *answer)
+        if case.names_exchange:
+            with contextlib.suppress(CaseError):  # not every script can change its exchange
+                if case.script not in exchange_gains:
+                    exchange_gains[case.script] = bench.gain_of(FASTER_EXCHANGE, args.rounds)
+                case.exchange_gain = exchange_gains[case.script]
         if args.peer:
             case.peer = peer.examine(bench, amount, case.kind, args.peer_python)
 
@@ -124,10 +139,12 @@ def main() -> None:
         return
     console = Console()
     done = resumed(args.json, cases) if args.resume else 0
+    gains = {case.script: case.exchange_gain for case in cases[:done]}
+    exchange_gains = {name: gain for name, gain in gains.items() if gain is not None}
     for number, case in enumerate(cases, 1):
         if number <= done:
             continue
-        examine(case, by_name.get(case.injector), args)
+        examine(case, by_name.get(case.injector), args, exchange_gains)
         console.print(
             f"{number:3}/{len(cases)} {line_of(case)}",
             highlight=False,
@@ -167,6 +184,8 @@ def line_of(case: Case) -> str:
         sign = "ok" if case.first else "2nd" if case.named else "no"
         sign = sign if case.counts else f"({sign})"
         true = f"{100 * case.share:.0f} %"
+    if case.exchange_gain is not None:
+        true += f", a faster exchange gains {100 * case.exchange_gain:.0f} %"
     times = f"step {1e3 * case.base_s:.0f} ms, {case.seconds:.0f} s, {case.foreign:.1f} cores else"
     peers = f"; peer: {case.peer.get('said') or case.peer.get('error')}" if case.peer else ""
     return f"{sign:4} {case.name}: true {true}, found {found or 'nothing'} [{times}]{peers}"

@@ -399,6 +399,12 @@ def distances(x):
     return (x[:, None, :] - x[None, :, :]).square().sum(-1)
 
 
+def test_small_operators_of_a_recurrent_layer_are_not_a_loop_of_the_script(profile):
+    gru = nn.GRU(8, 8, batch_first=True)
+    found = profile(gru, lambda out: out[0].square().mean(), data=torch.randn(4, 300, 8))
+    assert "small-operators" not in found_in(found)
+
+
 def test_large_intermediate_is_found(profile):
     lines = found_in(profile(Model(distances)))["large-intermediate"]
     assert lines == ["return (x[:, None, :] - x[None, :, :]).square().sum(-1)"]

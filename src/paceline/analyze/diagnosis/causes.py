@@ -30,6 +30,7 @@ __all__ = [
     "MIN_SHARE",
     "NOT_CONFIRMED",
     "NOT_TESTABLE",
+    "OPERATORS",
     "Cause",
     "Evidence",
     "Witness",
@@ -40,6 +41,9 @@ __all__ = [
     "unconfirmed_causes",
     "witnesses",
 ]
+
+
+OPERATORS = "operators"  # witness of causes from the profile of operators
 
 
 def witnesses(e: Evidence) -> list[Witness]:
@@ -249,7 +253,7 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
             {**one.evidence, "lines": one.lines, "remedy": one.remedy},
             confirmed=NOT_TESTABLE,
             basis=RECORD,
-            witness="operators",
+            witness=OPERATORS,
         )
         for one in found
         if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)

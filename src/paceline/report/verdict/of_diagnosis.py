@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...analyze.diagnosis.causes import MIN_SHARE, Cause, uncertain_bars
+from ...analyze.diagnosis.causes import MIN_SHARE, OPERATORS, Cause, uncertain_bars
 from ...analyze.diagnosis.ladder import Waterfall
 from ...analyze.figures.report import Report
 from ...knobs.registry import KNOBS
@@ -113,6 +113,9 @@ def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
         return _without_cause(found, found.waterfall, reached)
     cause = found.causes[0]
     low, high = cause.interval
+    if cause.witness == OPERATORS:  # the share is an upper bound
+        said = f"Up to {percent(cause.share)} of a step's time is lost to {_lost_to(cause)}."
+        return Verdict(said, begin_sentence(cause.sentence), _next(found, cause))
     around = f" ({100 * low:.0f} to {100 * high:.0f})" if low < high and math.isfinite(low) else ""
     said = f"{percent(cause.share)}{around} of a step's time is lost to {_lost_to(cause)}."
     doubt = "the interval contains less than 2.5 %" if low < MIN_SHARE / 2 else ""

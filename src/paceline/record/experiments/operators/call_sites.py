@@ -91,7 +91,7 @@ class ModuleStack:
         self.evaluates = False
         self._padding_of = padding_of
         self._names: dict[int, str] = {}
-        self._stack: list[str] = []
+        self._stack: list[tuple[str, bool]] = []  # name, and whether it is a recurrent layer
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -108,7 +108,12 @@ class ModuleStack:
     @property
     def current(self) -> str:
         """Name of the innermost module, as in ``named_modules``; empty outside of all modules."""
-        return self._stack[-1] if self._stack else ""
+        return self._stack[-1][0] if self._stack else ""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a recurrent layer of PyTorch runs, which calls operators for each position."""
+        return bool(self._stack) and self._stack[-1][1]
 
     def _enter(self, module: Any, inputs: Any) -> None:
         if not self._stack:
@@ -117,7 +122,8 @@ class ModuleStack:
             for name, part in module.named_modules():
                 known = f"{type(module).__name__}.{name}" if name else type(module).__name__
                 self._names.setdefault(id(part), known)
-        self._stack.append(self._names.get(id(module), type(module).__name__))
+        name = self._names.get(id(module), type(module).__name__)
+        self._stack.append((name, isinstance(module, torch.nn.RNNBase)))
         if self.padding is None:
             self.padding = self._padding_of(inputs)
 

@@ -8,10 +8,9 @@ profiled steps are slower than others, and no figure of the diagnosis is taken f
 """
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +26,14 @@ from ...hooks.flop_counter import (
 )
 from .backward_graph import BackwardGraph
 from .backward_runs import BackwardRun, mark_second_backwards
-from .call_sites import NO_LINE, CallSites, Line, ModuleStack
-from .machine_limits import DispatchCost, operator_clock
+from .call_sites import NO_LINE, CallSites, ModuleStack
+from .calls import Call, Step, mark_used
+from .machine_limits import operator_clock
 from .padding import padded_share
 from .value_numbers import ValueNumbers
 
 MAX_CALLS_PER_STEP = 400_000  # operators; later ones of the step are not profiled
 MAX_GROWTH = 1e6  # stored for operators without inputs
-SMALL_FACTOR = 3.0  # a small operator takes at most this many times as long as one on one element
 COPIES = ("clone", "copy_", "_to_copy", "_reshape_copy", "repeat")
 ALIASES = ("detach", "alias", "lift_fresh")
 # Operators whose autograd node keeps their output, for which PyTorch detaches it.
@@ -47,52 +46,6 @@ TRAINING = 5  # position of this argument of BATCH_NORMS
 PAD, IMAGE_DIMENSIONS = "constant_pad_nd", 4
 CREATE_GRAPH = 2  # position of this argument of torch.autograd._engine_run_backward, after outputs
 WIDE_DTYPES = (torch.float64, torch.complex128)
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of an operator in a profiled step; bytes are of its inputs and outputs."""
-
-    line: Line
-    module: str
-    name: str
-    phase: str  # OperatorRow (analyze/records/operator_file.py) has the names
-    copy: str = ""  # "layout", "cast" or "transfer" for a copy
-    shapes: str = ""
-    seconds: float = 0.0  # by correct_times without the overhead of the profile
-    flops: float = 0.0
-    bytes: int = 0
-    output_bytes: int = 0
-    growth: float = 0.0  # bytes of outputs over bytes of inputs
-    is_view: bool = False
-    small: bool = False
-    random: bool = False
-    repeated: bool = False  # the same operator was called on the same values in this step
-    unused: bool = False  # its result has no effect on a loss or any other operator
-    unneeded: bool = False  # part of a gradient that no optimizer uses
-    wide: bool = False  # computes in float64
-    widens: bool = False  # has a float64 output and no float64 input
-    padding: float = 0.0  # share of the module's inputs that is padding
-    pads: bool = False  # its output is an input with padding
-    node: int = -1  # sequence number of its node in the autograd graph
-    is_root: bool = False  # has an effect other than its output
-    needs: "list[Call]" = field(default_factory=list)
-    is_used: bool = False
-
-
-@dataclass
-class Step:
-    """The calls of one profiled step."""
-
-    graph: BackwardGraph
-    calls: list[Call] = field(default_factory=list)
-    backwards: list[BackwardRun] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def reached(self) -> set[int]:
-        """Autograd nodes that the losses depend on."""
-        return self.graph.reached
 
 
 class OperatorProfiler(TorchDispatchMode):
@@ -136,7 +89,7 @@ class OperatorProfiler(TorchDispatchMode):
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         torch.autograd._engine_run_backward = self._backward  # type: ignore[attr-defined]
         self._modules.remove()
-        _mark_used(self.steps)
+        mark_used(self.steps)
         for step in self.steps:
             mark_second_backwards(step.backwards)
         return self.steps[:-1]
@@ -256,7 +209,9 @@ class OperatorProfiler(TorchDispatchMode):
         padding = self._modules.padding or 0.0
         if node is None:
             phase = "optimizer" if optimizer else "forward"
-            return Call(line, self._modules.current, name, phase, padding=padding)
+            call = Call(line, self._modules.current, name, phase, padding=padding)
+            call.is_recurrent = self._modules.is_recurrent
+            return call
         made = self._made.get(node._sequence_nr())
         where = line if line != NO_LINE or made is None else made.line
         module = made.module if made is not None else self._modules.current
@@ -265,6 +220,7 @@ class OperatorProfiler(TorchDispatchMode):
         # A repeated forward has a backward of its own; checkpointing repeats it in the backward.
         call.repeated = made is not None and made.repeated
         call.padding = made.padding if made is not None else padding
+        call.is_recurrent = made is not None and made.is_recurrent
         if self._running is not None and not checkpoint:
             self._running.calls.setdefault(node._sequence_nr(), []).append(call)
         if checkpoint:  # of a module of torch, no line of the script is on the stack
@@ -358,39 +314,3 @@ def _next_sequence() -> int:
 def _describe(tensor: torch.Tensor) -> str:
     sides = "x".join(map(str, tensor.shape))
     return f"{str(tensor.dtype).removeprefix('torch.')}[{sides}]"
-
-
-def correct_times(steps: list[Step], cost: DispatchCost, device: str) -> None:
-    """Replace the overhead of the profile in all calls by the usual cost of an operator.
-
-    On CPUs the overhead is that of the views in these steps: they have no kernel, and find the
-    caches as other operators do.
-    """
-    overhead = cost.profiled_s
-    views = [call.seconds for step in steps for call in step.calls if call.is_view]
-    if device == "cpu" and views:
-        overhead = max(overhead, statistics.median(views))
-    for step in steps:
-        for call in step.calls:
-            call.small = call.seconds <= SMALL_FACTOR * overhead
-            call.seconds = max(call.seconds - overhead, 0.0) + cost.dispatch_s
-
-
-def _mark_used(steps: list[Step]) -> None:
-    """Mark forward calls whose result no loss and no other effect depends on as unused.
-
-    A result may be used in a later step, so the last step is not judged.
-    """
-    stack = [
-        call for step in steps for call in step.calls if call.is_root or call.node in step.reached
-    ]
-    while stack:
-        call = stack.pop()
-        if not call.is_used:
-            call.is_used = True
-            stack += call.needs
-    for step in steps:
-        for call in step.calls:
-            is_candidate = call.phase == "forward" and call.node >= 0
-            call.unused = is_candidate and not call.is_used and bool(step.reached)
-            call.needs = []

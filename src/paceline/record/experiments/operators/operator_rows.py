@@ -21,8 +21,9 @@ from ....security.files import open_regular
 from ...ring.ring import OPERATORS_SUFFIX
 from ..rung import PROFILE_USED, PROFILE_WARM_UP, PROFILED_STEPS
 from .call_sites import Line, code_of
+from .calls import Call, Step, correct_times
 from .machine_limits import measure_dispatch, measure_limits
-from .operator_profile import Call, OperatorProfiler, Step, correct_times
+from .operator_profile import OperatorProfiler
 
 FORMAT_VERSION = 1
 MAX_ROWS = 4096  # of the file: those that take longest

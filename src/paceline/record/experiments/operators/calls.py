@@ -1,0 +1,94 @@
+"""Calls of operators in the profiled steps: what was noted of each, and what follows from all."""
+
+import statistics
+from dataclasses import dataclass, field
+
+from .backward_graph import BackwardGraph
+from .backward_runs import BackwardRun
+from .call_sites import Line
+from .machine_limits import DispatchCost
+
+SMALL_FACTOR = 3.0  # a small operator takes at most this many times as long as one on one element
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operator in a profiled step; bytes are of its inputs and outputs."""
+
+    line: Line
+    module: str
+    name: str
+    phase: str  # OperatorRow (analyze/records/operator_file.py) has the names
+    copy: str = ""  # "layout", "cast" or "transfer" for a copy
+    shapes: str = ""
+    seconds: float = 0.0  # by correct_times without the overhead of the profile
+    flops: float = 0.0
+    bytes: int = 0
+    output_bytes: int = 0
+    growth: float = 0.0  # bytes of outputs over bytes of inputs
+    is_view: bool = False
+    small: bool = False  # takes about as long as its dispatch
+    is_recurrent: bool = False  # called by a recurrent layer of PyTorch, not by the script's loop
+    random: bool = False
+    repeated: bool = False  # the same operator was called on the same values in this step
+    unused: bool = False  # its result has no effect on a loss or any other operator
+    unneeded: bool = False  # part of a gradient that no optimizer uses
+    wide: bool = False  # computes in float64
+    widens: bool = False  # has a float64 output and no float64 input
+    padding: float = 0.0  # share of the module's inputs that is padding
+    pads: bool = False  # its output is an input with padding
+    node: int = -1  # sequence number of its node in the autograd graph
+    is_root: bool = False  # has an effect other than its output
+    needs: "list[Call]" = field(default_factory=list)
+    is_used: bool = False
+
+
+@dataclass
+class Step:
+    """The calls of one profiled step."""
+
+    graph: BackwardGraph
+    calls: list[Call] = field(default_factory=list)
+    backwards: list[BackwardRun] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def reached(self) -> set[int]:
+        """Autograd nodes that the losses depend on."""
+        return self.graph.reached
+
+
+def correct_times(steps: list[Step], cost: DispatchCost, device: str) -> None:
+    """Replace the overhead of the profile in all calls by the usual cost of an operator.
+
+    On CPUs the overhead is that of the views in these steps: they have no kernel, and find the
+    caches as other operators do.
+    """
+    overhead = cost.profiled_s
+    views = [call.seconds for step in steps for call in step.calls if call.is_view]
+    if device == "cpu" and views:
+        overhead = max(overhead, statistics.median(views))
+    for step in steps:
+        for call in step.calls:
+            call.small = call.seconds <= SMALL_FACTOR * overhead and not call.is_recurrent
+            call.seconds = max(call.seconds - overhead, 0.0) + cost.dispatch_s
+
+
+def mark_used(steps: list[Step]) -> None:
+    """Mark forward calls whose result no loss and no other effect depends on as unused.
+
+    A result may be used in a later step, so the last step is not judged.
+    """
+    stack = [
+        call for step in steps for call in step.calls if call.is_root or call.node in step.reached
+    ]
+    while stack:
+        call = stack.pop()
+        if not call.is_used:
+            call.is_used = True
+            stack += call.needs
+    for step in steps:
+        for call in step.calls:
+            is_candidate = call.phase == "forward" and call.node >= 0
+            call.unused = is_candidate and not call.is_used and bool(step.reached)
+            call.needs = []
