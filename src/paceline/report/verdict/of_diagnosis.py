@@ -170,6 +170,8 @@ def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
         why = (
             f"the largest difference between experiments is {share} of a step ({_bar(largest.id)})"
         )
+        if largest.id == "sharing" and largest.of_step.mean >= MIN_SHARE:
+            why += ", which is usual: a core alone has a higher clock and more of the caches"
     if doubtful:
         said = f"No cause is certain: {reached} of the ideal is reached."
         why = (
