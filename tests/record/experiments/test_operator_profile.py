@@ -340,6 +340,16 @@ def test_padded_share(tensor, share):
     assert padded_share((tensor,))[1] == pytest.approx(share)
 
 
+def test_forward_after_an_equal_one_that_is_not_used_is_no_repetition(profile):
+    class Twice(Model):
+        def forward(self, x):
+            self.unused = super().forward(x)
+            return super().forward(x)
+
+    found = findings(profile(Twice(functional.relu)))
+    assert [one.id for one in found] == ["unused-output"]
+
+
 class Unused(Model):
     def forward(self, x):
         hidden = self.first(x)

@@ -19,7 +19,7 @@ MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
 MIN_EXPLAINED = 0.5  # of a loss, for its cause to be named
 MIN_BATCH_RATIO = 1.2  # batch size of one rank alone over its batch size with all ranks
-# Of a step. A core alone has a higher clock and more of the caches than all together: less is usual.
+# Of a step. Less is usual: a core alone has a higher clock, and more of the caches, than all have.
 MIN_SHARED = 0.2
 MIN_R_SQUARED = 0.5  # of batch size and CPU time: above it, one explains the other
 

@@ -31,6 +31,8 @@ class Call:
     is_recurrent: bool = False  # called by a recurrent layer of PyTorch, not by the script's loop
     random: bool = False
     repeated: bool = False  # the same operator was called on the same values in this step
+    same: "Call | None" = None  # the first call of the operator on these values in the step
+    made: "Call | None" = None  # of an operator of a backward: the call of its forward
     unused: bool = False  # its result has no effect on a loss or any other operator
     unneeded: bool = False  # part of a gradient that no optimizer uses
     wide: bool = False  # computes in float64
@@ -92,3 +94,19 @@ def mark_used(steps: list[Step]) -> None:
             is_candidate = call.phase == "forward" and call.node >= 0
             call.unused = is_candidate and not call.is_used and bool(step.reached)
             call.needs = []
+    for step in steps:
+        _correct_repetitions(step.calls)
+
+
+def _correct_repetitions(calls: list[Call]) -> None:
+    """Do not count a call as repeated if nothing uses the result of the first one.
+
+    The first one is needless then, and it has no backward.
+    """
+    for call in calls:
+        if call.made is not None:
+            call.repeated = call.repeated and call.made.repeated
+        elif call.same is not None and call.same.unused and not call.unused:
+            call.repeated = False
+    for call in calls:
+        call.same = call.made = None

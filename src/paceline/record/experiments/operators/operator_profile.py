@@ -218,7 +218,7 @@ class OperatorProfiler(TorchDispatchMode):
         call = Call(where, module, name, "backward")
         call.unneeded = node._sequence_nr() in self.steps[-1].graph.unneeded
         # A repeated forward has a backward of its own; checkpointing repeats it in the backward.
-        call.repeated = made is not None and made.repeated
+        call.made, call.repeated = made, made is not None and made.repeated
         call.padding = made.padding if made is not None else padding
         call.is_recurrent = made is not None and made.is_recurrent
         if self._running is not None and not checkpoint:
@@ -234,10 +234,10 @@ class OperatorProfiler(TorchDispatchMode):
             self._values.alias(out, before.tensors[0], call)
             return call.repeated
         base = before.tensors[0] if info.is_view and before.tensors else None
-        repeats = self._values.store_outputs(before.key, out, call, base)
+        call.same = self._values.store_outputs(before.key, out, call, base)
         plain = info.is_view or info.name in COPIES or not before.tensors
         needless = call.phase == "forward" and not self._modules.evaluates
-        return call.repeated or (repeats and not plain and needless)
+        return call.repeated or (call.same is not None and not plain and needless)
 
     def _measure(
         self, call: Call, func: Any, before: "_Before", out: Any, written: list[torch.Tensor]

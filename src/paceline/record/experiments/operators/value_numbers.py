@@ -34,7 +34,7 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._count = count()
         self._known: dict[int, _Known] = {}
-        self._results: dict[Any, list[int]] = {}
+        self._results: dict[Any, tuple[list[int], Any]] = {}  # of a key: numbers, and producer
 
     def begin_step(self) -> None:
         """Forget which operators were called; keep which operator produced which tensor."""
@@ -81,8 +81,8 @@ class ValueNumbers:
 
     def store_outputs(
         self, key: Any, out: Any, producer: Any, base: torch.Tensor | None = None
-    ) -> bool:
-        """Number the outputs of a call; return whether the same call was made before.
+    ) -> Any:
+        """Number the outputs of a call; return the producer of the same call before, or None.
 
         Args:
             key: Identity of the call. None for a random operator, or one that changes its inputs:
@@ -90,15 +90,14 @@ class ValueNumbers:
             base: The tensor whose memory the outputs share, for a view.
         """
         outputs = list(tensors_in((out,)))
-        before = self._results.get(key) if key is not None else None
-        repeats = before is not None and len(before) == len(outputs)
-        if before is None or not repeats:
-            before = [next(self._count) for _ in outputs]
+        numbers, earlier = self._results.get(key, ([], None)) if key is not None else ([], None)
+        if earlier is None or len(numbers) != len(outputs):
+            earlier, numbers = None, [next(self._count) for _ in outputs]
             if key is not None:
-                self._results[key] = before
-        for tensor, number in zip(outputs, before, strict=True):
+                self._results[key] = numbers, producer
+        for tensor, number in zip(outputs, numbers, strict=True):
             self._store(tensor, number, producer, base)
-        return repeats
+        return earlier
 
     def alias(self, out: Any, tensor: torch.Tensor, producer: Any) -> None:
         """Give the output of ``detach`` or ``alias`` the number of its input."""
