@@ -131,9 +131,11 @@ def read_answer(case: Case, code: int, out: str, err: str) -> None:
             (str(one["id"]), float(one["share"]), first_place(one)) for one in told["causes"]
         ]
         case.ended = True
+        case.output = "" if case.found else "; ".join(map(str, told.get("notes", ())))
     except (ValueError, KeyError):
         case.ended = False
-    case.output = "" if case.ended else err[-600:]
+    if not case.ended:
+        case.output = err[-600:]
 
 
 def first_place(cause: dict[str, Any]) -> tuple[str, int] | None:

@@ -11,6 +11,7 @@ from test_diagnosis_page import RUNGS, found, rung
 
 import paceline
 from paceline.analyze.diagnosis.ladder import Interval
+from paceline.analyze.diagnosis.overlap import Cause
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.predict.remedies import Remedy
@@ -172,6 +173,11 @@ def test_diagnosis_without_a_cause_is_healthy_or_uncertain(tmp_path):
     healthy = verdict_of_diagnosis(found(tmp_path / "a", even, causes=[]))
     assert healthy.verdict.startswith("No cause takes 5 % of a step's time or more: 100.0 % of")
     assert healthy.next == "no change is needed"
+    usual = Cause("exchange-bandwidth", 0.12, (0.1, 0.14), "all-reduce is slow", witness="exchange")
+    told = replace(found(tmp_path / "c", even, causes=[]), usual=[usual])
+    costs = verdict_of_diagnosis(told)
+    assert costs.verdict.startswith("No cause takes 5 % of a step's time or more, except for usual")
+    assert costs.why == "12.0 % of a step, of usual costs: all-reduce is slow."
     noisy = {name: rung(1200, 700, 1700) for name in RUNGS}
     noisy["alone"] = rung(500, 500, 500, ranks=1)
     uncertain = verdict_of_diagnosis(found(tmp_path / "b", noisy, causes=[]))

@@ -229,6 +229,8 @@ DEFINITIONS = {
     "the profile.",
     "of roofline": "Rate of the operator, relative to what arithmetic and memory bandwidth allow.",
     "confirmed": "An experiment switched the cause off, and steps were shorter.",
+    "usual cost": "A loss of any training on several ranks: exchange, waits for ranks that are "
+    "late in turn, shared clock and caches. It is a cause from 20 % of a step on.",
     "not-confirmed": "An experiment switched the cause off, and steps were not shorter by 5 %, or "
     "by an uncertain amount. It is not counted as a cause.",
     "not-testable": "No experiment can switch the cause off from outside of the script, or the "

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
+from ...analyze.diagnosis.usual_costs import USUAL_SHARE
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
 from ..survey import describe_survey
@@ -61,6 +62,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "how": "Method",
         "places": "Nodes",
     }
+    known = [*found.causes, *found.usual]
     context = {
         "title": f"Paceline: diagnosis of {found.command[0]}",
         "heading": f"Causes of lost time on {counted(size, 'rank')}",
@@ -74,8 +76,10 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "unit": unit,
         "names": NAMES,
         "defined": lambda name: f"held by {name}" in DEFINITIONS,
-        "unsure": [NAMES[name] for name in uncertain_bars(w, found.causes)] if w else [],
+        "unsure": [NAMES[name] for name in uncertain_bars(w, known)] if w else [],
         "causes": [(cause, list(facts(cause, at))) for at, cause in enumerate(found.causes)],
+        "usual": found.usual,
+        "usual_share": USUAL_SHARE,
         "unconfirmed": found.unconfirmed,
         "verdicts": VERDICTS,
         "bases": BASES,
@@ -168,13 +172,18 @@ def _lead(found: Diagnosis, unit: str) -> str:
         first = found.causes[0]
         share = percent(first.share)
         return f"{reached} The largest cause, {share} of a step's time: {first.sentence}."
-    if doubtful := uncertain_bars(w):
+    if doubtful := uncertain_bars(w, found.usual):
         return (
             f"{reached} No cause is certain: {joined(NAMES[name] for name in doubtful)} may cost "
             "time, but the rounds are too few or differ too much. HINT: use a larger --minutes, "
             "or a machine without other load"
         )
-    return f"{reached} No cause takes {100 * MIN_SHARE:.0f} % of a step's time."
+    least = f"{100 * MIN_SHARE:.0f} %"
+    if found.usual:
+        first = found.usual[0]
+        said = f"The largest usual cost, {percent(first.share)} of a step's time: {first.sentence}"
+        return f"{reached} No other cause takes {least} of a step's time. {said}."
+    return f"{reached} No cause takes {least} of a step's time."
 
 
 @dataclass(frozen=True)

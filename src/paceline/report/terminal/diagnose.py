@@ -19,6 +19,7 @@ from ...analyze.diagnosis.causes import (
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
+from ...analyze.diagnosis.usual_costs import USUAL_SHARE
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..core_waits import core_wait_sentence
@@ -75,6 +76,8 @@ class Diagnosis(Protocol):
     def witnesses(self) -> list[Witness]: ...
     @property
     def causes(self) -> list[Cause]: ...
+    @property
+    def usual(self) -> list[Cause]: ...
     @property
     def unconfirmed(self) -> list[Cause]: ...
     @property
@@ -259,14 +262,16 @@ def _spread(interval: Interval) -> str:
 
 def _causes(found: Diagnosis) -> list[RenderableType]:
     assert found.waterfall is not None
-    doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall, found.causes))
+    known = [*found.causes, *found.usual]
+    doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall, known))
     if not found.causes:
         share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
-        said = f"Training runs at {share} of the ideal. No cause takes {100 * MIN_SHARE:.0f} % of "
-        said += "a step's time."
+        other = "other " * bool(found.usual)
+        said = f"Training runs at {share} of the ideal. No {other}cause takes "
+        said += f"{100 * MIN_SHARE:.0f} % of a step's time."
         if doubtful:
             said = f"Training runs at {share} of the ideal. {_DOUBT.format(doubtful)}"
-        return [Text(said, style="bold"), *_unconfirmed(found)]
+        return [Text(said, style="bold"), *_usual(found), *_unconfirmed(found)]
     lines: list[RenderableType] = [Text("Largest causes, of a step's time:", style="bold")]
     for number, cause in enumerate(found.causes, 1):
         text = Text(f"{number}. ").append(percent(cause.share), style="bold")
@@ -275,7 +280,16 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
             text.append(f" {_basis(cause)}", style="yellow")
         lines.append(text)
     lines += [Text(_DOUBT.format(doubtful))] if doubtful else []
-    return [*lines, *_unconfirmed(found)]
+    return [*lines, *_usual(found), *_unconfirmed(found)]
+
+
+def _usual(found: Diagnosis) -> list[RenderableType]:
+    """Render the losses that any training on several ranks has."""
+    if not found.usual:
+        return []
+    limit = f"{100 * USUAL_SHARE:.0f} %"
+    lines: list[RenderableType] = [Text(f"Usual costs, below {limit} of a step:", style="bold")]
+    return lines + [Text(f"- {percent(one.share)}  {one.sentence}.") for one in found.usual]
 
 
 def _unconfirmed(found: Diagnosis) -> list[RenderableType]:
@@ -330,6 +344,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "waterfall": _finite(asdict(found.waterfall)) if found.waterfall else None,
         "witnesses": [_finite(asdict(one)) | {"differ": one.differ} for one in found.witnesses],
         "causes": [_finite(asdict(cause)) for cause in found.causes],
+        "usual": [_finite(asdict(cause)) for cause in found.usual],
         "unconfirmed": [_finite(asdict(cause)) for cause in found.unconfirmed],
         "lines": lines_as_json(found.lines),
         "notes": found.notes,

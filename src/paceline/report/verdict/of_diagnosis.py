@@ -97,6 +97,8 @@ class Diagnosed(Protocol):
     @property
     def causes(self) -> list[Cause]: ...
     @property
+    def usual(self) -> list[Cause]: ...
+    @property
     def notes(self) -> list[str]: ...
     @property
     def remedies(self) -> Sequence[Remedy]: ...
@@ -160,7 +162,7 @@ def _command(found: Diagnosed, wanted: Sequence[str]) -> str:
 
 
 def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
-    doubtful = uncertain_bars(w)
+    doubtful = uncertain_bars(w, found.usual)
     limit = f"{100 * MIN_SHARE:.0f} %"
     said = f"No cause takes {limit} of a step's time or more: {reached} of the ideal is reached."
     largest = max(w.bars, key=lambda bar: bar.of_step.mean, default=None)
@@ -170,8 +172,11 @@ def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
         why = (
             f"the largest difference between experiments is {share} of a step ({_bar(largest.id)})"
         )
-        if largest.id == "sharing" and largest.of_step.mean >= MIN_SHARE:
-            why += ", which is usual: a core alone has a higher clock and more of the caches"
+    if found.usual:
+        usual = found.usual[0]
+        said = f"No cause takes {limit} of a step's time or more, except for usual costs: "
+        said += f"{reached} of the ideal is reached."
+        why = f"{percent(usual.share)} of a step, of usual costs: {usual.sentence}"
     if doubtful:
         said = f"No cause is certain: {reached} of the ideal is reached."
         why = (

@@ -29,6 +29,7 @@ from ...analyze.diagnosis.operator_profile import (
     profile_notes,
 )
 from ...analyze.diagnosis.rules.operators import findings
+from ...analyze.diagnosis.usual_costs import split_usual
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
@@ -83,6 +84,7 @@ class Diagnosis:
         tried: Remedies that ``--try`` measured, or None.
         after: Diagnosis with all remedies that were kept; None if none was kept.
         lines: Time by line of the script; None if nothing was sampled.
+        usual: Losses that any training on several ranks has, too small to be causes.
         unconfirmed: Expected causes that no experiment confirms.
         off: Error of earlier predictions, by kind of prediction.
         options: Options of ``paceline diagnose`` that choose the ranks and how they run.
@@ -102,6 +104,7 @@ class Diagnosis:
     tried: TrialResults | None = None
     after: "Diagnosis | None" = None
     lines: LineProfile | None = None
+    usual: list[Cause] = field(default_factory=list)
     unconfirmed: list[Cause] = field(default_factory=list)
     off: dict[str, history.PredictionError] = field(default_factory=dict)
     options: list[str] = field(default_factory=list)
@@ -160,6 +163,7 @@ def run_diagnosis(
     found = causes(evidence)
     if operators is not None:
         found = ranked([*found, *operator_causes(findings(operators), found)])
+    caused, usual = split_usual(found)
     would = remedies(evidence, found, _source(asked.script), asked.settings)
     return Diagnosis(
         command,
@@ -167,11 +171,12 @@ def run_diagnosis(
         report,
         evidence.waterfall,
         both,
-        found,
+        caused,
         notes,
         roofline,
         remedies=would,
         lines=lines,
+        usual=usual,
         unconfirmed=unconfirmed_causes(evidence),
         off=history.prediction_errors(),
         options=asked.typed_options,

@@ -68,6 +68,7 @@ class _Climb:
         self.workers = 0  # most workers of a rank's loader
         self.start_s = 0.1  # what a run takes besides its steps: mostly the start of its processes
         self.in_steps_s = 0.0  # duration of all steps of the last round
+        self.has_repeated = False  # a round, because a run failed
         self.step_s = 0.0  # of the first run
         self.script_steps: int | None = None  # if the first run reached the script's end
         # The runs of a round: whether one rank runs alone, and the phases. The run of all ranks is
@@ -161,7 +162,8 @@ class _Climb:
                 found.notes.append(f"the experiments ended early: {failed}")
                 return
             took_s = time.monotonic() - turn
-            self.start_s = max((took_s - self.in_steps_s) / self._runs_per_round, 0.1)
+            if _rounds(found) > done:
+                self.start_s = max((took_s - self.in_steps_s) / self._runs_per_round, 0.1)
             missing = max(REPETITIONS[0] - _rounds(found), 0)
             if len(found.refused) > before and not found.rungs["everything"]:
                 continue  # the round was discarded
@@ -259,6 +261,8 @@ class _Climb:
                 run = self.runner.run(alone, rung, limit_s=limit_s)
                 self.in_steps_s += steps_s(run)
             except FailedError as failed:
+                if self._will_repeat(found, count, failed):
+                    return
                 self._refuse(found, count, rung, alone, failed.steps, failed)
                 if alone:
                     continue
@@ -328,6 +332,18 @@ class _Climb:
             return
         taken = measure_rung(run, rung.first_measured_step(phase), rung.steps, phase)
         found.rungs[rung_name(alone, phase)].append(taken)
+
+    def _will_repeat(self, found: Ladder, count: int, failed: FailedError) -> bool:
+        """Return whether the round is run again, and discard what it measured so far.
+
+        One run of a diagnosis may fail by chance.
+        """
+        if self.has_repeated:
+            return False
+        self.has_repeated = True
+        found.keep_rounds(count)
+        found.notes.append(f"a run failed, and was repeated: {failed}")
+        return True
 
     def _refuse(
         self, found: Ladder, count: int, rung: Rung, alone: bool, steps: int, failed: FailedError

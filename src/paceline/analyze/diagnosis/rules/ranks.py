@@ -19,8 +19,6 @@ MIN_FOREIGN_CORES = 0.2  # busy with other programs; less is due to the launcher
 MIN_HOST_SLOWDOWN = 1.15  # for the same matrix product
 MIN_EXPLAINED = 0.5  # of a loss, for its cause to be named
 MIN_BATCH_RATIO = 1.2  # batch size of one rank alone over its batch size with all ranks
-# Of a step. Less is usual: a core alone has a higher clock, and more of the caches, than all have.
-MIN_SHARED = 0.2
 MIN_R_SQUARED = 0.5  # of batch size and CPU time: above it, one explains the other
 
 
@@ -48,8 +46,6 @@ def sharing(e: Evidence) -> NamedCause | None:
             "fewer samples"
         )
         return "fixed-cost", sentence, evidence | {"batch": each, "batch_alone": alone}
-    if bar is not None and bar.mean < MIN_SHARED:
-        return None
     sentence = (
         "the ranks of a node slow each other down: they share its memory bandwidth, caches and "
         "cores"
