@@ -139,3 +139,34 @@ def test_script_of_few_steps_gets_a_run_for_each_phase(tmp_path):
     assert found["waterfall"] is not None
     assert found["notes"][0].startswith("the script ends after 12 steps: each experiment measures")
     assert found["rungs"]["silent"][0]["silent"] == 1
+
+
+FAILS = """
+    import os, sys
+    if os.path.exists(os.environ["FAILS"]):
+        sys.exit("no free port")
+    """
+
+
+@pytest.mark.long
+def test_round_with_a_run_that_fails_once_is_repeated(tmp_path):
+    marker, known = tmp_path / "fails", environment(tmp_path)
+    path = ranks.write(tmp_path, FAILS.rstrip() + TRAIN)
+    words = ["diagnose", "-n", "2", "--threads", "1", "--minutes", "0.75", "--json", str(path)]
+    process = subprocess.Popen(
+        [ranks.PACELINE, *words, "0.01", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=known | {"FAILS": str(marker)},
+    )
+    for line in process.stderr:
+        if "run 3" in line:  # the first round
+            marker.touch()
+        if "run 4" in line:
+            marker.unlink()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    found = json.loads(out)
+    assert any(one.startswith("a run failed, and was repeated: ") for one in found["notes"])
+    assert found["waterfall"] is not None
