@@ -4,8 +4,7 @@ import pytest
 from rungs import rung
 from test_causes import SLOWER, collective, judged
 
-from paceline.analyze.diagnosis.overlap import Cause
-from paceline.analyze.diagnosis.usual_costs import split_usual
+from paceline.analyze.diagnosis.causes import Cause, split_usual
 from paceline.analyze.figures.losses import Loss
 
 

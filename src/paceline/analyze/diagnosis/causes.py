@@ -4,7 +4,7 @@
 experiments confirm it, and ``overlap`` gives each second of a step to one cause only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,14 @@ __all__ = [
     "NOT_CONFIRMED",
     "NOT_TESTABLE",
     "OPERATORS",
+    "USUAL_SHARE",
     "Cause",
     "Evidence",
     "Witness",
     "causes",
     "operator_causes",
     "ranked",
+    "split_usual",
     "uncertain_bars",
     "unconfirmed_causes",
     "witnesses",
@@ -44,6 +46,12 @@ __all__ = [
 
 
 OPERATORS = "operators"  # witness of causes from the profile of operators
+# Losses that any data-parallel training has. A core alone has a higher clock, and more of the
+# caches, than when all cores compute; gradients are exchanged in each step, and ranks wait for
+# whichever is late. POP calls efficiencies of 80 % acceptable (https://pop-coe.eu/node/69).
+USUAL_SHARE = 0.2  # of a step; below it, they are no causes
+MAX_USUAL_CALLS = 3  # per step: with more small collectives, their number is the cause
+_USUAL = ("shared-machine", "exchange-bandwidth", "exchange-latency", "jitter")
 
 
 def witnesses(e: Evidence) -> list[Witness]:
@@ -259,6 +267,22 @@ def operator_causes(found: list[Finding], known: list[Cause]) -> list[Cause]:
         if one.id not in ids and not (one.lines and _place_of(one.lines[0]) in places)
         if left >= MIN_SHARE
     ]
+
+
+def split_usual(found: Iterable[Cause]) -> tuple[list[Cause], list[Cause]]:
+    """Return the causes without usual costs, and the usual costs."""
+    causes: list[Cause] = []
+    usual: list[Cause] = []
+    for cause in found:
+        (usual if _is_usual(cause) else causes).append(cause)
+    return causes, usual
+
+
+def _is_usual(cause: Cause) -> bool:
+    if cause.id not in _USUAL or cause.share >= USUAL_SHARE:
+        return False
+    many = float(cause.evidence.get("calls_a_step", 0.0)) > MAX_USUAL_CALLS
+    return not (many and cause.id == "exchange-latency")
 
 
 def _place_of(line: dict[str, Any]) -> tuple[str, Any]:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...analyze.diagnosis.causes import MIN_SHARE, Cause, Witness, uncertain_bars
+from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, uncertain_bars
 from ...analyze.diagnosis.ladder import Interval, Waterfall
-from ...analyze.diagnosis.usual_costs import USUAL_SHARE
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
 from ..survey import describe_survey

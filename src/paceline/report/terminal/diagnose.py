@@ -12,6 +12,7 @@ from rich.text import Text
 from ...analyze.diagnosis.causes import (
     CONFIRMED,
     MIN_SHARE,
+    USUAL_SHARE,
     Cause,
     Witness,
     uncertain_bars,
@@ -19,7 +20,6 @@ from ...analyze.diagnosis.causes import (
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
-from ...analyze.diagnosis.usual_costs import USUAL_SHARE
 from ...analyze.figures.report import Report
 from ...analyze.figures.step_work import Roofline
 from ..core_waits import core_wait_sentence

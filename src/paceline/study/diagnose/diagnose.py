@@ -15,6 +15,7 @@ from ...analyze.diagnosis.causes import (
     causes,
     operator_causes,
     ranked,
+    split_usual,
     unconfirmed_causes,
     witnesses,
 )
@@ -29,7 +30,6 @@ from ...analyze.diagnosis.operator_profile import (
     profile_notes,
 )
 from ...analyze.diagnosis.rules.operators import findings
-from ...analyze.diagnosis.usual_costs import split_usual
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow
 from ...analyze.figures.report import Report, RunAnalysis, analyse_with_window
