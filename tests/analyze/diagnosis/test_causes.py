@@ -236,6 +236,15 @@ def test_causes_of_slow_shared_machine_are_distinguished():
     assert cause.id == "noisy-machine"
 
 
+def test_binding_is_shown_by_waits_for_cores_if_the_rounds_differ():
+    """Ranks on one core run in turn, and the experiments differ a lot."""
+    waiting = {"everything": rung(0.1, delayed=0.45)}
+    (cause,) = judged(facts=[{"mask": "1"}] * 2, **waiting)
+    assert (cause.id, cause.confirmed, cause.basis) == ("binding", "not-testable", "record")
+    assert cause.share == pytest.approx(0.45)
+    assert judged(**waiting) == []
+
+
 def test_share_of_other_programs_is_at_most_the_wait_for_cores():
     """Ranks lose half of a step together, and wait for other programs a fifth of that."""
     slowed = ("silent", "cached", "everything")

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 
+BINDING = "binding"  # witness of waits for the few cores that ranks may use
 OPERATORS = "operators"  # witness of causes from the profile of operators
 # Losses that any data-parallel training has. A core alone has a higher clock, and more of the
 # caches, than when all cores compute; gradients are exchanged in each step, and ranks wait for
@@ -90,6 +91,7 @@ def witnesses(e: Evidence) -> list[Witness]:
         Witness("checkpoint", bar("checkpoint"), share("checkpoint", doing=("checkpoint",))),
         Witness("script", None, share("other")),
         Witness("standing", None, script.off_core_share(e)),
+        Witness(BINDING, None, ranks.waits_of_binding(e)),
         Witness("noise", None, ranks.foreign_delay_share(e)),
         Witness("threads", measured(e, "threads"), None),
         Witness("layout", measured(e, "layout"), None),
@@ -126,6 +128,7 @@ RULES: dict[str, Rule] = {
     "checkpoint": ranks.rule_for_phase("checkpoint"),
     "script": script.script,
     "standing": script.off_core,
+    BINDING: ranks.restricted_binding,
     "noise": ranks.noisy,
     "threads": ranks.threads,
     "layout": compute.layout,
@@ -292,6 +295,8 @@ def _place_of(line: dict[str, Any]) -> tuple[str, Any]:
 
 def _merge(one: Cause, other: Cause) -> Cause:
     """Merge two findings of the same cause: bars are disjoint and add up, other shares overlap."""
+    if other.witness == BINDING:
+        return one  # an experiment or a bar shows more than waits for cores
     if other.witness not in BARS:
         return max(one, other, key=lambda cause: cause.share)
     low, high = (a + b for a, b in zip(one.interval, other.interval, strict=True))

@@ -174,6 +174,8 @@ DEFINITIONS = {
     "slowest rank: without checkpoints, minus with checkpoints. The ideal has no checkpoints.",
     "held by standing": "Time within steps without communication in which the training thread ran "
     "on no core, did not wait for its loader, and no other thread blocked it.",
+    "held by binding": "Time in which training threads wait for a core, if all ranks of a node are "
+    "bound to fewer cores than they need. Only the record shows it.",
     "held by noise": "Minimum time that each rank waits for a core while programs outside of the "
     "job use some of the cores.",
     "held by threads": "Time of a step of all ranks without communication, minus that of a step "

@@ -47,6 +47,7 @@ NAMES = {
     "checkpoint": "checkpoints",
     "script": "other work of the script",
     "standing": "time off the CPU",
+    "binding": "waits for bound cores",
     "noise": "other programs",
     "threads": "threads",
     "layout": "memory layout",

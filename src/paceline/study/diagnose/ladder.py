@@ -261,7 +261,7 @@ class _Climb:
                 run = self.runner.run(alone, rung, limit_s=limit_s)
                 self.in_steps_s += steps_s(run)
             except FailedError as failed:
-                if self._will_repeat(found, count, failed):
+                if not alone and self._will_repeat(found, count, failed):
                     return
                 self._refuse(found, count, rung, alone, failed.steps, failed)
                 if alone:

@@ -85,6 +85,11 @@ def restricted_binding(e: Evidence) -> NamedCause | None:
     return "binding", sentence, {"cores": e.cores, "host_cores": has, "threads": e.threads}
 
 
+def waits_of_binding(e: Evidence) -> float:
+    """Return the share of time in which ranks wait for the few cores that they may use."""
+    return e.cpu_wait_share if restricted_binding(e) is not None else 0.0
+
+
 def noisy(e: Evidence, lost: float = 0.0, ranks: int = 1) -> NamedCause | None:
     """Return the cause if other programs use the job's cores, and its ranks wait for these.
 
