@@ -243,6 +243,10 @@ def test_binding_is_shown_by_waits_for_cores_if_the_rounds_differ():
     assert (cause.id, cause.confirmed, cause.basis) == ("binding", "not-testable", "record")
     assert cause.share == pytest.approx(0.45)
     assert judged(**waiting) == []
+    waits = [Loss("wait", 0.6)]  # for the rank that has no core
+    slower = SLOWER | {"everything": rung(0.2, delayed=0.45)}
+    (cause,) = judged(facts=[{"mask": "1"}] * 2, losses=waits, calls=collective(), **slower)
+    assert cause.id == "binding"
 
 
 def test_share_of_other_programs_is_at_most_the_wait_for_cores():

@@ -9,7 +9,7 @@ from ..evidence import LATENCY_BOUND_BYTES, Evidence, NamedCause
 from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
 from . import exchange_parts, sharded
-from .ranks import alternating, noisy
+from .ranks import alternating, late_without_cores, noisy
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
 MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one synchronizes
@@ -33,6 +33,8 @@ def exchange(e: Evidence) -> NamedCause | None:
     calls = _costliest_collective(e, group)
     if calls is None:
         return None
+    if (said := late_without_cores(e)) is not None:
+        return said
     if e.loss_share("transfer") < e.occasional_waits and calls.name != "barrier":
         return alternating(e)
     if calls.name == "barrier":

@@ -90,6 +90,13 @@ def waits_of_binding(e: Evidence) -> float:
     return e.cpu_wait_share if restricted_binding(e) is not None else 0.0
 
 
+def late_without_cores(e: Evidence) -> NamedCause | None:
+    """Return the cause if communication waits for ranks that are bound to too few cores."""
+    waits = min(e.cpu_wait_share * e.report.size, 1.0)  # all others wait for a late rank
+    lost = e.loss_share("transfer") + e.occasional_waits
+    return restricted_binding(e) if waits >= max(MIN_SHARE, MIN_EXPLAINED * lost) else None
+
+
 def noisy(e: Evidence, lost: float = 0.0, ranks: int = 1) -> NamedCause | None:
     """Return the cause if other programs use the job's cores, and its ranks wait for these.
 
