@@ -58,7 +58,7 @@ class Witness:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a bar has too few rounds to be told from zero, and the record agrees with it."""
+        """Whether a bar may be close to zero, although experiment and record both show a loss."""
         if self.name not in (*BARS, *EXCHANGE_PARTS) or self.ladder is None or self.record is None:
             return False
         return (

@@ -66,7 +66,7 @@ class _Climb:
     def __init__(self, asked: RunRequest, runner: Runner) -> None:
         self.asked, self.runner, self.began = asked, runner, time.monotonic()
         self.workers = 0  # most workers of a rank's loader
-        self.start_s = 0.1  # what a run takes besides its steps: mostly the start of its processes
+        self.start_s = 0.1  # time of a run outside of its steps: mostly the start of its processes
         self.in_steps_s = 0.0  # duration of all steps of the last round
         self.has_repeated = False  # a round, because a run failed
         self.step_s = 0.0  # of the first run

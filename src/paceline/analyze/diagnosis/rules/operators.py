@@ -150,13 +150,18 @@ def _recomputation(profile: OperatorProfile) -> Finding | None:
     )
 
 
-def _checkpointing(profile: OperatorProfile) -> Finding | None:
-    chosen = [one for one in profile.operators if one.row.phase == "recomputation"]
+def _checkpointing(profile: OperatorProfile) -> Finding:
     sentence = "activation checkpointing computes parts of the forward again in the backward"
     remedy = "checkpoint fewer modules, as far as the memory allows"
-    return _finding(
-        "activation-checkpointing", profile, chosen, lambda one: one.row.seconds, sentence, remedy
-    )
+    return _of_phase(profile, "recomputation", "activation-checkpointing", sentence, remedy)
+
+
+def _of_phase(
+    profile: OperatorProfile, phase: str, name: str, sentence: str, remedy: str
+) -> Finding:
+    """Return the finding that all operators of a phase are avoidable."""
+    chosen = [one for one in profile.operators if one.row.phase == phase]
+    return _finding(name, profile, chosen, lambda one: one.row.seconds, sentence, remedy)
 
 
 def _unused_output(profile: OperatorProfile) -> Finding | None:
@@ -177,13 +182,10 @@ def _unneeded_gradient(profile: OperatorProfile) -> Finding | None:
     )
 
 
-def _second_backward(profile: OperatorProfile) -> Finding | None:
-    chosen = [one for one in profile.operators if one.row.phase == "second backward"]
+def _second_backward(profile: OperatorProfile) -> Finding:
     sentence = "gradients of the same operators are computed in more than one backward"
     remedy = "read .grad after the one backward, or add the losses and call backward once"
-    return _finding(
-        "second-backward", profile, chosen, lambda one: one.row.seconds, sentence, remedy
-    )
+    return _of_phase(profile, "second backward", "second-backward", sentence, remedy)
 
 
 def _padding(profile: OperatorProfile) -> Finding | None:
@@ -260,9 +262,9 @@ def _bandwidth_share(one: ProfiledOperator, profile: OperatorProfile) -> float:
 
 
 def _read_again(one: ProfiledOperator, modules: dict[str, float]) -> float:
-    """Return the bytes of the large tensor that an operator of its module may read; 0 if none.
+    """Return the bytes of the large tensor of an operator's module; 0 if it cannot read one.
 
-    A product, or an operator of another module, may have inputs of that size by itself.
+    Products and operators of other modules may have inputs of that size for other reasons.
     """
     return 0.0 if one.row.flops or one.row.phase == "optimizer" else modules.get(one.row.module, 0)
 
@@ -281,7 +283,10 @@ def _large_intermediate(profile: OperatorProfile) -> Finding | None:
             (expands and size >= MIN_LARGE_BYTES) or size >= MAX_MEMORY_SHARE * memory
         ):
             sizes[one.place] = max(sizes.get(one.place, 0), size)
-    modules = {one.row.module: sizes[one.place] for one in profile.operators if one.place in sizes}
+    modules: dict[str, float] = {}  # the largest of each module
+    for one in profile.operators:
+        if one.place in sizes:
+            modules[one.row.module] = max(modules.get(one.row.module, 0), sizes[one.place])
     chosen = [
         one
         for one in profile.operators

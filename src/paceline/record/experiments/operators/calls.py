@@ -32,14 +32,14 @@ class Call:
     random: bool = False
     repeated: bool = False  # the same operator was called on the same values in this step
     same: "Call | None" = None  # the first call of the operator on these values in the step
-    made: "Call | None" = None  # of an operator of a backward: the call of its forward
+    made: "Call | None" = None  # the forward call whose gradient this call computes
     unused: bool = False  # its result has no effect on a loss or any other operator
     unneeded: bool = False  # part of a gradient that no optimizer uses
     wide: bool = False  # computes in float64
     widens: bool = False  # has a float64 output and no float64 input
     padding: float = 0.0  # share of the module's inputs that is padding
     pads: bool = False  # its output is an input with padding
-    node: int = -1  # sequence number of its node in the autograd graph
+    node: int = -1  # sequence number of the autograd node that it made
     is_root: bool = False  # has an effect other than its output
     needs: "list[Call]" = field(default_factory=list)
     is_used: bool = False

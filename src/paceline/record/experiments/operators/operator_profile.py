@@ -56,11 +56,8 @@ class OperatorProfiler(TorchDispatchMode):
         self.steps: list[Step] = []
         self.failure = ""  # the first error of the profile itself
         self._optimized = optimized
-        self._sites, self._modules, self._values = (
-            CallSites(),
-            ModuleStack(self._padding_of),
-            ValueNumbers(),
-        )
+        self._sites, self._values = CallSites(), ValueNumbers()
+        self._modules = ModuleStack(self._padding_of)
         self._infos: dict[Any, _Info] = {}
         self._last_sequence, self._began = 0, 0.0
         self._made: dict[int, Call] = {}  # forward call by the number of its autograd node
