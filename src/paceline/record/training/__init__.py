@@ -1,0 +1,1 @@
+"""Facts about a training for ``paceline verify``: samples, gradients, random numbers, states."""
