@@ -457,7 +457,8 @@ def read_facts(folder: Path, rank: int) -> RankFacts:
         raise ValueError(f"{path} is not a file of this version of paceline verify")
     with np.load(folder / f"facts-{rank}.npz", allow_pickle=False) as arrays:
         sketches = arrays["sketches"]
-    return _build(RankFacts, loaded | {"sketches": sketches})
+    facts: RankFacts = _build(RankFacts, loaded | {"sketches": sketches})
+    return facts
 
 
 _NESTED: dict[tuple[type, str], type] = {
