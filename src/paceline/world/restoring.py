@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint.sharded_tensor import SavedTensor, is_sharded, placed_like
 from ..optim.gradients import parameters_of
+from ..parallel.offload import placed_on_host
 
 MAX_SHOWN_DIFFERENCES = 3
 
@@ -66,15 +67,20 @@ def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
         return _placed(state, None)
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        key: {
-            name: _placed_like_parameter(value, parameters.get(key)) for name, value in of.items()
-        }
-        if isinstance(of, dict)
-        else _placed(of, None)
-        for key, of in state["state"].items()
+        key: _placed_state(optimizer, of, parameters.get(key)) for key, of in state["state"].items()
     }
     others = {key: _placed(value, None) for key, value in state.items() if key != "state"}
     return {**others, "state": placed}
+
+
+def _placed_state(optimizer: Optimizer, state: Any, parameter: Any) -> Any:
+    """Return the states of one parameter."""
+    if not isinstance(state, dict):
+        return _placed(state, None)
+    return {  # one by one: the device need not have memory for all of an offloaded optimizer
+        name: placed_on_host(optimizer, _placed_like_parameter(value, parameter))
+        for name, value in state.items()
+    }
 
 
 def _placed_like_parameter(value: Any, parameter: Any) -> Any:

@@ -90,7 +90,7 @@ def test_model_that_cannot_be_sharded(world, make, said):
             "offload must be.*HINT: offload='parameters'",
         ),
         ({"layout": "zero3", "offload": "parameters"}, "computes on the CPU. HINT: leave offload"),
-        ({"layout": "data", "blocks": ["0"]}, "blocks needs a layout that shards.*HINT"),
+        ({"layout": "data", "blocks": ["0"]}, r"blocks=\['0'\] needs a layout that shards.*HINT"),
     ],
 )
 def test_options(world, options, said):
