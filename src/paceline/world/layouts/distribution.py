@@ -166,7 +166,7 @@ class ModelDistribution:
         names = [one.layout for one in self._layouts]
         training = self._training
         self._recorder.update_header(
-            tensors=tensor_bytes(training.models, training.optimizers, names, peak)
+            tensors=tensor_bytes(training.models, training.optimizers, names, peak, self.device)
         )
 
     def _add(self, setup: ModelSetup, distributed: nn.Module) -> Any:
