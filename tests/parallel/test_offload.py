@@ -287,7 +287,8 @@ RESUMED = """
     offload.CHUNK_BYTES = 200
     layout, offload, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
     world = paceline.init(seed=1, progress=False)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(), nn.Linear(7, 7), nn.Linear(7, 1))
+    layers = (nn.Linear(5, 7), nn.Tanh(), nn.Dropout(), nn.Linear(7, 7), nn.Linear(7, 1))
+    model = nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     offload = None if offload == "None" else offload
     model, optimizer = world.distribute(model, optimizer, layout=layout, offload=offload)

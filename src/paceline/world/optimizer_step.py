@@ -203,7 +203,7 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check an optimizer that is about to step, called by ``world.step`` or not."""
-        self._distribution_check.check_optimizer(optimizer)
+        self._distribution_check.check_optimizer(optimizer, self.optimizers)
         self._stepped.add(id(optimizer))
 
     def _exchanging(self, group: Any, tensors: Any) -> None:
