@@ -138,6 +138,9 @@ INTERFACES = {
     "fsdp_parameter._unsharded_param": "a parameter's gradient before its exchange",
     "fsdp_parameter.padded_sharded_param_size": "position of a gradient in an exchange",
     "shard._local_tensor": "a shard's memory",
+    "shard._spec": "a state of a shard in the memory of the host",
+    "scheduled._opt_called": "schedulers see that an offloaded optimizer has stepped",
+    "scheduled.step._wrapped_by_lr_sched": "schedulers accept an offloaded optimizer's step",
     f"{BOUND}._broadcast_coalesced": "broadcast of buffers and parameters",
     "torch.distributed.utils._sync_module_states": "rank 0's parameters and buffers",
     # Parameters (parallel/distribution_check.py)
@@ -179,7 +182,11 @@ def objects(tmp_path_factory):
     fsdp = dist.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
     fsdp(torch.ones(1, 2))
     (fsdp_group,) = fsdp._get_fsdp_state()._fsdp_param_groups
+    scheduled = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    scheduled.step()
     yield {
+        "scheduled": scheduled,
         "fsdp": fsdp,
         "fsdp_state": fsdp._get_fsdp_state(),
         "fsdp_group": fsdp_group,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from ..optim.gradients import has_gradients
 from .sharded.registry import sharded_of
@@ -85,7 +86,21 @@ def data_parallel(model: nn.Module, device: torch.device, **options: Any) -> nn.
     """Wrap ``model`` in DDP: rank 0's parameters and buffers on all ranks, gradients averaged.
 
     options: of DDP. A model without trainable parameters is returned unchanged.
+
+    Raises:
+        ValueError: A parameter has no shape yet, or the model is distributed already.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"world.distribute: the parameter {name} has no shape yet. HINT: run one forward "
+                "before world.distribute"
+            )
+    if is_distributed(model):
+        raise ValueError(
+            "world.distribute: the model is distributed already. HINT: create the optimizer "
+            "first, then model, optimizer = world.distribute(model, optimizer) once"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     options.setdefault("gradient_as_bucket_view", True)

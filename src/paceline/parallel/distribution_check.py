@@ -7,7 +7,7 @@ The first loss is checked by its graph, and each optimizer at its first step.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..optim.gradients import count_parameters, parameters_of
+from .sharded.registry import sharded_of
 
 # Base classes of models whose parameters in the graph are not those of the modules.
 SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -56,8 +57,12 @@ class DistributionCheck:
         if unknown and len(unknown) == len(reached):
             self._report("world.backward: the loss reaches only parameters", unknown)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check the parameters that an optimizer is about to step; raises ValueError."""
+    def check_optimizer(self, optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
+        """Check the parameters that an optimizer is about to step; raises ValueError.
+
+        Args:
+            others: All known optimizers.
+        """
         if self.mode == "ignore":
             return
         number = count_parameters(optimizer)
@@ -68,6 +73,28 @@ class DistributionCheck:
         if unknown:
             kind = type(optimizer).__name__
             self._report(f"world.step: the {kind} trains parameters", unknown)
+        self._check_unused(optimizer, others)
+
+    def _check_unused(self, optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
+        """Report an optimizer that was created before the model was complete.
+
+        It holds parameters that no model has, and no optimizer holds some that have a gradient.
+        """
+        names = {id(p): name for model in self._models for name, p in _named(model)}
+        own = [p for p in parameters_of(optimizer) if p.requires_grad]
+        unused = [p for p in own if p.grad is None and id(p) not in names]
+        if not unused:
+            return
+        held = {id(p) for one in (optimizer, *others) for p in parameters_of(one)}
+        in_models = [p for model in self._models for _, p in _named(model)]
+        left = [p for p in in_models if p.grad is not None and id(p) not in held]
+        if left:
+            self._say(
+                f"world.step: the {type(optimizer).__name__} holds a parameter of shape "
+                f"{tuple(unused[0].shape)} that no model of world.distribute has, and no optimizer "
+                f"trains {names[id(left[0])]}{_more(left)}. HINT: create the optimizer after the "
+                "last change of the model"
+            )
 
     def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         found = [p for p in parameters if id(p) not in self._distributed and not _has_hooks(p)]
@@ -89,13 +116,16 @@ class DistributionCheck:
         return ids - self._distributed
 
     def _report(self, what: str, parameters: list[torch.Tensor]) -> None:
-        more = f" (and {len(parameters) - 1} more)" if len(parameters) > 1 else ""
-        message = (
-            f"{what} that are not distributed: {_name(parameters[0])}{more}. Each rank would train "
-            "a different model. HINT: model, optimizer = world.distribute(model, optimizer) before "
-            "the loop, with all trained parameters inside the model; or set replicas='ignore' in "
-            "paceline.init if ranks are meant to differ or the script averages gradients"
+        self._say(
+            f"{what} that are not distributed: {_name(parameters[0])}{_more(parameters)}. Each "
+            "rank would train a different model. HINT: model, optimizer = world.distribute(model, "
+            "optimizer) before the loop, with all trained parameters inside the model; or set "
+            "replicas='ignore' in paceline.init if ranks are meant to differ or the script "
+            "averages gradients"
         )
+
+    def _say(self, message: str) -> None:
+        """Raise ValueError, or warn once, as the mode says."""
         if self.mode == "raise":
             raise ValueError(message)
         self.mode = "ignore"
@@ -146,6 +176,16 @@ def _modules() -> Iterator[nn.Module]:
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module):  # isinstance would ask proxies for their class
             yield thing
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return a model's parameters as optimizers hold them, with their names."""
+    sharded = sharded_of(model)
+    return list((sharded.shards if sharded else dict(model.named_parameters())).items())
+
+
+def _more(parameters: Sequence[torch.Tensor]) -> str:
+    return f" (and {len(parameters) - 1} more)" if len(parameters) > 1 else ""
 
 
 def _name(parameter: torch.Tensor) -> str:

@@ -25,10 +25,11 @@ def peak_sentence(report: Report) -> str | None:
     names = ("parameters", "buffers", "gradients", "optimizer_states", "rest")
     parts = [f"{name.replace('_', ' ')} {size(n)}" for name in names if (n := getattr(peak, name))]
     of = f"rank {peak.rank} ({peak.host})" if report.size > 1 else "the rank"
+    host = f"; {size(peak.offloaded)} offloaded to the host" if peak.offloaded else ""
     predicted = f"; predicted: {size(peak.predicted)}" if peak.predicted is not None else ""
     return (
         f"largest {peak.kind} memory, of {of} with layout {peak.layout}: {size(peak.bytes)} "
-        f"({', '.join(parts)}){predicted}"
+        f"({', '.join(parts)}){host}{predicted}"
     )
 
 

@@ -13,8 +13,9 @@ from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
+from ..parallel.changed_parameters import watch_parameters
 from ..parallel.clipping import clip_gradients
-from ..parallel.data import unwrap
+from ..parallel.data import is_distributed, unwrap
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 from ..parallel.sharded.registry import holds_shards, sharded_of
 from ..record.hooks.error_messages import script_line
@@ -76,6 +77,8 @@ class OptimizerSteps:
 
     def add_model(self, model: nn.Module, accumulate: int) -> None:
         """Add a model that steps once for ``accumulate`` batches."""
+        if is_distributed(model):
+            watch_parameters(model)
         self.phases.watch_model(model)
         self.models.append(model)
         self._distribution_check.add_model(unwrap(model))
@@ -200,7 +203,7 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check an optimizer that is about to step, called by ``world.step`` or not."""
-        self._distribution_check.check_optimizer(optimizer)
+        self._distribution_check.check_optimizer(optimizer, self.optimizers)
         self._stepped.add(id(optimizer))
 
     def _exchanging(self, group: Any, tensors: Any) -> None:

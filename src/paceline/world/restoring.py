@@ -12,8 +12,16 @@ from torch.optim import Optimizer
 
 from ..checkpoint.sharded_tensor import SavedTensor, is_sharded, placed_like
 from ..optim.gradients import parameters_of
+from ..parallel.offload import placed_on_host
 
 MAX_SHOWN_DIFFERENCES = 3
+
+# Keys of a parameter group that schedulers add, or that every group has
+_NOT_OF_OPTIMIZERS = {"params", "param_names", "initial_lr", "max_lr", "min_lr"} | {
+    *("max_momentum", "base_momentum"),
+}
+# States of PyTorch's optimizers with the shape of the parameter
+_LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum"}
 
 
 def load_part(part: Any, state: Any, name: str) -> None:
@@ -27,14 +35,17 @@ def load_part(part: Any, state: Any, name: str) -> None:
     Raises:
         ValueError: The state does not fit the object; the message names what differs first.
     """
+    problem = _optimizer_difference(part, state) if isinstance(part, Optimizer) else ""
     try:
-        part.load_state_dict(placed_for(part, state))
+        if not problem:
+            part.load_state_dict(placed_for(part, state))
+            return
     except (RuntimeError, ValueError, KeyError) as error:
-        first = _difference(part, state) or " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"the checkpoint does not fit this script's {name}: {first}. HINT: resume with the "
-            "script that saved it, or set another checkpoint folder"
-        ) from None
+        problem = _difference(part, state) or " ".join(str(error).split())[:300]
+    raise ValueError(
+        f"the checkpoint does not fit this script's {name}: {problem}. HINT: resume with the "
+        "script that saved it, or set another checkpoint folder"
+    )
 
 
 def placed_for(part: Any, state: Any) -> Any:
@@ -66,15 +77,20 @@ def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
         return _placed(state, None)
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        key: {
-            name: _placed_like_parameter(value, parameters.get(key)) for name, value in of.items()
-        }
-        if isinstance(of, dict)
-        else _placed(of, None)
-        for key, of in state["state"].items()
+        key: _placed_state(optimizer, of, parameters.get(key)) for key, of in state["state"].items()
     }
     others = {key: _placed(value, None) for key, value in state.items() if key != "state"}
     return {**others, "state": placed}
+
+
+def _placed_state(optimizer: Optimizer, state: Any, parameter: Any) -> Any:
+    """Return the states of one parameter."""
+    if not isinstance(state, dict):
+        return _placed(state, None)
+    return {  # one by one: the device need not have memory for all of an offloaded optimizer
+        name: placed_on_host(optimizer, _placed_like_parameter(value, parameter))
+        for name, value in state.items()
+    }
 
 
 def _placed_like_parameter(value: Any, parameter: Any) -> Any:
@@ -115,3 +131,38 @@ def _difference_of(name: str, saved: Any, own: Any) -> str:
     if shapes[0] == shapes[1]:
         return ""
     return f"{name} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+
+
+def _optimizer_difference(optimizer: Optimizer, state: Any) -> str:
+    """Return how a saved optimizer differs from the script's; "" if it fits.
+
+    ``load_state_dict`` of PyTorch takes the options and states of any optimizer.
+    """
+    if not isinstance(state, dict) or not state.get("param_groups"):
+        return ""
+    groups = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    kind = type(optimizer).__name__
+    if groups != own:
+        return (
+            f"the numbers of parameters in the groups of the {kind} are {groups} in the checkpoint "
+            f"and {own} in the script"
+        )
+    saved = state["param_groups"][0].keys() - _NOT_OF_OPTIMIZERS
+    missing = sorted(optimizer.defaults.keys() - saved)
+    unknown = sorted(saved - optimizer.param_groups[0].keys())
+    if missing and unknown:  # another version of PyTorch has more options, or less
+        return (
+            f"the {kind} has no option {', '.join(unknown)} of the checkpoint, which has no "
+            f"{', '.join(missing)}"
+        )
+    for key, parameter in enumerate(parameters_of(optimizer)):
+        states = state.get("state", {}).get(key, {})
+        for name, value in states.items() if isinstance(states, dict) else ():
+            shapes = tuple(getattr(value, "shape", ())), tuple(parameter.shape)
+            if name in _LIKE_PARAMETERS and shapes[0] != shapes[1]:
+                return (
+                    f"{name} of the {kind}'s parameter {key} has shape {shapes[0]} in the "
+                    f"checkpoint, and the parameter {shapes[1]} in the script"
+                )
+    return ""

@@ -49,6 +49,13 @@ def test_device_and_prediction(tmp_path):
     assert "Largest device memory" in render(report)
 
 
+def test_what_is_offloaded_is_beside_the_device_memory(tmp_path):
+    about = {"device_peak": 700 * MIB, "optimizer_states": 0, "offloaded": 80 * MIB}
+    report = report_of([rank_of(tmp_path, 0, 400, **about)])
+    assert peak_sentence(report).endswith("rest 620 MiB); 80 MiB offloaded to the host")
+    assert json.loads(report.to_json())["peaks"][0]["offloaded"] == 80 * MIB
+
+
 def test_record_without_tensors_has_no_peak(tmp_path):
     rank = Rank(tmp_path, 0, 1)
     rank.was(State.MEMORY, 0, 0, amount=MIB, peer=Memory.HOST)

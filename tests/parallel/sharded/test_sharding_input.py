@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
 
 
 @pytest.fixture
@@ -90,7 +91,12 @@ def test_model_that_cannot_be_sharded(world, make, said):
             "offload must be.*HINT: offload='parameters'",
         ),
         ({"layout": "zero3", "offload": "parameters"}, "computes on the CPU. HINT: leave offload"),
-        ({"layout": "data", "blocks": ["0"]}, "blocks needs a layout that shards.*HINT"),
+        (
+            {"offload": "optimizer"},
+            "offload='optimizer' needs the optimizer. HINT: model, optimizer",
+        ),
+        ({"layout": "data", "offload": "parameters"}, "offload='parameters' needs a layout.*HINT"),
+        ({"layout": "data", "blocks": ["0"]}, r"blocks=\['0'\] needs a layout that shards.*HINT"),
     ],
 )
 def test_options(world, options, said):
@@ -102,6 +108,43 @@ def test_optimizer_for_other_parameters(world):
     optimizer = torch.optim.SGD(model().parameters(), lr=1.0)
     with pytest.raises(ValueError, match=r"SGD holds none of the model's parameters.*HINT: create"):
         world.distribute(model(), optimizer, layout="zero2")
+
+
+@pytest.mark.parametrize("kind", NEEDS_WHOLE_PARAMETERS)
+def test_optimizer_that_needs_whole_parameters(world, kind):
+    made = nn.Linear(3, 4, bias=False)
+    optimizer = getattr(torch.optim, kind)(made.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=f"{kind} can't update the shards.*HINT: layout='data'"):
+        world.distribute(made, optimizer, layout="zero1")
+    assert world.distribute(made, optimizer, layout="data") == (made, optimizer)
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_budget_that_no_layout_meets_states_the_least(world):
+    made, x = Repeated(), torch.ones(8, 64)
+    optimizer = torch.optim.Adam(made.parameters())
+    options = {"layout": "auto", "memory_budget": 1e-5, "example_inputs": x}
+    with pytest.raises(ValueError, match=r"no layout fits .*: the least is \d.* with data.*HINT"):
+        world.distribute(made, optimizer, **options)
+
+
+def test_budget_that_no_recomputation_meets_states_the_least(world):
+    made, x = Repeated(), torch.ones(8, 64)
+    options = {"recompute": "auto", "recomputed_blocks": ["layers"], "memory_budget": 1e-5}
+    distributed = world.distribute(made, layout="zero3", **options)
+    with pytest.raises(ValueError, match=r"below .*HINT: memory_budget=0\.0"):
+        distributed(x)
 
 
 def test_one_rank_leaves_model_and_optimizer_unchanged(world):

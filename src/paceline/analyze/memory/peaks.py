@@ -18,6 +18,7 @@ class MemoryPeak:
         layout: Layout of the models of ``world.distribute``.
         parameters, buffers, gradients, optimizer_states: Bytes of the rank's part of them.
         rest: Activations, workspace, unsharded blocks; for HOST also the interpreter and data.
+        offloaded: Bytes of models and optimizers in the host's memory of a rank that uses a device.
         predicted: Peak that was predicted before the training; None: there was no prediction.
     """
 
@@ -31,6 +32,7 @@ class MemoryPeak:
     gradients: int
     optimizer_states: int
     rest: int
+    offloaded: int
     predicted: int | None
 
 
@@ -69,5 +71,6 @@ def _peak(record: Record, tensors: TensorBytes) -> MemoryPeak | None:
         tensors["layout"],
         **parts,
         rest=max(size - sum(parts.values()), 0),
+        offloaded=tensors.get("offloaded", 0),
         predicted=tensors.get("predicted_peak"),
     )

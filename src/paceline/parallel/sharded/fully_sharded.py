@@ -79,6 +79,10 @@ class FullyShardedModel:
             for group in self._groups()
         )
 
+    def has_run(self) -> bool:
+        assert isinstance(self._model, FSDPModule)
+        return self._model._get_fsdp_state()._is_root is not None
+
     def shard_index(self) -> int:
         return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 AUTO = "auto"  # the fastest layout that fits
 SHARD_OVER = ("job", "host")
-OFFLOADS = (None, "parameters")
+OFFLOADS = (None, "optimizer", "parameters")
 FULLY_SHARD_OPTIONS = ("mp_policy",)  # passed on to fully_shard
 
 
@@ -47,8 +47,8 @@ class ShardingRequest:
         blocks: Names of modules or classes; None to find the blocks.
         shard_over: "job": over all ranks. "host": over those of each host, with a replica of all
             shards on each host.
-        offload: None, or "parameters": the shards of parameters, gradients and optimizer states
-            are kept in the host's memory.
+        offload: None, "optimizer": optimizer states are kept in the host's memory, or
+            "parameters": the shards of parameters and gradients as well.
         options: Those of ``fully_shard``.
     """
 
@@ -83,10 +83,10 @@ def parse_request(
     if layout == "data":
         given = {"blocks": blocks, "shard_over": shard_over, "offload": offload}
         for name, value in given.items():
-            if value not in (None, "job"):
+            if value not in (None, "job") and (name, value) != ("offload", "optimizer"):
                 raise ValueError(
-                    f"world.distribute: {name} needs a layout that shards, and layout is 'data'. "
-                    f"HINT: layout='zero3', or leave {name} out"
+                    f"world.distribute: {name}={value!r} needs a layout that shards, and layout is "
+                    f"'data'. HINT: layout='zero3', or leave {name} out"
                 )
         return None
     for name in options:
@@ -100,7 +100,7 @@ def parse_request(
                 f"world.distribute: layout={layout!r} does not have the option {name}: {reason}. "
                 f"HINT: leave {name} out, or layout='data'"
             )
-    if offload is not None and device == "cpu":
+    if offload == "parameters" and device == "cpu":
         raise ValueError(
             f"world.distribute: offload={offload!r} moves shards from a GPU to the host's memory, "
             "and this rank computes on the CPU. HINT: leave offload out"

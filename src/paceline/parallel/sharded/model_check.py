@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from ...optim.gradients import parameters_of
 from .blocks import find_blocks
 from .layouts import ShardingRequest
+from .optimizer_check import check_optimizer
 
 
 def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: ShardingRequest) -> None:
@@ -22,18 +22,7 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: Shard
     for block in [*find_blocks(model, request.blocks), ""]:
         _check_dtypes(block, model.get_submodule(block))
     if optimizer is not None:
-        _check_optimizer(model, optimizer)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ValueError where the optimizer was not made for the model's parameters."""
-    known = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in known for parameter in parameters_of(optimizer)):
-        raise ValueError(
-            f"world.distribute: the {type(optimizer).__name__} holds none of the model's "
-            "parameters. HINT: create the optimizer for model.parameters(), before model, "
-            "optimizer = world.distribute(model, optimizer)"
-        )
+        check_optimizer(model, optimizer, request.layout.name)
 
 
 def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:

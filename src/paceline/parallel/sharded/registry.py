@@ -34,6 +34,9 @@ class ShardedModel(Protocol):
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient, exchanged or not."""
 
+    def has_run(self) -> bool:
+        """Return whether a forward has run, after which parameters may be whole."""
+
     def shard_index(self) -> int:
         """Return which shard this rank has; ranks with the same one have equal parameters."""
 

@@ -195,6 +195,7 @@ class TensorBytes(TypedDict):
     buffers: NonNegativeInt
     gradients: NonNegativeInt
     optimizer_states: NonNegativeInt
+    offloaded: NotRequired[NonNegativeInt]
     device_peak: NotRequired[NonNegativeInt]
     predicted_peak: NotRequired[NonNegativeInt]
 

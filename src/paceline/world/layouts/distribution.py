@@ -15,6 +15,7 @@ from ...parallel.deferred import Materialization, deferred, is_deferred
 from ...parallel.distribute import distribute_model
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup
+from ...parallel.offload import check_offload, offload_states
 from ...parallel.recomputation import recompute_blocks
 from ...parallel.sharded.layouts import ShardingRequest, parse_request
 from ...record.ring.memory_sampler import MemorySampler
@@ -95,7 +96,8 @@ class ModelDistribution:
                 layout whose predicted memory fits, with recompute="blocks" if none fits without.
             blocks: Names of modules, or of their classes, that are gathered as a whole.
             shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
-            offload: "parameters" keeps all shards of a GPU's model in the host's memory.
+            offload: "optimizer" keeps the optimizer's states in the host's memory, and
+                "parameters" all shards of a GPU's model.
             recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
                 activations again in backward. "selective" also keeps products of matrices,
                 convolutions and attention. "auto" chooses for each block in the first forward.
@@ -115,6 +117,7 @@ class ModelDistribution:
                 The first forward raises it if nothing meets the budget.
         """
         check_accumulate(accumulate)
+        check_offload(offload, optimizer)
         setup = ModelSetup(
             model, optimizer, self.device, self._dtype, blocks, recomputed_blocks, accumulate
         )
@@ -144,6 +147,8 @@ class ModelDistribution:
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
         where = (self.device, self._dtype)
         distributed = distribute_model(model, optimizer, *where, request, options)
+        if offload == "optimizer" and optimizer is not None:
+            offload_states(optimizer, self.device)
         self._layouts.append(memory)
         if skeleton is not None:
             known = memory.layout if is_sharded else "data"
@@ -161,7 +166,7 @@ class ModelDistribution:
         names = [one.layout for one in self._layouts]
         training = self._training
         self._recorder.update_header(
-            tensors=tensor_bytes(training.models, training.optimizers, names, peak)
+            tensors=tensor_bytes(training.models, training.optimizers, names, peak, self.device)
         )
 
     def _add(self, setup: ModelSetup, distributed: nn.Module) -> Any:

@@ -1,6 +1,6 @@
 """Bytes of a rank's models and optimizers, for the record at the end of a run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,29 +9,38 @@ from torch.optim import Optimizer
 
 from ...parallel.sharded.registry import local_part, trained_parameters
 
+_CPU = torch.device("cpu")
+
 
 def tensor_bytes(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
     layouts: Iterable[str],
     predicted_peak: int | None,
+    device: torch.device = _CPU,
 ) -> dict[str, Any]:
     """Return the header field ``tensors``.
 
     Args:
         layouts: The layouts of the models.
         predicted_peak: Bytes; None if no layout was predicted.
+        device: Where the rank computes. What lies in the host's memory instead is counted apart.
     """
     parameters = {p for model in models for p in trained_parameters(model)}
     of_optimizers = [state for o in optimizers for state in o.state.values()]
     states = [s for state in of_optimizers if isinstance(state, dict) for s in state.values()]
-    found: dict[str, Any] = {
-        "layout": ", ".join(sorted(set(layouts))),
-        "parameters": _nbytes(parameters),
-        "buffers": _nbytes({b for model in models for b in model.buffers()}),
-        "gradients": _nbytes({p for p in parameters if p.requires_grad}),
-        "optimizer_states": _nbytes(s for s in states if isinstance(s, torch.Tensor)),
+    tensors: dict[str, Collection[torch.Tensor]] = {
+        "parameters": parameters,
+        "buffers": {b for model in models for b in model.buffers()},
+        "gradients": {p for p in parameters if p.requires_grad},
+        "optimizer_states": [s for s in states if isinstance(s, torch.Tensor)],
     }
+    found: dict[str, Any] = {"layout": ", ".join(sorted(set(layouts)))}
+    found |= {name: _nbytes(of, device.type) for name, of in tensors.items()}
+    if device.type != "cpu":
+        # a state without dimensions, such as the number of steps, is on the host in any case
+        offloaded = sum(_nbytes([t for t in of if t.dim()], "cpu") for of in tensors.values())
+        found |= {"offloaded": offloaded} if offloaded else {}
     if predicted_peak is not None:
         found["predicted_peak"] = predicted_peak
     if torch.cuda.is_initialized():
@@ -40,5 +49,7 @@ def tensor_bytes(
     return found
 
 
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+def _nbytes(tensors: Iterable[torch.Tensor], device_type: str) -> int:
+    """Return the bytes of this rank's parts that lie on a type of device."""
+    parts = map(local_part, tensors)
+    return sum(part.nbytes for part in parts if part.device.type == device_type)
