@@ -16,7 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
+from ..materialization import Materialization
 from .blocks import find_blocks
+from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
 from .layouts import ShardedLayout, ShardingRequest
 from .meshes import data_mesh
@@ -99,9 +101,13 @@ class FullyShardedModel:
         return []
 
     def _groups(self) -> list[FSDPParamGroup]:
-        """Return FSDP's groups of parameters, one for each block."""
-        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
-        return [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+        return _groups_of(self._model)
+
+
+def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """Return FSDP's groups of parameters, one for each block."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for m in modules for group in m._get_fsdp_state()._fsdp_param_groups]
 
 
 def _whole_gradient(parameter: FSDPParam) -> torch.Tensor | None:
@@ -117,8 +123,12 @@ def shard_model(
     optimizer: Optimizer | None,
     device: torch.device,
     request: ShardingRequest,
+    plan: Materialization | None = None,
 ) -> nn.Module:
     """Shard a model over the ranks, and replace the parameters of its optimizer. Collective.
+
+    Args:
+        plan: Of a deferred model; its shards are computed after it was sharded.
 
     Raises:
         ValueError: Hosts have different numbers of ranks, and shards are to stay in a host.
@@ -128,6 +138,12 @@ def shard_model(
     mesh = data_mesh(device, request.shard_over)
     broadcast_model(model)
     _shard_blocks(model, blocks, mesh, request)
+    if plan is not None:
+        of = {
+            id(one.sharded_param): one for group in _groups_of(model) for one in group.fsdp_params
+        }
+        divided = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+        compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device)
     sharded = FullyShardedModel(model, request.layout, mesh)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
