@@ -126,13 +126,21 @@ def _broadcast(plan: Materialization, device: torch.device, store: Finish) -> No
 
         plan.compute(send)
         return
+    # one for all parameters: memory that is allocated for each would leave gaps
+    most = max((one.nbytes for one in plan.storages if not _has_buffers(one)), default=0)
+    received = torch.empty(most, dtype=torch.uint8, device=device)
+    number = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in plan.storages:
-        number = torch.zeros(1, dtype=torch.int64, device=device)
         _send(number)
-        found = int(number)
-        octets = torch.empty(plan.storages[found].nbytes, dtype=torch.uint8, device=device)
+        storage = plan.storages[int(number)]
+        kept = _has_buffers(storage)  # they stay in this memory
+        octets = received.new_empty(storage.nbytes) if kept else received[: storage.nbytes]
         _send(octets)
-        store(found, octets.untyped_storage())
+        store(int(number), octets.untyped_storage())
+
+
+def _has_buffers(storage: DeferredStorage) -> bool:
+    return any(not isinstance(one.tensor, nn.Parameter) for one in storage.tensors)
 
 
 def _send(tensor: torch.Tensor) -> None:
