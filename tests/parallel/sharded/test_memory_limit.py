@@ -60,14 +60,14 @@ def warm_up():  # PyTorch imports much late, which is no memory of the model
 
 layout, blocks, allowed_mib, die_at, out = sys.argv[1:]
 world = paceline.init(seed=3, progress=False)
+warm_up()
 if allowed_mib != "0":
-    warm_up()
     limit_memory(int(allowed_mib) << 20)
 with world.deferred():
     model = Model(int(blocks))
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-4)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, eps=1e-4)
 model, optimizer = world.distribute(model, optimizer, layout=layout, recompute="blocks")
-loader = world.shard(DataLoader(TensorDataset(*data()), shuffle=True), global_batch=24)
+loader = world.shard(DataLoader(TensorDataset(*data()), shuffle=True), global_batch=20)
 for epoch in world.epochs(2, checkpoint="ckpt", every=2):
     for x, y in world.batches(loader):
         if world.rank == 1 and world._recorder.step == int(die_at):

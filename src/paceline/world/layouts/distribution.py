@@ -49,8 +49,9 @@ class ModelDistribution:
         """Return a context in which models are built without memory: on the device "meta".
 
         ``world.distribute`` then computes the parameters and buffers, with the numbers of an
-        ordinary construction. It takes a second initialization, because the generator has to draw
-        all random numbers once in the context and once in ``world.distribute``.
+        ordinary construction. In a sharded layout no rank holds more than its shards and one
+        tensor. It takes a second initialization, because the generator has to draw all random
+        numbers once in the context and once in ``world.distribute``.
 
         Raises:
             ValueError: In the context: code that reads the value of a tensor (``.item()``), or
