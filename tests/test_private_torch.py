@@ -136,6 +136,8 @@ INTERFACES = {
     "fsdp_group._training_state": "the block whose gradients are exchanged",
     "fsdp_group.fsdp_params": "the parameters of a block, in the order of their exchange",
     "fsdp_parameter._unsharded_param": "a parameter's gradient before its exchange",
+    "fsdp_parameter._setattr_on_modules": "shards of a deferred model, also in tied modules",
+    "fsdp_parameter.reset_sharded_param": "shards of a deferred model, padded",
     "fsdp_parameter.padded_sharded_param_size": "position of a gradient in an exchange",
     "shard._local_tensor": "a shard's memory",
     "shard._spec": "a state of a shard in the memory of the host",

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.deferred import Materialization, deferred, is_deferred
+from paceline.parallel.deferred import deferred, is_deferred
+from paceline.parallel.materialization import Materialization
 
 
 class Model(nn.Module):

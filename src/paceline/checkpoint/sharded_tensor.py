@@ -120,13 +120,18 @@ class SavedTensor:
     def part(self, offset: Index, shape: Index) -> torch.Tensor:
         """Return a copy of a part of the tensor, in new memory."""
         found = torch.empty(shape, dtype=self.dtype)
+        self.copy_part(offset, found)
+        return found
+
+    def copy_part(self, offset: Index, dest: torch.Tensor) -> None:
+        """Copy the part that begins at ``offset`` and has the shape of ``dest`` into it."""
         for piece in self.pieces:
+            shape = tuple(dest.shape)
             overlap = _overlap(offset, shape, piece["offset"], tuple(piece["tensor"].shape))
             if overlap is not None:
                 begin, end = overlap
                 source = piece["tensor"][_slices(begin, end, piece["offset"])]
-                found[_slices(begin, end, offset)].copy_(source)
-        return found
+                dest[_slices(begin, end, offset)].copy_(source)
 
     def whole(self) -> torch.Tensor:
         """Return a copy of the whole tensor."""
@@ -162,6 +167,38 @@ def placed_like(saved: torch.Tensor | SavedTensor, like: Any) -> torch.Tensor:
         shape=like.shape,
         stride=like.stride(),
     )
+
+
+def copy_into(saved: torch.Tensor | SavedTensor, dest: Any) -> bool:
+    """Copy a saved tensor, or the part of it that ``dest`` holds, into the memory of ``dest``.
+
+    Returns:
+        Whether it did: ``dest`` is a dense tensor or a DTensor of the same shape and dtype.
+    """
+    if not isinstance(dest, torch.Tensor) or torch.nn.parameter.is_lazy(dest):
+        return False
+    if (tuple(dest.shape), dest.dtype) != (tuple(saved.shape), saved.dtype):
+        return False
+    is_plain = type(dest) in (torch.Tensor, torch.nn.Parameter) or is_sharded(dest)
+    if not is_plain or not all(_is_dense(one) for one in (saved, dest)):
+        return False
+    local = dest.to_local() if is_sharded(dest) else dest
+    offset = _held(dest)[0] if is_sharded(dest) else (0,) * dest.dim()
+    if local.is_meta or not local.is_contiguous():  # its elements may share memory
+        return False
+    with torch.no_grad():
+        if isinstance(saved, SavedTensor):
+            saved.copy_part(offset, local)
+        else:
+            end = tuple(first + size for first, size in zip(offset, local.shape, strict=True))
+            local.copy_(saved[_slices(offset, end, (0,) * len(offset))])
+    return True
+
+
+def _is_dense(tensor: torch.Tensor | SavedTensor) -> bool:
+    if isinstance(tensor, SavedTensor):
+        return True
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _overlap(a: Index, a_shape: Index, b: Index, b_shape: Index) -> tuple[Index, Index] | None:

@@ -15,10 +15,13 @@ from .apply import KnobResult
 # Parameters of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT = 1 << 30  # bytes of freed memory that are kept; only larger blocks use mmap
+RETURNED = 128 << 10  # bytes of a block that uses mmap: glibc's default at the start of a process
 # Do not return freed memory to the system, including large blocks: by default jemalloc returns
 # blocks of 8 MiB or more at once (jemalloc's manual, opt.oversize_threshold, opt.dirty_decay_ms).
 OF_JEMALLOC = "oversize_threshold:1,dirty_decay_ms:-1,muzzy_decay_ms:-1"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+_keeps_memory = False  # whether the knob keep-memory is on
 
 
 def environment(settings: Iterable[str]) -> dict[str, str]:
@@ -63,16 +66,37 @@ def unbound(_: bool, turned: KnobResult) -> None:
 
 
 def kept(_: bool, turned: KnobResult) -> None:
+    global _keeps_memory
+    problem = _set_malloc({M_MMAP_THRESHOLD: KEPT, M_TRIM_THRESHOLD: KEPT, M_TOP_PAD: 1 << 26})
+    if problem:
+        turned.not_done(problem)
+        return
+    _keeps_memory = True
+    turned.done()
+
+
+def return_freed_memory() -> bool:
+    """Let glibc return freed blocks to the system at once; return whether it does.
+
+    By default glibc returns only blocks that are larger than any that was freed before (up to
+    32 MiB). The knob keep-memory and settings of the user's environment remain.
+    """
+    set_by_user = [n for n in os.environ if n.startswith("MALLOC_") and n.endswith("_THRESHOLD_")]
+    if _keeps_memory or set_by_user or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    return not _set_malloc({M_MMAP_THRESHOLD: RETURNED, M_TRIM_THRESHOLD: RETURNED})
+
+
+def _set_malloc(values: dict[int, int]) -> str:
+    """Set parameters of glibc's malloc; return why that is not possible, or ""."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:
-        turned.not_done("this C library has no mallopt (glibc has)")
-        return
-    for name, value in ((M_MMAP_THRESHOLD, KEPT), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, 1 << 26)):
+        return "this C library has no mallopt (glibc has)"
+    for name, value in values.items():
         if not mallopt(name, value):
-            turned.not_done(f"this C library refuses mallopt({name}, {value})")
-            return
-    turned.done()
+            return f"this C library refuses mallopt({name}, {value})"
+    return ""
 
 
 def jemalloc(_: bool, turned: KnobResult) -> None:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from ..optim.gradients import has_gradients
+from .deferred import is_deferred
 from .sharded.registry import sharded_of
 
 _replicas: weakref.WeakSet["FixedBuckets"] = weakref.WeakSet()
@@ -75,8 +76,16 @@ def check_accumulate(accumulate: int) -> None:
 def place_model(
     model: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None
 ) -> nn.Module:
-    """Move ``model`` to the device, and run its forward under autocast if there is a dtype."""
-    model.to(device)
+    """Move ``model`` to the device, and run its forward under autocast if there is a dtype.
+
+    Tensors of a deferred model stay on the device meta.
+    """
+    if is_deferred(model):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.to(device)
+    else:
+        model.to(device)
     if autocast_dtype is not None:
         model.forward = Autocast(model.forward, device.type, autocast_dtype)
     return model

@@ -1,19 +1,13 @@
 """Deferred construction: a model is built without memory, and computed tensor by tensor later.
 
 ``deferred()`` records the operators of a model's ``__init__`` on meta tensors. A
-``Materialization`` executes them in their original order, with the original state of the random
-number generator, and holds only what later operators need. An initialization that another one
-overwrites (layers' defaults before a model's ``apply(init_weights)``) is drawn into scratch memory,
-one tensor at a time, because the generator of the CPU can only be advanced by drawing.
-
-Tensors are identified by storage, offset and strides. So views, tied weights and the parameters
-made from a tensor need no operator of their own.
+``Materialization`` executes them later.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-Keep = Callable[[str, torch.Tensor], None]
+from .deferred_operators import Operator, SetState, View, draw, is_view
 
-_OVERWRITES = {"aten::zero_", "aten::fill_", "aten::copy_"}
 _READS_VALUE = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
 
 _OWN_GENERATOR = (
@@ -31,68 +24,15 @@ _OWN_GENERATOR = (
     "HINT: torch.manual_seed before world.deferred()"
 )
 
-_recordings: list["_Recording"] = []
+_recordings: list["Recording"] = []
 
 
-class _View(NamedTuple):
-    """A recorded tensor: a view of the storage with this key."""
-
-    storage: int
-    nbytes: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def covers_storage(self) -> bool:
-        numel = 1
-        for length in self.size:
-            numel *= length
-        steps = sorted(zip(self.stride, self.size, strict=True))
-        expected = 1
-        for stride, length in steps:
-            if length != 1 and stride != expected:
-                return False
-            expected *= length
-        return numel * self.dtype.itemsize == self.nbytes
-
-
-class _Operator(NamedTuple):
-    func: Any
-    args: Any  # with _View in place of recorded tensors
-    options: Any
-    outputs: list[_View]
-    read: set[int]  # storages
-    written: list[_View]
-    is_random: bool
-
-    @property
-    def overwritten(self) -> _View | None:
-        """The storage that this operator fills without reading it."""
-        if len(self.written) != 1 or not self.written[0].covers_storage:
-            return None
-        name = self.func._schema.name
-        fills = self.is_random and not any(isinstance(a, _View) for a in self.args[1:])
-        return self.written[0] if fills or name in _OVERWRITES else None
-
-
-class _SetState:
-    """Set the state of the random number generator, as ``torch.manual_seed`` does."""
-
-    def __init__(self, state: torch.Tensor) -> None:
-        self._state = state
-
-    def __call__(self) -> None:
-        torch.set_rng_state(self._state)
-
-
-class _Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """Record operators on new tensors, which are meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: list[_Operator] = []
+        self.operators: list[Operator] = []
         self.random_state = self._last_state = torch.get_rng_state()
         self._alive: dict[int, torch.UntypedStorage] = {}  # so that no key is used twice
 
@@ -101,15 +41,15 @@ class _Recording(TorchDispatchMode):
         state = torch.get_rng_state()
         if not torch.equal(state, self._last_state):
             self._last_state = state
-            self.operators.append(_Operator(_SetState(state), (), {}, [], set(), [], True))
+            self.operators.append(Operator(SetState(state), (), {}, [], set(), [], True))
 
-    def view(self, tensor: torch.Tensor) -> _View | None:
+    def view(self, tensor: torch.Tensor) -> View | None:
         """Return the recorded view of a meta tensor; None for any other tensor."""
         if tensor.device.type != "meta" or tensor.untyped_storage()._cdata not in self._alive:
             return None
         storage = tensor.untyped_storage()
         layout = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-        return _View(storage._cdata, storage.nbytes(), tensor.dtype, *layout)
+        return View(storage._cdata, storage.nbytes(), tensor.dtype, *layout)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -166,13 +106,13 @@ class _Recording(TorchDispatchMode):
         outputs = [self.view(t) for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         views = [
             v
-            for v in tree_leaves((recorded_args, recorded_options), is_leaf=_is_view)
-            if isinstance(v, _View)
+            for v in tree_leaves((recorded_args, recorded_options), is_leaf=is_view)
+            if isinstance(v, View)
         ]
         written = [
             value
             for i, value in enumerate(recorded_args)
-            if isinstance(value, _View)
+            if isinstance(value, View)
             and (alias := schema.arguments[i].alias_info)
             and alias.is_write
         ]
@@ -182,9 +122,7 @@ class _Recording(TorchDispatchMode):
             return  # a view
         if schema.name.startswith("aten::empty") or schema.name.startswith("aten::new_empty"):
             return  # memory is made when something writes to it
-        operator = _Operator(
-            func, recorded_args, recorded_options, made, before, written, is_random
-        )
+        operator = Operator(func, recorded_args, recorded_options, made, before, written, is_random)
         self.operators.append(operator)
 
     def _as_view(self, value: Any) -> Any:
@@ -208,7 +146,7 @@ class _TruncNormal:
 
     _schema = SimpleNamespace(name="trunc_normal_")
 
-    def __init__(self, function: Callable[..., Any], recording: _Recording) -> None:
+    def __init__(self, function: Callable[..., Any], recording: Recording) -> None:
         self._function, self._recording = function, recording
 
     def __call__(self, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -221,13 +159,9 @@ class _TruncNormal:
             raise ValueError(_OWN_GENERATOR.format("trunc_normal_"))
         with _disable_current_modes():
             self._recording.note_seed()
-        operator = _Operator(self, (view, *args), options, [view], {view.storage}, [view], True)
+        operator = Operator(self, (view, *args), options, [view], {view.storage}, [view], True)
         self._recording.operators.append(operator)
         return tensor
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, _View)
 
 
 @contextlib.contextmanager
@@ -239,7 +173,7 @@ def deferred() -> Iterator[None]:
     Raises:
         ValueError: The construction reads a value that is computed later.
     """
-    recording = _Recording()
+    recording = Recording()
     trunc_normal = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = _TruncNormal(trunc_normal, recording)
     try:
@@ -251,155 +185,22 @@ def deferred() -> Iterator[None]:
     torch.set_rng_state(recording.random_state)
     for operator in recording.operators:
         if operator.is_random:
-            _draw(operator)
+            draw(operator)
     if not torch.equal(after, recording._last_state):  # seeded after the last draw
         torch.set_rng_state(after)
     _recordings.append(recording)
 
 
-def _draw(operator: _Operator) -> None:
-    """Advance the random number generator as an operator does, and drop the numbers."""
-
-    def scratch(value: Any) -> Any:
-        if not isinstance(value, _View):
-            return value
-        # 0.5: a valid probability and deviation
-        return torch.empty_strided(value.size, value.stride, dtype=value.dtype).fill_(0.5)
-
-    args, options = tree_map(scratch, (operator.args, operator.options), is_leaf=_is_view)
-    with torch.no_grad():
-        operator.func(*args, **options)
-
-
 def is_deferred(model: nn.Module) -> bool:
     """Return whether a model has tensors of ``deferred`` that were not computed."""
-    return any(_recording_of(tensor) for _, tensor in _named_tensors(model))
+    return any(recording_of(tensor) for _, tensor in named_tensors(model))
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a model, each once."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _recording_of(tensor: torch.Tensor) -> _Recording | None:
+def recording_of(tensor: torch.Tensor) -> Recording | None:
+    """Return the recording of the construction that made a tensor; None for other tensors."""
     return next((one for one in _recordings if one.view(tensor)), None)
-
-
-class Materialization:
-    """The plan that computes the tensors of a deferred model. Make it before the model is sharded.
-
-    Attributes:
-        peak_bytes: Largest sum of the bytes of complete tensors that ``run`` held at once.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.peak_bytes = 0
-        self._model = model
-        self._wanted: dict[int, dict[int, list[tuple[str, torch.Tensor, _View]]]] = {}
-        self._used = {id(r): r for _, t in _named_tensors(model) if (r := _recording_of(t))}
-        for name, tensor in _named_tensors(model):
-            recording = _recording_of(tensor)
-            view = recording.view(tensor) if recording else None
-            if view is not None:
-                storages = self._wanted.setdefault(id(recording), {})
-                storages.setdefault(view.storage, []).append((name, tensor, view))
-
-    def run(self, keep: Keep | None = None) -> None:
-        """Compute each tensor completely, give it to ``keep`` and drop it.
-
-        Args:
-            keep: Takes the tensor's name in the model and its values, and copies its part. None:
-                the model's tensors get the values, and remain the same objects.
-        """
-        state = torch.get_rng_state()
-        try:
-            for key, recording in self._used.items():
-                torch.set_rng_state(recording.random_state)
-                with torch.no_grad():
-                    self._replay(recording, self._wanted[key], keep)
-        finally:
-            torch.set_rng_state(state)
-
-    def _replay(
-        self,
-        recording: _Recording,
-        wanted: dict[int, list[tuple[str, torch.Tensor, _View]]],
-        keep: Keep | None,
-    ) -> None:
-        needed = _needed(recording.operators, set(wanted))
-        last = {s: i for i in sorted(needed) for s in _touched(recording.operators[i])}
-        real: dict[int, torch.UntypedStorage] = {}
-        for storage in wanted.keys() - last.keys():  # torch.empty that nothing fills
-            self._finish(wanted[storage], real, keep)
-        for i, operator in enumerate(recording.operators):
-            if i not in needed:
-                if operator.is_random:
-                    _draw(operator)
-                continue
-            _execute(operator, real)
-            held = sum(storage.nbytes() for storage in real.values())
-            self.peak_bytes = max(self.peak_bytes, held)
-            for storage in [s for s in _touched(operator) if last[s] == i]:
-                if storage in wanted:
-                    self._finish(wanted[storage], real, keep)
-                real.pop(storage, None)
-
-    def _finish(
-        self,
-        entries: list[tuple[str, torch.Tensor, _View]],
-        real: dict[int, torch.UntypedStorage],
-        keep: Keep | None,
-    ) -> None:
-        for name, tensor, view in entries:
-            values = _tensor_of(view, real)
-            if keep is not None:
-                keep(name, values)
-            else:
-                if isinstance(tensor, nn.Parameter):
-                    values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-                # torch.utils.swap_tensors refuses tensors with weak references, which nn.LSTM has;
-                # they refer to the object, which remains.
-                torch._C._swap_tensor_impl(tensor, values)
-
-
-def _needed(operators: list[_Operator], wanted: set[int]) -> set[int]:
-    """Return the indices of the operators on which the wanted storages depend."""
-    live, needed = set(wanted), set()
-    for i in range(len(operators) - 1, -1, -1):
-        operator = operators[i]
-        results = {view.storage for view in (*operator.outputs, *operator.written)}
-        if not results & live:
-            continue
-        needed.add(i)
-        overwritten = operator.overwritten
-        if overwritten is not None:
-            live.discard(overwritten.storage)
-        live |= operator.read - ({overwritten.storage} if overwritten else set())
-    return needed
-
-
-def _touched(operator: _Operator) -> set[int]:
-    return operator.read | {view.storage for view in operator.outputs}
-
-
-def _tensor_of(view: _View, real: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    storage = real.setdefault(view.storage, torch.UntypedStorage(0))
-    if storage.nbytes() < view.nbytes:
-        storage.resize_(view.nbytes)
-    empty = torch.empty(0, dtype=view.dtype)
-    return empty.set_(storage, view.offset, view.size, view.stride)
-
-
-def _execute(operator: _Operator, real: dict[int, torch.UntypedStorage]) -> None:
-    def resolve(value: Any) -> Any:
-        return _tensor_of(value, real) if isinstance(value, _View) else value
-
-    args, options = tree_map(resolve, (operator.args, operator.options), is_leaf=_is_view)
-    found = operator.func(*args, **options)
-    made = [tensor for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)]
-    for view, tensor in zip(operator.outputs, made, strict=True):
-        if view.storage in operator.read:
-            continue
-        if tensor.stride() == view.stride and tensor.untyped_storage().nbytes() == view.nbytes:
-            real[view.storage] = tensor.untyped_storage()
-        else:  # LAPACK's results may have other strides than those of meta tensors
-            _tensor_of(view, real).copy_(tensor)

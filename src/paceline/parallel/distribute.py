@@ -8,6 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .data import data_parallel, place_model
+from .deferred import is_deferred
+from .materialization import Materialization
+from .sharded.deferred_shards import plan_shards
 from .sharded.layouts import ShardingRequest
 from .sharded.model_check import check_sharding
 
@@ -22,6 +25,8 @@ def distribute_model(
 ) -> nn.Module:
     """Return the model on its device, and distributed if there are several ranks. Collective.
 
+    The tensors of a deferred model are computed: whole ones, or this rank's shards.
+
     Args:
         optimizer: With a sharded layout, its parameters are replaced by their shards.
         request: The sharded layout; None for data parallel.
@@ -30,13 +35,17 @@ def distribute_model(
     Raises:
         ValueError: The model or optimizer can't be sharded.
     """
+    has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+    plan = plan_shards(model) if request is not None and has_ranks else None
+    if plan is None and is_deferred(model):
+        Materialization(model).run()
     if request is not None:
         check_sharding(model, optimizer, request)
     placed = place_model(model, device, autocast_dtype)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not has_ranks:
         return placed
     if request is None:
         return data_parallel(placed, device, **options)
     from .sharded.fully_sharded import shard_model  # FSDP takes a moment to import
 
-    return shard_model(placed, optimizer, device, request)
+    return shard_model(placed, optimizer, device, request, plan)

@@ -2,6 +2,9 @@
 
 A saved tensor is the whole one, whatever layout saved it. It is given to the object as the part
 that this rank holds, where the object's own state has a DTensor.
+
+Modules and optimizers are restored in their own memory, tensor by tensor, so that no rank holds its
+part of the state twice.
 """
 
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoint.sharded_tensor import SavedTensor, is_sharded, placed_like
+from ..checkpoint.sharded_tensor import SavedTensor, copy_into, is_sharded, placed_like
 from ..optim.gradients import parameters_of
 from ..parallel.offload import placed_on_host
 
@@ -49,10 +52,24 @@ def load_part(part: Any, state: Any, name: str) -> None:
 
 
 def placed_for(part: Any, state: Any) -> Any:
-    """Return a saved state with tensors in new memory, placed as in the object's own state."""
+    """Return a saved state for ``part.load_state_dict``, placed as in the object's own state.
+
+    The tensors of a module or an optimizer are its own ones, which have the saved values then.
+    Others, and those of other objects, are in new memory.
+    """
     if isinstance(part, Optimizer):
         return _placed_for_optimizer(part, state)
-    return _placed(state, part.state_dict())
+    own = part.state_dict()
+    if isinstance(part, nn.Module) and isinstance(state, dict):
+        return {name: _restored(value, own.get(name)) for name, value in state.items()}
+    return _placed(state, own)
+
+
+def _restored(saved: Any, own: Any) -> Any:
+    """Return a tensor with a saved value: the object's own one if it fits, else a new one."""
+    if isinstance(saved, torch.Tensor | SavedTensor) and copy_into(saved, own):
+        return own
+    return _placed(saved, own)
 
 
 def _placed(state: Any, like: Any) -> Any:
@@ -69,7 +86,7 @@ def _placed(state: Any, like: Any) -> Any:
 
 
 def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
-    """Return an optimizer's state, placed like its parameters.
+    """Return an optimizer's state, in its own tensors or placed like its parameters.
 
     A new optimizer has no states yet. They have the shape of their parameter, except few.
     """
@@ -77,19 +94,26 @@ def _placed_for_optimizer(optimizer: Optimizer, state: Any) -> Any:
         return _placed(state, None)
     parameters = dict(enumerate(parameters_of(optimizer)))
     placed = {
-        key: _placed_state(optimizer, of, parameters.get(key)) for key, of in state["state"].items()
+        key: _placed_for_parameter(optimizer, parameters.get(key), of)
+        if isinstance(of, dict)
+        else _placed(of, None)
+        for key, of in state["state"].items()
     }
     others = {key: _placed(value, None) for key, value in state.items() if key != "state"}
     return {**others, "state": placed}
 
 
-def _placed_state(optimizer: Optimizer, state: Any, parameter: Any) -> Any:
-    """Return the states of one parameter."""
-    if not isinstance(state, dict):
-        return _placed(state, None)
-    return {  # one by one: the device need not have memory for all of an offloaded optimizer
-        name: placed_on_host(optimizer, _placed_like_parameter(value, parameter))
-        for name, value in state.items()
+def _placed_for_parameter(
+    optimizer: Optimizer, parameter: Any, saved: dict[Any, Any]
+) -> dict[Any, Any]:
+    """Return the optimizer's states of one parameter."""
+    own = optimizer.state.get(parameter, {})
+    return {
+        name: own[name]
+        if isinstance(value, torch.Tensor | SavedTensor) and copy_into(value, own.get(name))
+        # one by one: the device need not have memory for all of an offloaded optimizer
+        else placed_on_host(optimizer, _placed_like_parameter(value, parameter))
+        for name, value in saved.items()
     }
 
 

@@ -13,7 +13,8 @@ SCRIPT = """
     from torch.utils.data import DataLoader, TensorDataset
     import paceline
 
-    out, layouts, models, optimizers = sys.argv[1], *(a.split(",") for a in sys.argv[2:])
+    out, layouts, models, optimizers = sys.argv[1], *(a.split(",") for a in sys.argv[2:5])
+    dropout = float(sys.argv[5])
     g = torch.Generator().manual_seed(1)
     x = torch.randn(43, 6, 8, generator=g)
     y = (x[:, 0, :2].sum(1) > 0).long()
@@ -23,7 +24,7 @@ SCRIPT = """
             super().__init__()
             self.first = nn.Linear(8, 16)
             self.layers = nn.ModuleList(
-                nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+                nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
                 for _ in range(2)
             )
             self.last = nn.Linear(16, 2)
@@ -83,9 +84,10 @@ SCRIPT = """
             states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
             held = sum(t.to_local().numel() for t in states)
             assert held <= sum(t.numel() for t in states) / world.size + 100 * len(states)
+        random = world._collectives.gather(torch.get_rng_state().tolist())
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(getattr(model, "module", model), options=options)
-        return losses, state
+        return losses, state, random
 
     combinations = itertools.product(layouts, models, optimizers)
     results = {f"{l} {m} {o}": train(l, m, o) for l, m, o in combinations}
@@ -95,25 +97,31 @@ SCRIPT = """
 SHARDED = ("zero1", "zero2", "zero3")
 
 
-def train(folder, number, layouts, models, optimizers, launcher="paceline"):
+def train(folder, number, layouts, models, optimizers, dropout=0.0, launcher="paceline"):
     script = ranks.write(folder, SCRIPT)
     out = folder / f"{number}-{layouts}.pt"
-    ranks.run(script, out, layouts, models, optimizers, ranks=number, launcher=launcher)
+    words = [out, layouts, models, optimizers, dropout]
+    ranks.run(script, *words, ranks=number, launcher=launcher)
     return torch.load(out)
 
 
 def check(folder, numbers, layouts, models, optimizers):
     alone = train(folder, 1, "data", models, optimizers, launcher="python")
     for number in numbers:
-        for combination, (losses, state) in train(
-            folder, number, ",".join(layouts), models, optimizers
-        ).items():
+        results = train(folder, number, ",".join(layouts), models, optimizers)
+        for combination, result in results.items():
             _, _, rest = combination.partition(" ")
-            reference_losses, reference = alone[f"data {rest}"]
-            assert losses == pytest.approx(reference_losses, rel=1e-5), combination
-            assert list(state) == list(reference)
-            for name, tensor in reference.items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+            compare(combination, result, alone[f"data {rest}"])
+
+
+def compare(combination, result, reference):
+    """Compare losses and parameters to rounding, and the random states of common ranks exactly."""
+    losses, state, random = result
+    assert losses == pytest.approx(reference[0], rel=1e-5), combination
+    assert list(state) == list(reference[1])
+    for name, tensor in reference[1].items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+    assert random[: len(reference[2])] == reference[2], combination
 
 
 def test_layouts_equal_one_process(tmp_path):
@@ -122,6 +130,14 @@ def test_layouts_equal_one_process(tmp_path):
 
 def test_momentum_and_lstm_equal_one_process(tmp_path):
     check(tmp_path, [2], ["zero3"], "lstm,cnn", "momentum")
+
+
+def test_dropout_draws_the_same_numbers_in_every_layout(tmp_path):
+    results = train(tmp_path, 2, ",".join(("data", *SHARDED)), "transformer", "adam", dropout=0.3)
+    reference = results["data transformer adam"]
+    assert reference[2][0] != reference[2][1]
+    for combination, result in results.items():
+        compare(combination, result, reference)
 
 
 @pytest.mark.long

@@ -61,7 +61,7 @@ SHARDED = """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     import paceline
-    from paceline.parallel.deferred import Materialization
+    from paceline.parallel.materialization import Materialization
     from paceline.parallel.recomputation import recompute_blocks
 
     world = paceline.init(progress=False)

@@ -16,13 +16,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
+from ...knobs.process import return_freed_memory
+from ..blocks import nbytes_of
+from ..materialization import Materialization
+from ..memory_budget import available_bytes
 from .blocks import find_blocks
+from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
 from .layouts import ShardedLayout, ShardingRequest
 from .meshes import data_mesh
 from .optimizer_parameters import replace_parameters
 from .registry import register
 from .replication import BufferSync, broadcast_model
+
+AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
 
 
 class FullyShardedModel:
@@ -103,9 +110,13 @@ class FullyShardedModel:
         return []
 
     def _groups(self) -> list[FSDPParamGroup]:
-        """Return FSDP's groups of parameters, one for each block."""
-        modules = [m for m in self._model.modules() if isinstance(m, FSDPModule)]
-        return [g for m in modules for g in m._get_fsdp_state()._fsdp_param_groups]
+        return _groups_of(self._model)
+
+
+def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    """Return FSDP's groups of parameters, one for each block."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for m in modules for group in m._get_fsdp_state()._fsdp_param_groups]
 
 
 def _whole_gradient(parameter: FSDPParam) -> torch.Tensor | None:
@@ -121,8 +132,12 @@ def shard_model(
     optimizer: Optimizer | None,
     device: torch.device,
     request: ShardingRequest,
+    plan: Materialization | None = None,
 ) -> nn.Module:
     """Shard a model over the ranks, and replace the parameters of its optimizer. Collective.
+
+    Args:
+        plan: Of a deferred model; its shards are computed after it was sharded.
 
     Raises:
         ValueError: Hosts have different numbers of ranks, and shards are to stay in a host.
@@ -130,14 +145,31 @@ def shard_model(
     whole = dict(model.named_parameters(remove_duplicate=False))
     blocks = [*find_blocks(model, request.blocks), ""]
     mesh = data_mesh(device, request.shard_over)
+    _save_memory(model, device)
     broadcast_model(model)
     _shard_blocks(model, blocks, mesh, request)
+    if plan is not None:
+        of = {
+            id(one.sharded_param): one for group in _groups_of(model) for one in group.fsdp_params
+        }
+        divided = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
+        compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device)
     sharded = FullyShardedModel(model, request.layout, mesh)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
         replace_parameters(optimizer, {id(p): after[name] for name, p in whole.items()})
     register(model, sharded)
     return model
+
+
+def _save_memory(model: nn.Module, device: torch.device) -> None:
+    """Return freed memory at once where this rank has little for a model.
+
+    FSDP allocates whole blocks, and between them shards that stay. On a CPU glibc would keep the
+    gaps: together up to the size of the whole model, once for parameters and once for gradients.
+    """
+    if device.type == "cpu" and available_bytes(device) < AMPLE_SHARE * nbytes_of(model):
+        return_freed_memory()
 
 
 def _shard_blocks(

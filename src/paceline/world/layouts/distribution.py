@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...parallel.data import check_accumulate
-from ...parallel.deferred import Materialization, deferred, is_deferred
+from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup
@@ -50,8 +50,9 @@ class ModelDistribution:
         """Return a context in which models are built without memory: on the device "meta".
 
         ``world.distribute`` then computes the parameters and buffers, with the numbers of an
-        ordinary construction. It takes a second initialization, because the generator has to draw
-        all random numbers once in the context and once in ``world.distribute``.
+        ordinary construction. In a sharded layout no rank holds more than its shards and one
+        tensor. It takes a second initialization, because the generator has to draw all random
+        numbers once in the context and once in ``world.distribute``.
 
         Raises:
             ValueError: In the context: code that reads the value of a tensor (``.item()``), or
@@ -140,8 +141,6 @@ class ModelDistribution:
         recompute_blocks(
             model, memory.recompute, memory.memory_budget, recomputed_blocks, say, memory.held_gib
         )
-        if is_deferred(model):
-            Materialization(model).run()
         is_sharded = request is not None and self.size > 1
         setup = replace(setup, recomputes=memory.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
