@@ -117,6 +117,7 @@ def test_fifo_in_place_of_file_does_not_hang(folder, name):
 
 def test_compressed_shard_is_rejected(folder):
     shard = folder / "rank-00000.pt"
+    torch.save({"x": torch.ones(9)}, shard)
     members = {one: zipfile.ZipFile(shard).read(one) for one in zipfile.ZipFile(shard).namelist()}
     with zipfile.ZipFile(shard, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in members.items():
@@ -192,7 +193,7 @@ def test_write_probe_on_full_disk_is_removed(tmp_path, monkeypatch):
 
 
 def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
-    class Full(checkpoint_folder._ChecksummingFile):
+    class Full(checkpoint_folder.ShardFile):
         def write(self, data):
             try:
                 full()
@@ -200,7 +201,7 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
                 self.error = error
                 raise
 
-    monkeypatch.setattr(checkpoint_folder, "_ChecksummingFile", Full)
+    monkeypatch.setattr(checkpoint_folder, "ShardFile", Full)
     said, store = [], KeyStore()
     savers = [CheckpointSaver(tmp_path, rank, 3, store, said.append, 5.0) for rank in range(3)]
     for saver in savers:

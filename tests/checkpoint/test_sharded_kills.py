@@ -39,7 +39,7 @@ SCRIPT = """
     dist.barrier()
     if world.rank == victim:
         kill_at(*{
-            "copy": (saving.state_tree, "copy_to_cpu"),
+            "copy": (saving.StagingMemory, "copy"),
             "shard": (torch, "save"),
             "flush": (os, "fsync"),
             "report": (saving.CheckpointSaver, "_gather"),

@@ -155,9 +155,6 @@ def test_unwritable_checkpoint_folder_is_rejected_before_training(tmp_path):
 
 def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     class OneFails(Collectives):
-        def any(self, flag):
-            return True
-
         def gather(self, value):
             return ["disk full. HINT: free space", value]
 
@@ -169,5 +166,3 @@ def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     checkpointer = Checkpointer(saver, interval, state, None, collectives, print)
     with pytest.raises(ValueError, match=r"^rank 0 can't save checkpoints: disk full. HINT: free"):
         checkpointer.prepare()
-    with pytest.raises(ValueError, match="no valid checkpoint: see the message of rank 0"):
-        checkpointer.find_newest()

@@ -1,11 +1,14 @@
 """Rounds of checkpoint_io.py: folder, MiB of all ranks, rounds and result file."""
 
 import json
+import mmap
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import paceline
-from paceline.checkpoint.saver import CheckpointSaver, find_newest_valid, load_checkpoint
+from paceline.checkpoint.saver import CheckpointSaver, Ranks, find_newest_valid, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
 from paceline.world.restoring import placed_for
 
@@ -39,17 +42,23 @@ def main() -> None:
         (f"weight{i}", DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)]))
         for i in range(TENSORS)
     )
-    data = memoryview(torch.cat([one.to_local() for one in model.values()]).numpy()).cast("B")
+    pages = mmap.mmap(-1, sum(one.to_local().nbytes for one in model.values()))
+    torch.cat([one.to_local().view(-1) for one in model.values()], out=floats(pages))
+    data = memoryview(pages)
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
     saver = CheckpointSaver(folder / "ckpt", rank, size, store, print)
     raw = folder / f"raw-{rank}"
     shared = [0]
 
-    def write_raw() -> None:
-        with raw.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def write_raw(flags: int = 0) -> None:
+        fd = os.open(raw, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags)
+        for at in range(0, len(data), BLOCK_BYTES):
+            assert os.write(fd, data[at : at + BLOCK_BYTES]) == len(data[at : at + BLOCK_BYTES])
+        os.fsync(fd)
+        os.close(fd)
+
+    def write_direct() -> None:
+        write_raw(os.O_DIRECT)
 
     def save() -> None:
         shared[0] += 1
@@ -64,12 +73,16 @@ def main() -> None:
                 pass
 
     def load() -> None:
-        newest = find_newest_valid(folder / "ckpt", print) if rank == 0 else None
-        dist.barrier()
-        newest = newest or folder / f"ckpt/step-{shared[0]:08}"
+        newest = find_newest_valid(folder / "ckpt", print, Ranks(rank, size, gather))
+        assert newest is not None
         state = load_checkpoint(newest)[0]["models"][0]
         loaded = placed_for(model, state)
         assert torch.equal(loaded["weight3"].to_local(), model["weight3"].to_local())
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * size
+        dist.all_gather_object(values, value)
+        return values
 
     def step() -> None:
         for _ in range(4):
@@ -79,9 +92,11 @@ def main() -> None:
     weight = torch.randn(STEP_SIZE, STEP_SIZE)
     found: dict[str, list[float]] = {}
     pairs: list[list[tuple[str, Callable[[], None]]]] = [
-        [("write_raw", write_raw), ("save", save)],
+        [("write_raw", write_raw), ("save", save), ("write_direct", write_direct)],
         [("read_raw", read_raw), ("load", load)],
     ]
+    if not has_direct_writes(folder):
+        pairs[0].pop()
     for number in range(-1, rounds):  # the first round is not counted
         for pair in pairs:
             for name, function in pair[:: 1 if number % 2 else -1]:
@@ -104,6 +119,11 @@ def main() -> None:
         Path(result).write_text(json.dumps(found))
 
 
+def floats(pages: mmap.mmap) -> torch.Tensor:
+    """Return the memory as a tensor."""
+    return torch.frombuffer(pages, dtype=torch.float32)
+
+
 def timed(function: Callable[[], None]) -> float:
     """Return the seconds until all ranks have ended."""
     dist.barrier()
@@ -124,6 +144,16 @@ def steps_until(step: Callable[[], None], ends: Callable[[], bool], limit: int) 
             if not left:
                 break
     return (time.perf_counter() - began) / count
+
+
+def has_direct_writes(folder: Path) -> bool:
+    """Return whether files in the folder can be written without the page cache."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            os.close(os.open(file.name, os.O_WRONLY | os.O_DIRECT))
+        except OSError:
+            return False
+    return True
 
 
 def forget(paths: list[Path]) -> None:

@@ -7,15 +7,17 @@ A checkpoint is written to a temporary folder, flushed to disk, and then renamed
 folder with a final name is always complete. The previous checkpoint is kept.
 """
 
+import contextlib
 import json
 import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
-from crc32c import crc32c
+from torch.utils._pytree import tree_leaves
+from torch.utils.serialization import config
 
 from ..plurals import named_ranks
 from ..security.files import open_regular
@@ -30,6 +32,7 @@ from .manifest import (
     read_manifest,
     read_shard,
 )
+from .storage.shard_file import BLOCK_BYTES, ShardFile
 from .unfinished_folder import UnfinishedFolder, flush_folder, remove
 
 __all__ = [
@@ -40,30 +43,9 @@ __all__ = [
     "read_shard",
 ]
 
+MIN_ALIGNED_BYTES = 100 * BLOCK_BYTES  # mean size of tensors whose padding adds below 1 %
 _REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
-
-
-class _ChecksummingFile:
-    """A file wrapper that counts the written bytes and computes their CRC-32C."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.bytes = 0
-        self.crc = 0
-        self.error: OSError | None = None  # torch raises a RuntimeError instead of it
-
-    def write(self, data: Any) -> int:
-        self.bytes += len(data)
-        self.crc = crc32c(data, self.crc)
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:
@@ -76,17 +58,33 @@ def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, An
     """
     name = f"rank-{rank:05}.pt"
     with folder.new_file(name) as new:
-        with open(new.fd, "wb", closefd=False) as file:
-            checked = _ChecksummingFile(file)
-            try:
-                torch.save(state, cast(Any, checked))
-            except RuntimeError:
-                if checked.error is not None:
-                    raise checked.error from None
-                raise
-        os.fsync(new.fd)
+        file = ShardFile(new.fd)
+        try:
+            with _archive_options(state):
+                torch.save(state, cast(Any, file))
+        except RuntimeError:
+            if file.error is not None:
+                raise file.error from None
+            raise
+        file.finish()
     check_readable(folder.path / name, folder.fd)
-    return {"name": name, "bytes": checked.bytes, "crc32c": checked.crc}
+    return {"name": name, "bytes": file.bytes, "crc32c": file.crc}
+
+
+def _archive_options(state: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return how torch.save writes a shard; other threads of the process are not affected.
+
+    The CRC-32C of the whole shard replaces the CRC-32 of each tensor, which torch would compute
+    while it holds the interpreter's lock. Large tensors begin on a block of the file, so that
+    ``ShardFile`` writes them from where they are.
+    """
+    options: dict[str, Any] = {"save.compute_crc32": False}
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    nbytes = sum(one.nbytes for one in tensors if one.layout is torch.strided)
+    if hasattr(config.save, "storage_alignment") and nbytes > MIN_ALIGNED_BYTES * len(tensors):
+        options["save.storage_alignment"] = BLOCK_BYTES
+    patched: contextlib.AbstractContextManager[Any] = cast(Any, config).patch(options)
+    return patched
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> int:

@@ -24,7 +24,8 @@ from ..security.schema import Count, check
 from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, check_pickle
 from .pickle_stack import PickleError
 
-VERSION = 2  # 2: pieces of DTensors, and the identity of the save in each shard
+# 2: pieces of DTensors, and the identity of the save in each shard; 3: archives without CRC-32
+VERSION = 3
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
 BLOCK_BYTES = 1 << 20  # stays in the cache of a core
@@ -55,7 +56,7 @@ class Manifest(TypedDict):
     """Content of a manifest, without its checksum."""
 
     format: Literal["paceline-checkpoint"]
-    version: Literal[1, 2]
+    version: Literal[1, 2, 3]
     step: NotRequired[Count]
     epoch: NotRequired[Count]
     inside: NotRequired[bool]
@@ -165,7 +166,7 @@ def check_readable(path: Path, folder_fd: int) -> None:
         (entry,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
         # An opcode has at least one byte, so smaller pickles do not exceed the limit.
         if entry.file_size > MAX_OPCODES:
-            pickled, records = archive.read(entry), _records(archive.infolist())
+            pickled, records = _read(archive, entry), _records(archive.infolist())
             try:
                 check_pickle(pickled, records)
             except PickleError as error:
@@ -230,4 +231,11 @@ def _pickle_of(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> byte
     entry = next((one for one in members if one.filename == f"{prefix}/data.pkl"), None)
     if entry is None or entry.file_size > MAX_PICKLE_BYTES:
         raise PickleError(f"it has no data.pkl of at most {MAX_PICKLE_BYTES:,} bytes")
+    return _read(archive, entry)
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Return a member of an archive. Shards have no CRC-32; the manifest has their CRC-32C."""
+    if entry.CRC == 0:
+        del entry.CRC  # then zipfile does not compare it
     return archive.read(entry)

@@ -4,14 +4,18 @@ Ranks coordinate through the job's store. Each rank reports to the store that it
 Rank 0 then writes the manifest and renames the checkpoint to its final name.
 """
 
+import contextlib
 import json
+import os
 import secrets
 import threading
 import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ..plurals import named_ranks
 from ..security.error_reason import error_reason
@@ -19,12 +23,28 @@ from ..security.files import UnsafeFileError
 from . import checkpoint_folder, state_tree
 from .manifest import Manifest
 from .shard_content import load_shards, verify_checkpoint
-from .sharded_tensor import describe, is_sharded, piece_of
+from .sharded_tensor import Piece, describe, is_sharded, piece_of
 from .shared_state import SharedState
+from .storage.staging import StagingMemory
 from .unfinished_folder import UnfinishedFolder, remove
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
+WRITER_NICENESS = 10  # of the writing thread; on Linux each thread has a priority of its own
 OWN_STATE = "this rank's state"  # in messages
+
+
+class Ranks(NamedTuple):
+    """The ranks that look for a checkpoint together.
+
+    Attributes:
+        rank: This rank.
+        size: Their number.
+        gather: Collective that returns the values of all ranks, by rank.
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[Any], list[Any]]
 
 
 class Store(Protocol):
@@ -62,6 +82,7 @@ class CheckpointSaver:
         self.timeout = timeout
         self._thread: threading.Thread | None = None
         self._saves = 0
+        self._staging = StagingMemory()
         self._flushes = True  # whether the file system is known to flush folders
 
     @property
@@ -90,18 +111,8 @@ class CheckpointSaver:
         state = {
             "shared": shared.skeleton if self.rank == 0 else None,
             "count": len(owner),
-            "tensors": {
-                i: state_tree.copy_to_cpu(shared.tensors[i])
-                for i, rank in enumerate(owner)
-                if rank == self.rank and i not in sharded
-            },
-            "pieces": {
-                i: {**piece, "tensor": state_tree.copy_to_cpu(piece["tensor"])}
-                for i, piece in pieces.items()
-                if piece is not None
-            },
             "own": own_skeleton,
-            "own_tensors": [state_tree.copy_to_cpu(tensor) for tensor in own_tensors],
+            **self._copied(shared.tensors, owner, pieces, own_tensors),
         }
         layout = zlib.crc32(repr([(i, describe(t)) for i, t in sharded.items()]).encode())
         self._saves += 1
@@ -109,6 +120,25 @@ class CheckpointSaver:
             target=self._write, args=(step, state, about, self._saves, layout), daemon=True
         )
         self._thread.start()
+
+    def _copied(
+        self,
+        tensors: list[torch.Tensor],
+        owner: list[int],
+        pieces: dict[int, Piece | None],
+        own_tensors: list[torch.Tensor],
+    ) -> dict[str, Any]:
+        """Return copies of what this rank writes: ``tensors``, ``pieces`` and ``own_tensors``."""
+        whole = [i for i, rank in enumerate(owner) if rank == self.rank and i not in pieces]
+        held = {i: piece for i, piece in pieces.items() if piece is not None}
+        sources = [tensors[i] for i in whole]
+        sources += [piece["tensor"] for piece in held.values()] + own_tensors
+        copies = iter(self._staging.copy(sources))
+        return {
+            "tensors": {i: next(copies) for i in whole},
+            "pieces": {i: {**piece, "tensor": next(copies)} for i, piece in held.items()},
+            "own_tensors": list(copies),
+        }
 
     def wait(self) -> None:
         """Wait until the last save has completed, or failed with a warning."""
@@ -122,6 +152,7 @@ class CheckpointSaver:
         folder: UnfinishedFolder | None = None
         entry: dict[str, Any]
         trusted = True  # whether the folder with this name may be removed
+        _lower_priority()
         try:
             folder = UnfinishedFolder(path)
             identity = secrets.token_hex(8)  # tells this shard from those of other saves
@@ -185,6 +216,12 @@ class CheckpointSaver:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
+def _lower_priority() -> None:
+    """Let the training go first where this thread and the ranks share cores."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+
+
 def _problems(entries: list[dict[str, Any]]) -> str:
     """Return the failure reasons with their ranks; "" if all ranks have written their shards."""
     ranks: dict[str, list[int]] = {}
@@ -197,27 +234,47 @@ def _problems(entries: list[dict[str, Any]]) -> str:
     return "; ".join(f"{named_ranks(of)}: {reason}" for reason, of in ranks.items())
 
 
-def find_newest_valid(directory: Path, warn: Callable[[str], None]) -> Path | None:
+def find_newest_valid(
+    directory: Path, warn: Callable[[str], None], ranks: Ranks | None = None
+) -> Path | None:
     """Return the newest valid checkpoint, None if there are no checkpoints.
 
     Print a warning for each corrupted checkpoint that is skipped, with the name of the file.
+
+    Args:
+        directory: Directory of the checkpoints.
+        warn: Function that prints a warning; rank 0 calls it.
+        ranks: The ranks that call this together, each of which reads a part of the shards. They
+            take the checkpoints that rank 0 finds. None: this process reads all shards.
 
     Raises:
         ValueError: All existing checkpoints are corrupted. Starting from the beginning would
             overwrite data that the user might still recover.
     """
-    candidates = checkpoint_folder.list_checkpoints(directory)
+    rank, size, gather = ranks or Ranks(0, 1, lambda own: [own])
+    found = checkpoint_folder.list_checkpoints(directory) if rank == 0 else []
+    candidates: list[Path] = [directory / name for name in gather([one.name for one in found])[0]]
     for folder in candidates:
-        try:
-            verify_checkpoint(folder)
+        problems: list[tuple[str, str] | None] = gather(_problem_of(folder, rank, size))
+        first = min((one for one in problems if one is not None), default=None)
+        if first is None:
             return folder
-        except checkpoint_folder.DamagedCheckpointError as problem:
-            warn(f"checkpoint {folder.name} is skipped: {problem}")
+        if rank == 0:
+            warn(f"checkpoint {folder.name} is skipped: {first[1]}")
     if candidates:
         raise ValueError(
             f"{directory} contains no valid checkpoint ({len(candidates)} damaged). HINT: to start "
             f"from the beginning, mv {directory} {directory}.damaged"
         )
+    return None
+
+
+def _problem_of(folder: Path, rank: int, size: int) -> tuple[str, str] | None:
+    """Return the name of the first damaged file of those that this rank reads, and a message."""
+    try:
+        verify_checkpoint(folder, rank, size)
+    except checkpoint_folder.DamagedCheckpointError as problem:
+        return problem.file.name, str(problem)
     return None
 
 

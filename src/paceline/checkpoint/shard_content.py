@@ -49,21 +49,26 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
     return _joined(skeleton, [tensors[i] for i in range(len(tensors))], folder), own
 
 
-def verify_checkpoint(folder: Path) -> Manifest:
-    """Verify all shards of a checkpoint by reading every byte. Return its manifest.
+def verify_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Manifest:
+    """Verify the shards of a checkpoint by reading every byte. Return its manifest.
+
+    Args:
+        folder: Folder of the checkpoint.
+        rank: Number of the caller among those that verify it together.
+        size: Their number; each verifies as many shards.
 
     Raises:
         DamagedCheckpointError: A file is missing, corrupted, or of another checkpoint; the error
             names the file.
     """
     manifest = read_manifest(folder)
-    entries = manifest["files"]
+    entries = dict(list(enumerate(manifest["files"]))[rank::size])
     # reading and the checksum release the interpreter's lock
-    with ThreadPoolExecutor(min(MAX_VERIFYING_THREADS, len(entries))) as pool:
-        problems = list(pool.map(partial(_problem, folder), entries))
-    for rank, problem in enumerate(problems):
+    with ThreadPoolExecutor(max(1, min(MAX_VERIFYING_THREADS, len(entries)))) as pool:
+        problems = list(pool.map(partial(_problem, folder), entries.values()))
+    for number, problem in zip(entries, problems, strict=True):
         if problem is not None:
-            reason = _other_save(folder, manifest, rank)
+            reason = _other_save(folder, manifest, number)
             raise DamagedCheckpointError(problem.file, reason or problem.reason)
     return manifest
 

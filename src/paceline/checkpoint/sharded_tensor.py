@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
 
 import torch
 
+from .storage.pages import populate
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -131,6 +133,7 @@ class SavedTensor:
             if overlap is not None:
                 begin, end = overlap
                 source = piece["tensor"][_slices(begin, end, piece["offset"])]
+                populate(source)
                 dest[_slices(begin, end, offset)].copy_(source)
 
     def whole(self) -> torch.Tensor:

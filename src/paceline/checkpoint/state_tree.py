@@ -297,8 +297,3 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in _SPARSE_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-
-
-def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in CPU memory, which training no longer modifies."""
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()

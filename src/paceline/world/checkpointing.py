@@ -12,7 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint import checkpoint_folder, shared_folder, state_tree
-from ..checkpoint.saver import OWN_STATE, CheckpointSaver, find_newest_valid, load_checkpoint
+from ..checkpoint.saver import (
+    OWN_STATE,
+    CheckpointSaver,
+    Ranks,
+    find_newest_valid,
+    load_checkpoint,
+)
 from ..checkpoint.shard_copies import name_copies, shards_that_differ
 from ..checkpoint.shared_state import SharedState, differences
 from ..plurals import named_ranks
@@ -111,27 +117,17 @@ class Checkpointer:
             )
 
     def find_newest(self) -> Path | None:
-        """Return the checkpoint that all ranks resume from, or None; rank 0 chooses it.
+        """Return the checkpoint that all ranks resume from, or None.
 
         Raises ValueError on all ranks where checkpoints exist but none is complete.
         """
-        chosen: Path | None = None
-        problem: ValueError | None = None
         if self.saver.rank == 0:
             checkpoint_folder.remove_unfinished(self.saver.directory)
-            try:
-                chosen = find_newest_valid(self.saver.directory, self.saver.warn)
-            except ValueError as error:
-                problem = error
-        if self.collectives.any(problem is not None):
-            raise problem or ValueError(
-                f"{self.saver.directory} contains no valid checkpoint: see the message of rank 0"
-            )
-        step = int(chosen.name.removeprefix("step-")) if chosen else -1
-        (step,) = self.collectives.from_rank_0([step])
-        if step < 0:
+        ranks = Ranks(self.saver.rank, self.saver.size, self.collectives.gather)
+        chosen = find_newest_valid(self.saver.directory, self.saver.warn, ranks)
+        if chosen is None:
             self._compared_state()  # before training, which a difference would make worthless
-        return self.saver.directory / f"step-{step:08}" if step >= 0 else None
+        return chosen
 
     def load(self, folder: Path) -> Callable[[], Position]:
         """Read a checkpoint; return a function that restores its state whenever it is called."""
