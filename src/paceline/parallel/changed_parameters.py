@@ -75,5 +75,6 @@ def _changes(before: dict[str, _Parameter], now: dict[str, _Parameter]) -> Itera
             yield f"the parameter {name} was added after world.distribute"
         elif change := known.change_to(parameter):
             yield f"the parameter {name} {change}"
-    for name in before.keys() - now.keys():
-        yield f"the parameter {name} was removed after world.distribute"
+    for name in before:
+        if name not in now:
+            yield f"the parameter {name} was removed after world.distribute"
