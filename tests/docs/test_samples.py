@@ -33,7 +33,8 @@ WORLD = DATA + "    world = paceline.init()\n"
 PREAMBLES = {
     "README.md": DATA,
     "docs/how-to/run/use-the-python-api.md": DATA,
-    "docs/explanation/layouts.md": WORLD,
+    "docs/explanation/layouts.md": WORLD
+    + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD
     + "    model, optimizer = world.distribute(model, optimizer)\n",
     "docs/how-to/improve/pack-and-stage.md": WORLD

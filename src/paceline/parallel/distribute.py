@@ -7,12 +7,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..knobs.process import return_freed_memory
+from .blocks import nbytes_of
 from .data import data_parallel, place_model
 from .deferred import is_deferred
 from .materialization import Materialization
+from .memory_budget import available_bytes
 from .sharded.deferred_shards import plan_shards
 from .sharded.layouts import ShardingRequest
 from .sharded.model_check import check_sharding
+
+AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
 
 
 def distribute_model(
@@ -48,4 +53,15 @@ def distribute_model(
         return data_parallel(placed, device, **options)
     from .sharded.fully_sharded import shard_model  # FSDP takes a moment to import
 
+    _save_memory(placed, device)
     return shard_model(placed, optimizer, device, request, plan)
+
+
+def _save_memory(model: nn.Module, device: torch.device) -> None:
+    """Return freed memory at once where this rank has little for a model.
+
+    FSDP allocates whole blocks, and between them shards that stay. On a CPU glibc would keep the
+    gaps: together up to the size of the whole model, once for parameters and once for gradients.
+    """
+    if device.type == "cpu" and available_bytes(device) < AMPLE_SHARE * nbytes_of(model):
+        return_freed_memory()

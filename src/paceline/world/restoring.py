@@ -60,7 +60,7 @@ def placed_for(part: Any, state: Any) -> Any:
     if isinstance(part, Optimizer):
         return _placed_for_optimizer(part, state)
     own = part.state_dict()
-    if isinstance(part, nn.Module) and isinstance(state, dict):
+    if isinstance(part, nn.Module) and isinstance(state, dict) and isinstance(own, dict):
         return {name: _restored(value, own.get(name)) for name, value in state.items()}
     return _placed(state, own)
 

@@ -16,10 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
-from ...knobs.process import return_freed_memory
-from ..blocks import nbytes_of
 from ..materialization import Materialization
-from ..memory_budget import available_bytes
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
@@ -28,8 +25,6 @@ from .meshes import data_mesh
 from .optimizer_parameters import replace_parameters
 from .registry import register
 from .replication import BufferSync, broadcast_model
-
-AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
 
 
 class FullyShardedModel:
@@ -145,7 +140,6 @@ def shard_model(
     whole = dict(model.named_parameters(remove_duplicate=False))
     blocks = [*find_blocks(model, request.blocks), ""]
     mesh = data_mesh(device, request.shard_over)
-    _save_memory(model, device)
     broadcast_model(model)
     _shard_blocks(model, blocks, mesh, request)
     if plan is not None:
@@ -160,16 +154,6 @@ def shard_model(
         replace_parameters(optimizer, {id(p): after[name] for name, p in whole.items()})
     register(model, sharded)
     return model
-
-
-def _save_memory(model: nn.Module, device: torch.device) -> None:
-    """Return freed memory at once where this rank has little for a model.
-
-    FSDP allocates whole blocks, and between them shards that stay. On a CPU glibc would keep the
-    gaps: together up to the size of the whole model, once for parameters and once for gradients.
-    """
-    if device.type == "cpu" and available_bytes(device) < AMPLE_SHARE * nbytes_of(model):
-        return_freed_memory()
 
 
 def _shard_blocks(
