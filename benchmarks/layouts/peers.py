@@ -7,9 +7,9 @@ take turns; a round is the median of some steps. The others need an environment 
     /tmp/peers/bin/pip install torch deepspeed megatron-fsdp
     python benchmarks/layouts/peers.py --python /tmp/peers/bin/python
 
-DeepSpeed computes on the CPU (DS_ACCELERATOR=cpu), exchanges in shared memory by an operator that it
-compiles at its first start, and uses the same fused Adam. Who does not run is listed with the last
-line of its output. It takes 4 minutes.
+DeepSpeed computes on the CPU (DS_ACCELERATOR=cpu), exchanges in shared memory by an operator that is
+compiled at its first start, and uses the same fused Adam. A peer that does not run is listed with the
+error that ended it. It takes 4 minutes.
 """
 
 import json
@@ -19,8 +19,20 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, launch, machine, options, ratio, rounds, run
-from common import spread, target
+from common import (
+    BIN,
+    SCRIPTS,
+    console,
+    finish,
+    launch,
+    machine,
+    options,
+    ratio,
+    rounds,
+    run,
+    spread,
+    target,
+)
 from rich.table import Table
 
 PEERS = ("deepspeed", "megatron-fsdp")
@@ -91,7 +103,9 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, dict[str, Any]]) -
         name: {layout: spread(times) for layout, times in one["step_s"].items()}
         for name, one in found.items()
     }
-    finish("peers", args, facts, measurements=found, medians=medians, ratios=ratios, targets=targets)
+    finish(
+        "peers", args, facts, measurements=found, medians=medians, ratios=ratios, targets=targets
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Claim: at half of the activations' memory, recomputation takes at most 1.20 of the step's time, and
+"""Claim: at half of the activations' memory, a step takes at most 1.20 times as long, and
 ``recompute="auto"`` is within 3 % of the fastest choice that needs no more memory.
 
 First, in interleaved rounds, a step of a transformer without recomputation and with

@@ -106,9 +106,7 @@ def _trace(build: Build) -> StepMemory:
     return trace_model(setup, ForwardInputs((x,)))
 
 
-def _row(
-    world: paceline.World, build: Build, traced: StepMemory, layout: Layout
-) -> dict[str, Any]:
+def _row(world: paceline.World, build: Build, traced: StepMemory, layout: Layout) -> dict[str, Any]:
     torch.manual_seed(0)
     model, x = build()
     count = sum(parameter.numel() for parameter in model.parameters())
