@@ -63,26 +63,26 @@ class Language(nn.Module):
 
 
 def transformer() -> tuple[nn.Module, torch.Tensor]:
-    """Build an encoder of sixteen blocks with 12.6 million parameters."""
+    """Build an encoder of eight blocks with 6.3 million parameters."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
-    model = nn.TransformerEncoder(layer, 16, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
     return model, torch.randn(BATCH, 32, 256)
 
 
 def perceptron() -> tuple[nn.Module, torch.Tensor]:
-    """Build 24 blocks with 12.6 million parameters, and few activations."""
-    blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)) for _ in range(24)]
+    """Build twelve blocks with 6.3 million parameters, and few activations."""
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)) for _ in range(12)]
     return nn.Sequential(*blocks), torch.randn(BATCH, 512)
 
 
 def convolutions() -> tuple[nn.Module, torch.Tensor]:
-    """Build sixteen residual blocks with 4.7 million parameters."""
-    return nn.Sequential(*(Residual(128) for _ in range(16))), torch.randn(BATCH, 128, 8, 8)
+    """Build twelve residual blocks with 3.5 million parameters."""
+    return nn.Sequential(*(Residual(128) for _ in range(12))), torch.randn(BATCH, 128, 8, 8)
 
 
 def language() -> tuple[nn.Module, torch.Tensor]:
-    """Build a decoder with 11.9 million parameters, a fifth of them in its table."""
-    return Language(5000, 256, 12), torch.randint(5000, (BATCH, 32))
+    """Build a decoder with 7.3 million parameters, a sixth of them in its table."""
+    return Language(5000, 256, 6), torch.randint(5000, (BATCH, 32))
 
 
 MODELS: tuple[Build, ...] = (transformer, perceptron, convolutions, language)
