@@ -126,7 +126,11 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange/unused.py
 	$(BIN)/python benchmarks/exchange/compression.py
 	$(BIN)/python benchmarks/layouts/layout_time.py
+	$(BIN)/python benchmarks/layouts/memory_of_layouts.py
+	$(BIN)/python benchmarks/layouts/memory_prediction.py
 	$(BIN)/python benchmarks/layouts/recomputation.py
+	$(BIN)/python benchmarks/layouts/checkpoint_io.py
+	$(BIN)/python benchmarks/layouts/peers.py
 	$(BIN)/python benchmarks/data/loaders.py
 	$(BIN)/python benchmarks/data/loader_storage.py
 	$(BIN)/python benchmarks/data/packing.py

@@ -320,6 +320,32 @@ def test_unseen(tmp_path):
 
 
 def test_recomputation(tmp_path):
-    few = ("--blocks", "4", "--width", "32")
+    few = ("--blocks", "4", "--width", "32", "--searched", "2")
     result = result_of("recomputation", tmp_path / "recomputation.json", *few)
-    assert set(result["measurements"]) == {"plain", "auto"}
+    assert set(result["medians"]) == {"plain", "auto"}
+    assert len(result["measurements"]["search"]) == 9
+    assert len(result["targets"]) == 4
+
+
+def test_memory_prediction(tmp_path):
+    result = result_of("memory_prediction", tmp_path / "peaks.json", "--models", "mlp", "graph")
+    assert set(result["ratios"]) == {"mlp", "graph"}
+    assert all(0.5 < one["median"] < 2 for one in result["ratios"].values())
+    assert len(result["targets"]) == 2
+
+
+def test_memory_of_layouts(tmp_path):
+    few = ("--ranks", "2", "--models", "perceptron")
+    result = result_of("memory_of_layouts", tmp_path / "layouts.json", *few)
+    layouts = ("data", "zero1", "zero2", "zero3")
+    assert set(result["ratios"]) == {f"perceptron, {name}, 2 ranks" for name in layouts}
+    assert len(result["targets"]) == 8
+
+
+def test_peers(tmp_path):
+    """Without --python no peer is installed: only Paceline runs."""
+    few = ("--width", "64", "--batch", "8")
+    result = result_of("peers", tmp_path / "peers.json", *few)
+    found = result["measurements"]["paceline"]
+    assert set(found["step_s"]) == {"zero1", "zero2", "zero3"}
+    assert all(len(times) == 1 for times in found["step_s"].values())

@@ -18,18 +18,20 @@ from torch.distributed.tensor import DTensor, Shard
 import paceline
 from paceline.checkpoint.saver import CheckpointSaver, Ranks, find_newest_valid, load_checkpoint
 from paceline.checkpoint.shared_state import SharedState
-from paceline.world.restoring import placed_for
+from paceline.world.restoring import load_part
 
 TENSORS = 16
 STEP_SIZE = 384
 BLOCK_BYTES = 1 << 22
 
 
-class Model(dict):
-    """A state, as an object that has one."""
+class Model(torch.nn.Module):
+    """Sharded parameters."""
 
-    def state_dict(self):
-        return dict(self)
+    def __init__(self, shards: list[DTensor]) -> None:
+        super().__init__()
+        for number, shard in enumerate(shards):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(shard))
 
 
 def main() -> None:
@@ -38,17 +40,16 @@ def main() -> None:
     rank, size = world.rank, world.size
     mesh = init_device_mesh("cpu", (size,))
     rows = (mib << 20) // (4 * 1024 * size * TENSORS)
-    model = Model(
-        (f"weight{i}", DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)]))
-        for i in range(TENSORS)
-    )
-    pages = mmap.mmap(-1, sum(one.to_local().nbytes for one in model.values()))
-    torch.cat([one.to_local().view(-1) for one in model.values()], out=floats(pages))
+    locals_ = [torch.randn(rows, 1024) for _ in range(TENSORS)]
+    model = Model([DTensor.from_local(one, mesh, [Shard(0)]) for one in locals_])
+    pages = mmap.mmap(-1, sum(one.nbytes for one in locals_))
+    torch.cat([one.view(-1) for one in locals_], out=floats(pages))
     data = memoryview(pages)
     store = dist.PrefixStore("benchmark", dist.distributed_c10d._get_default_store())
     saver = CheckpointSaver(folder / "ckpt", rank, size, store, print)
     raw = folder / f"raw-{rank}"
     shared = [0]
+    first = locals_[3][0].clone()
 
     def write_raw(flags: int = 0) -> None:
         fd = os.open(raw, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags)
@@ -76,8 +77,8 @@ def main() -> None:
         newest = find_newest_valid(folder / "ckpt", print, Ranks(rank, size, gather))
         assert newest is not None
         state = load_checkpoint(newest)[0]["models"][0]
-        loaded = placed_for(model, state)
-        assert torch.equal(loaded["weight3"].to_local(), model["weight3"].to_local())
+        load_part(model, state, "model")
+        assert torch.equal(model.weight3.to_local()[0], first)
 
     def gather(value: Any) -> list[Any]:
         values = [None] * size

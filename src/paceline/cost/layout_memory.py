@@ -3,8 +3,8 @@
 The input is what one process holds after each operation of a step (``StepMemory``); the output is
 the peak of a rank when the same step runs as data parallel (DDP), or with sharded optimizer states
 (zero1), gradients (zero2) or parameters (zero3), as FSDP2 holds them. All sizes are bytes.
-Only the peak of one process was compared with measurements (benchmarks/layouts). The sharded
-layouts follow FSDP2's rules for what is gathered, and were not compared.
+The sharded layouts follow FSDP2's rules for what is gathered. benchmarks/layouts compares the peaks
+with measurements (memory_prediction.py, memory_of_layouts.py).
 """
 
 from collections.abc import Mapping, Sequence

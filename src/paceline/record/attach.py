@@ -89,8 +89,11 @@ def detach() -> None:
 
 
 def update_header(**fields: Any) -> None:
-    """Add fields to the header of this process's record, if there is one."""
-    if _loop is not None and not _loop.stopped:
+    """Add fields to the header of this process's record, if there is one.
+
+    After ``paceline.init`` as well: the recorder remains the same.
+    """
+    if _loop is not None:
         _loop.recorder.update_header(**fields)
 
 

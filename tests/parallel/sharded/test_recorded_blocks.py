@@ -101,6 +101,12 @@ def test_knobs_change_the_gathers_and_not_the_numbers(tmp_path):
     assert said[0] == said[1] == said[2]
 
 
+def test_record_of_a_script_with_world_says_that_a_knob_was_set(tmp_path):
+    blocks_of(tmp_path, BY_PACELINE, sharded_prefetch=2)
+    for record in (tmp_path / "record").glob("*.ring"):
+        assert b'"sharded-prefetch": {"set": true' in record.read_bytes()
+
+
 class Recorded:
     """The part of a recorder that labels need."""
 
