@@ -8,8 +8,8 @@ take turns; a round is the median of some steps. The others need an environment 
     python benchmarks/layouts/peers.py --python /tmp/peers/bin/python
 
 DeepSpeed computes on the CPU (DS_ACCELERATOR=cpu), exchanges in shared memory by an operator that
-is compiled at its first start, and uses the same fused Adam. A peer that does not run is listed with
-the error that ended it. It takes 4 minutes.
+it compiles at its first start, and uses the same fused Adam. A peer that does not run is listed
+with the error that ended it. It takes 4 minutes.
 """
 
 import json
