@@ -8,7 +8,7 @@ take turns; a round is the median of some steps. The others need an environment 
     python benchmarks/layouts/peers.py --python /tmp/peers/bin/python
 
 DeepSpeed computes on the CPU (DS_ACCELERATOR=cpu), exchanges in shared memory by an operator that
-is compiled at its first start, and uses the same fused Adam. A peer that does not run is listed
+it compiles at its first start, and uses the same fused Adam. A peer that does not run is listed
 with the error that ended it. It takes 4 minutes.
 """
 
@@ -36,6 +36,7 @@ from common import (
 from rich.table import Table
 
 PEERS = ("deepspeed", "megatron-fsdp")
+LIMIT_S = 150  # of one start of a peer
 LAYOUTS = ("zero1", "zero2", "zero3")
 
 
@@ -66,13 +67,15 @@ def measure(args: Any, name: str, found: dict[str, Any]) -> None:
         command = [str(BIN / "paceline"), "run", "-n", str(args.ranks), *words]
         if name != "paceline":
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-            command = [args.python, *torchrun, *words]
+            limit = ["timeout", "-k", "10", str(LIMIT_S)]
+            command = [*limit, args.python, *torchrun, *words]
         try:
             launch(command, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
         except SystemExit as error:
             lines = [line.strip() for line in str(error).splitlines()]
             reasons = [line for line in lines if "Error" in line.split(":")[0] and ": " in line]
-            found["error"] = (reasons or lines or ["failed"])[0]
+            ended = f"did not end within {LIMIT_S} s" if "exit code 124 " in str(error) else ""
+            found["error"] = ended or (reasons or lines or ["failed"])[0]
             return
         for layout, seconds in json.loads(out.read_text()).items():
             found["step_s"].setdefault(layout, []).append(seconds)

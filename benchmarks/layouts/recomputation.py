@@ -27,7 +27,7 @@ from paceline.parallel.recomputation import GIB, recompute_blocks
 LIMIT = 1.20
 FRONT_LIMIT = 1.03
 WAYS = ("keep", "selective", "blocks")
-SHARES = (0.4, 0.6, 0.8)  # budgets, of the activations of the model without recomputation
+SHARES = (0.6, 0.75, 0.9)  # budgets, of the activations of the model without recomputation
 Choice = tuple[str, ...]
 
 
