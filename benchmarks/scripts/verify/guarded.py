@@ -7,7 +7,6 @@ Each rank reads its part of a global batch of the same samples that one rank wou
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -127,18 +126,8 @@ def scale_rate(optimizer, schedule, factor):
         schedule.base_lrs = [factor * one for one in schedule.base_lrs]
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--task", choices=TASKS, default="digits")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=32, help="of all ranks")
-    parser.add_argument("--fault", choices=FAULTS, default="none")
-    parser.add_argument("--at", type=int, default=0, help="step at which the fault sets in")
-    parser.add_argument("--print", type=int, default=0, help="print the loss every N steps")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def train(args, after_step=lambda samples: None):
+    """Train one model; ``after_step`` is called with the samples of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
     x, y, model, optimizer, loss_of, schedule = TASKS[args.task]()
@@ -161,13 +150,33 @@ def main():
                 if args.fault == "replicas" and rank == size - 1:
                     scale_rate(optimizer, schedule, 0.5)
             optimizer.step()
+            after_step(len(inputs))
             if schedule is not None:
                 schedule.step()
             step += 1
             if args.print and step % args.print == 0 and rank == 0:
                 print(f"step {step}, loss {loss.item():.5f}", flush=True)
+
+
+def parse(words=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=TASKS, default="digits")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="of all ranks")
+    parser.add_argument("--fault", choices=FAULTS, default="none")
+    parser.add_argument("--at", type=int, default=0, help="step at which the fault sets in")
+    parser.add_argument("--print", type=int, default=0, help="print the loss every N steps")
+    return parser.parse_args(words)
+
+
+def main():
+    args = parse()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(args)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,7 +20,12 @@ from .smooth import half_widths, local_lines, local_means
 WIDTHS = (1 / 100, 1 / 50, 1 / 25, 1 / 12, 1 / 6)  # candidate half widths, of the run's length
 FOLDS = 4  # left-out parts, to choose the width
 NOISE_WIDTH = 1 / 10  # of the run's length: window in which the noise is measured
-TIME_TOLERANCE = 0.1  # a run may be this share of its samples ahead of or behind the reference
+# A run may be this share of its samples, and this share of the whole training, ahead of or behind
+# the reference: losses stay on a plateau for different times, and fall steeply after it.
+TIME_TOLERANCE, MIN_TIME_TOLERANCE = 0.1, 0.05
+MAX_STRETCH = 4  # times that tolerance, where the runs of the reference need it
+STRETCH_ALONE = 2  # the same with a single run, from which it can't be measured
+MIN_EXPLAINED = 0.99  # of a run's curve, within the tolerance
 UNKNOWN_SPREAD = 0.1  # standard deviation between seeds, as a share of the value, with one run
 MIN_SPREAD = 0.25  # of the noise
 OUTLIER = 4.0  # residuals beyond this many standard deviations count as this many
@@ -39,7 +44,7 @@ class Band:
         mean: Mean curve of the runs.
         noise: Standard deviation of a value around the curve of its run.
         offset: Largest offset of a healthy run.
-        low, high: Smallest and largest value of the mean curve within TIME_TOLERANCE.
+        low, high: Smallest and largest value of the mean curve within the tolerance of time.
         half_width: Half width of the smoothing, in values.
         runs: Number of distinct runs.
         values: Median number of values of a run.
@@ -99,8 +104,9 @@ def make_band(reference: Reference) -> Band:
     noise = np.sqrt(np.mean([_variance(run, axis, x, half_width) for run in runs], axis=0))
     mean = curves.mean(axis=0)
     noise = np.maximum(noise, 1e-6 * np.maximum(np.abs(mean), 1e-6))
-    low, high = _envelope(x, mean)
-    offset = _quantile(len(runs)) * _spread(curves, mean, noise)
+    stretch = _stretch(x, curves, mean, noise)
+    low, high = _envelope(x, mean, stretch)
+    offset = _quantile(len(runs)) * _spread(curves, low, high, noise)
     return Band(x, mean, noise, offset, low, high, half_width, len(runs), usual)
 
 
@@ -159,13 +165,17 @@ def _variance(run: Series, axis: str, x: Floats, half_width: float) -> Floats:
     return np.interp(x, at, local_means(squares, NOISE_WIDTH * len(at)))
 
 
-def _spread(curves: Floats, mean: Floats, noise: Floats) -> Floats:
-    """Return the standard deviation of a new run's offset from the mean of the runs."""
+def _spread(curves: Floats, low: Floats, high: Floats, noise: Floats) -> Floats:
+    """Return the standard deviation of a new run's offset, beyond the tolerance of time."""
     runs = len(curves)
     if runs == 1:
-        spread = UNKNOWN_SPREAD * np.abs(mean)
+        spread = UNKNOWN_SPREAD * np.abs(curves[0])
     else:
-        squares = np.sum((curves - mean) ** 2, axis=0) / (runs - 1)
+        mean = curves.mean(axis=0)
+        # what lies within the envelope is not offset, but time; where it is flat, all is offset
+        inside = np.minimum(high - mean, mean - low)
+        beyond = np.maximum(np.abs(curves - mean) - np.maximum(inside, 0), 0)
+        squares = np.sum(beyond**2, axis=0) / (runs - 1)
         local = local_means(squares, NOISE_WIDTH * len(mean))
         spread = np.sqrt(local * (1 + 1 / runs))
     return np.asarray(np.maximum(spread, MIN_SPREAD * noise))
@@ -175,10 +185,23 @@ def _quantile(runs: int) -> float:
     return _QUANTILES.get(runs, _QUANTILE)
 
 
-def _envelope(x: Floats, mean: Floats) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest value of the curve within TIME_TOLERANCE of each x."""
-    first = np.searchsorted(x, x * (1 - TIME_TOLERANCE), "left")
-    last = np.minimum(np.searchsorted(x, x * (1 + TIME_TOLERANCE), "right"), len(x))
+def _stretch(x: Floats, curves: Floats, mean: Floats, noise: Floats) -> int:
+    """Return the tolerance of time that the runs need, and one more for a new run."""
+    if len(curves) == 1:
+        return STRETCH_ALONE
+    for stretch in range(1, MAX_STRETCH):
+        low, high = _envelope(x, mean, stretch)
+        inside = (curves >= low - noise) & (curves <= high + noise)
+        if np.mean(inside) >= MIN_EXPLAINED:
+            return stretch + 1 if stretch > 1 else 1
+    return MAX_STRETCH
+
+
+def _envelope(x: Floats, mean: Floats, stretch: int) -> tuple[Floats, Floats]:
+    """Return the smallest and the largest value of the curve within the tolerance of each x."""
+    shift = stretch * np.maximum(TIME_TOLERANCE * x, MIN_TIME_TOLERANCE * (x[-1] - x[0]))
+    first = np.searchsorted(x, x - shift, "left")
+    last = np.minimum(np.searchsorted(x, x + shift, "right"), len(x))
     pairs = list(zip(first.tolist(), last.tolist(), strict=True))
     low = np.array([mean[a : max(b, a + 1)].min() for a, b in pairs])
     high = np.array([mean[a : max(b, a + 1)].max() for a, b in pairs])

@@ -23,10 +23,10 @@ LAG = 0.02  # of the values of the reference: values that are too recent to lear
 MEMORY = 0.1  # of the values of the reference: over which the offset is averaged
 LEARNED = 1 / 3  # of MEMORY: number of values from which the offset is known
 MAX_NOISE_RATIO = 3.0  # of a run: one that prints the loss of a rank's part is noisier
+RATIO_INTERVAL = 8  # values between two updates of that ratio
 TOLERANCE = 0.25  # of the noise
 TOLERANCE_ALONE = 1.0  # the same with a single reference run, whose drift can't be measured
 MAX_NONFINITE = 3  # values that are not finite, one after the other
-_MAD = 1.4826 / math.sqrt(2)  # from the median of absolute differences to the standard deviation
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ class RunGuard:
         self._steps: deque[float] = deque(maxlen=self._memory + self._lag)
         self._offset, self._offset_values = 0.0, 0
         self._last: float | None = None
+        self.noise_ratio = 1.0  # of this run to the reference: 1 to MAX_NOISE_RATIO
         self._nonfinite = 0
         self._signs: list[tuple[float, float]] = []  # up and down of each tested value
         self._tested: list[int] = []  # number of the value of each
@@ -134,14 +135,12 @@ class RunGuard:
         self.is_over = False  # the run is longer than the reference
         self.divergence: Divergence | None = None
 
-    @property
-    def noise_ratio(self) -> float:
-        """Noise of this run's values, relative to that of the reference: 1 to MAX_NOISE_RATIO."""
+    def _update_noise_ratio(self) -> None:
+        """Compare the noise of this run's values with that of the reference's."""
         older = list(self._steps)[: max(len(self._steps) - self._lag, FIRST_VALUES)]
-        if len(older) < FIRST_VALUES:
-            return 1.0
-        ratio = float(np.median(older)) / max(self.standard.reference_step, 1e-12)
-        return min(max(ratio, 1.0), MAX_NOISE_RATIO)
+        if len(older) >= FIRST_VALUES and self.count % RATIO_INTERVAL == 0:
+            ratio = float(np.median(older)) / max(self.standard.reference_step, 1e-12)
+            self.noise_ratio = min(max(ratio, 1.0), MAX_NOISE_RATIO)
 
     def add(self, x: float, value: float) -> Divergence | None:
         """Add a value at ``x`` samples (or steps); return the divergence when it is certain."""
@@ -183,6 +182,7 @@ class RunGuard:
         self._last = value
         lowest, highest = at.low - at.offset, at.high + at.offset
         offset = min(max(self._offset, lowest - at.mean), highest - at.mean)
+        self._update_noise_ratio()
         scale = at.noise * self.noise_ratio
         deviation = value - at.mean
         # Until the offset is known, it may be any of the band. A run may also return to the curve.

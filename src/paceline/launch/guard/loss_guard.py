@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...analyze.reference.changes import Change, find_changes
+from ...analyze.reference.learning_rate import RateWatch
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN
 from ...analyze.reference.reference_file import write_reference
 from ...analyze.reference.replicas import ReplicaWatch
@@ -73,6 +74,7 @@ class LossGuard:
             self._steps = JobSteps(ranks)
             self._replicas = ReplicaWatch(ranks)
             self._guard = RunGuard(self.standard) if self.standard is not None else None
+            self._rates = RateWatch(self.reference) if self.reference is not None else None
             self._tested: list[Value] = []
             self._pending_changes: tuple[int, Divergence | None] | None = None
             self._batch_compared = False
@@ -145,6 +147,10 @@ class LossGuard:
     def _take_step(self, step: JobStep) -> None:
         self._first_step_at = self._first_step_at or time.monotonic()
         self._compare_batch()
+        if self._rates is not None:
+            rise = self._rates.add(step.step, step.samples, step.rate)
+            if rise is not None and not self.has_diverged:
+                self._messages.append(text.describe_rise(rise))
         found = self._replicas.add(step.step, step.bits)
         if found is not None and self.reference is not None and not self.has_diverged:
             self._pending_changes = (found.step, None)

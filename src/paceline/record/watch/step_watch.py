@@ -7,6 +7,7 @@ device: values are sent when they have arrived.
 """
 
 import atexit
+import math
 import os
 import time
 from collections import deque
@@ -29,7 +30,8 @@ SEND_INTERVAL_S = 0.1
 MAX_WAITING = 256  # steps whose values have not arrived; older ones are waited for
 MAX_SHAPES = 64  # of parameters, sent to the launcher
 BITS_INTERVAL = 4  # steps between two checksums of the parameters, at least
-BITS_COST = 0.005  # of the time of a step, at most
+MAX_BITS_INTERVAL = 64
+BITS_COST = 0.02  # of the time of the steps between, at most
 _HOOK = "the guard"
 _in_backward = torch._C._current_graph_task_id
 
@@ -85,6 +87,7 @@ class StepWatch:
     _steps: int = 0
     _last_step: float = 0.0
     _bits_interval: int = BITS_INTERVAL
+    _bits_s: float = math.inf
     _bits_due: int = 0  # step from which the next checksum is due
 
     def install(self) -> None:
@@ -160,10 +163,11 @@ class StepWatch:
         start = time.monotonic()
         parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
         total = parameter_bits(parameters)
-        cost = time.monotonic() - start
+        # the shortest one: others may have waited for a core
+        self._bits_s = min(self._bits_s, time.monotonic() - start)
         if step_s > 0:
-            wanted = int(cost / (BITS_COST * step_s))
-            self._bits_interval = max(BITS_INTERVAL, min(wanted, 64 * BITS_INTERVAL))
+            wanted = int(self._bits_s / (BITS_COST * step_s))
+            self._bits_interval = max(BITS_INTERVAL, min(wanted, MAX_BITS_INTERVAL))
         # all ranks at the same steps: those divisible by a power of two
         interval = 1 << (self._bits_interval - 1).bit_length()
         self._bits_due = (step // interval + 1) * interval

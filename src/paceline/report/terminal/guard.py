@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ...analyze.reference.changes import Change
+from ...analyze.reference.learning_rate import RateRise
 from ...analyze.reference.metric import Metric
 from ...analyze.reference.run_guard import Divergence, Standard
 from ...analyze.reference.sequential import FALSE_ALARM_RATE
@@ -71,6 +72,14 @@ def describe_replicas(changes: Sequence[Change]) -> str:
     head, *rest = changes
     text = f"paceline: guard: {head.text}\n"
     return text + (describe_changes(rest) if rest else "")
+
+
+def describe_rise(rise: RateRise) -> str:
+    """Return what is told when the learning rate rises and that of the reference does not."""
+    return (
+        f"paceline: guard: the learning rate rose from {rise.old:.3g} to {rise.new:.3g} at step "
+        f"{rise.step}, that of the reference did not. The loss is within the band until now\n"
+    )
 
 
 def describe_changes(changes: Sequence[Change]) -> str:
