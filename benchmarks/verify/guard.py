@@ -1,5 +1,5 @@
-"""Claim: the guard of `paceline run --reference` is silent in healthy runs, and tells of a fault that
-sets in midway within 5 % of an epoch (median).
+"""Claim: the guard of `paceline run --reference` is silent in healthy runs, and tells of a fault
+that sets in midway within 5 % of an epoch (median).
 
 References: three runs on one rank for each of two models. Healthy runs and runs with a fault train
 on two ranks, with other seeds. Neither their models nor their seeds were used to set the guard's
@@ -110,7 +110,9 @@ def make_references(args: Any, work: Path) -> dict[str, list[str]]:
 
 def feed(guard: LossGuard, folder: Path, number: int, ranks: int, after: Any) -> None:
     """Give the guard the messages of a run, and call ``after(step)`` after each."""
-    streams = [(folder / f"{number}-{rank}.jsonl").read_bytes().splitlines() for rank in range(ranks)]
+    streams = [
+        (folder / f"{number}-{rank}.jsonl").read_bytes().splitlines() for rank in range(ranks)
+    ]
     for lines in zip(*streams, strict=False):
         for rank, line in enumerate(lines):
             message = message_of(line)
@@ -143,8 +145,11 @@ def replay(folder: Path, number: int, references: list[str]) -> Case:
     places = [place for place in (by_loss, int(rise[1]) if rise else None) if place is not None]
     return {
         "told_at": min(places) if places else None,
-        "by": "learning rate" if rise and places and min(places) == int(rise[1]) else
-        "parameters" if "the parameters of" in told.partition("There")[0] else "loss",
+        "by": "learning rate"
+        if rise and places and min(places) == int(rise[1])
+        else "parameters"
+        if "the parameters of" in told.partition("There")[0]
+        else "loss",
         "left_band_at": by_loss,
         "said": told.strip(),
     }
@@ -222,7 +227,11 @@ def report(args: Any, facts: dict[str, Any], cases: list[Case], real: list[Case]
         facts,
         measurements=cases,
         real_runs=real,
-        medians={"of_an_epoch": figures, "by_fault": kinds, "missed": sum(c["told_at"] is None for c in faults)},
+        medians={
+            "of_an_epoch": figures,
+            "by_fault": kinds,
+            "missed": sum(c["told_at"] is None for c in faults),
+        },
         ratios={},
         targets=targets,
     )

@@ -29,7 +29,9 @@ def digits():
     g = torch.Generator().manual_seed(DATA_SEED)
     pick = torch.randint(len(labels), (9600,), generator=g)
     moves = torch.randint(-1, 2, (9600, 2), generator=g)
-    moved = [torch.roll(images[i], tuple(m), (0, 1)) for i, m in zip(pick, moves.tolist())]
+    moved = [
+        torch.roll(images[i], tuple(m), (0, 1)) for i, m in zip(pick, moves.tolist(), strict=True)
+    ]
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),

@@ -10,7 +10,7 @@ import typer
 from ..launch.guard.request import Action
 from ..launch.job import Job
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
-from .common.guard_options import check_reference_options, guard_of, run_reference
+from .common.guard_options import check_reference_options, guard_of, options_of, run_reference
 from .common.options import (
     BINDING,
     DATA,
@@ -269,12 +269,18 @@ def run(
         guard=guard,
     )
     if make_reference is not None:
-        options = {"--threads": threads, "--bind": bind, "--cpus-per-rank": cpus_per_rank}
-        options |= {"--hang-timeout": hang_timeout, "--settings": settings, "--exchange": exchange}
-        words = [text for name, value in options.items() if value is not None
-                 for text in (name, str(value))]
-        words += ["--fresh"] * fresh
-        words += [text for variable in env or [] for text in ("--env", variable)]
+        words = options_of(
+            {
+                "--threads": threads,
+                "--bind": bind,
+                "--cpus-per-rank": cpus_per_rank,
+                "--hang-timeout": hang_timeout,
+                "--settings": settings,
+                "--exchange": exchange,
+                "--env": env,
+                "--fresh": fresh,
+            }
+        )
         run_reference(make_reference, job.words, metric, seeds, words)
     try:
         code = start(

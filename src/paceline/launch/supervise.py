@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from .affinity.report_bindings import BindingsReport
-from .guard.request import DIVERGED_EXIT_CODE, Action
+from .guard.guarded_job import GuardedJob
 from .job import Job
 from .layout import Seat
 from .monitor.hang_detector import HangDetector
@@ -58,7 +58,7 @@ def watch(
     )
     agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
     agent.interrupt, agent.summary = interrupt, job.summary
-    agent.remaining, agent.guard = remaining, guard
+    agent.remaining, agent.guarded = remaining, GuardedJob(guard)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )
@@ -82,18 +82,11 @@ def watch(
         ignore_termination()
         if agent.bindings is not None:
             agent.bindings.end()
-        if guard is not None:
-            last = guard.finish(agent.output.say)
-            if last == "diverged" and guard.request.action is Action.STOP:
-                agent.guard_exit_code = DIVERGED_EXIT_CODE
+        agent.guarded.finish(agent.output.say)
         agent.output.close()
-    if agent.stopped_at_step is not None and agent.guard_exit_code:
-        sys.stderr.write(
-            f"paceline: a checkpoint of step {agent.stopped_at_step} was written after the "
-            f"divergence, and the job stopped (exit code {agent.guard_exit_code}). HINT: to "
-            "continue from before the divergence, remove this checkpoint\n"
-        )
-        return agent.guard_exit_code
+    if agent.stopped_at_step is not None and agent.guarded.exit_code:
+        sys.stderr.write(agent.guarded.describe_checkpoint(agent.stopped_at_step))
+        return agent.guarded.exit_code
     if agent.stopped_at_step is not None:
         interrupt.stopped_early = agent.early_stop_deadline is None
         sys.stderr.write(
@@ -103,7 +96,7 @@ def watch(
         )
         return STOPPED_EARLY_EXIT_CODE
     if result.state == WorkerState.SUCCEEDED:
-        return agent.guard_exit_code
+        return agent.guarded.exit_code
     return agent.cause.shell_exit_code or 1 if agent.cause is not None else 1
 
 

@@ -145,8 +145,7 @@ def _series(run: _StoredRun, name: str) -> Series:
     steps, samples, values = columns
     order = np.argsort(samples if np.all(samples > 0) else steps, kind="stable")
     rates, norms = (_column(part, count) for part in (run.rates, run.norms))
-    parts = [part[order] for part in (steps, samples, values, rates, norms)]
-    return Series(*parts, name=name)
+    return Series(steps[order], samples[order], values[order], rates[order], norms[order], name)
 
 
 def _column(values: list[float | None], count: int) -> Floats:

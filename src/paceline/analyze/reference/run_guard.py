@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .band import Band, make_band
-from .sequential import Alarm, SequentialTest, measure_psi
 from .metric import Metric
+from .sequential import Alarm, SequentialTest, measure_psi
 from .series import Floats, Reference, Series
 
 MIN_PERSISTENCE = 8  # values

@@ -97,17 +97,20 @@ class Reference:
         runs: One run for each seed.
         model: The parameters that they train.
         command: The script and its arguments.
+        by_steps: Whether to compare at equal steps, because the samples of a job are not known.
     """
 
     metric: Metric
     runs: list[Series]
     model: Model = field(default_factory=Model)
     command: list[str] = field(default_factory=list)
+    by_steps: bool = False
 
     @property
     def axis(self) -> str:
         """What runs are compared at: SAMPLES, or STEPS if samples are not known."""
-        return SAMPLES if all(run.has_samples for run in self.runs) else STEPS
+        has_samples = not self.by_steps and all(run.has_samples for run in self.runs)
+        return SAMPLES if has_samples else STEPS
 
     @property
     def distinct_runs(self) -> list[Series]:

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -61,6 +61,18 @@ def check_reference_options(
             "--record DIR --metric backward and --reference DIR"
         )
     can_be_written(file, "--make-reference")
+
+
+def options_of(values: dict[str, Any]) -> list[str]:
+    """Return the words of options: none for None and False, the name alone for True."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(name)
+        elif value is not None and value is not False:
+            for one in value if isinstance(value, list) else [value]:
+                words += [name, str(one)]
+    return words
 
 
 def run_reference(

@@ -73,9 +73,9 @@ def read_output(path: Path, metric: Metric) -> Reference:
     steps = [number + 1 if one.step is None else one.step for number, one in enumerate(found)]
     samples = [0.0 if one.samples is None else one.samples for one in found]
     unknown = np.full(count, np.nan)
-    columns = [np.array(part, np.float64) for part in (steps, samples)]
     values = np.array([one.value for one in found], np.float64)
-    return Reference(metric, [Series(*columns, values, unknown, unknown, name=str(path))])
+    run = Series(np.array(steps), np.array(samples), values, unknown, unknown, str(path))
+    return Reference(metric, [run])
 
 
 def _is_json(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +163,11 @@ class LossGuard:
         self._values.append((step, samples, value))
         if self._guard is None or self.standard is None or self.has_diverged:
             return
+        if self.standard.axis == SAMPLES and samples <= 0:
+            self._compare_by_steps()
         place = samples if self.standard.axis == SAMPLES else step
         if self.standard.axis == STEPS and self._counts_lines:
             place = len(self._tested) + 1
-        if self.standard.axis == SAMPLES and samples <= 0:
-            self.mistake = self.mistake or (
-                "the samples of this job are not known, and the reference is by samples. HINT: a "
-                "DataLoader that Paceline sees, or a group (?P<samples>...) in --metric"
-            )
-            return
         self._tested.append((step, samples, value))
         divergence = self._guard.add(place, value)
         if divergence is not None:
@@ -183,6 +180,18 @@ class LossGuard:
                 f"{self.standard.axis}; later values are not held against it. HINT: make the "
                 "reference as long as the job\n"
             )
+
+    def _compare_by_steps(self) -> None:
+        """Compare at equal steps from now on: the samples of this job are not known."""
+        assert self.reference is not None
+        self.reference = replace(self.reference, by_steps=True)
+        self.standard = make_standard(self.reference)
+        self._guard, self._tested = RunGuard(self.standard), []
+        self._messages.append(
+            "paceline: guard: the samples of this job are not known, so it is compared with the "
+            "reference at equal steps. HINT: a DataLoader that Paceline sees, or a group "
+            "(?P<samples>...) in --metric\n"
+        )
 
     def _take_model(self, model: Model) -> None:
         self._model = model
@@ -301,9 +310,7 @@ class LossGuard:
             elif self.standard is not None and not self.has_diverged and self._guard is not None:
                 axis = self.standard.axis
                 end = self._tested[-1][1 if axis == SAMPLES else 0] if self._tested else 0.0
-                self._messages.append(
-                    text.describe_end(len(self._tested), self.metric, end, axis)
-                )
+                self._messages.append(text.describe_end(len(self._tested), self.metric, end, axis))
             if self.request.save is not None and self._values:
                 self._save(Path(self.request.save))
         self._print(say)

@@ -37,8 +37,9 @@ class GuardRequest:
 def parse_metric(text: str | None) -> Metric:
     """Return what ``--metric`` names.
 
-    "backward" is the loss of each backward, another plain name a value of ``world.log``. Anything else is a regular expression with a
-    group for the value, and optional groups ``step`` and ``samples``.
+    "backward" is the loss of each backward, another plain name a value of ``world.log``. Anything
+    else is a regular expression with a group for the value, and optional groups ``step`` and
+    ``samples``.
 
     Raises:
         ValueError: It is no regular expression, or has no such group.

@@ -16,9 +16,7 @@ MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 # Step, samples of the rank until its end and in it, loss, learning rate, gradient norm, checksum of
 # the parameters (int64).
-Row = tuple[
-    Count, Count, Count, float | None, float | None, float | None, int | None
-]
+Row = tuple[Count, Count, Count, float | None, float | None, float | None, int | None]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from ...security.outputs import write_output
 from ..affinity.report_bindings import BindingsReport
-from ..guard.request import DIVERGED_EXIT_CODE, Action
+from ..guard.guarded_job import GuardedJob
 from ..layout import Seat, make_seats
 from ..monitor.failures import RankStatus, describe_failure, first_failure
 from ..monitor.hang_detector import HANG_EXIT_CODE, HangDetector, HangReport
@@ -36,9 +36,6 @@ from ..recovery.shrink import RemainingHosts
 from . import framework_variables, process_groups
 from .host import Host
 from .rendezvous import Rendezvous
-
-if TYPE_CHECKING:  # it imports numpy
-    from ..guard.loss_guard import LossGuard
 
 END_GRACE_S = 3.0  # between asking a rank to end and killing it
 SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
@@ -56,7 +53,6 @@ class ElasticAgent(SimpleElasticAgent):
     remaining: RemainingHosts | None = None  # if the job has several hosts
     bindings: BindingsReport | None = None  # if bindings are to be reported
     summary: Path | None = None  # where to write the report of rank 0
-    guard: "LossGuard | None" = None  # with --reference or --metric
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class ElasticAgent(SimpleElasticAgent):
         self.hang_report: HangReport | None = None  # if a hang ended the last attempt
         self.pending_signals: list[int] = []  # to be forwarded to the ranks
         self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
-        self.guard_exit_code = 0  # if the guard ends the job
+        self.guarded = GuardedJob(None)
         self._announced_can_stop_early = False  # what the hosts were last told
         self._attempt = -1
         self._returned_hosts: list[str] = []  # returned hosts, while the ranks stop for them
@@ -112,8 +108,7 @@ class ElasticAgent(SimpleElasticAgent):
         if self._attempt:
             self._announce_restart(worker_group.spec)
         self.ranks, self.cause, self.hang_report, self._returned_hosts = [], None, None, []
-        if self.guard is not None:
-            self.guard.begin_attempt(len(self._seats))
+        self.guarded.begin_attempt(len(self._seats))
         workers, coordinator = self._rank_addresses
         environment = dict(os.environ)
         for worker in worker_group.workers:
@@ -145,7 +140,9 @@ class ElasticAgent(SimpleElasticAgent):
             if self.early_stop_deadline is not None:  # the scheduler ends the job: do not restart
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
-        if self.guard is not None and self._guard_ends_job(self.guard):
+        if self.guarded.check(self.output.say, self.can_stop_early, self._warn_ranks):
+            self._remaining_restarts, self.cause = 0, RankStatus(0)
+            self.cause.exit_code = self.guarded.exit_code
             return RunResult(state=WorkerState.FAILED)
         if self.bindings is not None:
             self.bindings.check(self._hosts, self._seats)
@@ -175,49 +172,9 @@ class ElasticAgent(SimpleElasticAgent):
             self.output.say(f"{self.hang_report.text}  The job hangs: Paceline ends its ranks.\n")
         self.end_ranks()
         self.output.drain()
-        if self.cause is not None and self.hang_report is None and not self._is_ended_by_guard:
+        if self.cause is not None and self.hang_report is None and not self.guarded.has_ended:
             tail = list(self.output.tails[self.cause.rank])
             self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1))
-
-    def _guard_ends_job(self, guard: "LossGuard") -> bool:
-        """Do what the guard asks for; return whether the job ends now."""
-        result = guard.check(self.output.say)
-        if not result:
-            return False
-        action = guard.request.action
-        if result == "mistake":
-            self.output.say(f"paceline: {guard.mistake}\n")
-            self.guard_exit_code = 2
-        elif action is Action.STOP:
-            self.output.say("paceline: guard: Paceline ends the job (--on-divergence stop)\n")
-            self.guard_exit_code = DIVERGED_EXIT_CODE
-        elif action is Action.CHECKPOINT:
-            self._request_checkpoint()
-            return False
-        else:
-            return False
-        self._remaining_restarts = 0
-        self.cause = RankStatus(0, exit_code=self.guard_exit_code)
-        return True
-
-    @property
-    def _is_ended_by_guard(self) -> bool:
-        return self.cause is not None and self.cause.exit_code == self.guard_exit_code != 0
-
-    def _request_checkpoint(self) -> None:
-        """Have the ranks write a checkpoint, like the warning before a time limit."""
-        if self.can_stop_early:
-            self.guard_exit_code = DIVERGED_EXIT_CODE
-            said = "the ranks write a checkpoint and stop (--on-divergence checkpoint)"
-        else:
-            said = (
-                "SIGUSR1 asks the ranks for a checkpoint, and the job continues. HINT: with "
-                "world.epochs(checkpoint=...) they write one and stop"
-            )
-        self.output.say(f"paceline: guard: {said}\n")
-        for rank in self.ranks:
-            if rank.running:
-                self._signal(rank, signal.SIGUSR1)
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
         self.end_ranks()
@@ -319,8 +276,9 @@ class ElasticAgent(SimpleElasticAgent):
     def start_output(self) -> None:
         """Read and show the output of the ranks of this attempt."""
         out, err = sys.stdout.buffer, sys.stderr.buffer
-        take_line = self.guard.take_line if self.guard is not None else None
-        self.output = RankOutput(len(self._seats), out, err, self.handle_rank_message, take_line)
+        self.output = RankOutput(
+            len(self._seats), out, err, self.handle_rank_message, self.guarded.take_line
+        )
         for host in self._hosts:
             host.set_output(self.output)
 
@@ -367,6 +325,10 @@ class ElasticAgent(SimpleElasticAgent):
             "paceline: SIGTERM: the ranks write a checkpoint and stop within "
             f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second SIGTERM ends them at once.\n"
         )
+        self._warn_ranks()
+
+    def _warn_ranks(self) -> None:
+        """Have the ranks write a checkpoint and stop, if they can."""
         for rank in self.ranks:
             if rank.running:
                 self._signal(rank, signal.SIGUSR1)
@@ -401,8 +363,7 @@ class ElasticAgent(SimpleElasticAgent):
     def handle_rank_message(self, number: int, message: dict[str, Any]) -> None:
         """Handle a rank's message to the launcher; called from the output's thread."""
         rank = self.ranks[number] if number < len(self.ranks) else None
-        if self.guard is not None:
-            self.guard.take_message(number, message)
+        self.guarded.take_message(number, message)
         if rank is not None and "exception" in message:
             host = self._hosts[self._seats[number].host]
             rank.exception, rank.raised_at = message["exception"], host.to_local_time(message["at"])

@@ -1,1 +1,1 @@
-"""Values of each optimizer step for the launcher: loss, learning rate, gradient norm, parameters."""
+"""Values of each optimizer step for the launcher: loss, learning rate, gradient norm."""
