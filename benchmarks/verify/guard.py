@@ -48,9 +48,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="of all ranks")
     parser.add_argument("--work", type=Path, help="folder for the runs, kept; default: temporary")
     args = parser.parse_args()
+    kept = args.__dict__.pop("work")  # not a setting of the measurement
     facts = machine()
     with tempfile.TemporaryDirectory() as temporary:
-        work = args.work or Path(temporary)
+        work = kept or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         references = make_references(args, work)
         cases = draw_cases(args)
@@ -201,6 +202,10 @@ def report(args: Any, facts: dict[str, Any], cases: list[Case], real: list[Case]
         for kind in KINDS
         if any(case["fault"] == kind for case in faults)
     }
+    by_loss = [
+        missed if c["left_band_at"] is None else (c["left_band_at"] - c["at"]) / epoch
+        for c in faults
+    ]
     figures = {"shares": shares, **spread(shares)} if shares else {}
     false = len(alarms) + len(early)
     targets = [
@@ -230,7 +235,8 @@ def report(args: Any, facts: dict[str, Any], cases: list[Case], real: list[Case]
         medians={
             "of_an_epoch": figures,
             "by_fault": kinds,
-            "missed": sum(c["told_at"] is None for c in faults),
+            "loss_or_parameters_alone": spread(by_loss) if by_loss else {},
+            "missed": sum(case["told_at"] is None for case in faults),
         },
         ratios={},
         targets=targets,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-MIN_EQUAL = 3  # comparisons in which ranks agreed, so that they are replicas
+MIN_EQUAL = 3  # comparisons in a row in which ranks agreed, so that they are replicas
 MIN_DIFFERENT = 2  # comparisons in a row in which they differ
 
 
@@ -41,6 +41,7 @@ class ReplicaWatch:
             self._equal, self._equal_at, self._different = self._equal + 1, step, []
             return None
         if self._equal < MIN_EQUAL:
+            self._equal = 0
             return None
         self._different.append((step, bits))
         if len(self._different) < MIN_DIFFERENT:
