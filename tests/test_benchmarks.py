@@ -323,3 +323,10 @@ def test_recomputation(tmp_path):
     few = ("--blocks", "4", "--width", "32")
     result = result_of("recomputation", tmp_path / "recomputation.json", *few)
     assert set(result["measurements"]) == {"plain", "auto"}
+
+
+def test_guard(tmp_path):
+    few = ("--healthy", "1", "--faults", "1", "--real", "0", "--tasks", "waves", "--epochs", "1")
+    result = result_of("guard", tmp_path / "guard.json", *few, more={"real_runs"})
+    assert [case["fault"] for case in result["measurements"]] == ["none", "rate"]
+    assert result["measurements"][1]["told_at"] > result["measurements"][1]["at"]

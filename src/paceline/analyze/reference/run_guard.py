@@ -13,7 +13,7 @@ import numpy as np
 
 from .band import Band, make_band
 from .metric import Metric
-from .sequential import Alarm, SequentialTest, measure_psi
+from .sequential import MAX_Z, Alarm, SequentialTest, measure_psi
 from .series import Floats, Reference, Series
 
 MIN_PERSISTENCE = 8  # values
@@ -213,9 +213,11 @@ class RunGuard:
             return
         column = 0 if alarm.direction > 0 else 1
         excess = np.array([pair[column] for pair in since])
-        recent = excess[-max(4, self.persistence // 2) :]
-        if np.median(recent) < 0.5 * min(float(np.mean(np.minimum(excess, 4.0))), 2.0):
+        recent = np.sort(excess[-max(4, self.persistence // 2) :])
+        lasting = 0.5 * float(np.mean(np.clip(excess, -MAX_Z, MAX_Z)))
+        if np.median(recent) < lasting:
             self._test.forget()
+        if recent[len(recent) // 8] < lasting:  # it may be recovering: the next values decide
             return
         pairs = np.array(self._deviations[-len(since) :])
         kind = "high" if alarm.direction > 0 else "low"
