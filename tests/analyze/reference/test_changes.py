@@ -2,8 +2,8 @@
 
 import math
 
-import losses
 import numpy as np
+import records
 
 from paceline.analyze.reference.changes import find_changes
 from paceline.analyze.reference.learning_rate import RateWatch
@@ -26,7 +26,9 @@ def steps(change=lambda number: {}, count=130):
 
 
 def kinds(change):
-    return [one.kind for one in find_changes(steps(change), 100, losses.reference(), None, LEFT)]
+    return [
+        one.kind for one in find_changes(steps(change), 100, records.loss_reference(), None, LEFT)
+    ]
 
 
 def test_each_change_is_named():
@@ -39,14 +41,12 @@ def test_each_change_is_named():
 
 
 def test_scripts_without_norms_and_rates_have_no_change():
-    unknown = [
-        JobStep(n, 64 * n, 1.0, {0: 1.0}, math.nan, math.nan, {}) for n in range(1, 130)
-    ]
-    assert find_changes(unknown, 100, losses.reference(), None, LEFT) == []
+    unknown = [JobStep(n, 64 * n, 1.0, {0: 1.0}, math.nan, math.nan, {}) for n in range(1, 130)]
+    assert find_changes(unknown, 100, records.loss_reference(), None, LEFT) == []
 
 
 def test_drop_of_the_schedule_that_the_reference_has_too_is_no_change():
-    run = losses.series(losses.healthy(0))
+    run = records.loss_series(records.healthy_losses(0))
     rates = np.where(run.steps < 100, 0.1, 0.01)
     known = Reference(Metric(), [Series(run.steps, run.steps * 64, run.values, rates, run.norms)])
     assert find_changes(steps(lambda n: {"rate": 0.01}), 100, known, None, LEFT) == []
@@ -59,8 +59,9 @@ def test_replicas_that_drift_apart():
     assert watch.add(40, {0: 1, 1: 2, 2: 1}) is None
     found = watch.add(44, {0: 3, 1: 4, 2: 3})
     assert (found.equal_at, found.step, found.ranks) == (36, 40, [1])
-    text = find_changes([], 40, losses.reference(), found, None)[0].text
-    assert "the parameters of rank 1 differ" in text and "since step 40" in text
+    text = find_changes([], 40, records.loss_reference(), found, None)[0].text
+    assert "the parameters of rank 1 differ" in text
+    assert "since step 40" in text
 
 
 def test_ranks_that_never_were_replicas_are_no_finding():
@@ -76,7 +77,7 @@ def test_local_sgd_is_no_finding():
 
 
 def test_rate_that_rises_where_the_reference_does_not():
-    run = losses.series(losses.healthy(0))
+    run = records.loss_series(records.healthy_losses(0))
 
     def rise_at(rates, jump):
         known = Reference(Metric(), [Series(run.steps, run.samples, run.values, rates, run.norms)])

@@ -2,9 +2,9 @@
 
 import json
 
-import losses
 import numpy as np
 import pytest
+import records
 
 from paceline.analyze.reference.metric import PATTERN, Metric
 from paceline.analyze.reference.reference_file import (
@@ -20,12 +20,15 @@ MODEL = Model([[3, 4], [3]], 2, 15)
 
 
 def test_reference_is_read_as_it_was_written(tmp_path):
-    known = Reference(Metric(PATTERN, r"loss (\S+)"), losses.reference().runs, MODEL, ["a.py"])
+    known = Reference(
+        Metric(PATTERN, r"loss (\S+)"), records.loss_reference().runs, MODEL, ["a.py"]
+    )
     write_reference(tmp_path / RECORD_FILE, known)
     for path in (tmp_path / RECORD_FILE, tmp_path):
         found = read_reference(path)
         assert (found.metric, found.model, found.command) == (known.metric, MODEL, ["a.py"])
-        assert len(found.runs) == 3 and found.axis == "samples"
+        assert len(found.runs) == 3
+        assert found.axis == "samples"
         assert np.allclose(found.runs[1].values, known.runs[1].values, rtol=1e-8)
         assert np.all(np.isnan(found.runs[1].rates))
 
@@ -45,7 +48,7 @@ def test_other_files_are_refused_with_a_hint(tmp_path):
 
 
 def test_references_of_other_metrics_and_models_are_not_joined():
-    known = losses.reference()
+    known = records.loss_reference()
     assert len(merge_references([known, known]).runs) == 6
     with pytest.raises(ValueError, match="different metrics"):
         merge_references([known, Reference(Metric(PATTERN, "x"), known.runs)])

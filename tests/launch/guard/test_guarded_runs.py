@@ -79,7 +79,8 @@ def test_fault_is_told_and_stops_the_job(tmp_path):
     script, file, _ = make(tmp_path, TRAIN, "{seed}", 0)
     reference = read_reference(file)
     assert [len(run) for run in reference.runs] == [200, 200]
-    assert reference.runs[0].samples_per_step == 32 and reference.model.elements == 68
+    assert reference.runs[0].samples_per_step == 32
+    assert reference.model.elements == 68
     launcher = f"paceline --reference {file} --on-divergence stop"
     result = ranks.run(script, 7, 120, launcher=launcher, check=False)
     assert result.returncode == DIVERGED_EXIT_CODE
@@ -120,7 +121,8 @@ def test_values_of_world_log_and_records(tmp_path):
     for record in records:
         ranks.run(script, 0, "", ranks=1, launcher=f"paceline --record {record} --metric train")
     reference = read_reference(records[0])
-    assert str(reference.metric) == "'train' of world.log" and len(reference.runs[0]) == 200
+    assert str(reference.metric) == "'train' of world.log"
+    assert len(reference.runs[0]) == 200
     options = " ".join(f"--reference {record}" for record in records)
     result = ranks.run(script, 0, "", launcher=f"paceline {options}")
     assert "repeat another one value by value" in result.stderr
@@ -140,5 +142,7 @@ def test_values_of_world_log_and_records(tmp_path):
 def test_mistakes_are_told_before_a_rank_starts(tmp_path, options, message):
     script = ranks.write(tmp_path, "print('started')")
     result = ranks.run(script, launcher=f"paceline {options}", check=False)
-    assert result.returncode == 2 and message in result.stderr
-    assert "HINT" in result.stderr and "started" not in result.stdout
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "HINT" in result.stderr
+    assert "started" not in result.stdout

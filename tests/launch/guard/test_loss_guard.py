@@ -1,7 +1,7 @@
 """The guard in the launcher, fed with the messages and lines that ranks send."""
 
-import losses
 import pytest
+import records
 
 from paceline.analyze.reference.metric import LOGGED, PATTERN, Metric
 from paceline.analyze.reference.reference_file import read_reference, write_reference
@@ -23,13 +23,13 @@ MODEL = Model([[4, 4]], 1, 16)
 @pytest.fixture
 def reference(tmp_path):
     file = tmp_path / "reference.json"
-    known = losses.reference()
+    known = records.loss_reference()
     write_reference(file, Reference(Metric(), known.runs, MODEL))
     return str(file)
 
 
 def rows(values, first=1, bits=lambda step: 7):
-    half = losses.BATCH // 2
+    half = records.LOSS_BATCH // 2
     return [
         (step, half * step, half, float(value), 0.1, 1.0, bits(step))
         for step, value in enumerate(values, first)
@@ -50,7 +50,7 @@ def test_healthy_job_is_told_nothing_before_its_end(reference):
     guard = LossGuard(GuardRequest([reference]), 2, [])
     assert "3 reference runs of 500 values, up to 16,000 samples" in guard.start_text
     assert "at most 1 %" in guard.start_text
-    said, result = feed(guard, losses.healthy(10))
+    said, result = feed(guard, records.healthy_losses(10))
     assert (said, result) == ("", "")
     last = []
     assert guard.finish(last.append) == ""
@@ -59,17 +59,19 @@ def test_healthy_job_is_told_nothing_before_its_end(reference):
 
 def test_divergence_is_told_once_with_its_step(reference):
     guard = LossGuard(GuardRequest([reference]), 2, [])
-    values = losses.healthy(10)
+    values = records.healthy_losses(10)
     values[300:] += 1.0
     said, result = feed(guard, values)
-    assert result == "diverged" and said.count("guard:") == 1
+    assert result == "diverged"
+    assert said.count("guard:") == 1
     assert "the loss has left the band of the reference at step 301 (9,632 samples)" in said
-    assert "above the" in said and "What changed there is not known" in said
+    assert "above the" in said
+    assert "What changed there is not known" in said
 
 
 def test_ranks_that_differ_are_told(reference):
     guard = LossGuard(GuardRequest([reference]), 2, [])
-    values = losses.healthy(10)
+    values = records.healthy_losses(10)
     for number, row in enumerate(rows(values)):
         for rank in range(2):
             bits = 7 if number < 200 or rank == 0 else 8
@@ -109,7 +111,7 @@ def test_sharded_models_are_not_compared(reference):
 )
 def test_actions(reference, action, can_stop, code, ends, warned):
     guard = LossGuard(GuardRequest([reference], action=action), 1, [])
-    values = losses.healthy(10)
+    values = records.healthy_losses(10)
     values[300:] += 1.0
     for row in rows(values):
         guard.take_message(0, {"steps": [(row[0], 2 * row[1], *row[2:])]})
@@ -121,8 +123,8 @@ def test_actions(reference, action, can_stop, code, ends, warned):
 def test_lines_with_step_are_compared_at_its_samples(tmp_path):
     file = tmp_path / "reference.json"
     metric = Metric(PATTERN, r"step (?P<step>\d+),? loss[ =:]+(\S+)")
-    write_reference(file, Reference(metric, losses.reference().runs, MODEL))
-    values = losses.healthy(10)
+    write_reference(file, Reference(metric, records.loss_reference().runs, MODEL))
+    values = records.healthy_losses(10)
     values[300:] += 1.0
     guard = LossGuard(GuardRequest([str(file)]), 1, [])
     said = []
@@ -134,33 +136,38 @@ def test_lines_with_step_are_compared_at_its_samples(tmp_path):
 
 
 def test_pattern_that_matches_nothing_is_told_once(tmp_path, reference):
-    write_reference(tmp_path / "r", Reference(Metric(PATTERN, r"x=(\d)"), losses.reference().runs))
+    write_reference(
+        tmp_path / "r", Reference(Metric(PATTERN, r"x=(\d)"), records.loss_reference().runs)
+    )
     guard = LossGuard(GuardRequest([str(tmp_path / "r")]), 1, [])
     said = []
     for number in range(1000):
         guard.take_line(0, f"step {number} loss 1.0")
         guard.check(said.append)
     assert len(said) == 1
-    assert "matches none of 200 lines of output" in said[0] and "'step 199 loss 1.0'" in said[0]
+    assert "matches none of 200 lines of output" in said[0]
+    assert "'step 199 loss 1.0'" in said[0]
 
 
 def test_values_of_world_log(tmp_path):
     file = tmp_path / "reference.json"
-    write_reference(file, Reference(Metric(LOGGED, "loss"), losses.reference().runs, MODEL))
-    values = losses.healthy(10)
+    write_reference(file, Reference(Metric(LOGGED, "loss"), records.loss_reference().runs, MODEL))
+    values = records.healthy_losses(10)
     values[300:] += 1.0
     guard = LossGuard(GuardRequest([str(file)]), 2, [])
     said = []
     for step, value in enumerate(values, 1):
         logged = {"loss": float(value), "accuracy": 0.5}
-        guard.take_message(0, {"logged": logged, "step": step, "seen": step * losses.BATCH // 2})
+        guard.take_message(
+            0, {"logged": logged, "step": step, "seen": step * records.LOSS_BATCH // 2}
+        )
         guard.check(said.append)
     assert "the metric 'loss' has left the band of the reference at step 301" in "".join(said)
 
 
 def test_samples_that_are_not_known_are_told_and_steps_compared(reference):
     guard = LossGuard(GuardRequest([reference]), 1, [])
-    values = losses.healthy(10)
+    values = records.healthy_losses(10)
     values[300:] += 1.0
     said = []
     for row in rows(values):
@@ -172,28 +179,30 @@ def test_samples_that_are_not_known_are_told_and_steps_compared(reference):
 
 def test_another_global_batch_is_told(reference):
     guard = LossGuard(GuardRequest([reference]), 4, [])
-    said, _ = feed(guard, losses.healthy(10)[:50], ranks=4)
+    said, _ = feed(guard, records.healthy_losses(10)[:50], ranks=4)
     assert "a step has 64 samples, in the reference 32" in said
 
 
 def test_values_are_saved_as_a_reference(tmp_path):
     file = tmp_path / "saved.json"
     guard = LossGuard(GuardRequest([], "backward", save=str(file)), 2, ["train.py"])
-    values = losses.healthy(10)
+    values = records.healthy_losses(10)
     feed(guard, values)
     guard.finish(lambda text: None)
     found = read_reference(file)
-    assert found.command == ["train.py"] and found.runs[0].samples_per_step == losses.BATCH
+    assert found.command == ["train.py"]
+    assert found.runs[0].samples_per_step == records.LOSS_BATCH
     assert found.runs[0].rates[3] == 0.1
     assert abs(found.runs[0].values[100] - values[100]) < 1e-6
 
 
 def test_outputs_of_runs_are_references(tmp_path):
     file = tmp_path / "out.txt"
-    lines = [f"[0] step={i} loss={v:.5f}\n" for i, v in enumerate(losses.healthy(0), 1)]
+    lines = [f"[0] step={i} loss={v:.5f}\n" for i, v in enumerate(records.healthy_losses(0), 1)]
     file.write_text("start\n" + "".join(lines))
     found = load_reference([str(file)], r"step=(?P<step>\d+) loss=(\S+)")
-    assert len(found.runs[0]) == 500 and found.axis == "steps"
+    assert len(found.runs[0]) == 500
+    assert found.axis == "steps"
     with pytest.raises(ValueError, match=r"matches none of the 502 lines"):
         load_reference([str(file)], r"accuracy=(\S+)")
     with pytest.raises(ValueError, match=r"neither a reference nor a record"):

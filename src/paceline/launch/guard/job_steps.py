@@ -4,7 +4,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..monitor.rank_messages import Row
+from .rows import Row
 
 MAX_BEHIND = 256  # steps that a rank may be behind before the others' values are used without it
 MAX_KEPT = 4096  # last steps that are kept to explain a divergence

@@ -17,7 +17,7 @@ from ...analyze.reference.replicas import ReplicaWatch
 from ...analyze.reference.run_guard import Divergence, RunGuard, Standard, make_standard
 from ...analyze.reference.series import SAMPLES, STEPS, Model, Reference, Series
 from ...plurals import counted
-from ...report.terminal import guard as text
+from ...report import guard_messages as text
 from ...security.text import printable
 from .job_steps import JobStep, JobSteps
 from .load_references import load_reference

@@ -10,13 +10,11 @@ import msgspec
 
 from ...security.files import InvalidFileError
 from ...security.schema import Count, parse_json
+from ..guard.rows import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
-# Step, samples of the rank until its end and in it, loss, learning rate, gradient norm, checksum of
-# the parameters (int64).
-Row = tuple[Count, Count, Count, float | None, float | None, float | None, int | None]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 

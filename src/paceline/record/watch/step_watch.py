@@ -38,7 +38,7 @@ _in_backward = torch._C._current_graph_task_id
 
 @dataclass
 class _Step:
-    """The values of one step. Attributes: those of ``launch.monitor.rank_messages.Row``."""
+    """The values of one step. Attributes: those of ``launch.guard.rows.Row``."""
 
     step: int
     seen: int

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from ...analyze.reference.changes import Change
-from ...analyze.reference.learning_rate import RateRise
-from ...analyze.reference.metric import Metric
-from ...analyze.reference.run_guard import Divergence, Standard
-from ...analyze.reference.sequential import FALSE_ALARM_RATE
-from ...analyze.reference.series import SAMPLES, Reference
-from ...plurals import counted
-from ...security.text import printable
+from ..analyze.reference.changes import Change
+from ..analyze.reference.learning_rate import RateRise
+from ..analyze.reference.metric import Metric
+from ..analyze.reference.run_guard import Divergence, Standard
+from ..analyze.reference.sequential import FALSE_ALARM_RATE
+from ..analyze.reference.series import SAMPLES, Reference
+from ..plurals import counted
+from ..security.text import printable
 
 
 def describe_start(reference: Reference, standard: Standard) -> str:
