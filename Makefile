@@ -139,6 +139,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/data/patches.py
 	$(BIN)/python benchmarks/launch/fault_times.py
 	$(BIN)/python benchmarks/launch/host_fault_times.py
+	$(BIN)/python benchmarks/verify/guard.py
 
 # The part of plotly.js that the report page carries; npm is needed for nothing else.
 plotly-bundle:

@@ -349,3 +349,10 @@ def test_peers(tmp_path):
     found = result["measurements"]["paceline"]
     assert set(found["step_s"]) == {"zero1", "zero2", "zero3"}
     assert all(len(times) == 1 for times in found["step_s"].values())
+
+
+def test_guard(tmp_path):
+    few = ("--healthy", "1", "--faults", "1", "--real", "0", "--tasks", "waves", "--epochs", "1")
+    result = result_of("guard", tmp_path / "guard.json", *few, more={"real_runs"})
+    assert [case["fault"] for case in result["measurements"]] == ["none", "rate"]
+    assert result["measurements"][1]["told_at"] > result["measurements"][1]["at"]

@@ -1,8 +1,12 @@
-"""Synthetic records with known results; times are in milliseconds."""
+"""Synthetic records with known results (times are in milliseconds), and losses of trainings."""
+
+import numpy as np
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import Run
 from paceline.analyze.records.read_record import parse_record
+from paceline.analyze.reference.metric import Metric
+from paceline.analyze.reference.series import Reference, Series
 from paceline.record.ring.ring import Ring
 from paceline.record.ring.states import Op, State
 
@@ -68,3 +72,32 @@ def made(folder, size=2, steps=40, compute=20.0, run="a", host="node", samples=8
                 rank.collective(arrived, arrived, begin + compute + 15, amount=1 << 20)
             rank.step(begin, begin + compute + 15, samples=samples, number=step + 1)
     return folder
+
+
+LOSS_BATCH = 32
+
+
+def healthy_losses(seed: int, count: int = 500, correlation: float = 0.0) -> np.ndarray:
+    """Return a loss that falls from 2.3 to 0.3, with noise and an offset of its own."""
+    draw = np.random.default_rng(seed)
+    step = np.arange(1, count + 1)
+    curve = 0.3 + 2 * np.exp(-step / (60 * draw.normal(1, 0.04)))
+    noise = draw.normal(size=count)
+    for i in range(1, count):
+        noise[i] = correlation * noise[i - 1] + (1 - correlation**2) ** 0.5 * noise[i]
+    return curve + draw.normal(0, 0.01) + noise * noise_of_loss(curve)
+
+
+def noise_of_loss(curve: np.ndarray) -> np.ndarray:
+    return 0.02 + 0.05 * curve
+
+
+def loss_series(values: np.ndarray, samples: bool = True) -> Series:
+    steps = np.arange(1.0, len(values) + 1)
+    unknown = np.full(len(values), np.nan)
+    seen = LOSS_BATCH * steps if samples else np.zeros(len(values))
+    return Series(steps, seen, np.asarray(values, float), unknown, unknown)
+
+
+def loss_reference(seeds=(0, 1, 2), **options) -> Reference:
+    return Reference(Metric(), [loss_series(healthy_losses(seed, **options)) for seed in seeds])

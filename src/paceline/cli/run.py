@@ -7,8 +7,10 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from ..launch.guard.request import Action
 from ..launch.job import Job
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
+from .common.guard_options import check_reference_options, guard_of, options_of, run_reference
 from .common.options import (
     BINDING,
     DATA,
@@ -25,9 +27,14 @@ from .common.options import (
     Hostfile,
     Hosts,
     Launcher,
+    MakeReference,
+    MetricOption,
     Module,
+    OnDivergence,
     Ranks,
+    References,
     Script,
+    Seeds,
     Settings,
     Smt,
     Threads,
@@ -83,6 +90,8 @@ class RunCommand(ScriptCommand):
         ("paceline run -n 4 --record run/record train.py", "then: paceline report run/record"),
         ("paceline run -n 4 --max-restarts 3 train.py", "restart after failures"),
         ("paceline run -n 4 --show-memory train.py", "memory of each layout, before training"),
+        ("paceline run --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
+        ("paceline run -n 4 --reference ref.json train.py", "report a loss that leaves them"),
         ("paceline run -H host1:4,host2:4 train.py", "two hosts over ssh"),
         ("salloc -N 2 paceline run train.py", "all nodes of an allocation"),
     ),
@@ -195,6 +204,11 @@ def run(
             rich_help_panel=DATA,
         ),
     ] = None,
+    reference: References = None,
+    metric: MetricOption = None,
+    on_divergence: OnDivergence = Action.TELL,
+    make_reference: MakeReference = None,
+    seeds: Seeds = None,
     exchange: Exchange = None,
     tune_exchange: TuneExchange = None,
     tune_compression: TuneCompression = False,
@@ -222,6 +236,11 @@ def run(
     with exit_on_mistake():
         if show_memory and record is not None:
             raise ValueError("--show-memory records nothing. HINT: leave out --record")
+        guard = guard_of(reference, metric, on_divergence, record)
+        if make_reference is not None:
+            check_reference_options(make_reference, reference, ranks, record)
+        elif seeds is not None:
+            raise ValueError("--seeds is for --make-reference. HINT: --make-reference FILE")
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(
@@ -247,7 +266,22 @@ def run(
         settings=knobs,
         tuning=tuning,
         stage=sets,
+        guard=guard,
     )
+    if make_reference is not None:
+        words = options_of(
+            {
+                "--threads": threads,
+                "--bind": bind,
+                "--cpus-per-rank": cpus_per_rank,
+                "--hang-timeout": hang_timeout,
+                "--settings": settings,
+                "--exchange": exchange,
+                "--env": env,
+                "--fresh": fresh,
+            }
+        )
+        run_reference(make_reference, job.words, metric, seeds, words)
     try:
         code = start(
             job,

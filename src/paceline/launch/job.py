@@ -17,6 +17,7 @@ from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
 from . import requeue
+from .guard.request import GuardRequest
 from .records import job_folder
 
 # Memory of a rank without data, in bytes (proportional share, measured with a tiny model).
@@ -62,6 +63,8 @@ class Job:
         stage: Absolute paths of the packed datasets to stage.
         show_memory: Number of ranks, and their largest number on a node, for which to predict the
             memory of each layout, and end; or None.
+        guard: What holds the loss against a reference, or None.
+        watch: What the ranks send of each step: value of PACELINE_GUARD; "" for nothing.
     """
 
     name: str
@@ -86,6 +89,8 @@ class Job:
     tuning: Tuning | None = None
     stage: list[str] = field(default_factory=list)
     show_memory: tuple[int, int] | None = None
+    guard: GuardRequest | None = None
+    watch: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -116,6 +121,9 @@ def variables(job: Job, run: str) -> dict[str, str]:
         found["PACELINE_TELLS"] = "launcher"
         if job.count_flops:
             found["PACELINE_COUNT_FLOPS"] = "1"
+    if job.watch:
+        found["PACELINE_ATTACH"] = "1"
+        found["PACELINE_GUARD"] = job.watch
     if job.settings:
         found[VARIABLE] = json.dumps(job.settings)
         found |= environment(job.settings)

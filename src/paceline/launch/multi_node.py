@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
@@ -35,6 +35,9 @@ from .remote.start_commands import LaunchTool
 from .requeue import requeue
 from .single_node import print_summary
 
+if TYPE_CHECKING:
+    from .guard.loss_guard import LossGuard
+
 REACHABILITY_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 600.0  # records are sent, or written to a slow file system
 NOTICE_INTERVAL_S = 10.0
@@ -50,6 +53,7 @@ def run(
     environment: dict[str, str],
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
+    guard: "LossGuard | None" = None,
 ) -> int:
     """Run the job on ``hosts`` and return its exit code, same as ``single_node.run``.
 
@@ -60,6 +64,7 @@ def run(
         min_ranks_per_host: Lower bound of each host's own number of ranks.
         excluded_hosts: Filled with the reason, by name, why hosts can't take part; the job then
             runs on the others. None: all hosts are needed.
+        guard: Holds the loss against a reference, or None.
 
     Raises:
         ValueError: A mistake of the user, a host that can't be reached, or hosts that can't reach
@@ -111,6 +116,7 @@ def run(
                 interrupt,
                 fetch_records,
                 remaining,
+                guard,
             )
         finally:
             record_server.ending = True

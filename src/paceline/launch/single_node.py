@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.reachable_address import variables as interface_variables
 from ..security.outputs import write_output
@@ -22,14 +22,18 @@ from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
 
+if TYPE_CHECKING:
+    from .guard.loss_guard import LossGuard
 
-def run(job: Job, message: str = "") -> int:
+
+def run(job: Job, message: str = "", guard: "LossGuard | None" = None) -> int:
     """Run the job. Return its exit code: 0, that of the first failing rank, 128 + a signal's
     number, or ``requeue.STOPPED_EARLY_EXIT_CODE``.
 
     Args:
         job: The job.
         message: Printed to stderr before the ranks start, if the job can run.
+        guard: Holds the loss against a reference, or None.
 
     Raises:
         ValueError: A mistake of the user, before any rank starts.
@@ -37,7 +41,7 @@ def run(job: Job, message: str = "") -> int:
     interrupt = Interrupt()
     raise_on_termination(interrupt.remember_termination)
     try:
-        code, kept = _run(job, interrupt, message)
+        code, kept = _run(job, interrupt, message, guard)
     except TerminatedError as end:
         name = signal.Signals(end.number).name
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
@@ -49,7 +53,9 @@ def run(job: Job, message: str = "") -> int:
     return code
 
 
-def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
+def _run(
+    job: Job, interrupt: Interrupt, message: str, guard: "LossGuard | None"
+) -> tuple[int, bool]:
     """Run the job. Return its exit code, and whether its record was kept."""
     from .affinity import bind_ranks
 
@@ -81,6 +87,7 @@ def _run(job: Job, interrupt: Interrupt, message: str) -> tuple[int, bool]:
             started_ns,
             interrupt,
             fetch_records,
+            guard=guard,
         )
     except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise

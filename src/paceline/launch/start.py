@@ -47,6 +47,12 @@ def start(
         ValueError: The options are invalid, or the job can't run.
     """
     environment = parse_env_options(variables)
+    guard = None
+    if job.guard is not None and not show_memory:
+        from .guard.loss_guard import LossGuard
+
+        guard = LossGuard(job.guard, ranks or 1, job.words)
+        job = replace(job, watch=guard.watch_variable)
     where = find_target(hosts, hostfile, launcher)
     if show_only:
         check(replace(job, ranks=1, record=None))
@@ -62,11 +68,14 @@ def start(
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
         count = count if ranks is not None else max(min_ranks_per_host, count)
-        message = ""
+        message = guard.start_text if guard is not None else ""
         if explain_default and ranks is None and not where.chosen:
             cores = len(topology().cores(set(allowed_threads())))
-            message = explain_default_ranks(where.hosts[0], cores)
-        return single_node.run(replace(job, ranks=count, granted=where.hosts[0].cpus), message)
+            message += explain_default_ranks(where.hosts[0], cores)
+        here = replace(job, ranks=count, granted=where.hosts[0].cpus)
+        return single_node.run(here, message, guard)
+    if guard is not None:
+        sys.stderr.write(guard.start_text)
     from . import multi_node  # imported late: a job on one node does not need it
 
     return multi_node.run(
@@ -78,4 +87,5 @@ def start(
         environment=environment,
         min_ranks_per_host=min_ranks_per_host,
         excluded_hosts=excluded_hosts,
+        guard=guard,
     )

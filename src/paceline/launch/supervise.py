@@ -3,10 +3,12 @@
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from .affinity.report_bindings import BindingsReport
+from .guard.guarded_job import GuardedJob
 from .job import Job
 from .layout import Seat
 from .monitor.hang_detector import HangDetector
@@ -20,6 +22,9 @@ from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
 from .script_source import uses_horovod
 
+if TYPE_CHECKING:
+    from .guard.loss_guard import LossGuard
+
 
 def watch(
     job: Job,
@@ -30,6 +35,7 @@ def watch(
     interrupt: Interrupt,
     fetch_records: Callable[[int], JobSnapshot | None],
     remaining: RemainingHosts | None = None,
+    guard: "LossGuard | None" = None,
 ) -> int:
     """Start the ranks, supervise them until they have ended, and return the exit code.
 
@@ -37,6 +43,7 @@ def watch(
         started: When the command began, ns of the monotonic clock.
         fetch_records: Fetches the tails of the ranks' records, and their stacks.
         remaining: Hosts that remain of a job on several nodes, or None.
+        guard: Holds the loss against a reference, or None.
     """
     if remaining is None:
         check_min_hosts(job.min_hosts, len(hosts))
@@ -51,7 +58,7 @@ def watch(
     )
     agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
     agent.interrupt, agent.summary = interrupt, job.summary
-    agent.remaining = remaining
+    agent.remaining, agent.guarded = remaining, GuardedJob(guard)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )
@@ -75,7 +82,11 @@ def watch(
         ignore_termination()
         if agent.bindings is not None:
             agent.bindings.end()
+        agent.guarded.finish(agent.output.say)
         agent.output.close()
+    if agent.stopped_at_step is not None and agent.guarded.exit_code:
+        sys.stderr.write(agent.guarded.describe_checkpoint(agent.stopped_at_step))
+        return agent.guarded.exit_code
     if agent.stopped_at_step is not None:
         interrupt.stopped_early = agent.early_stop_deadline is None
         sys.stderr.write(
@@ -85,7 +96,7 @@ def watch(
         )
         return STOPPED_EARLY_EXIT_CODE
     if result.state == WorkerState.SUCCEEDED:
-        return 0
+        return agent.guarded.exit_code
     return agent.cause.shell_exit_code or 1 if agent.cause is not None else 1
 
 

@@ -52,6 +52,11 @@ def attach(child: bool = False) -> None:
         torch_patches.measure_hooks(_loop)
         recorder.clear()
         recorder.experiment = experiment
+        if os.environ.get("PACELINE_GUARD"):
+            from .watch import seed_shift, step_watch
+
+            step_watch.install(recorder)
+            seed_shift.install()
         if torch.version.cuda or torch.version.hip:
             recorder.kernel_sampler = KernelSampler(recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):

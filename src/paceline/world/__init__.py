@@ -24,6 +24,7 @@ from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
+from ..record.watch.seed_shift import note_seeded, seed_shift
 from .checkpoint_interval import CheckpointInterval
 from .checkpointing import Checkpointer
 from .collectives import Collectives
@@ -114,6 +115,9 @@ class World(ModelDistribution):
         self._data_ranks = self._survey.ranks if self._survey is not None else self.size
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
         self._full_size = max(self._data_ranks, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
+        if seed_shift():  # another seed for a run of a reference
+            seed += seed_shift()
+            note_seeded()
         self.seed = seed
         self.device = select_device(self.local_rank, device)
         self.precision = precision
@@ -349,6 +353,8 @@ class World(ModelDistribution):
         epoch = min(self._state.position.epoch + 1, self._loops.count)
         where = f"epoch {epoch}  " if epoch else ""
         self._progress.say(f"{where}step {self._recorder.step}  {shown}")
+        if self._recorder.step_watch is not None and self.rank == 0:
+            self._recorder.step_watch.note_logged(values)
 
     def close(self) -> None:
         """Complete the last checkpoint, print the summary, and destroy the process group.

@@ -60,6 +60,7 @@ class OptimizerSteps:
         self.last_loss: torch.Tensor | float | None = None
         self.last_total = 0  # samples of the last batch over all ranks
         recorder = phases.recorder
+        self._watch = recorder.step_watch
         self._finite_check = FiniteCheck(
             rank, validate_mode("nonfinite", nonfinite), recorder, self.models
         )
@@ -156,6 +157,9 @@ class OptimizerSteps:
             self._check_outside_of_batches()
         start = self.phases.backward_starts()
         self.last_loss = self._finite_check.check_loss(loss)
+        if self._watch is not None:
+            self._watch.note_loss(loss)
+            self._watch.ignores_backward = True
         weight = self.accumulations.weigh_backward()
         scaled = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
@@ -164,6 +168,8 @@ class OptimizerSteps:
             scaled.backward()
         finally:
             self.phases.recorder.event(State.BACKWARD, start, now())
+            if self._watch is not None:
+                self._watch.ignores_backward = False
         self.replicas.after_backward()
 
     def _describe_missing_gradient(self) -> str:

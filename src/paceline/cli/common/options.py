@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...launch.guard.request import DIVERGED_EXIT_CODE, Action
 from ...security.text import printable
 
 if TYPE_CHECKING:  # every command imports this module
@@ -17,6 +18,7 @@ FAULTS = "Failures and restarts"
 DATA = "Data"
 EXCHANGE = "Gradient synchronization"
 RECORDING = "Recording"
+GUARD = "Convergence"
 
 Script = Annotated[
     str, typer.Argument(help="Training script, or module with -m.", metavar="SCRIPT")
@@ -144,6 +146,62 @@ HangTimeout = Annotated[
         metavar="SECONDS",
         show_default=False,
         rich_help_panel=FAULTS,
+    ),
+]
+References = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--reference",
+        help="Hold the loss of the job against this reference, and report where it leaves its "
+        "band: a file of --make-reference, a record folder with losses, or with --metric the "
+        "output of a run. May be repeated.",
+        metavar="PATH",
+        show_default=False,
+        rich_help_panel=GUARD,
+    ),
+]
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        help="Value to hold against the reference: backward (the loss of each backward), the name "
+        "of a value of world.log, or a regular expression for lines of the output, with a group "
+        "for the value and optional groups named step and samples. Default: that of the "
+        "reference, or backward. With --record, the values are stored in the record folder.",
+        metavar="NAME|REGEX",
+        show_default=False,
+        rich_help_panel=GUARD,
+    ),
+]
+OnDivergence = Annotated[
+    Action,
+    typer.Option(
+        help="What to do when the loss leaves the band of the reference: only report it, have the "
+        "ranks write a checkpoint (and stop, with world.epochs), or end the job. Exit code of a "
+        f"job that stops: {DIVERGED_EXIT_CODE}.",
+        rich_help_panel=GUARD,
+    ),
+]
+MakeReference = Annotated[
+    Path | None,
+    typer.Option(
+        help="Train SCRIPT on one rank with several seeds, and write its losses to FILE, the "
+        "reference for --reference. {seed} in ARGS becomes the number of the seed; without it, "
+        "the order of samples and random draws differ, and the initial parameters where "
+        "paceline.init sets the seed.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=GUARD,
+    ),
+]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of runs of --make-reference. Default: 3.",
+        metavar="N",
+        min=1,
+        show_default=False,
+        rich_help_panel=GUARD,
     ),
 ]
 Settings = Annotated[

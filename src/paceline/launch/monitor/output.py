@@ -29,17 +29,23 @@ ERASE = b"\r\x1b[2K"
 class RankOutput:
     """Reader of the ranks' pipes, which writes their merged output to ``out`` and ``err``.
 
-    A thread reads the pipes. It calls ``heard(rank, message)`` with messages to the launcher.
+    A thread reads the pipes. It calls ``heard(rank, message)`` with messages to the launcher, and
+    ``take_line(rank, line)`` with lines of output.
 
     Attributes:
         tails: The last ``TAIL`` output lines of each rank.
     """
 
     def __init__(
-        self, ranks: int, out: BinaryIO, err: BinaryIO, heard: Callable[[int, Any], None]
+        self,
+        ranks: int,
+        out: BinaryIO,
+        err: BinaryIO,
+        heard: Callable[[int, Any], None],
+        take_line: Callable[[int, str], None] | None = None,
     ) -> None:
         self.tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(ranks)}
-        self._heard = heard
+        self._heard, self._take_line = heard, take_line
         self._screen = _Screen(out, err)
         self._streams = {s: _Stream(ranks, s, self._screen) for s in (OUT, ERR)}
         self._status: dict[int, bytes] = {}
@@ -133,7 +139,10 @@ class RankOutput:
                 self._status.pop(rank, None)
             return
         for line in self._streams[stream].feed(rank, data):
-            self.tails[rank].append(line.decode(errors="replace"))
+            text = line.decode(errors="replace")
+            self.tails[rank].append(text)
+            if self._take_line is not None:
+                self._take_line(rank, text)
 
     def _hear(self, rank: int, message: RankMessage) -> None:
         if "say" in message:

@@ -10,6 +10,7 @@ import msgspec
 
 from ...security.files import InvalidFileError
 from ...security.schema import Count, parse_json
+from ..guard.rows import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 
@@ -17,8 +18,19 @@ ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
+class ModelMessage(TypedDict):
+    """The parameters that a rank's optimizers train: see ``analyze.reference.series.Model``."""
+
+    shapes: list[list[Count]]
+    tensors: Count
+    elements: Count
+    sharded: bool
+
+
 class RankMessage(TypedDict, total=False):
-    """A message: one of these keys; an exception also has ``at`` and ``code``."""
+    """A message: one of these keys; an exception also has ``at`` and ``code``, and ``logged``
+    (values of world.log) ``step`` and ``seen``.
+    """
 
     say: str
     exception: str
@@ -29,6 +41,11 @@ class RankMessage(TypedDict, total=False):
     ending: bool
     left: Count
     summary: str
+    steps: list[Row]
+    model: ModelMessage
+    logged: dict[str, float]
+    step: Count
+    seen: Count
 
 
 def message_of(line: bytes) -> RankMessage:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import (
 
 from ...security.outputs import write_output
 from ..affinity.report_bindings import BindingsReport
+from ..guard.guarded_job import GuardedJob
 from ..layout import Seat, make_seats
 from ..monitor.failures import RankStatus, describe_failure, first_failure
 from ..monitor.hang_detector import HANG_EXIT_CODE, HangDetector, HangReport
@@ -76,6 +77,7 @@ class ElasticAgent(SimpleElasticAgent):
         self.hang_report: HangReport | None = None  # if a hang ended the last attempt
         self.pending_signals: list[int] = []  # to be forwarded to the ranks
         self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
+        self.guarded = GuardedJob(None)
         self._announced_can_stop_early = False  # what the hosts were last told
         self._attempt = -1
         self._returned_hosts: list[str] = []  # returned hosts, while the ranks stop for them
@@ -106,6 +108,7 @@ class ElasticAgent(SimpleElasticAgent):
         if self._attempt:
             self._announce_restart(worker_group.spec)
         self.ranks, self.cause, self.hang_report, self._returned_hosts = [], None, None, []
+        self.guarded.begin_attempt(len(self._seats))
         workers, coordinator = self._rank_addresses
         environment = dict(os.environ)
         for worker in worker_group.workers:
@@ -137,6 +140,10 @@ class ElasticAgent(SimpleElasticAgent):
             if self.early_stop_deadline is not None:  # the scheduler ends the job: do not restart
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
+        if self.guarded.check(self.output.say, self.can_stop_early, self._warn_ranks):
+            self._remaining_restarts, self.cause = 0, RankStatus(0)
+            self.cause.exit_code = self.guarded.exit_code
+            return RunResult(state=WorkerState.FAILED)
         if self.bindings is not None:
             self.bindings.check(self._hosts, self._seats)
         self._end_unexited_ranks()
@@ -165,7 +172,7 @@ class ElasticAgent(SimpleElasticAgent):
             self.output.say(f"{self.hang_report.text}  The job hangs: Paceline ends its ranks.\n")
         self.end_ranks()
         self.output.drain()
-        if self.cause is not None and self.hang_report is None:
+        if self.cause is not None and self.hang_report is None and not self.guarded.has_ended:
             tail = list(self.output.tails[self.cause.rank])
             self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1))
 
@@ -269,7 +276,9 @@ class ElasticAgent(SimpleElasticAgent):
     def start_output(self) -> None:
         """Read and show the output of the ranks of this attempt."""
         out, err = sys.stdout.buffer, sys.stderr.buffer
-        self.output = RankOutput(len(self._seats), out, err, self.handle_rank_message)
+        self.output = RankOutput(
+            len(self._seats), out, err, self.handle_rank_message, self.guarded.take_line
+        )
         for host in self._hosts:
             host.set_output(self.output)
 
@@ -316,6 +325,10 @@ class ElasticAgent(SimpleElasticAgent):
             "paceline: SIGTERM: the ranks write a checkpoint and stop within "
             f"{EARLY_STOP_TIMEOUT_S:.0f} s. A second SIGTERM ends them at once.\n"
         )
+        self._warn_ranks()
+
+    def _warn_ranks(self) -> None:
+        """Have the ranks write a checkpoint and stop, if they can."""
         for rank in self.ranks:
             if rank.running:
                 self._signal(rank, signal.SIGUSR1)
@@ -350,6 +363,7 @@ class ElasticAgent(SimpleElasticAgent):
     def handle_rank_message(self, number: int, message: dict[str, Any]) -> None:
         """Handle a rank's message to the launcher; called from the output's thread."""
         rank = self.ranks[number] if number < len(self.ranks) else None
+        self.guarded.take_message(number, message)
         if rank is not None and "exception" in message:
             host = self._hosts[self._seats[number].host]
             rank.exception, rank.raised_at = message["exception"], host.to_local_time(message["at"])

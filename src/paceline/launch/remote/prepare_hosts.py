@@ -82,7 +82,7 @@ def check_hosts(
     Returns:
         By host name, why the job can't run there.
     """
-    wanted = asdict(replace(spec.job, summary=None, record=None))
+    wanted = asdict(replace(spec.job, summary=None, record=None, guard=None))
     for host, count in zip(hosts, ranks_per_host, strict=True):
         check_message = {**wanted, "ranks": count, "granted": granted_cores.get(host.name)}
         host.send(check=check_message, environment=spec.environment, folder=os.getcwd())

@@ -59,6 +59,7 @@ class Recorder:
         self.kernel_sampler: Any = None  # a KernelSampler on GPUs
         self.flop_counter: Any = None  # a FlopCounter with --count-flops
         self.experiment: Any = None  # an Experiment of paceline diagnose
+        self.step_watch: Any = None  # a StepWatch with --reference
         self.launched_collectives: list[dict[str, int]] | None = None  # while kernels are sampled
         # Called when a backward launches an all-reduce: the group, and the tensors if DDP launched
         # it.
@@ -146,8 +147,10 @@ class Recorder:
         end = now()
         self.event(State.STEP, self._last_step_end, end, amount=self.samples)
         self._last_step_end = end
-        self.samples = 0
+        samples, self.samples = self.samples, 0
         self.step += 1
+        if self.step_watch is not None:
+            self.step_watch.after_step(samples)
         if self.kernel_sampler is not None or self.flop_counter is not None:
             self._sample_step()
         if self.experiment is not None:

@@ -1,0 +1,166 @@
+"""What changed in a run when it left the band of its reference."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from .replicas import ReplicaDifference
+from .run_guard import Divergence
+from .series import Floats, Reference
+
+BEFORE, AFTER = 50, 10  # steps before the divergence and since it that are compared
+BEFORE_START = 10  # steps before the first step outside of the band, in which a cause may lie
+MIN_RATE_RATIO, MIN_NORM_RATIO = 1.5, 3.0
+MIN_LOSS_RATIO = 2.0  # of a rank's loss to that of the others
+
+
+class Step(Protocol):
+    """The part of ``launch.guard.job_steps.JobStep`` that is needed here."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def losses(self) -> dict[int, float]: ...
+    @property
+    def rate(self) -> float: ...
+    @property
+    def norm(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that changed.
+
+    Attributes:
+        kind: "nonfinite", "replicas", "learning-rate", "gradient-norm" or "rank-loss".
+        step: Step at which it was first seen.
+        text: What changed, from which value to which.
+    """
+
+    kind: str
+    step: int
+    text: str
+
+
+def find_changes(
+    steps: Sequence[Step],
+    first_step: int,
+    reference: Reference,
+    difference: ReplicaDifference | None,
+    divergence: Divergence | None,
+) -> list[Change]:
+    """Return what changed around ``first_step``, the first step outside of the band.
+
+    Args:
+        steps: The last steps of the job, in their order.
+        difference: Ranks whose parameters differ, or None.
+        divergence: How the loss left the band; None if only the parameters differ.
+    """
+    found = []
+    if difference is not None:
+        found.append(_replicas(difference))
+    start = first_step - BEFORE_START
+    before = [s for s in steps if start - BEFORE <= s.step < start]
+    since = [s for s in steps if s.step >= start]
+    found += _nonfinite(since)
+    if before and since:
+        found += _rate(before, since, reference)
+        found += _norm(before, [s for s in since if s.step >= first_step] or since)
+        if divergence is not None:
+            found += _rank_losses(before, since)
+    return found
+
+
+def _replicas(difference: ReplicaDifference) -> Change:
+    ranks = ", ".join(map(str, difference.ranks))
+    word = "rank" if len(difference.ranks) == 1 else "ranks"
+    text = (
+        f"the parameters of {word} {ranks} differ from those of the other ranks since step "
+        f"{difference.step} (they were equal at step {difference.equal_at})"
+    )
+    return Change("replicas", difference.step, text)
+
+
+def _nonfinite(steps: Sequence[Step]) -> list[Change]:
+    for one in steps:
+        bad = [rank for rank, loss in one.losses.items() if not math.isfinite(loss)]
+        if bad:
+            text = f"the loss of rank {bad[0]} is {one.losses[bad[0]]} at step {one.step}"
+            return [Change("nonfinite", one.step, text)]
+        if math.isinf(one.norm) or (math.isnan(one.norm) and one.losses and not _unknown(steps)):
+            text = f"the gradient norm is {one.norm} at step {one.step}"
+            return [Change("nonfinite", one.step, text)]
+    return []
+
+
+def _unknown(steps: Sequence[Step]) -> bool:
+    """Whether no step has a gradient norm, as opposed to one that is not a number."""
+    return all(math.isnan(one.norm) for one in steps)
+
+
+def _rate(before: Sequence[Step], since: Sequence[Step], reference: Reference) -> list[Change]:
+    """Compare the learning rate with its value before, and with the reference's at the step."""
+    old = before[-1].rate
+    for one in since:
+        if not (math.isfinite(old) and math.isfinite(one.rate)) or old <= 0:
+            return []
+        ratio = one.rate / old
+        if not 1 / MIN_RATE_RATIO < ratio < MIN_RATE_RATIO:
+            usual = _reference_ratio(reference, one, before[-1])
+            if usual is not None and 1 / MIN_RATE_RATIO < ratio / usual < MIN_RATE_RATIO:
+                return []  # the schedule of the reference has the same jump
+            text = f"the learning rate changed from {old:.3g} to {one.rate:.3g} at step {one.step}"
+            return [Change("learning-rate", one.step, text)]
+        old = one.rate
+    return []
+
+
+def _reference_ratio(reference: Reference, new: Step, old: Step) -> float | None:
+    run = reference.runs[0]
+    known = np.isfinite(run.rates)
+    if known.sum() < 2:
+        return None
+    by_samples = reference.axis == "samples" and new.samples > old.samples > 0
+    x: Floats = (run.samples if by_samples else run.steps)[known]
+    places = (old.samples, new.samples) if by_samples else (old.step, new.step)
+    rates = [float(np.interp(place, x, run.rates[known])) for place in places]
+    return rates[1] / rates[0] if rates[0] > 0 else None
+
+
+def _norm(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
+    old = [s.norm for s in before if math.isfinite(s.norm)]
+    new = [s.norm for s in since[:AFTER] if math.isfinite(s.norm)]
+    if not old or not new:
+        return []
+    old_norm, new_norm = float(np.median(old)), float(np.median(new))
+    if old_norm <= 0 or not new_norm > MIN_NORM_RATIO * old_norm:
+        return []
+    text = f"the gradient norm rose from {old_norm:.3g} to {new_norm:.3g} at step {since[0].step}"
+    return [Change("gradient-norm", since[0].step, text)]
+
+
+def _rank_losses(before: Sequence[Step], since: Sequence[Step]) -> list[Change]:
+    """Find a rank whose loss changed and is far from that of the other ranks."""
+    ranks = sorted({rank for one in since for rank in one.losses})
+    if len(ranks) < 2:
+        return []
+    new = {rank: _median(since[-2 * AFTER :], rank) for rank in ranks}
+    old = {rank: _median(before, rank) for rank in ranks}
+    worst = max(ranks, key=lambda rank: new[rank])
+    others = [new[rank] for rank in ranks if rank != worst]
+    usual = float(np.median(others))
+    was_usual = float(np.median([old[rank] for rank in ranks if rank != worst]))
+    if usual <= 0 or not new[worst] > MIN_LOSS_RATIO * usual or old[worst] > 1.5 * was_usual:
+        return []
+    text = f"the loss of rank {worst} is {new[worst]:.3g}, that of the other ranks {usual:.3g}"
+    return [Change("rank-loss", since[0].step, text)]
+
+
+def _median(steps: Sequence[Step], rank: int) -> float:
+    values = [s.losses[rank] for s in steps if rank in s.losses]
+    return float(np.median(values)) if values else math.nan

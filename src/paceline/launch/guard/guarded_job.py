@@ -1,0 +1,88 @@
+"""What the launcher does when the guard asks for it: go on, have a checkpoint written, or end."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .request import DIVERGED_EXIT_CODE, Action
+
+if TYPE_CHECKING:  # it imports numpy
+    from .loss_guard import LossGuard
+
+
+class GuardedJob:
+    """The guard of a job, and what became of the job; without a guard, nothing happens.
+
+    Attributes:
+        guard: The guard, or None.
+        exit_code: Exit code of the job if the guard ends it, or had it end; else 0.
+        has_ended: Whether the guard ends the job at once.
+    """
+
+    def __init__(self, guard: "LossGuard | None") -> None:
+        self.guard, self.exit_code, self.has_ended = guard, 0, False
+
+    @property
+    def take_line(self) -> Callable[[int, str], None] | None:
+        """Takes lines of output: an argument of ``RankOutput``."""
+        return self.guard.take_line if self.guard is not None else None
+
+    def take_message(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a message of a rank to the launcher."""
+        if self.guard is not None:
+            self.guard.take_message(rank, message)
+
+    def begin_attempt(self, ranks: int) -> None:
+        """Note that an attempt with this number of ranks begins."""
+        if self.guard is not None:
+            self.guard.begin_attempt(ranks)
+
+    def check(
+        self, say: Callable[[str], None], can_stop_early: bool, warn_ranks: Callable[[], None]
+    ) -> bool:
+        """Return whether the job ends now.
+
+        Args:
+            say: Prints a message.
+            can_stop_early: Whether a warning makes all ranks write a checkpoint and stop.
+            warn_ranks: Warns them, as before a time limit.
+        """
+        if self.guard is None:
+            return False
+        result, action = self.guard.check(say), self.guard.request.action
+        if result == "mistake":
+            say(f"paceline: {self.guard.mistake}\n")
+            self.exit_code, self.has_ended = 2, True
+        elif result and action is Action.STOP:
+            say("paceline: guard: Paceline ends the job (--on-divergence stop)\n")
+            self.exit_code, self.has_ended = DIVERGED_EXIT_CODE, True
+        elif result and action is Action.CHECKPOINT:
+            self._request_checkpoint(say, can_stop_early)
+            warn_ranks()
+        return self.has_ended
+
+    def _request_checkpoint(self, say: Callable[[str], None], can_stop_early: bool) -> None:
+        if can_stop_early:
+            self.exit_code = DIVERGED_EXIT_CODE
+            text = "the ranks write a checkpoint and stop (--on-divergence checkpoint)"
+        else:
+            text = (
+                "SIGUSR1 asks the ranks for a checkpoint, and the job continues. HINT: with "
+                "world.epochs(checkpoint=...) they write one and stop"
+            )
+        say(f"paceline: guard: {text}\n")
+
+    def finish(self, say: Callable[[str], None]) -> None:
+        """Print the result at the end of the job, unless the reference was not the job's."""
+        if self.guard is None or (self.has_ended and self.exit_code == 2):
+            return
+        last = self.guard.finish(say)
+        if last == "diverged" and self.guard.request.action is Action.STOP:
+            self.exit_code = DIVERGED_EXIT_CODE
+
+    def describe_checkpoint(self, step: int) -> str:
+        """Return the message for a job that has stopped with a checkpoint of ``step``."""
+        return (
+            f"paceline: a checkpoint of step {step} was written after the divergence, and the job "
+            f"stopped (exit code {self.exit_code}). HINT: to continue from before the divergence, "
+            "remove this checkpoint\n"
+        )

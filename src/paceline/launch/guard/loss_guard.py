@@ -1,0 +1,337 @@
+"""The guard of a running job: takes the ranks' messages and output, and judges the loss."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...analyze.reference.changes import Change, find_changes
+from ...analyze.reference.learning_rate import RateWatch
+from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN
+from ...analyze.reference.reference_file import write_reference
+from ...analyze.reference.replicas import ReplicaWatch
+from ...analyze.reference.run_guard import Divergence, RunGuard, Standard, make_standard
+from ...analyze.reference.series import SAMPLES, STEPS, Model, Reference, Series
+from ...plurals import counted
+from ...report import guard_messages as text
+from ...security.text import printable
+from .job_steps import JobStep, JobSteps
+from .load_references import load_reference
+from .metric_lines import MetricPattern
+from .request import GuardRequest, parse_metric
+
+SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
+MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
+SHOWN_CHARS = 100  # of a line of output
+
+Value = tuple[float, float, float]  # step, samples (0: not known), value
+
+
+class LossGuard:
+    """The guard of one job, over all of its attempts.
+
+    Messages arrive in the output's thread, ``check`` is called by the launcher's.
+
+    Attributes:
+        mistake: Why the reference does not fit the job, or "".
+        has_diverged: Whether the job has left the band.
+    """
+
+    def __init__(self, request: GuardRequest, ranks: int, command: list[str]) -> None:
+        """Read and measure the reference. Raises ValueError if that is not possible."""
+        self.request, self.ranks, self._command = request, ranks, command
+        self.reference: Reference | None = None
+        self.standard: Standard | None = None
+        self.metric = parse_metric(request.metric)
+        if request.references:
+            self.reference = load_reference(request.references, request.metric)
+            self.metric = self.reference.metric
+            self.standard = make_standard(self.reference)
+        self._pattern = MetricPattern(self.metric.name) if self.metric.source == PATTERN else None
+        # lines without step and samples are compared by their number
+        self._counts_lines = self._pattern is not None and not self._pattern.has_steps
+        self._lock = threading.RLock()
+        self.mistake = ""
+        self.has_diverged = False
+        self._messages: list[str] = []
+        self._values: list[Value] = []  # of all attempts, for ``save``
+        self._rows: list[JobStep] = []  # steps of ``_values`` where they are the steps' losses
+        self._model = Model()
+        self._lines = self._matches = 0
+        self._last_line = ""
+        self._started = time.monotonic()
+        self._first_step_at = 0.0
+        self._is_warned = self._is_over = False
+        self.begin_attempt(ranks)
+
+    def begin_attempt(self, ranks: int) -> None:
+        """Forget the position of an attempt that has ended."""
+        with self._lock:
+            self.ranks = ranks
+            self._steps = JobSteps(ranks)
+            self._replicas = ReplicaWatch(ranks)
+            self._guard = RunGuard(self.standard) if self.standard is not None else None
+            self._rates = RateWatch(self.reference) if self.reference is not None else None
+            self._tested: list[Value] = []
+            self._pending_changes: tuple[int, Divergence | None] | None = None
+            self._batch_compared = False
+
+    @property
+    def start_text(self) -> str:
+        """What is printed before the ranks start."""
+        if self.reference is None or self.standard is None:
+            return ""
+        return text.describe_start(self.reference, self.standard)
+
+    @property
+    def watch_variable(self) -> str:
+        """Value of the environment variable PACELINE_GUARD of the ranks."""
+        return "each" if self._pattern is not None else "1"
+
+    # Messages and output of the ranks
+
+    def take_message(self, rank: int, message: dict[str, Any]) -> None:
+        """Take a message of a rank, if it is for the guard."""
+        with self._lock:
+            if "steps" in message:
+                for step in self._steps.add(rank, message["steps"]):
+                    self._take_step(step)
+            elif "model" in message and rank == 0:
+                self._take_model(Model(**message["model"]))
+            elif "logged" in message and self.metric.source == LOGGED:
+                value = message["logged"].get(self.metric.name)
+                self._lines += 1
+                self._last_line = ", ".join(message["logged"])
+                if value is not None:
+                    samples = sum(self._seen_by_all(message["seen"]))
+                    self._take_value(float(message["step"]), float(samples), value)
+
+    def _seen_by_all(self, seen: int) -> list[int]:
+        """Return the samples of each rank, where rank 0 has seen ``seen``."""
+        return [seen] * self.ranks
+
+    def take_line(self, rank: int, line: str) -> None:
+        """Take a line of output. Rank 0's count; those of others only if it prints none."""
+        if self._pattern is None:
+            return
+        with self._lock:
+            self._lines += 1
+            found = self._pattern.find(line)
+            if found is None:
+                self._last_line = line
+                return
+            if rank and self._matches:
+                return
+            self._matches += rank == 0
+            last = self._steps.kept[-1] if self._steps.kept else None
+            samples = float(last.samples) if last is not None else 0.0
+            step = float(last.step) if last is not None else float(len(self._tested) + 1)
+            if found.step is not None:
+                known = self._samples_at(found.step)
+                step, samples = found.step, known if known else samples
+            if found.samples is not None:
+                samples = found.samples
+            self._take_value(step, samples, found.value)
+
+    def _samples_at(self, step: float) -> float:
+        """Return the samples of all ranks at a step that the script counts from 0 or 1."""
+        kept = self._steps.kept
+        if len(kept) < 2 or kept[-1].samples <= 0:
+            return 0.0
+        per_step = kept[-1].samples / max(kept[-1].step, 1)
+        return step * per_step if step > 0 else 0.0
+
+    def _take_step(self, step: JobStep) -> None:
+        self._first_step_at = self._first_step_at or time.monotonic()
+        self._compare_batch()
+        if self._rates is not None:
+            rise = self._rates.add(step.step, step.samples, step.rate)
+            if rise is not None and not self.has_diverged:
+                self._messages.append(text.describe_rise(rise))
+        found = self._replicas.add(step.step, step.bits)
+        if found is not None and self.reference is not None and not self.has_diverged:
+            self._pending_changes = (found.step, None)
+        if self.metric.source == BACKWARD and step.losses:
+            self._rows.append(step)
+            self._take_value(float(step.step), float(step.samples), step.loss)
+
+    def _take_value(self, step: float, samples: float, value: float) -> None:
+        self._values.append((step, samples, value))
+        if self._guard is None or self.standard is None or self.has_diverged:
+            return
+        if self.standard.axis == SAMPLES and samples <= 0:
+            self._compare_by_steps()
+        place = samples if self.standard.axis == SAMPLES else step
+        if self.standard.axis == STEPS and self._counts_lines:
+            place = len(self._tested) + 1
+        self._tested.append((step, samples, value))
+        divergence = self._guard.add(place, value)
+        if divergence is not None:
+            first = int(self._tested[divergence.start][0])
+            self._pending_changes = (first, divergence)
+        elif self._guard.is_over and not self._is_over:
+            self._is_over = True
+            self._messages.append(
+                f"paceline: guard: the reference ends at {self.standard.band.end:,.0f} "
+                f"{self.standard.axis}; later values are not held against it. HINT: make the "
+                "reference as long as the job\n"
+            )
+
+    def _compare_by_steps(self) -> None:
+        """Compare at equal steps from now on: the samples of this job are not known."""
+        assert self.reference is not None
+        self.reference = replace(self.reference, by_steps=True)
+        self.standard = make_standard(self.reference)
+        self._guard, self._tested = RunGuard(self.standard), []
+        self._messages.append(
+            "paceline: guard: the samples of this job are not known, so it is compared with the "
+            "reference at equal steps. HINT: a DataLoader that Paceline sees, or a group "
+            "(?P<samples>...) in --metric\n"
+        )
+
+    def _take_model(self, model: Model) -> None:
+        self._model = model
+        if self.reference is not None:
+            difference = self.reference.model.difference(model)
+            if difference:
+                self.mistake = (
+                    f"the reference is of another model: {difference}. HINT: make a reference of "
+                    "this model with paceline run --make-reference"
+                )
+
+    def _compare_batch(self) -> None:
+        """Say it if a step of the job has another number of samples than one of the reference."""
+        kept = self._steps.kept
+        if self._batch_compared or self.reference is None or len(kept) < 10:
+            return
+        self._batch_compared = True
+        ours = kept[-1].samples / max(kept[-1].step, 1)
+        theirs = self.reference.runs[0].samples_per_step
+        if not ours or not theirs or max(ours / theirs, theirs / ours) < MAX_BATCH_RATIO:
+            return
+        self._messages.append(
+            f"paceline: guard: a step has {ours:.0f} samples, in the reference {theirs:.0f}. Runs "
+            "are compared at equal samples; with another global batch a right training may differ "
+            "too. HINT: make the reference with the same global batch\n"
+        )
+
+    # The launcher
+
+    def check(self, say: Callable[[str], None]) -> str:
+        """Print what is new. Return "diverged" when the job has left the band, "mistake" when the
+        reference does not fit it, and otherwise "".
+        """
+        with self._lock:
+            result = self._check()
+        self._print(say)
+        return result
+
+    def _check(self) -> str:
+        if self.mistake and not self.has_diverged:
+            return "mistake"
+        self._warn_if_silent()
+        if self._pending_changes is None or self.reference is None:
+            return ""
+        first, divergence = self._pending_changes
+        self._pending_changes = None
+        if self.has_diverged:
+            return ""
+        self.has_diverged = True
+        self._messages.append(self._describe(first, divergence, self.reference))
+        return "diverged"
+
+    def _print(self, say: Callable[[str], None]) -> None:
+        """Print the messages. Without the lock: the output's thread holds that of the output when
+        it calls ``take_message``.
+        """
+        with self._lock:
+            messages, self._messages = self._messages, []
+        for message in messages:
+            say(message)
+
+    def _describe(self, first: int, divergence: Divergence | None, reference: Reference) -> str:
+        changes: list[Change] = find_changes(
+            list(self._steps.kept), first, reference, self._replicas.difference, divergence
+        )
+        if divergence is None:
+            return text.describe_replicas(changes)
+        assert self.standard is not None
+        _, samples, _ = self._tested[divergence.start]
+        found_step = int(self._tested[divergence.found][0])
+        return text.describe_divergence(
+            divergence, first, samples, found_step, self.standard, changes
+        )
+
+    def _warn_if_silent(self) -> None:
+        """Warn once if the job trains and no value was found."""
+        if self._values or self._is_warned:
+            return
+        steps = len(self._steps.kept)
+        waited = time.monotonic() - self._first_step_at if self._first_step_at else 0.0
+        if self._lines >= SILENT_LINES or steps >= SILENT_STEPS or waited >= SILENT_S:
+            self._is_warned = True
+            self._messages.append(self._silence(steps))
+
+    def _silence(self, steps: int) -> str:
+        after = f"after {counted(steps, 'step')}"
+        if self.metric.source == PATTERN:
+            shown = printable(self._last_line[:SHOWN_CHARS])
+            last = f" The last one is: {shown!r}." if self._lines else ""
+            return (
+                f"paceline: guard: --metric {self.metric.name!r} matches none of "
+                f"{counted(self._lines, 'line')} of output {after}.{last} HINT: try it with "
+                "python -c 'import re; ...', or leave out --metric for the loss of each backward\n"
+            )
+        if self.metric.source == LOGGED:
+            known = f"; it has {printable(self._last_line)}" if self._last_line else ""
+            return (
+                f"paceline: guard: world.log has no value {self.metric.name!r} {after}{known}. "
+                "HINT: --metric with the name of a value of world.log, or a regular expression\n"
+            )
+        return (
+            f"paceline: guard: no loss was seen {after}: no backward of a single number. HINT: "
+            r"--metric 'loss[ =:]+(\S+)' for a loss that the script prints" + "\n"
+        )
+
+    def finish(self, say: Callable[[str], None]) -> str:
+        """Take what is left at the end of the job, print the result, and save the values. Return
+        the last answer of ``check``.
+        """
+        with self._lock:
+            for step in self._steps.finish():
+                self._take_step(step)
+            result = self._check()
+            if not self._values and not self._is_warned and (self.reference or self.request.save):
+                self._messages.append(self._silence(len(self._steps.kept)))
+            elif self.standard is not None and not self.has_diverged and self._guard is not None:
+                axis = self.standard.axis
+                end = self._tested[-1][1 if axis == SAMPLES else 0] if self._tested else 0.0
+                self._messages.append(text.describe_end(len(self._tested), self.metric, end, axis))
+            if self.request.save is not None and self._values:
+                self._save(Path(self.request.save))
+        self._print(say)
+        return result
+
+    def _save(self, path: Path) -> None:
+        try:
+            write_reference(path, self.result())
+        except OSError as error:
+            self._messages.append(f"paceline: guard: {path}: {error.strerror}\n")
+
+    def result(self) -> Reference:
+        """Return the values of this job as a reference of one run."""
+        columns = np.array(self._values, np.float64).reshape(-1, 3)
+        unknown = np.full(len(columns), np.nan)
+        rates, norms = unknown, unknown
+        if self.metric.source == BACKWARD:
+            rates = np.array([step.rate for step in self._rows])
+            norms = np.array([step.norm for step in self._rows])
+        steps = columns[:, 0]
+        if self._counts_lines and not np.all(columns[:, 1] > 0):
+            steps = np.arange(1.0, len(columns) + 1)
+        series = Series(steps, columns[:, 1], columns[:, 2], rates, norms)
+        return Reference(self.metric, [series], self._model, self._command)

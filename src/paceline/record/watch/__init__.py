@@ -1,0 +1,1 @@
+"""Values of each optimizer step for the launcher: loss, learning rate, gradient norm."""

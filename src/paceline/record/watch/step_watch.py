@@ -1,0 +1,269 @@
+"""Send the loss of each optimizer step to the launcher, which holds it against a reference.
+
+``paceline run --reference`` sets the environment variable ``PACELINE_GUARD``: "1", or "each" to
+send every step at once, where the launcher assigns lines of the output to steps. A step's loss is
+the mean of the losses whose backward ran since the previous step. On a GPU nothing waits for the
+device: values are sent when they have arrived.
+"""
+
+import atexit
+import math
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..hooks.hook_failures import failed_hooks, report_failure
+from ..hooks.import_hooks import after_import
+from ..ring.launcher_messages import send_to_launcher
+from ..ring.recorder import Recorder
+from .parameter_bits import is_whole, parameter_bits
+from .pending_value import PendingValue
+
+VARIABLE = "PACELINE_GUARD"
+EACH = "each"
+SEND_INTERVAL_S = 0.1
+MAX_WAITING = 256  # steps whose values have not arrived; older ones are waited for
+MAX_SHAPES = 64  # of parameters, sent to the launcher
+BITS_INTERVAL = 4  # steps between two checksums of the parameters, at least
+MAX_BITS_INTERVAL = 64
+BITS_COST = 0.02  # of the time of the steps between, at most
+_HOOK = "the guard"
+_in_backward = torch._C._current_graph_task_id
+
+
+@dataclass
+class _Step:
+    """The values of one step. Attributes: those of ``launch.guard.rows.Row``."""
+
+    step: int
+    seen: int
+    count: int
+    losses: list[PendingValue]
+    rate: float | None
+    norm: PendingValue | None
+    bits: PendingValue | None
+
+    @property
+    def is_known(self) -> bool:
+        return all(value.is_known for value in (*self.losses, self.norm, self.bits) if value)
+
+    def row(self) -> list[Any]:
+        losses = [float(loss.read()) for loss in self.losses]
+        return [
+            *(self.step, self.seen, self.count),
+            sum(losses) / len(losses) if losses else None,
+            self.rate,
+            float(self.norm.read()) if self.norm is not None else None,
+            int(self.bits.read()) if self.bits is not None else None,
+        ]
+
+
+@dataclass
+class StepWatch:
+    """The values of the steps of one rank.
+
+    Attributes:
+        ignores_backward: Whether ``world.backward`` runs, which has passed its loss and scales it.
+        seen: Samples of this rank in all steps. A run that resumes at step N counts N steps of the
+            size of its first one.
+    """
+
+    recorder: Recorder
+    sends_each: bool
+    ignores_backward: bool = False
+    seen: int = 0
+    _losses: list[PendingValue] = field(default_factory=list)
+    _norms: list[torch.Tensor] = field(default_factory=list)
+    _optimizers: list[Optimizer] = field(default_factory=list)
+    _waiting: deque[_Step] = field(default_factory=deque)
+    _rate: float | None = None
+    _last_sent: float = 0.0
+    _model_sent: bool = False
+    _steps: int = 0
+    _last_step: float = 0.0
+    _bits_interval: int = BITS_INTERVAL
+    _bits_s: float = math.inf
+    _bits_due: int = 0  # step from which the next checksum is due
+
+    def install(self) -> None:
+        """Hook torch's backward, gradient scaler and optimizers in this process."""
+        after_import(
+            {
+                "torch.autograd": self._patch_backward,
+                "torch.amp.grad_scaler": _patch_scaler,
+                "torch.optim.optimizer": self._patch_optimizers,
+            }
+        )
+        atexit.register(self.flush)
+
+    def note_loss(self, loss: Any) -> None:
+        """Note a loss whose backward runs."""
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() == 1 and loss.is_floating_point():
+                self._losses.append(PendingValue(loss))
+        else:
+            self._losses.append(PendingValue(torch.tensor(float(loss))))
+
+    def note_logged(self, values: dict[str, Any]) -> None:
+        """Send the numbers among the values of ``world.log``."""
+        numbers = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, (int, float)):
+                numbers[name] = float(value)
+        if numbers:
+            self.flush()  # steps come before what is logged after them
+            send_to_launcher(logged=numbers, step=self.recorder.step, seen=self.seen)
+
+    def after_step(self, samples: int) -> None:
+        """Note the end of an optimizer step that trained ``samples`` samples on this rank."""
+        if _HOOK in failed_hooks:
+            return
+        try:
+            self._after_step(samples)
+        except Exception as error:
+            report_failure(_HOOK, error)
+
+    def _after_step(self, samples: int) -> None:
+        step, now = self.recorder.step, time.monotonic()
+        if not self._steps:
+            self.seen = max(step - 1, 0) * samples
+        self._steps += 1
+        self.seen += samples
+        norm = torch.stack([n.double().cpu() for n in self._norms]).norm() if self._norms else None
+        bits = self._checksum(step, now - self._last_step if self._last_step else 0.0)
+        self._last_step = time.monotonic()
+        self._waiting.append(
+            _Step(
+                step,
+                self.seen,
+                samples,
+                self._losses,
+                self._rate,
+                PendingValue(norm) if norm is not None else None,
+                bits,
+            )
+        )
+        self._losses, self._norms, self._rate = [], [], None
+        if not self._model_sent:
+            self._send_model()
+        if self.sends_each or now - self._last_sent >= SEND_INTERVAL_S:
+            self._last_sent = now
+            self._send(MAX_WAITING)
+
+    def _checksum(self, step: int, step_s: float) -> PendingValue | None:
+        if step < self._bits_due:
+            return None
+        start = time.monotonic()
+        parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
+        total = parameter_bits(parameters)
+        # the shortest one: others may have waited for a core
+        self._bits_s = min(self._bits_s, time.monotonic() - start)
+        if step_s > 0:
+            wanted = int(self._bits_s / (BITS_COST * step_s))
+            self._bits_interval = max(BITS_INTERVAL, min(wanted, MAX_BITS_INTERVAL))
+        # all ranks at the same steps: those divisible by a power of two
+        interval = 1 << (self._bits_interval - 1).bit_length()
+        self._bits_due = (step // interval + 1) * interval
+        return PendingValue(total) if total is not None else None
+
+    def _send_model(self) -> None:
+        self._model_sent = True
+        groups = [g for o in self._optimizers for g in o.param_groups]
+        parameters = [p for g in groups for p in g["params"]]
+        send_to_launcher(
+            model={
+                "shapes": [list(p.shape) for p in parameters[:MAX_SHAPES]],
+                "tensors": len(parameters),
+                "elements": sum(p.numel() for p in parameters),
+                "sharded": not all(map(is_whole, parameters)),
+            }
+        )
+
+    def _send(self, max_waiting: int) -> None:
+        rows = []
+        while self._waiting and (len(self._waiting) > max_waiting or self._waiting[0].is_known):
+            rows.append(self._waiting.popleft().row())
+        if rows:
+            send_to_launcher(steps=rows)
+
+    def flush(self) -> None:
+        """Send everything, and wait for it if necessary."""
+        try:
+            self._send(0)
+        except Exception as error:  # a device that has failed
+            report_failure(_HOOK, error)
+
+    # Hooks
+
+    def _patch_backward(self, module: Any) -> None:
+        original = module._engine_run_backward
+
+        def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            # torch.autograd.grad passes accumulate_grad=False; a nested backward recomputes
+            is_loss = not self.ignores_backward and kwargs.get("accumulate_grad", True)
+            if is_loss and len(tensors) == 1 and _HOOK not in failed_hooks and _in_backward() == -1:
+                try:
+                    self.note_loss(getattr(tensors[0], "_paceline_unscaled", tensors[0]))
+                except Exception as error:
+                    report_failure(_HOOK, error)
+            return original(tensors, *args, **kwargs)
+
+        module._engine_run_backward = run_backward
+
+    def _patch_optimizers(self, module: Any) -> None:
+        module.register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if _HOOK in failed_hooks:
+            return
+        try:
+            if not any(optimizer is known for known in self._optimizers):
+                self._optimizers.append(optimizer)
+            if self._rate is None:
+                self._rate = float(optimizer.param_groups[0]["lr"])
+            gradients = [
+                p.grad
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and is_whole(p.grad)
+            ]
+            if gradients:
+                self._norms.append(torch.stack(_norms(gradients)).norm())
+        except Exception as error:
+            report_failure(_HOOK, error)
+
+
+def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norms of gradients, as float32 on the device of the first one."""
+    device = gradients[0].device
+    norms = torch._foreach_norm(gradients)
+    return [norm.to(device=device, dtype=torch.float32) for norm in norms]
+
+
+def _patch_scaler(module: Any) -> None:
+    """Remember the loss that a gradient scaler scales."""
+    original = module.GradScaler.scale
+
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor):
+            scaled._paceline_unscaled = outputs.detach()  # type: ignore[attr-defined]
+        return scaled
+
+    module.GradScaler.scale = scale
+
+
+def install(recorder: Recorder) -> None:
+    """Watch the steps of this process, if ``paceline run`` asks for it."""
+    value = os.environ.get(VARIABLE)
+    if value:
+        watch = StepWatch(recorder, value == EACH)
+        watch.install()
+        recorder.step_watch = watch

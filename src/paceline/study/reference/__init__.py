@@ -1,0 +1,1 @@
+"""Train a script on one rank with several seeds, as the reference of ``paceline run``."""

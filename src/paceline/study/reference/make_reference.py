@@ -1,0 +1,172 @@
+"""Make a reference: the losses of a script on one rank, for several seeds.
+
+Each run is a separate ``paceline run --record --metric`` process. In its arguments ``{seed}`` is
+the number of the seed. A script without it gets ``PACELINE_SEED_SHIFT``: ``paceline.init`` adds it
+to its seed; in other scripts the random number generators are seeded anew where the first epoch
+begins, so that the order of samples and random draws differ and the initial parameters do not.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...analyze.reference.reference_file import (
+    RECORD_FILE,
+    merge_references,
+    read_reference,
+    write_reference,
+)
+from ...analyze.reference.run_guard import make_standard
+from ...analyze.reference.series import Reference
+from ...plurals import counted
+from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
+from ...security.text import printable
+from ..diagnose import overlay
+
+SEED = "{seed}"
+MAX_FIRST_STEP = 10  # of a run: one that begins later has resumed from a checkpoint
+LAST_LINES = 6  # of the output of a failed run, shown in the error
+END_TIMEOUT_S = 10.0
+MIN_SEEDS = 2  # below, the difference between seeds is not known
+
+
+@dataclass(frozen=True)
+class ReferenceRequest:
+    """What a reference is made of.
+
+    Attributes:
+        words: The script and its arguments, as ``paceline run`` takes them.
+        metric: Value of ``--metric``; None for the loss of each backward.
+        seeds: Number of runs.
+        options: Other options of ``paceline run``.
+    """
+
+    words: list[str]
+    metric: str | None = None
+    seeds: int = 3
+    options: list[str] = field(default_factory=list)
+
+    @property
+    def names_seed(self) -> bool:
+        """Whether the script takes the number of the seed as an argument."""
+        return any(SEED in word for word in self.words)
+
+
+def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Reference:
+    """Train the script once for each seed, and return its losses.
+
+    What the script writes goes to a scratch folder where the system allows it.
+
+    Raises:
+        ValueError: A run failed, resumed from a checkpoint, or has no loss.
+        KeyboardInterrupt: The user interrupted a run.
+    """
+    found = []
+    with tempfile.TemporaryDirectory(prefix="paceline-reference-") as name:
+        folder = Path(name)
+        cover = overlay.Overlay.prepare(_script(request.words), request.words, folder)
+        if cover is None and request.seeds > 1:
+            say(
+                "paceline: the runs share the files that the script writes, because this system "
+                "can't redirect them. HINT: let each run write to its own folder, with {seed} in "
+                "its name"
+            )
+        for seed in range(request.seeds):
+            say(f"paceline: reference run {seed + 1} of {request.seeds}")
+            try:
+                found.append(_run(request, seed, folder, cover))
+            finally:
+                overlay.remove(folder / f"overlay-{seed}")
+    reference = merge_references(found)
+    runs = [replace(run, name=f"seed {seed}") for seed, run in enumerate(reference.runs)]
+    return replace(reference, runs=runs, command=list(request.words))
+
+
+def make_reference(request: ReferenceRequest, file: Path, say: Callable[[str], None]) -> int:
+    """Train and write a reference; return the exit code.
+
+    Raises:
+        ValueError: Same as for ``train_reference``, or the values are too few or not finite.
+        OSError: The file can't be written.
+    """
+    reference = train_reference(request, say)
+    standard = make_standard(reference)
+    write_reference(file, reference)
+    distinct, band = len(reference.distinct_runs), standard.band
+    if distinct < len(reference.runs):
+        say(
+            f"paceline: only {distinct} of {len(reference.runs)} runs differ: the script sets its "
+            "seeds itself. HINT: pass {seed} to its option for the seed, as in --seed {seed}"
+        )
+    if distinct < MIN_SEEDS:
+        say(
+            "paceline: with one run the difference between seeds is not known, and the band is "
+            "wide. HINT: --seeds 3"
+        )
+    say(
+        f"paceline: {file}: {counted(distinct, 'run')} of {band.values:,} values, up to "
+        f"{band.end:,.0f} {reference.axis}. HINT: paceline run -n 2 --reference {file} "
+        f"{' '.join(request.words[:3])}"
+    )
+    return 0
+
+
+def _script(words: Sequence[str]) -> str:
+    return words[1] if words[0] == "-m" else words[0]
+
+
+def _run(
+    request: ReferenceRequest, seed: int, folder: Path, cover: overlay.Overlay | None
+) -> Reference:
+    record, log = folder / f"record-{seed}", folder / f"{seed}.log"
+    words = [sys.executable, "-m", "paceline", "run", "-n", "1", *request.options]
+    words += ["--record", str(record), "--metric", request.metric or "backward"]
+    if not request.names_seed:
+        words += ["--env", f"{SEED_SHIFT}={seed}"]
+    is_module = request.words[0] == "-m"
+    script = [word.replace(SEED, str(seed)) for word in request.words]
+    words += ["-m", "--", *script[1:]] if is_module else ["--", *script]
+    if cover is not None:
+        words = cover.command(folder / f"overlay-{seed}", words)
+    code = _wait(words, log)
+    if code:
+        lines = log.read_text(errors="replace").splitlines()
+        last = "".join(f"\n    {printable(line)}" for line in lines[-LAST_LINES:])
+        raise ValueError(f"the script on one rank ended with exit code {code}:{last}")
+    if not (record / RECORD_FILE).exists():
+        lines = [x for x in log.read_text(errors="replace").splitlines() if "guard:" in x]
+        raise ValueError(printable(lines[-1]) if lines else "the script on one rank had no loss")
+    reference = read_reference(record)
+    first = reference.runs[0].steps[0]
+    if first > MAX_FIRST_STEP and reference.metric.source == "backward":
+        raise ValueError(
+            f"the script begins with step {first:.0f}, so it has resumed from a checkpoint. HINT: "
+            "give it another checkpoint folder"
+        )
+    return reference
+
+
+def _wait(words: Sequence[str], log: Path) -> int:
+    """Run a command with its output in ``log``; return its exit code."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment()
+        )
+    try:
+        return process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PACELINE_PROGRESS": "0"}

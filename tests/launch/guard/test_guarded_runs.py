@@ -1,0 +1,148 @@
+"""``paceline run --reference`` and ``--make-reference`` of real trainings."""
+
+import re
+
+import pytest
+import ranks
+
+from paceline.analyze.reference.reference_file import read_reference
+from paceline.launch.guard.request import DIVERGED_EXIT_CODE
+
+TRAIN = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    seed, fault = int(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    inputs = torch.randn(3200, 16, generator=torch.Generator().manual_seed(5))
+    targets = inputs @ torch.randn(16, 4, generator=torch.Generator().manual_seed(6))
+    targets = targets + 0.5 * torch.randn(3200, 4, generator=torch.Generator().manual_seed(7))
+    torch.manual_seed(seed)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    data = TensorDataset(inputs, targets)
+    sampler = DistributedSampler(data, seed=seed)
+    step = 0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, 32 // size, sampler=sampler):
+            step += 1
+            if fault and step >= fault:
+                y = y[torch.randperm(len(y))]
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+"""
+WORLD = """
+    import sys
+    import torch, paceline
+    from torch.utils.data import DataLoader, TensorDataset
+    fault, checkpoint = int(sys.argv[1]), sys.argv[2]
+    world = paceline.init(progress=False)
+    inputs = torch.randn(3200, 16, generator=torch.Generator().manual_seed(5))
+    targets = inputs @ torch.randn(16, 4, generator=torch.Generator().manual_seed(6))
+    targets = targets + 0.5 * torch.randn(3200, 4, generator=torch.Generator().manual_seed(7))
+    model = torch.nn.Linear(16, 4)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.02))
+    loader = world.shard(
+        DataLoader(TensorDataset(inputs, targets), 32, shuffle=True), global_batch=32
+    )
+    step = 0
+    for epoch in world.epochs(2, checkpoint=checkpoint or None):
+        for x, y in world.batches(loader):
+            step += 1
+            if fault and step >= fault:
+                y = y[torch.randperm(len(y))]
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            world.backward(loss)
+            world.step(optimizer)
+            world.log(train=loss)
+"""
+
+
+def make(folder, text, *args, seeds=2, options=""):
+    """Make a reference; return the script, the file and what was printed."""
+    script, file = ranks.write(folder, text), folder / "reference.json"
+    launcher = f"paceline --make-reference {file} --seeds {seeds} {options}"
+    words = ranks.command(script, *args, launcher=launcher)
+    words[words.index("-n") : words.index("-n") + 2] = []
+    result = ranks.run_command(words, folder, ranks.environment(), 300)
+    assert result.returncode == 0, result.stderr
+    return script, file, result.stderr
+
+
+def test_fault_is_told_and_stops_the_job(tmp_path):
+    script, file, _ = make(tmp_path, TRAIN, "{seed}", 0)
+    reference = read_reference(file)
+    assert [len(run) for run in reference.runs] == [200, 200]
+    assert reference.runs[0].samples_per_step == 32
+    assert reference.model.elements == 68
+    launcher = f"paceline --reference {file} --on-divergence stop"
+    result = ranks.run(script, 7, 120, launcher=launcher, check=False)
+    assert result.returncode == DIVERGED_EXIT_CODE
+    found = re.search(r"left the band of the reference at step (\d+) \(([\d,]+)", result.stderr)
+    assert 115 <= int(found[1]) <= 130
+    assert int(found[2].replace(",", "")) == 32 * int(found[1])
+
+
+@pytest.mark.long
+def test_healthy_job_and_wrong_model(tmp_path):
+    script, file, _ = make(tmp_path, TRAIN, "{seed}", 0)
+    result = ranks.run(script, 8, 0, launcher=f"paceline --reference {file}")
+    assert "stayed within the band of the reference" in result.stderr
+    assert result.stderr.count("guard:") == 2
+    other = ranks.write(tmp_path, TRAIN.replace("Linear(16, 4)", "Linear(16, 4, False)"), "b.py")
+    result = ranks.run(other, 8, 0, launcher=f"paceline --reference {file}", check=False)
+    assert result.returncode == 2
+    assert "the reference is of another model" in result.stderr
+
+
+@pytest.mark.long
+def test_world_script_writes_a_checkpoint(tmp_path):
+    script, file, said = make(tmp_path, WORLD, 0, "")
+    assert "runs differ" not in said
+    folder = tmp_path / "checkpoints"
+    launcher = f"paceline --reference {file} --on-divergence checkpoint --max-restarts 2"
+    result = ranks.run(script, 120, folder, launcher=launcher, check=False)
+    assert result.returncode == DIVERGED_EXIT_CODE, result.stderr
+    assert "was written after the divergence" in result.stderr
+    assert any(folder.iterdir())
+    assert "the job restarts" not in result.stderr
+
+
+@pytest.mark.long
+def test_values_of_world_log_and_records(tmp_path):
+    script = ranks.write(tmp_path, WORLD)
+    records = [tmp_path / "a", tmp_path / "b"]
+    for record in records:
+        ranks.run(script, 0, "", ranks=1, launcher=f"paceline --record {record} --metric train")
+    reference = read_reference(records[0])
+    assert str(reference.metric) == "'train' of world.log"
+    assert len(reference.runs[0]) == 200
+    options = " ".join(f"--reference {record}" for record in records)
+    result = ranks.run(script, 0, "", launcher=f"paceline {options}")
+    assert "repeat another one value by value" in result.stderr
+    assert "stayed within the band" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--reference absent.json", "--reference absent.json does not exist"),
+        ("--on-divergence stop", "--on-divergence stop needs a reference"),
+        ("--make-reference r.json", "-n 2: a reference is trained on one rank"),
+        ("--seeds 3", "--seeds is for --make-reference"),
+        ("--metric loss(", "is no regular expression"),
+    ],
+)
+def test_mistakes_are_told_before_a_rank_starts(tmp_path, options, message):
+    script = ranks.write(tmp_path, "print('started')")
+    result = ranks.run(script, launcher=f"paceline {options}", check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "HINT" in result.stderr
+    assert "started" not in result.stdout
