@@ -1,4 +1,4 @@
-"""The draw that decides what is kept out: ways of mistakes and right scripts, before any was written.
+"""The draw of ways of mistakes and of right scripts that are kept out, before any was written.
 
     python benchmarks/verify/draw.py
 

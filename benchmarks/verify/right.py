@@ -1,0 +1,99 @@
+"""Are the battery's right scripts right?
+
+Each is run by torchrun and by ``paceline run``, and on one rank with the same global batch: what
+they print has to agree, to rounding, where the script draws no random numbers of a rank.
+
+    python benchmarks/verify/right.py [--half kept-out] [--scripts cnn_ddp,gan]
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from cases import HALVES, SCRIPTS, path_of, right_scripts
+
+BIN = Path(sysconfig.get_path("scripts"))
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|\bnan\b|\binf\b")
+TIMES = re.compile(r"'(train|eval)_\w*(?:runtime|per_second)': \S+")  # of the Trainer
+TOLERANCE = 2e-3  # relative: sums in another order, over some tens of steps
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers that a script printed, without times and progress."""
+    lines = [line for line in text.splitlines() if not line.startswith("paceline")]
+    return [float(one) for one in NUMBER.findall(TIMES.sub("", "\n".join(lines)))]
+
+
+def run(launcher: str, ranks: int, script: str, one_process: bool = False) -> str:
+    """Run a right script; return its output.
+
+    Raises:
+        RuntimeError: The exit code is not 0.
+    """
+    facts, environment = SCRIPTS[script], {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = list(facts.arguments)
+    if one_process and facts.batch:
+        size = str(2 * facts.size)
+        if facts.batch.startswith("-"):
+            words += [facts.batch, size]
+        else:
+            environment[facts.batch] = size
+    start = {
+        "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", str(ranks)],
+        "paceline": [f"{BIN}/paceline", "run", "-n", str(ranks)],
+    }[launcher]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*start, path_of(script), *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-1500:])
+    return done.stdout + ("" if launcher == "torchrun" else done.stderr)
+
+
+def examine(script: str) -> str:
+    """Return what is wrong with a right script, "" if nothing is."""
+    try:
+        one = numbers(run("torchrun", 1, script, one_process=True))
+        two = numbers(run("torchrun", 2, script))
+        launched = run("paceline", 2, script)
+    except RuntimeError as failed:
+        return str(failed)
+    if not one or not launched.strip():
+        return "it prints nothing"
+    if SCRIPTS[script].equal:
+        if len(one) != len(two):
+            return f"one process prints {len(one)} numbers, two ranks {len(two)}"
+        for at, (a, b) in enumerate(zip(one, two, strict=True)):
+            if not abs(a - b) <= TOLERANCE * max(abs(a), 0.01):
+                return f"number {at + 1} of {len(one)}: {a} in one process, {b} on two ranks"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--half", choices=list(HALVES), default="open")
+    parser.add_argument("--scripts", help="only these, with commas")
+    args = parser.parse_args()
+    wrong = 0
+    for script in args.scripts.split(",") if args.scripts else right_scripts(args.half):
+        found = examine(script)
+        wrong += bool(found)
+        print(f"{script:22} {found or 'right'}", flush=True)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
