@@ -4,6 +4,7 @@ Each is run by torchrun and by ``paceline run``, and on one rank with the same g
 they print has to agree, to rounding, where the script draws no random numbers of a rank.
 
     python benchmarks/verify/right.py [--half kept-out] [--scripts cnn_ddp,gan]
+    python benchmarks/verify/right.py --planted      only whether scripts with mistakes run at all
 """
 
 import argparse
@@ -13,19 +14,21 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from cases import HALVES, SCRIPTS, path_of, right_scripts
+from cases import HALVES, SCRIPTS, Planted, path_of, planted, right_scripts, strip
 
 BIN = Path(sysconfig.get_path("scripts"))
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|\bnan\b|\binf\b")
 TIMES = re.compile(r"'(train|eval)_\w*(?:runtime|per_second)': \S+")  # of the Trainer
+OTHER = re.compile(r"samples/s|^[│╭╰]|^W\d{4}| s$")  # progress, summaries, warnings, times
 TOLERANCE = 2e-3  # relative: sums in another order, over some tens of steps
 
 
 def numbers(text: str) -> list[float]:
     """Return the numbers that a script printed, without times and progress."""
-    lines = [line for line in text.splitlines() if not line.startswith("paceline")]
+    lines = [line for line in text.splitlines() if not OTHER.search(line)]
     return [float(one) for one in NUMBER.findall(TIMES.sub("", "\n".join(lines)))]
 
 
@@ -43,13 +46,25 @@ def run(launcher: str, ranks: int, script: str, one_process: bool = False) -> st
             words += [facts.batch, size]
         else:
             environment[facts.batch] = size
+    return output_of(launcher, ranks, path_of(script).read_text(), words, environment)
+
+
+def output_of(
+    launcher: str, ranks: int, text: str, words: Sequence[str], environment: dict[str, str]
+) -> str:
+    """Run a script in an empty folder; return its output.
+
+    Raises:
+        RuntimeError: The exit code is not 0.
+    """
     start = {
         "torchrun": [f"{BIN}/torchrun", "--standalone", "--nproc-per-node", str(ranks)],
         "paceline": [f"{BIN}/paceline", "run", "-n", str(ranks)],
     }[launcher]
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(text)
         done = subprocess.run(
-            [*start, path_of(script), *words],
+            [*start, "train.py", *words],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -58,7 +73,7 @@ def run(launcher: str, ranks: int, script: str, one_process: bool = False) -> st
         )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-1500:])
-    return done.stdout + ("" if launcher == "torchrun" else done.stderr)
+    return done.stdout or done.stderr  # world.log prints to standard error
 
 
 def examine(script: str) -> str:
@@ -80,14 +95,32 @@ def examine(script: str) -> str:
     return ""
 
 
+def run_planted(one: Planted) -> str:
+    """Run a script with a mistake; return why it fails, "" if it runs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        output_of("torchrun", one.ranks, strip(one.text()).text, one.words, environment)
+    except (RuntimeError, subprocess.TimeoutExpired) as failed:
+        return str(failed)
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--half", choices=list(HALVES), default="open")
     parser.add_argument("--scripts", help="only these, with commas")
+    parser.add_argument("--planted", action="store_true")
     args = parser.parse_args()
     wrong = 0
+    if args.planted:
+        for one in planted(args.half):
+            if not args.scripts or one.name in args.scripts.split(","):
+                found = run_planted(one)
+                wrong += bool(found)
+                print(f"{one.name:50} {found or 'runs'}", flush=True)
+        sys.exit(1 if wrong else 0)
     for script in args.scripts.split(",") if args.scripts else right_scripts(args.half):
         found = examine(script)
         wrong += bool(found)

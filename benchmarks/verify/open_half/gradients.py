@@ -103,6 +103,27 @@ def evaluate(model, loader):
         ),
     ),
     Planted(
+        # With its default settings, the Trainer of transformers 5.23 multiplies the loss of this
+        # model with the number of ranks: it assumes that the model divides by num_items_in_batch.
+        "gradients-summed",
+        "trainer-default",
+        "masked_trainer",
+        (
+            (
+                """            # BertForMaskedLM returns the mean of its own batch, whatever num_items_in_batch is.
+            average_tokens_across_devices=False,
+""",
+                "",
+            ),
+            ("        trainer.train()\n", "        trainer.train()  # <mistake>\n"),
+            (
+                "        arguments = TrainingArguments(\n",
+                "        arguments = TrainingArguments(  # <mistake>\n",
+            ),
+            ("        trainer = Trainer(\n", "        trainer = Trainer(  # <mistake>\n"),
+        ),
+    ),
+    Planted(
         "gradients-divided-twice",
         "after-backward",
         "cnn_ddp",
