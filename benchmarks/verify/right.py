@@ -69,7 +69,7 @@ def output_of(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=150,
         )
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-1500:])
@@ -82,7 +82,7 @@ def examine(script: str) -> str:
         one = numbers(run("torchrun", 1, script, one_process=True))
         two = numbers(run("torchrun", 2, script))
         launched = run("paceline", 2, script)
-    except RuntimeError as failed:
+    except (RuntimeError, subprocess.TimeoutExpired) as failed:
         return str(failed)
     if not one or not launched.strip():
         return "it prints nothing"

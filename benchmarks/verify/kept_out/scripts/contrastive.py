@@ -5,11 +5,24 @@ import copy
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as distributed
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class GatherLayer(torch.autograd.Function):
+    """All-gather with gradients: each rank gets the sum of the ranks' gradients of its part."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return concat_all_gather(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def concat_all_gather(tensor):
@@ -61,7 +74,7 @@ def main():
                 keys = F.normalize(teacher(second), dim=1)
             both = F.normalize(model(torch.cat([first, second])), dim=1)
             a, b = both.chunk(2)
-            everyone = torch.cat(distributed.all_gather(b))  # with gradients
+            everyone = GatherLayer.apply(b)
             own = torch.arange(len(a)) + rank * len(a)
             in_batch = F.cross_entropy(a @ everyone.T / args.temperature, own)
             logits = torch.cat([(a * keys).sum(1, keepdim=True), a @ queue.keys.T], 1)
