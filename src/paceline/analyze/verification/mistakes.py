@@ -203,6 +203,7 @@ class Finding:
         text: What was observed, in sentences with values.
         values: The same for machines.
         remedy: What to change in this script, if more is known than ``mistake.remedy``.
+        certainty: Of this finding, if another than that of ``mistake``.
     """
 
     mistake: Mistake
@@ -213,3 +214,9 @@ class Finding:
     layer: str = ""
     values: dict[str, float | int | str] = field(default_factory=dict)
     remedy: str = ""
+    certainty: Certainty | None = None
+
+    @property
+    def is_question(self) -> bool:
+        """Whether the answer depends on what is wanted."""
+        return (self.certainty or self.mistake.certainty) is Certainty.QUESTION
