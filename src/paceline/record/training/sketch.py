@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SKETCH_SIZE = 32
-# A row: the sketch, the sum of the squares, the number of elements that are not finite, and a
-# checksum of the values' bytes (an integer below 2**53, so that float64 holds it exactly).
-SQUARES, NONFINITE, CHECKSUM = SKETCH_SIZE, SKETCH_SIZE + 1, SKETCH_SIZE + 2
-ROW_SIZE = SKETCH_SIZE + 3
+from .sketch_rows import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES
+
 _CHUNK = 1 << 22  # elements at a time
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _MIXER = -4658895280553007687  # 0xBF58476D1CE4E5B9
