@@ -28,7 +28,7 @@ def sketch(tensor: torch.Tensor, offset: int = 0) -> NDArray[np.float64]:
     Returns:
         ``ROW_SIZE`` numbers. Elements that are not finite count as 0 in the first two parts.
     """
-    row = torch.zeros(ROW_SIZE, dtype=torch.float64)
+    row = torch.zeros(ROW_SIZE, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         values = tensor.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
@@ -41,7 +41,8 @@ def sketch(tensor: torch.Tensor, offset: int = 0) -> NDArray[np.float64]:
 
 
 def _add(row: torch.Tensor, part: torch.Tensor, first: int) -> None:
-    hashed = torch.arange(first, first + part.numel(), dtype=torch.int64) * _MULTIPLIER
+    hashed = torch.arange(first, first + part.numel(), dtype=torch.int64, device="cpu")
+    hashed = hashed * _MULTIPLIER
     hashed = (hashed ^ (hashed >> 29)) * _MIXER
     bucket = (hashed >> 40) & (SKETCH_SIZE - 1)
     sign = ((hashed >> 50) & 1) * 2 - 1
@@ -64,6 +65,17 @@ class SketchTable:
     def add(self, tensor: torch.Tensor, offset: int = 0) -> int:
         """Add the row of a tensor, and return its number."""
         self._rows.append(sketch(tensor, offset))
+        return len(self._rows) - 1
+
+    def add_sum(self, *rows: int) -> int:
+        """Add the row of a sum of tensors whose rows are known, and return its number.
+
+        The sum of its squares is the estimate of the sketch.
+        """
+        total = np.sum([self._rows[row] for row in rows], axis=0)
+        total[SQUARES] = np.square(total[:SKETCH_SIZE]).sum()
+        total[CHECKSUM] %= float(1 << 53)
+        self._rows.append(total)
         return len(self._rows) - 1
 
     def array(self) -> NDArray[np.float64]:
