@@ -128,7 +128,8 @@ class _Try:
         if not factors:
             return None
         factor = float(np.median(factors))
-        own, others = [], []
+        own: list[str] = []
+        others: list[str] = []
         for name in self.names:
             if self._is(name, Kind.UNIFORM, factor):
                 continue
@@ -180,8 +181,7 @@ class _Try:
     def _agree(self, fits: Sequence[Fit], limit: float) -> bool:
         first = fits[0].factor
         return first > 0 and all(
-            one.residual <= limit and abs(one.factor - first) <= SAME_FACTOR * first
-            for one in fits
+            one.residual <= limit and abs(one.factor - first) <= SAME_FACTOR * first for one in fits
         )
 
     def _found(self, kind: Kind, fits: Sequence[Fit]) -> Exchange:

@@ -82,7 +82,8 @@ class Replay:
         other = self._permuted and _step(self._permuted, step.optimizer, step.index)
         if found is None or not other:
             return {}
-        assert self._replay is not None and self._permuted is not None
+        assert self._replay is not None
+        assert self._permuted is not None
         one, two = _unclipped(self._replay, found), _unclipped(self._permuted, other)
         return {name: distance(one[name], two[name]) for name in one if name in two}
 

@@ -69,7 +69,11 @@ class View:
         if any(one.is_sharded and one.wrapper not in SHARDING for one in models):
             return True
         shapes = [
-            {(model.key, p.name): tuple(p.shape) for model in facts.models for p in model.parameters}
+            {
+                (model.key, p.name): tuple(p.shape)
+                for model in facts.models
+                for p in model.parameters
+            }
             for facts in self.ranks
         ]
         return any(one != shapes[0] for one in shapes) or self.has_all_to_all

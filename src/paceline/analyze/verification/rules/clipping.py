@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ....record.training.sketch_rows import SKETCH_SIZE
 from ..exchange import Exchange, Kind
 from ..mistakes import MISTAKES, Finding
-from ..relations import SKETCH_SIZE, Vectors, distance
+from ..relations import Vectors, distance
 from ..view import View, unique
 
 SAME = 1e-5  # relative difference of equal gradients, and of equal norms
@@ -44,7 +45,7 @@ def _by_call(view: View, one: Exchange) -> Finding | None:
         unique([clip.line, *view.gradient_lines(), step.steps[0].line]),
         text,
         step=step.index + 1,
-        values={"limit": clip.limit} | {f"norm_{r}": v for r, v in enumerate(known)},
+        values={"limit": clip.limit, **{f"norm_{r}": v for r, v in enumerate(known)}},
     )
 
 
@@ -58,7 +59,9 @@ def _by_hand(view: View, one: Exchange) -> Finding | None:
         return None
     norms = [_norm(step.local(rank, one.last)) for rank in range(n)]
     clipped = [factor < 1 - 1e-3 for factor in factors]
-    after = [norm * factor for norm, factor, was in zip(norms, factors, clipped, strict=True) if was]
+    after = [
+        norm * factor for norm, factor, was in zip(norms, factors, clipped, strict=True) if was
+    ]
     if len(after) < LEAST_RANKS and all(clipped):
         return None
     if max(after) > 1.02 * min(after) or any(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import JointPass, RankPass, Sample, Stream
@@ -219,7 +219,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
         missing, when = each, "in each epoch"
     else:
         return
-    example = next((at for at in range(length) if at not in (ever if missing == never else sets[0])))
+    example = next(at for at in range(length) if at not in (ever if missing == never else sets[0]))
     yield Finding(
         MISTAKES["samples-never-trained"],
         unique(stream.lines),
@@ -318,7 +318,7 @@ def _is_regular(order: Sequence[int]) -> bool:
     """Return whether an order is not random: it goes up, but for a return to the start."""
     if len(order) < LEAST_SAMPLES:
         return True
-    falls = sum(after <= before for before, after in zip(order, order[1:], strict=False))
+    falls = sum(after <= before for before, after in pairwise(order))
     return falls <= max(1, len(order) // 20)
 
 

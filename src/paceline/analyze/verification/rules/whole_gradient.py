@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from ....record.training.sketch_rows import SKETCH_SIZE
 from ..exchange import Kind
 from ..mistakes import MISTAKES, Certainty, Finding
-from ..relations import SKETCH_SIZE, distance
+from ..relations import distance
 from ..steps import JointStep, shown
 from ..view import View, unique
 
