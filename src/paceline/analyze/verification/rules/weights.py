@@ -152,6 +152,8 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     measured = view.replay.multiple(one.step, one.step.unclipped(0))
     if measured is not None:
         return measured, True
+    if view.replay.gradients(one.step) is not None:
+        return None, False  # another gradient, and no multiple
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
     if all(b.reduction == "sum" and is_near(b.root, (b.loss or 0) * b.scale) for b in backwards):
