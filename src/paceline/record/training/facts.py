@@ -244,6 +244,7 @@ class StepFacts:
         gradients: By parameter, the row of the gradient that the optimizer uses.
         parameters: By parameter, the row of its values after the step.
         buffers: By name, the row of the model's floating-point buffers at the step.
+        before: By parameter, the row of its values before the step.
     """
 
     index: int
@@ -257,6 +258,7 @@ class StepFacts:
     gradients: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
