@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+MAX_NESTED_DATASETS = 4
+
 
 def generator_states() -> dict[str, int]:
     """Return a checksum of the state of each global generator of this process."""
@@ -20,6 +22,36 @@ def generator_states() -> dict[str, int]:
         found["numpy"] = zlib.crc32(repr(rest).encode(), zlib.crc32(keys))
     found["python"] = zlib.crc32(repr(random.getstate()).encode())
     return found
+
+
+def owned_states(owner: Any) -> dict[str, int]:
+    """Return a checksum of the state of each generator that a dataset, or one inside of it, has.
+
+    Names are such as "numpy:rng" of the attribute ``rng``.
+    """
+    found: dict[str, int] = {}
+    for _ in range(MAX_NESTED_DATASETS):
+        attributes = getattr(owner, "__dict__", {})
+        for name, value in list(attributes.items()):
+            found |= _state_of(name, value)
+            if "transform" in name:
+                for inner, other in list(getattr(value, "__dict__", {}).items()):
+                    found |= _state_of(f"{name}.{inner}", other)
+        owner = attributes.get("dataset")
+    return found
+
+
+def _state_of(name: str, value: Any) -> dict[str, int]:
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Generator):
+        return {f"torch:{name}": zlib.crc32(value.get_state().numpy())}
+    if isinstance(value, random.Random):
+        return {f"python:{name}": zlib.crc32(repr(value.getstate()).encode())}
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return {f"numpy:{name}": zlib.crc32(repr(value.bit_generator.state).encode())}
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return {f"numpy:{name}": zlib.crc32(repr(value.get_state(legacy=False)).encode())}
+    return {}
 
 
 @contextmanager

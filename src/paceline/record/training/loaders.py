@@ -60,7 +60,11 @@ class Loaders:
         self._passes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # OpenPass by iterator
         self.opening: OpenPass | None = None
         self.last: OpenPass | None = None  # whose batch was returned last
+        self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
+        # Returns the iterator of a pass in a replay: called with the loader and the open pass.
+        self.replace: Callable[[Any, OpenPass], Any] | None = None
+        self.before_pass: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[OpenPass, int, Any], None]] = []
 
     def install(self) -> None:
@@ -83,7 +87,7 @@ class Loaders:
         def next_batch(iterator: Any) -> Any:
             if not self._observation.is_observed or self._fetches:
                 return fetch(iterator)
-            return self._fetch(iterator, fetch)
+            return self.fetch(iterator, fetch)
 
         def index(iterator: Any) -> Any:
             found = self.opening or self._passes.get(iterator)
@@ -127,15 +131,20 @@ class Loaders:
 
     def _open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         guarded = self._observation.guarded
-        before = guarded(_HOOK, self._is_enough)(loader)
-        if before:
+        if guarded(_HOOK, self._is_enough)(loader):
             self._end()
+        if self._observation.step:
+            for call in self.before_pass:
+                guarded(_HOOK, call)()
         opened = guarded(_HOOK, self._begin_pass)(loader)
-        self.opening = opened
+        self.opening = self.fetching = opened
         try:
-            iterator = make(loader)
+            if self.replace is not None and opened is not None:
+                iterator = guarded(_HOOK, self.replace)(loader, opened)
+            else:
+                iterator = make(loader)
         finally:
-            self.opening = None
+            self.opening = self.fetching = None
         if opened is not None:
             self._passes[iterator] = opened
         return iterator
@@ -226,26 +235,26 @@ class Loaders:
         group = opened.first_group
         if group:
             self._group = group
-        return bool(group) and (number + 1) % group == 0 or number >= MAX_GROUP
+        return (bool(group) and (number + 1) % group == 0) or number >= MAX_GROUP
 
     _group = 0  # batches of the first step of the training
 
     # Batches
 
-    def _fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+    def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
         opened = self._passes.get(iterator)
         if opened is None:
             return fetch(iterator)
         if opened.is_short is None:
             opened.is_short = bool(self._observation.guarded(_HOOK, is_in_loop)())
-        self._fetches = True
+        self._fetches, self.fetching = True, opened
         try:
             batch = fetch(iterator)
         except StopIteration:
             self._observation.guarded(_HOOK, self._end_pass)(opened, True)
             raise
         finally:
-            self._fetches = False
+            self._fetches, self.fetching = False, None
         self._observation.guarded(_BATCH, self._note_batch)(opened, batch)
         return batch
 
@@ -279,6 +288,8 @@ class Loaders:
 
     def close(self) -> None:
         """Complete the facts of passes that the script has left: list the rest of their indices."""
+        if self.replace is not None:
+            return
         for iterator, opened in list(self._passes.items()):
             if opened.facts.planned is not None or opened.loader.is_iterable:
                 continue

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Model:
         has_trained: Whether a forward with gradient was seen.
         forwards: Number of forwards with gradient.
         is_syncing: Whether the backward of the last forward synchronizes gradients.
+        autocast: dtype of autocast in the last forward; "" without autocast.
     """
 
     facts: ModelFacts
@@ -42,8 +43,8 @@ class Model:
     has_trained: bool = False
     forwards: int = 0
     is_syncing: bool = True
+    autocast: str = ""
     ddp: "weakref.ref[nn.Module] | None" = None
-    names: dict[str, str] = field(default_factory=dict)  # of parameters, by that in the module
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Models:
         self.is_inside = False  # of a forward
         self.before_forward: list[Callable[[Model, bool], None]] = []
         self.after_forward: list[Callable[[Model, Any], None]] = []
+        self.on_wrapping: list[Callable[[], None]] = []
         self.before_first: list[Callable[[Model], None]] = []
         self.ddp_models: WeakIdKeyDictionary = WeakIdKeyDictionary()  # line by wrapper
         self._parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -180,6 +182,7 @@ class Models:
         model.forwards += 1
         if ddp is not None:
             model.is_syncing = bool(ddp.require_backward_grad_sync)
+        model.autocast = _autocast()
         if not model.has_trained:
             model.has_trained = True
             for before in self.before_first:
@@ -235,11 +238,12 @@ class Models:
             is_sharded=is_sharded,
             broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
             parameters=[],
+            ignored=sorted(getattr(ddp, "parameters_to_ignore", ())),
             batch_norms=[name for name, one in root.named_modules() if _is_own_batch_norm(one)],
         )
         reference = weakref.ref(ddp) if ddp is not None else None
         model = Model(facts, weakref.ref(root), ddp=reference)
-        for name, parameter in _named_parameters(root):
+        for name, parameter in named_parameters(root):
             wrapped = self._wrapped.get(parameter)
             shard = shard_of(parameter)
             if isinstance(shard, str):
@@ -264,7 +268,7 @@ class Models:
         return model
 
     def _note_first(self, model: Model, root: nn.Module) -> None:
-        for name, parameter in _named_parameters(root):
+        for name, parameter in named_parameters(root):
             row = self.add_row(parameter)
             if row is not None:
                 model.facts.first[name] = row
@@ -278,8 +282,10 @@ class Models:
         return self._observation.rows.add(shard.values, shard.offset)
 
     def _note_wrapping(self, wrapper: Any, module: nn.Module) -> None:
+        for call in self.on_wrapping:
+            call()
         self.ddp_models[wrapper] = user_line()
-        for _, parameter in _named_parameters(module):
+        for _, parameter in named_parameters(module):
             row = self.add_row(parameter)
             if row is not None:
                 self._wrapped[parameter] = _Wrapping(row, parameter.requires_grad)
@@ -312,7 +318,7 @@ class Models:
             if root is not None and model.has_trained:
                 for name, buffer in root.named_buffers():
                     if buffer.is_floating_point():
-                        yield f"{model.facts.key}/{_clean(name)}", buffer
+                        yield f"{model.facts.key}/{clean_name(name)}", buffer
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, Any]:
@@ -329,7 +335,8 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, Any]:
             return module, ddp
 
 
-def _named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a module with their names without those of wrappers."""
     inside = {
         name for name, one in root.named_modules() if isinstance(one, DistributedDataParallel)
     }
@@ -339,10 +346,19 @@ def _named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix in inside:
             if name.startswith(f"{prefix}.module."):
                 name = f"{prefix}.{name.removeprefix(f'{prefix}.module.')}"
-        yield _clean(name), parameter
+        yield clean_name(name), parameter
 
 
-def _clean(name: str) -> str:
+def _autocast() -> str:
+    """Return the dtype of autocast, or ""."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return ""
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _ADDED_NAMES)
 
 

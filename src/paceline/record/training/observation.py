@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -43,8 +44,11 @@ class Observation:
         self.last_batches: list[int] = []  # of the last backward
         self.scale = 1.0
         self.loss: float | None = None
+        self.reduction, self.elements = "", 0  # of the function that has computed it
         self.is_over = False
         self.pid = os.getpid()
+        # Entered to write files of paceline, which are not to be redirected.
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_end: list[Callable[[], None]] = []
         self._thread = threading.main_thread().ident
         self._started: float | None = None
@@ -97,9 +101,10 @@ class Observation:
             self.add_unseen(f"{hook}: the hook failed ({error})")
         self.facts.ended = ended
         self.facts.sketches = self.rows.array()
-        folder = Path(self.settings.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_facts(folder, self.facts)
+        with self.writing():
+            folder = Path(self.settings.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_facts(folder, self.facts)
 
     def guarded(self, hook: str, function: Callable[_P, Any]) -> Callable[_P, Any]:
         """Return a function that observes, so that its exceptions are reported and not raised.

@@ -7,14 +7,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..experiments.protect_files import FileProtection
-from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
+from .averages import Averages
+from .collectives import Collectives
+from .draws import Draws
 from .facts import StepFacts
+from .files import Files
 from .loaders import Loaders
+from .losses import Losses
 from .models import Models
 from .observation import Observation
+from .outputs import Outputs
+from .replay import Replay
+from .schedules import Schedules
 from .settings import VerifySettings
 from .steps import Steps
+from .stored_run import StoredRun
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 
@@ -32,7 +40,10 @@ class TrainingObserver:
         self.models = Models(self.observation)
         self.steps = Steps(self.observation, self.models)
         self.loaders = Loaders(self.observation, self._end)
-        self._survey_end = SurveyEnd(Path(settings.folder), 0.0)
+        self.draws = Draws(self.observation, self.loaders)
+        self.losses = Losses(self.observation)
+        self.schedules = Schedules(self.observation, self.steps)
+        self.averages = Averages(self.observation, self.models)
         self._protection: FileProtection | None = None
 
     def install(self) -> None:
@@ -42,10 +53,33 @@ class TrainingObserver:
                 Path(self.settings.scratch), self._stop, self.settings.covered
             )
             self._protection.install()
+            self.observation.writing = self._protection.paused
         self.models.install()
         self.steps.install()
         self.loaders.install()
-        self.steps.on_backward.append(self.loaders.note_backward)
+        self.draws.install()
+        self.losses.install()
+        self.schedules.install()
+        Collectives(self.observation).install()
+        Outputs(self.observation).install()
+        Files(self.observation, self.models).install()
+        if self.settings.replays:
+            replay = Replay(self.observation, self.steps, self.loaders, self._end)
+            replay.install()
+            self.models.before_first.append(replay.set_initial)
+            self.loaders.replace = replay.iterator
+        if self.settings.keeps_mib:
+            stored = StoredRun(self.observation)
+            self.models.before_first.append(stored.add_initial)
+            self.loaders.on_batch.append(stored.add_batch)
+        self.models.on_wrapping.append(self.draws.end_construction)
+        self.steps.on_optimizer.append(self.draws.end_construction)
+        self.models.before_forward.append(self.draws.before_forward)
+        self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
+        self.loaders.on_batch.append(self.draws.after_batch)
+        self.loaders.before_pass.append(self.averages.note)
+        self.steps.on_backward += [self.loaders.note_backward, self.draws.before_backward]
+        self.observation.before_end += [self.schedules.complete, self.averages.note]
         self.steps.after_step.append(self._after_step)
 
     def _after_step(self, optimizer: Any, step: StepFacts) -> None:

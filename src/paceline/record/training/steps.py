@@ -40,6 +40,7 @@ class Steps:
         self._observation, self._models = observation, models
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer, StepFacts], None]] = []
+        self.on_optimizer: list[Callable[[], None]] = []
         self.on_backward: list[Callable[[], None]] = []
         self.optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by optimizer
         self._counts: dict[int, int] = {}  # steps by key of optimizer
@@ -116,6 +117,9 @@ class Steps:
             loss=observation.loss,
             scale=observation.scale,
             is_syncing=model.is_syncing if model is not None else True,
+            reduction=observation.reduction,
+            elements=observation.elements,
+            autocast=model.autocast if model is not None else "",
         )
         observation.backwards.append(backward)
         for call in self.on_backward:
@@ -123,14 +127,15 @@ class Steps:
         return backward
 
     def _end_backward(self) -> None:
-        self._observation.loss, self._observation.scale = None, 1.0
+        observation = self._observation
+        observation.loss, observation.scale = None, 1.0
+        observation.reduction, observation.elements = "", 0
 
     # Optimizers
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer in self.optimizers or not self._observation.is_observed:
             return
-        key = len(self.optimizers)
         facts = OptimizerFacts(
             key=len(self._observation.facts.optimizers),
             class_name=type(optimizer).__name__,
@@ -138,12 +143,17 @@ class Steps:
             parameters=[],
             initial_rates=_rates(optimizer),
         )
+        for call in self.on_optimizer:
+            call()
         self.optimizers[optimizer] = facts
         self._observation.facts.optimizers.append(facts)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._models.hook_gradient(parameter)
-        del key
+
+    def count_of(self, optimizer: Optimizer) -> int:
+        """Return the number of steps of an optimizer so far."""
+        return self._counts.get(self.optimizers[optimizer].key, 0)
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters of an optimizer, each with "MODEL KEY/NAME" ("?N": no model)."""
@@ -161,11 +171,11 @@ class Steps:
         self._note_optimizer(optimizer)
         self._models.is_inside = False  # a module whose forward contains the training loop
         self._running = weakref.ref(optimizer)
-        for call in self.before_step:
-            call(optimizer)
         self._backwards_before = len(self._observation.backwards)
         self._step = self._new_step(optimizer)
         self._add_gradients(optimizer, self._step)
+        for call in self.before_step:
+            call(optimizer)
 
     def _new_step(self, optimizer: Optimizer) -> StepFacts:
         facts = self.optimizers[optimizer]
@@ -257,8 +267,8 @@ class Steps:
     def _note_clip(
         self, before: dict[str, int] | None, after: dict[str, int] | None, limit: Any, norm: Any
     ) -> None:
-        full = norm.full_tensor() if hasattr(norm, "full_tensor") and False else norm
-        value = float(full) if norm is not None and not hasattr(norm, "placements") else None
+        # The norm of sharded gradients is a DTensor, whose value needs a collective.
+        value = float(norm) if norm is not None and not hasattr(norm, "placements") else None
         self._clips.append(
             ClipFacts(user_line(), float(limit), value, before or {}, after or {})
         )

@@ -24,14 +24,15 @@ def user_line() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             return _place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return ""
 
 
 @lru_cache(maxsize=4096)
-def _is_users(file: str) -> bool:
+def is_users_file(file: str) -> bool:
+    """Return whether a file of Python code belongs to the user, and not to a library."""
     return not is_internal_file(file) and not is_library_file(file) and not _is_command(file)
 
 
