@@ -34,7 +34,7 @@ def test_distributed_sampler_with_padding_is_right(size, samples):
 
 
 def test_sampler_that_drops_the_remainder_is_right():
-    order = lambda r, n, e: shuffled(r, 1, e, 50)[: 50 // n * n][r::n]  # noqa: E731
+    order = lambda r, n, e: shuffled(0, 1, e, 50)[: 50 // n * n][r::n]  # noqa: E731
     assert ids(found_in(size=4, samples=50, order=order)) == []
 
 
