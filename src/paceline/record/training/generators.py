@@ -56,7 +56,7 @@ def _state_of(name: str, value: Any) -> dict[str, int]:
 
 @contextmanager
 def kept_generators(*owners: Any) -> Iterator[None]:
-    """Restore the global generators afterwards, and those in ``owners``' attribute ``generator``."""
+    """Restore the global generators afterwards, and those that are ``owners``' ``generator``."""
     owned = [one for owner in owners if (one := getattr(owner, "generator", None)) is not None]
     states = [one.get_state() for one in owned if isinstance(one, torch.Generator)]
     plain, python = torch.random.get_rng_state(), random.getstate()

@@ -1,6 +1,7 @@
 """Observe the passes and batches of DataLoaders, and shorten passes where that is safe."""
 
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,11 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..hooks.batch_size import samples_in
-from .contents import checksum_of_indices, sample_checksums
+from .contents import checksum_of_indices, describe_root, sample_checksums
 from .facts import BatchFacts, LoaderFacts, PassFacts, Phase
 from .generators import kept_generators
 from .observation import Observation
-from .user_lines import is_in_loop, user_line
+from .user_lines import is_in_loop, is_read_ahead, user_line
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
@@ -27,7 +28,7 @@ class OpenPass:
 
     Attributes:
         loader, facts: The loader's facts, and those of the pass.
-        sampler: Iterator over the rest of the indices; set by the first request.
+        source: The loader.
         indices: Indices of each batch that was requested so far; None: not known.
         returned: Number of batches that were returned.
         is_short: Whether the pass may be shortened.
@@ -43,6 +44,8 @@ class OpenPass:
     is_stopped: bool = False
     first_group: int = 0  # batches of the first step of the pass
     planned: list[list[int]] | None = None
+    ahead: int | None = None  # a batch that a library has read, but not passed on yet
+    sampler: Any = None  # the iterator over the rest of the batches' indices
 
 
 class Loaders:
@@ -58,6 +61,7 @@ class Loaders:
         self.keys: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by loader
         self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # OpenPass by iterator
+        self._open: list[OpenPass] = []  # whose indices are not all known
         self.opening: OpenPass | None = None
         self.last: OpenPass | None = None  # whose batch was returned last
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
@@ -82,7 +86,7 @@ class Loaders:
         def new_iterator(loader: Any) -> Any:
             if not self._observation.is_observed or self._fetches:
                 return make(loader)
-            return self._open(loader, make)
+            return self._begin(loader, make)
 
         def next_batch(iterator: Any) -> Any:
             if not self._observation.is_observed or self._fetches:
@@ -111,7 +115,7 @@ class Loaders:
         return found  # type: ignore[no-any-return]
 
     def _describe(self, loader: Any) -> LoaderFacts:
-        dataset = loader.dataset
+        dataset = _dataset_of(loader)
         sampler = _sampler_of(loader)
         return LoaderFacts(
             key=len(self._observation.facts.loaders),
@@ -119,6 +123,7 @@ class Loaders:
             dataset=type(dataset).__name__,
             dataset_length=_length(dataset),
             dataset_checksum=checksum_of_indices(dataset, Subset),
+            **describe_root(dataset),
             is_iterable=isinstance(dataset, IterableDataset),
             batch_size=loader.batch_size,
             sampler=type(sampler).__name__,
@@ -129,7 +134,7 @@ class Loaders:
 
     # Passes
 
-    def _open(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+    def _begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         guarded = self._observation.guarded
         if guarded(_HOOK, self._is_enough)(loader):
             self._end()
@@ -147,6 +152,8 @@ class Loaders:
             self.opening = self.fetching = None
         if opened is not None:
             self._passes[iterator] = opened
+            opened.sampler = getattr(iterator, "_sampler_iter", None)
+            self._open.append(opened)
         return iterator
 
     def _is_enough(self, loader: Any) -> bool:
@@ -155,17 +162,21 @@ class Loaders:
         if facts is None:
             return False
         trained = sum(one.phase == Phase.TRAINING for one in facts.passes)
-        return trained >= self._observation.settings.passes or self._observation.is_late
+        return trained >= self._observation.settings.passes
 
     def _begin_pass(self, loader: Any) -> OpenPass:
         facts = self.facts_of(loader)
+        for opened in [one for one in self._open if one.loader is facts]:
+            self._open.remove(opened)
+            if opened.facts.planned is None and not facts.is_iterable:
+                self._close(opened)
         sampler = _sampler_of(loader)
         epoch = getattr(sampler, "epoch", None)
         one = PassFacts(
             number=len(facts.passes),
             phase=Phase.EVALUATION,
             line=user_line(),
-            sampler_epoch=int(epoch) if isinstance(epoch, int) else None,
+            sampler_epoch=epoch if isinstance(epoch, int) else None,
             batches=0,
             planned=None,
             is_complete=False,
@@ -183,7 +194,7 @@ class Loaders:
         """Note an optimizer step."""
         last = self.last
         if last is not None and not last.first_group and last.facts.phase == Phase.TRAINING:
-            last.first_group = last.returned
+            last.first_group = max(last.returned - (last.ahead is not None), 1)
 
     # Indices
 
@@ -273,11 +284,18 @@ class Loaders:
             contents=sample_checksums(batch, samples),
             step=self._observation.step,
         )
-        self._observation.add_batch(facts)
+        added = self._observation.add_batch(facts)
+        if is_read_ahead():
+            opened.ahead, added = added, opened.ahead
+        if added is not None:
+            self._observation.unassigned.append(added)
         for call in self.on_batch:
             call(opened, number, batch)
 
     def _end_pass(self, opened: OpenPass, is_exhausted: bool = False) -> None:
+        if opened.ahead is not None:
+            self._observation.unassigned.append(opened.ahead)
+            opened.ahead = None
         if opened.facts.planned is not None:
             return
         opened.facts.is_complete = is_exhausted and not opened.is_stopped
@@ -288,40 +306,58 @@ class Loaders:
 
     def close(self) -> None:
         """Complete the facts of passes that the script has left: list the rest of their indices."""
-        if self.replace is not None:
+        for opened in self._open:
+            if opened.facts.planned is None and not opened.loader.is_iterable:
+                self._close(opened)
+        self._open.clear()
+
+    def _close(self, opened: OpenPass) -> None:
+        if opened.is_stopped or self.replace is not None:
+            self._end_pass(opened)
             return
-        for iterator, opened in list(self._passes.items()):
-            if opened.facts.planned is not None or opened.loader.is_iterable:
-                continue
-            if opened.is_stopped:
-                self._end_pass(opened)
-                continue
-            sampler = iterator._sampler_iter
-            with kept_generators(_sampler_of(opened.source)):
-                rest = self._drain(lambda sampler=sampler: next(sampler))
-            if sum(len(_listed(one)) for one in rest) <= MAX_PLANNED:
-                opened.facts.planned = [*_known(opened.indices), *map(_listed, rest)]
+        sampler = opened.sampler
+        if sampler is None:
+            return
+        with kept_generators(_sampler_of(opened.source)):
+            rest = self._drain(lambda: next(sampler))
+        if sum(len(_listed(one)) for one in rest) <= MAX_PLANNED:
+            opened.facts.planned = [*_known(opened.indices), *map(_listed, rest)]
+            opened.facts.is_complete = opened.returned == len(opened.facts.planned)
 
 
 def _sampler_of(loader: Any) -> Any:
-    """Return the sampler of a loader that orders samples, also inside of a batch sampler."""
-    sampler, found = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    if type(sampler).__name__ in ("SequentialSampler", "NoneType") and found is not None:
-        inside = getattr(found, "sampler", None)
-        return sampler if inside is sampler else inside or found
-    return sampler
+    """Return the sampler of a loader that orders samples, also inside of batch samplers."""
+    sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = outer
+    while hasattr(found, "batch_sampler"):
+        found = found.batch_sampler  # as in accelerate's
+    inside = getattr(found, "sampler", None)
+    if outer is None or inside is sampler:
+        return sampler
+    return inside if inside is not None else found
+
+
+def _dataset_of(loader: Any) -> Any:
+    """Return the user's dataset."""
+    dataset = loader.dataset
+    return dataset.dataset if type(dataset).__module__.startswith("paceline.") else dataset
 
 
 def _listed(index: Any) -> list[int]:
     """Return the indices of a batch as a list, whatever the sampler returns."""
     if hasattr(index, "tolist"):
         index = index.tolist()
-    if isinstance(index, int):
-        return [index]
+    return [_number(one) for one in (index if isinstance(index, list | tuple) else [index])]
+
+
+def _number(index: Any) -> int:
+    """Return an index as a number; a checksum of other keys."""
+    if isinstance(index, tuple) and len(index) == 2 and all(type(x) is int for x in index):
+        return int(index[1])  # world.shard: with the epoch
     try:
-        return [int(one) for one in index]
-    except (TypeError, ValueError):  # keys that are no numbers
-        return [hash(str(one)) & 0x7FFFFFFF for one in index]
+        return int(index)
+    except (TypeError, ValueError):
+        return zlib.crc32(repr(index).encode())
 
 
 def _known(indices: list[list[int] | None]) -> list[list[int]]:

@@ -71,11 +71,12 @@ class Models:
         self.after_forward: list[Callable[[Model, Any], None]] = []
         self.on_wrapping: list[Callable[[], None]] = []
         self.before_first: list[Callable[[Model], None]] = []
-        self.ddp_models: WeakIdKeyDictionary = WeakIdKeyDictionary()  # line by wrapper
         self._parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by name, by module
+        self._wrapping_lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unsynced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # FSDP2 models
         self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary()  # has parameters, by module
 
@@ -103,7 +104,7 @@ class Models:
             }
         )
         make = DistributedDataParallel.__init__
-        note = self._observation.guarded(_HOOK, self._note_wrapping)
+        note = self._observation.guarded(_HOOK, self._note_ddp)
 
         @functools.wraps(make)
         def init(wrapper: Any, module: Any, *args: Any, **options: Any) -> None:
@@ -129,7 +130,7 @@ class Models:
         if parameter in self._hooked or not parameter.requires_grad or not parameter.is_leaf:
             return
         reference = weakref.ref(parameter)
-        note = self._observation.guarded(_GRADIENTS, self._note_gradient)
+        note = self._observation.guarded(_GRADIENTS, self.note_gradient)
 
         def hook(gradient: torch.Tensor) -> None:
             if self._observation.backward is not None and not self._observation.is_over:
@@ -163,12 +164,10 @@ class Models:
         called, ddp = _unwrapped(module)
         root, wrapper = self._root_of(called)
         found = self._roots.get(root)
-        model: Model = self._add(root, ddp or wrapper) if found is None else found
-        if model is None:
-            return None
-        if wrapper is not None and ddp is None:
-            _add_line(model.facts.outside_forwards, user_line())
+        model: Model = found or self._add(root, ddp or wrapper)
         is_training = torch.is_grad_enabled()
+        if wrapper is not None and ddp is None and is_training:
+            _add_line(model.facts.outside_forwards, user_line())
         if is_training:
             self._enter_training(model, root, ddp)
         elif self._observation.phase != Phase.TRAINING or self._observation.unassigned:
@@ -182,6 +181,8 @@ class Models:
         model.forwards += 1
         if ddp is not None:
             model.is_syncing = bool(ddp.require_backward_grad_sync)
+        elif model.facts.is_sharded:
+            model.is_syncing = not self._unsynced.get(root, False)
         model.autocast = _autocast()
         if not model.has_trained:
             model.has_trained = True
@@ -225,7 +226,7 @@ class Models:
 
     # Facts
 
-    def _add(self, root: nn.Module, ddp: Any) -> Model | None:
+    def _add(self, root: nn.Module, ddp: Any) -> Model:
         key = len(self.models)
         inside = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
         ddp = ddp or inside
@@ -234,7 +235,7 @@ class Models:
             key=key,
             class_name=type(root).__name__.removeprefix("FSDP") if is_sharded else _class(root),
             wrapper="DistributedDataParallel" if ddp is not None else "FSDP2" * is_sharded,
-            line=self.ddp_models.get(ddp, "") if ddp is not None else user_line(),
+            line=self._wrapping_lines.get(ddp if ddp is not None else root) or user_line(),
             is_sharded=is_sharded,
             broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
             parameters=[],
@@ -243,8 +244,13 @@ class Models:
         )
         reference = weakref.ref(ddp) if ddp is not None else None
         model = Model(facts, weakref.ref(root), ddp=reference)
+        wrappings = {
+            clean_name(f"{prefix}.{name}".lstrip(".")): wrapping
+            for prefix, owner in root.named_modules()
+            for name, wrapping in self._wrapped.get(owner, {}).items()
+        }
         for name, parameter in named_parameters(root):
-            wrapped = self._wrapped.get(parameter)
+            wrapped = wrappings.get(name)
             shard = shard_of(parameter)
             if isinstance(shard, str):
                 self._observation.add_unseen(f"parameter {name}: {shard}")
@@ -281,14 +287,31 @@ class Models:
             return None
         return self._observation.rows.add(shard.values, shard.offset)
 
-    def _note_wrapping(self, wrapper: Any, module: nn.Module) -> None:
+    def _note_ddp(self, wrapper: Any, module: nn.Module) -> None:
+        line = user_line()
+        self._wrapping_lines[wrapper] = line
+        self.note_wrapping(module, line)
+
+    def note_wrapping(self, module: nn.Module, line: str) -> None:
+        """Note the parameters of a module before it is wrapped in a line of the script."""
         for call in self.on_wrapping:
             call()
-        self.ddp_models[wrapper] = user_line()
-        for _, parameter in named_parameters(module):
-            row = self.add_row(parameter)
-            if row is not None:
-                self._wrapped[parameter] = _Wrapping(row, parameter.requires_grad)
+        self._wrapping_lines[module] = line
+        for owner in module.modules():
+            found = self._wrapped.setdefault(owner, {})
+            for name, parameter in owner._parameters.items():
+                if parameter is None or name in found or hasattr(parameter, "placements"):
+                    continue
+                row = self.add_row(parameter)
+                if row is not None:
+                    found[name] = _Wrapping(row, parameter.requires_grad)
+
+    def set_syncing(self, module: nn.Module, is_on: bool, line: str) -> None:
+        """Note that the synchronization of a sharded model was switched on or off."""
+        self._unsynced[module] = not is_on
+        model = self._roots.get(module)
+        if model is not None and not is_on:
+            _add_line(model.facts.no_sync_lines, line)
 
     def _note_no_sync(self, wrapper: Any) -> None:
         root, _ = _unwrapped(wrapper)
@@ -296,7 +319,8 @@ class Models:
         if model is not None:
             _add_line(model.facts.no_sync_lines, user_line())
 
-    def _note_gradient(self, parameter: Any, gradient: torch.Tensor) -> None:
+    def note_gradient(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Note the gradient of a parameter that this rank has computed."""
         backward = self._observation.backward
         name = self._names.get(parameter)
         if backward is None or name is None:

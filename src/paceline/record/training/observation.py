@@ -3,7 +3,6 @@
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -51,7 +50,6 @@ class Observation:
         self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.before_end: list[Callable[[], None]] = []
         self._thread = threading.main_thread().ident
-        self._started: float | None = None
 
     @property
     def step(self) -> int:
@@ -71,18 +69,10 @@ class Observation:
         """Take the calling thread as the one that trains."""
         self._thread = threading.get_ident()
 
-    def add_batch(self, batch: BatchFacts) -> None:
-        """Add a batch that a loader returned."""
-        if self._started is None:
-            self._started = time.monotonic()
-        self.unassigned.append(len(self.facts.batches))
+    def add_batch(self, batch: BatchFacts) -> int:
+        """Add a batch that a loader returned; return its number."""
         self.facts.batches.append(batch)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the seconds of this run are over."""
-        limit, start = self.settings.seconds, self._started
-        return bool(limit) and start is not None and time.monotonic() - start > limit
+        return len(self.facts.batches) - 1
 
     def add_unseen(self, text: str) -> None:
         """Add what could not be observed, once."""

@@ -1,5 +1,6 @@
 """Observe the training of this process for ``paceline verify``, and end it."""
 
+import math
 import os
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..experiments.protect_files import FileProtection
+from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
 from .averages import Averages
 from .collectives import Collectives
@@ -21,6 +23,7 @@ from .outputs import Outputs
 from .replay import Replay
 from .schedules import Schedules
 from .settings import VerifySettings
+from .sharded import ShardedModels
 from .steps import Steps
 from .stored_run import StoredRun
 
@@ -43,6 +46,7 @@ class TrainingObserver:
         self.draws = Draws(self.observation, self.loaders)
         self.losses = Losses(self.observation)
         self.schedules = Schedules(self.observation, self.steps)
+        self._limit: SurveyEnd | None = None
         self.averages = Averages(self.observation, self.models)
         self._protection: FileProtection | None = None
 
@@ -57,6 +61,7 @@ class TrainingObserver:
         self.models.install()
         self.steps.install()
         self.loaders.install()
+        ShardedModels(self.observation, self.models).install()
         self.draws.install()
         self.losses.install()
         self.schedules.install()
@@ -84,7 +89,15 @@ class TrainingObserver:
 
     def _after_step(self, optimizer: Any, step: StepFacts) -> None:
         self.loaders.note_step()
-        if self.observation.step >= self.settings.steps:
+        count = self.observation.step
+        if self._limit is None:
+            until_s = time.monotonic() + self.settings.seconds
+            self._limit = SurveyEnd(Path(self.settings.folder), until_s)
+        if count < self.settings.steps:
+            return
+        with self.observation.writing():
+            is_over = self._limit.is_over(count, math.inf, count < self.settings.max_steps)
+        if is_over:
             self._end()
 
     def script_ended(self) -> None:
@@ -116,5 +129,3 @@ class TrainingObserver:
             if all((folder / f"facts-{rank}.json").exists() for rank in range(size)):
                 return
             time.sleep(0.02)
-
-

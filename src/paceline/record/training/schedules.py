@@ -168,7 +168,10 @@ def _lengths(schedule: Any) -> dict[str, list[int]]:
     for function in vars(schedule).get("lr_lambdas", ()):
         keywords = dict(getattr(function, "keywords", {}))
         cells = getattr(function, "__closure__", None) or ()
-        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        code = getattr(function, "__code__", None)
+        names = getattr(code, "co_freevars", ())
+        around = getattr(function, "__globals__", {})
+        keywords |= {name: around[name] for name in getattr(code, "co_names", ()) if name in around}
         for name, cell in zip(names, cells, strict=False):
             try:
                 keywords[name] = cell.cell_contents

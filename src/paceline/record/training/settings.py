@@ -18,8 +18,9 @@ class VerifySettings:
         covered: Folders of the user that an overlay covers, so that they need no other protection.
         batches: Batches of a pass, at least: longer passes are shortened where that is safe.
         passes: Passes over the training loader that are observed.
-        steps: Optimizer steps after which the run ends.
-        seconds: Seconds since the first batch after which the run ends; 0: no limit.
+        steps: Optimizer steps after which the run ends, if it has lasted so many seconds.
+        max_steps: Optimizer steps after which it ends.
+        seconds: Seconds since the first batch.
         keeps_mib: Maximum MiB of batches and of initial parameters that the ranks together store
             for a replay.
         replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
@@ -32,7 +33,8 @@ class VerifySettings:
     batches: int = 6
     passes: int = 3
     steps: int = 40
-    seconds: float = 0.0
+    max_steps: int = 160
+    seconds: float = 10.0
     keeps_mib: int = 0
     replays: str = ""
     permutes: bool = False

@@ -23,6 +23,8 @@ class Shard:
 
 def shard_of(tensor: torch.Tensor) -> Shard | str:
     """Return this rank's shard of a tensor; the reason if it is not contiguous in the whole."""
+    if tensor.is_meta:
+        return "without values, on the device meta"
     if not hasattr(tensor, "placements"):  # no DTensor
         if tensor.is_sparse:
             tensor = tensor.to_dense()

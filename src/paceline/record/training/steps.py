@@ -173,6 +173,7 @@ class Steps:
         self._running = weakref.ref(optimizer)
         self._backwards_before = len(self._observation.backwards)
         self._step = self._new_step(optimizer)
+        self._add_values(optimizer, self._step.before)
         self._add_gradients(optimizer, self._step)
         for call in self.before_step:
             call(optimizer)
@@ -200,6 +201,12 @@ class Steps:
                 if row is not None:
                     step.gradients[name] = row
 
+    def _add_values(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
+        for name, parameter in self.parameters(optimizer):
+            row = self._models.add_row(parameter)
+            if row is not None:
+                rows[name] = row
+
     def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
         if self._observation.is_observed and self._running() is optimizer:
             self._observation.guarded(_STEP, self._after)(optimizer)
@@ -216,11 +223,9 @@ class Steps:
     def _end_step(self, optimizer: Optimizer, step: StepFacts) -> None:
         observation = self._observation
         step.backwards, observation.backwards = observation.backwards, []
+        _share_batches(step.backwards)
         step.clips, self._clips = self._clips, []
-        for name, parameter in self.parameters(optimizer):
-            row = self._models.add_row(parameter)
-            if row is not None:
-                step.parameters[name] = row
+        self._add_values(optimizer, step.parameters)
         for name, buffer in self._models.buffers():
             row = self._models.add_row(buffer)
             if row is not None:
@@ -269,9 +274,7 @@ class Steps:
     ) -> None:
         # The norm of sharded gradients is a DTensor, whose value needs a collective.
         value = float(norm) if norm is not None and not hasattr(norm, "placements") else None
-        self._clips.append(
-            ClipFacts(user_line(), float(limit), value, before or {}, after or {})
-        )
+        self._clips.append(ClipFacts(user_line(), float(limit), value, before or {}, after or {}))
 
     # Gradient scalers
 
@@ -313,6 +316,14 @@ class Steps:
         step.scale, step.is_skipped = _scale_of(scaler), True
         self._add_gradients(optimizer, step)
         self._end_step(optimizer, step)
+
+
+def _share_batches(backwards: list[BackwardFacts]) -> None:
+    """Give each backward one batch if as many were fetched at once as backwards followed."""
+    fetched = backwards[0].batches if backwards else []
+    if len(fetched) == len(backwards) > 1 and all(x.batches == fetched for x in backwards):
+        for one, batch in zip(backwards, fetched, strict=True):
+            one.batches = [batch]
 
 
 def _scale_of(scaler: Any) -> float:

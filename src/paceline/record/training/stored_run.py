@@ -116,5 +116,3 @@ def _plain(value: Any) -> Any:
 def _read(path: Path) -> Any:
     # The file is of an earlier run of the same script, in a folder of this user.
     return _load(path, weights_only=False)
-
-

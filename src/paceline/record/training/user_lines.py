@@ -11,8 +11,10 @@ from ..ring.frame_lines import code_line
 
 # Libraries that pass a loader's batches on. A loop over what they return is one over the loader.
 _PASSING = ("/accelerate/data_loader.py", "/tqdm/", "/torch/utils/data/")
+_COUNTING = "/paceline/data/"  # code of this package that needs all batches
 # Code of libraries that ends its loop if a loader has fewer batches than its length.
 _TOLERANT = (("/transformers/trainer.py", "get_batch_samples"),)
+_NEAR_FRAMES = 12
 _LOOPS = ("FOR_ITER", "GET_ITER", "GET_YIELD_FROM_ITER", "SEND", "FOR_ITER_TUPLE")
 
 
@@ -59,11 +61,25 @@ def is_in_loop() -> bool:
         if any(file.endswith(end) and frame.f_code.co_name == name for end, name in _TOLERANT):
             return True
         if is_internal_file(file) or any(part in file for part in _PASSING):
+            if _COUNTING in file:
+                return False
             if "/tqdm/" in file and _is_loop(frame.f_code, frame.f_lasti):
                 return True
             frame = frame.f_back
             continue
         return _is_loop(frame.f_code, frame.f_lasti)
+    return False
+
+
+def is_read_ahead() -> bool:
+    """Return whether a library fetches a batch that it passes on with the next fetch only."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename.endswith("/accelerate/data_loader.py"):
+            return True
+        frame = frame.f_back
     return False
 
 
