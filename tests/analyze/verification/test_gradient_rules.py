@@ -198,7 +198,7 @@ def test_uneven_batches_with_equal_weights_are_named():
 
     found = only(verified(Training(order=uneven, samples=37, has_epoch=False)))
     assert found.mistake.id == "uneven-batches-averaged"
-    assert "4 and 1 samples" in found.text
+    assert "over 4 and 1 samples" in found.text
     assert (
         only(
             verified(Training(order=uneven, samples=37, has_epoch=False), with_replay=False)
