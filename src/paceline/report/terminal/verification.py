@@ -10,11 +10,9 @@ from rich.text import Text
 
 from ...analyze.verification.compared import Compared
 from ...analyze.verification.mistakes import Finding
-from ...analyze.verification.runs_facts import VerifyRuns
 from ..numbers import counted, elapsed
+from ..verdict.of_verification import Verification, answer, verdict_of_verification
 from ..verdict.verdict import begin_sentence
-
-Verification = tuple[VerifyRuns, Sequence[Finding], Compared]
 
 
 def render(found: Verification) -> RenderableType:
@@ -40,26 +38,6 @@ def divided(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
         [one for one in findings if not one.is_question],
         [one for one in findings if one.is_question],
     )
-
-
-def answer(found: Verification) -> str:
-    """Return the answer in one sentence."""
-    runs, findings, seen = found
-    mistakes, questions = divided(findings)
-    size = len(runs.ranks)
-    if size < 2:
-        return "One rank was observed: there is no other to compare it with."
-    if mistakes:
-        said = (
-            f"{size} ranks do not train what one process does: {counted(len(mistakes), 'mistake')}"
-        )
-        return f"{said}, and {counted(len(questions), 'question')}." if questions else f"{said}."
-    if not seen.steps:
-        return "Nothing could be compared: no optimizer step of all ranks was seen."
-    more = f" {begin_sentence(counted(len(questions), 'question'))}" if questions else ""
-    if seen.replayed and seen.related:
-        return f"{size} ranks train what one process does, as far as it was compared.{more}"
-    return f"No mistake was found.{more}"
 
 
 def compared_sentences(seen: Compared) -> list[str]:
@@ -123,7 +101,7 @@ def as_json(found: Verification) -> dict[str, Any]:
         "command": runs.command,
         "ranks": len(runs.ranks),
         "seconds": runs.seconds,
-        "answer": answer(found),
+        "verdict": asdict(verdict_of_verification(found)),
         "mistakes": len(mistakes),
         "questions": len(questions),
         "findings": [finding_as_json(one) for one in findings],
