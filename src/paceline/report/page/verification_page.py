@@ -5,6 +5,7 @@ from typing import Any
 
 from ...analyze.verification.mistakes import Finding
 from ...analyze.verification.passes import Stream, streams
+from ...analyze.verification.steps import trained as in_training
 from ...record.training.facts import Phase, RankFacts
 from ..numbers import counted, elapsed
 from ..terminal.verification import compared_sentences, divided
@@ -146,7 +147,7 @@ def _rates(facts: RankFacts, times: int) -> dict[str, Any]:
         x.append(trained)
         y.append(step.learning_rates[0])
         trained += times * sum(
-            facts.batches[at].samples for one in step.backwards for at in one.batches
+            facts.batches[at].samples for one in step.backwards for at in in_training(facts, one)
         )
     return {"x": x, "y": y}
 

@@ -11,8 +11,9 @@ from ..view import View, ranks_text, unique
 MOSTLY = 0.9  # of the batches or samples
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
-OVERLAP = 0.05  # of the samples of an epoch
+OVERLAP = 0.02  # of the samples of an epoch
 REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
+BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
 CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
 
 
@@ -180,7 +181,12 @@ def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator
     extra = sum(count - 1 for count in counts.values())
     within = {rank: len(one) - len(set(one)) for rank, one in plan.items()}
     across = extra - sum(within.values())
-    if extra <= _padding(stream) and max(counts.values()) <= 2:
+    loader = stream.first.loader
+    is_padded_by_batch = loader.batch_size is None or any(
+        word in loader.sampler.lower() for word in BY_BATCH
+    )
+    padding = _padding(stream) if is_padded_by_batch else stream.size - 1
+    if extra <= padding and max(counts.values()) <= 2:
         return
     uniform = min(counts.values())
     total = sum(map(len, plan.values()))
