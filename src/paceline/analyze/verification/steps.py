@@ -67,7 +67,7 @@ class JointStep:
         return {
             name: max(held[name] / numel(one.shape), 1.0)
             for name, one in parameters(self.ranks[0]).items()
-            if one.shard_numel < numel(one.shape)
+            if held[name] < len(self.ranks) * numel(one.shape)
         }
 
     def local(self, rank: int, last: int) -> Vectors:
