@@ -26,12 +26,14 @@ class Script:
         equal: Whether N ranks print what one process prints at the same global batch; False for
             scripts with random numbers of each rank.
         arguments: Arguments with which the script is verified.
+        exact: Further arguments with which N ranks print what one process prints.
     """
 
     batch: str
     size: int = 0
     equal: bool = True
     arguments: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
 
 
 SCRIPTS = {
@@ -49,7 +51,7 @@ SCRIPTS = {
     "own_each": Script("BATCH_SIZE", 10),
     "own_flat": Script("--batch", 8),
     "regress_resume": Script("--batch-size", 8),
-    "resnet_ddp": Script("--batch-size", 8),
+    "resnet_ddp": Script("--batch-size", 8, exact=("--no-augment",)),
     "segment_accelerate": Script("--batch_size", 4),
     "stream_iterable": Script("BATCH", 8),
     "stream_workers": Script("BATCH", 8, equal=False),

@@ -39,7 +39,7 @@ def run(launcher: str, ranks: int, script: str, one_process: bool = False) -> st
         RuntimeError: The exit code is not 0.
     """
     facts, environment = SCRIPTS[script], {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = list(facts.arguments)
+    words = [*facts.arguments, *(facts.exact if launcher == "torchrun" else ())]
     if one_process and facts.batch:
         size = str(2 * facts.size)
         if facts.batch.startswith("-"):

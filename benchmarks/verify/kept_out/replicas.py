@@ -71,6 +71,7 @@ def validate''',
         "loss-scale",
         "own_flat",
         (
+            ("    scale = LossScale()\n", "    scale = LossScale(interval=4)\n"),
             (
                 """            flat = exchange(model, world_size)
             overflow = not torch.isfinite(flat).all()
@@ -137,8 +138,8 @@ def validate''',
                 "",
             ),
             (
-                "            mean, square = sums[:-1].chunk(2) / sums[-1]\n",
-                "            mean, square = sums[:-1].chunk(2) / sums[-1]  # <mistake>\n",
+                "            mean, square = (sums[:-1] / sums[-1]).chunk(2)\n",
+                "            mean, square = (sums[:-1] / sums[-1]).chunk(2)  # <mistake>\n",
             ),
             (
                 "        self.bn1 = GlobalBatchNorm(outputs)\n",

@@ -40,7 +40,7 @@ class Lamb(torch.optim.Optimizer):
 class LossScale:
     """Doubled after some steps without overflow, halved after each overflow."""
 
-    def __init__(self, scale=2.0**12, interval=4):
+    def __init__(self, scale=2.0**12, interval=20):
         self.scale, self.interval, self.good = scale, interval, 0
 
     def update(self, overflow):

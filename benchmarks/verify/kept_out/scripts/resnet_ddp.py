@@ -51,7 +51,7 @@ class GlobalBatchNorm(nn.Module):
             count = torch.full((1,), float(x.numel() // x.shape[1]))
             sums = torch.cat([x.sum((0, 2, 3)), (x * x).sum((0, 2, 3)), count])
             sums = distributed.all_reduce(sums)
-            mean, square = sums[:-1].chunk(2) / sums[-1]
+            mean, square = (sums[:-1] / sums[-1]).chunk(2)
             var = square - mean**2
             with torch.no_grad():
                 self.mean.lerp_(mean, self.momentum)
