@@ -134,7 +134,7 @@ def validate''',
         "resnet_ddp",
         (
             (
-                "            sums = distributed.all_reduce(sums)\n",
+                "            sums = SumOverRanks.apply(sums)\n",
                 "",
             ),
             (

@@ -4,7 +4,6 @@ import argparse
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as distributed
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +32,20 @@ class Images(Dataset):
         return image, self.labels[i]
 
 
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
 class GlobalBatchNorm(nn.Module):
     """Batch normalization with the statistics of the batch of all ranks."""
 
@@ -50,7 +63,7 @@ class GlobalBatchNorm(nn.Module):
         if self.training:
             count = torch.full((1,), float(x.numel() // x.shape[1]))
             sums = torch.cat([x.sum((0, 2, 3)), (x * x).sum((0, 2, 3)), count])
-            sums = distributed.all_reduce(sums)
+            sums = SumOverRanks.apply(sums)
             mean, square = (sums[:-1] / sums[-1]).chunk(2)
             var = square - mean**2
             with torch.no_grad():
