@@ -10,6 +10,7 @@ they print has to agree, to rounding, where the script draws no random numbers o
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ BIN = Path(sysconfig.get_path("scripts"))
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|\bnan\b|\binf\b")
 TIMES = re.compile(r"'(train|eval)_\w*(?:runtime|per_second)': \S+")  # of the Trainer
 OTHER = re.compile(r"samples/s|^[│╭╰]|^W\d{4}| s$")  # progress, summaries, warnings, times
+TIMEOUT_S = 150
 TOLERANCE = 2e-3  # relative: sums in another order, over some tens of steps
 
 
@@ -63,17 +65,26 @@ def output_of(
     }[launcher]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(text)
-        done = subprocess.run(
+        process = subprocess.Popen(
             [*start, "train.py", *words],
             cwd=folder,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=150,
+            start_new_session=True,
         )
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-1500:])
-    return done.stdout or done.stderr  # world.log prints to standard error
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        except BaseException as raised:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun and paceline end their ranks then
+            process.communicate()
+            if isinstance(raised, subprocess.TimeoutExpired):
+                raise RuntimeError(f"not at its end after {TIMEOUT_S} s") from None
+            raise
+    if process.returncode:
+        raise RuntimeError((output + errors)[-1500:])
+    return output or errors  # world.log prints to standard error
 
 
 def examine(script: str) -> str:
@@ -82,7 +93,7 @@ def examine(script: str) -> str:
         one = numbers(run("torchrun", 1, script, one_process=True))
         two = numbers(run("torchrun", 2, script))
         launched = run("paceline", 2, script)
-    except (RuntimeError, subprocess.TimeoutExpired) as failed:
+    except RuntimeError as failed:
         return str(failed)
     if not one or not launched.strip():
         return "it prints nothing"
@@ -100,7 +111,7 @@ def run_planted(one: Planted) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         output_of("torchrun", one.ranks, strip(one.text()).text, one.words, environment)
-    except (RuntimeError, subprocess.TimeoutExpired) as failed:
+    except RuntimeError as failed:
         return str(failed)
     return ""
 

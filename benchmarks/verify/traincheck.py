@@ -3,8 +3,12 @@
 TrainCheck is not installed with the project. It needs a virtual environment of its own:
 
     python3 -m venv /tmp/traincheck-venv
-    /tmp/traincheck-venv/bin/pip install torch traincheck==0.2.0
+    /tmp/traincheck-venv/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu
+    /tmp/traincheck-venv/bin/pip install traincheck==0.2.0
     python benchmarks/verify/traincheck.py --python /tmp/traincheck-venv/bin/python
+
+On a machine without a GPU, torch has to be a build for CPUs: TrainCheck 0.2.0 reads all attributes
+of torch.backends.cuda, and a build with CUDA then raises "Found no NVIDIA driver on your system".
 
 It learns invariants from the trace of a run that is known to be good, and checks traces of other
 runs. Each wrong script is checked with invariants of the right script of which it is an edit: the
