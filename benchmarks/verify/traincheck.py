@@ -24,6 +24,7 @@ that its instrumentation finds.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,9 @@ def call(command: list[str], folder: Path, limit_s: float, **environment: str) -
             raise PeerError(f"{Path(command[0]).name}: more than {limit_s:.0f} s") from None
         raise
     if process.returncode:
-        raise PeerError(f"{Path(command[0]).name}: exit code {process.returncode}: {output[-700:]}")
+        raised = [line for line in output.splitlines() if re.search(r"\w(Error|Exception): ", line)]
+        why = raised[0] if raised else output[-700:]  # the first one is the cause of the others
+        raise PeerError(f"{Path(command[0]).name}: exit code {process.returncode}: {why[-700:]}")
     return output
 
 
