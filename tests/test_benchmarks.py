@@ -319,6 +319,25 @@ def test_unseen(tmp_path):
     assert case["lines"]["common.py"]
 
 
+def test_battery(tmp_path):
+    script, path = BENCHMARKS / "verify" / "battery.py", tmp_path / "battery.json"
+    words = ["--only", "gradients-summed/communication-hook,cnn_ddp", "--json", path]
+    for more in ([], ["--resume"]):
+        done = subprocess.run(
+            [sys.executable, script, *words, *more], capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "right script accused" in done.stdout
+    result = json.loads(path.read_text())
+    assert {case["name"] for case in result["cases"]} == {
+        "gradients-summed/communication-hook",
+        "cnn_ddp",
+    }
+    assert all(case["ended"] for case in result["cases"]), done.stdout
+    assert result["figures"]["named"] == {"hits": 1, "of": 1, "low": 0.207, "high": 1.0}
+    assert result["figures"]["accused_right"]["hits"] == 0
+
+
 def test_recomputation(tmp_path):
     few = ("--blocks", "4", "--width", "32", "--searched", "2")
     result = result_of("recomputation", tmp_path / "recomputation.json", *few)

@@ -1,11 +1,11 @@
 """Judge the answers of ``paceline diagnose`` by the measured faults; rates with intervals."""
 
 import json
-import math
 import os
 import re
 import resource
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 
 from kinds import KINDS, LINED, NOISE
 
+sys.path.append(str(Path(__file__).parents[1]))
+from rates import rate
+
 COUNTS = 0.08  # share of a step: weaker faults do not count, nor weaker causes in healthy runs
 NEAR = 1  # a named line may be off by this many lines, as statements may have several
 EXCHANGE = "exchange-"  # how ids of causes of slow gradient exchange begin
 BUSY_CORES = 0.2  # used by other programs: then causes of NOISE are not false
 PLACE = re.compile(r"([\w./-]+\.py)[:\", ]+(?:line )?(\d+)")
-Z = 1.96  # 95 % intervals
 
 
 @dataclass
@@ -176,21 +178,6 @@ def _busy_s() -> float:
 def _children_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def interval(hits: int, count: int) -> tuple[float, float]:
-    """Return the Wilson interval of a rate."""
-    if not count:
-        return 0.0, 1.0
-    rate, z2 = hits / count, Z * Z / count
-    centre = (rate + z2 / 2) / (1 + z2)
-    half = Z * math.sqrt(rate * (1 - rate) / count + z2 / 4 / count) / (1 + z2)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def rate(hits: list[bool]) -> dict[str, Any]:
-    low, high = interval(sum(hits), len(hits))
-    return {"hits": sum(hits), "of": len(hits), "low": round(low, 3), "high": round(high, 3)}
 
 
 def figures(cases: list[Case]) -> dict[str, Any]:

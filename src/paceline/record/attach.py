@@ -19,6 +19,7 @@ from .ring.recorder import Recorder
 
 _loop: Any = None
 _sampler: Any = None
+_training: Any = None  # the observer of paceline verify
 _pid = 0  # process that _loop and _sampler belong to: a forked child inherits them
 
 
@@ -27,7 +28,7 @@ def attach(child: bool = False) -> None:
 
     ``child``: record nothing before the process has joined a process group.
     """
-    global _loop, _sampler, _pid
+    global _loop, _sampler, _training, _pid
     if _pid == os.getpid():
         return
     import torch
@@ -50,6 +51,7 @@ def attach(child: bool = False) -> None:
             experiment.install()
         torch_patches.install(_loop)
         torch_patches.measure_hooks(_loop)
+        _training = _observe_training()
         recorder.clear()
         recorder.experiment = experiment
         if os.environ.get("PACELINE_GUARD"):
@@ -73,6 +75,20 @@ def attach(child: bool = False) -> None:
     atexit.register(detach)
 
 
+def _observe_training() -> Any:
+    """Install the hooks of ``paceline verify``, which call those of the recorder."""
+    from .training.settings import settings_of_process
+
+    settings = settings_of_process()
+    if settings is None:
+        return None
+    from .training.observe import TrainingObserver
+
+    observer = TrainingObserver(settings)
+    observer.install()
+    return observer
+
+
 def _int_variable(variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else default
@@ -80,6 +96,11 @@ def _int_variable(variable: str, default: int) -> int:
 
 def detach() -> None:
     """Stop recording at the end of the script, and write the events that are still pending."""
+    if _training is not None:
+        try:
+            _training.script_ended()
+        except Exception as error:
+            report_failure("the end of the observation", error)
     if _loop is not None and not _loop.stopped:
         try:
             _loop.end()

@@ -20,12 +20,14 @@ class Mistake:
         title: What is wrong, in a few words.
         remedy: What to change; an imperative.
         certainty: Of its findings.
+        explains: Ids of mistakes that follow from it: they are not listed beside it.
     """
 
     id: str
     title: str
     remedy: str
     certainty: Certainty = Certainty.MISTAKE
+    explains: tuple[str, ...] = ()
 
 
 MISTAKES = {
@@ -36,52 +38,82 @@ MISTAKES = {
             "Ranks start with different parameters",
             "set the same seed on all ranks before the model is made, or broadcast rank 0's "
             "parameters (DistributedDataParallel does so)",
+            explains=(
+                "replicas-diverge",
+                "gradients-differ",
+                "state-differs",
+                "batch-norm-differs",
+            ),
         ),
         Mistake(
             "replicas-diverge",
             "Parameters of the ranks become different",
             "let each parameter be changed in the same way on all ranks",
+            explains=("state-differs", "gradients-differ"),
         ),
         Mistake(
             "gradients-summed",
             "Gradients are summed over the ranks, and not averaged",
             "divide the sum by the number of ranks",
+            explains=("gradients-differ", "learning-rate-scaled-twice"),
         ),
         Mistake(
             "gradients-divided-twice",
             "Gradients are divided by the number of ranks twice",
             "leave out the division: the exchange averages already",
+            explains=("gradients-differ",),
         ),
         Mistake(
             "gradients-not-exchanged",
             "Gradients are not exchanged between the ranks",
             "call the model through its DistributedDataParallel wrapper, leave no_sync before the "
             "last backward of a step, and wrap a model whose trained parameters require gradients",
+            explains=(
+                "replicas-diverge",
+                "gradients-differ",
+                "gradients-summed",
+                "gradients-divided-twice",
+                "uneven-batches-averaged",
+                "clipped-before-exchange",
+                "accumulation-divided-wrongly",
+                "state-differs",
+                "batch-norm-differs",
+            ),
         ),
         Mistake(
             "clipped-before-exchange",
             "Gradients are clipped before they are exchanged",
             "clip after the exchange: with DistributedDataParallel, after the last backward",
+            explains=("gradients-differ", "replicas-diverge"),
         ),
         Mistake(
             "accumulation-divided-wrongly",
             "The loss is not divided by the number of accumulated batches",
             "divide the loss by the number of batches of a step, once",
+            explains=("gradients-differ",),
         ),
         Mistake(
             "uneven-batches-averaged",
             "Batches of different sizes have equal weight in the gradient",
             "weight each rank's loss by its number of samples, or drop the last batch",
+            explains=("gradients-differ",),
         ),
         Mistake(
             "loss-summed",
             "The loss is a sum over samples, whose gradient is averaged over ranks",
             "use the mean over samples, or scale the learning rate with the global batch size",
+            explains=("gradients-differ", "uneven-batches-averaged"),
         ),
         Mistake(
             "same-samples",
             "Ranks train the same samples",
             "split the dataset: DistributedSampler, or world.shard(loader)",
+            explains=(
+                "samples-repeated",
+                "samples-never-trained",
+                "gradients-differ",
+                "schedule-counts-other-steps",
+            ),
         ),
         Mistake(
             "samples-repeated",
@@ -108,6 +140,13 @@ MISTAKES = {
             "Random numbers differ between ranks where they have to agree",
             "use a generator with the same seed on all ranks, such as "
             "torch.Generator().manual_seed(0)",
+            explains=(
+                "samples-repeated",
+                "samples-never-trained",
+                "validation-misses-samples",
+                "validation-repeats-samples",
+                "gradients-differ",
+            ),
         ),
         Mistake(
             "learning-rate-not-scaled",
@@ -119,11 +158,18 @@ MISTAKES = {
             "learning-rate-scaled-twice",
             "The learning rate is scaled twice",
             "multiply it by the number of ranks at one place",
+            explains=("learning-rate-not-scaled",),
         ),
         Mistake(
             "learning-rates-differ",
             "Ranks have different learning rates",
             "compute the learning rate from values that are equal on all ranks",
+            explains=(
+                "replicas-diverge",
+                "state-differs",
+                "learning-rate-not-scaled",
+                "learning-rate-scaled-twice",
+            ),
         ),
         Mistake(
             "schedule-counts-other-steps",
@@ -134,6 +180,7 @@ MISTAKES = {
             "batch-norm-differs",
             "Statistics of batch normalization differ between the ranks",
             "use SyncBatchNorm, or keep broadcast_buffers=True",
+            explains=("batch-norm-of-one-rank",),
         ),
         Mistake(
             "batch-norm-of-one-rank",
@@ -165,6 +212,7 @@ MISTAKES = {
             "checkpoint-incomplete",
             "A checkpoint does not contain what a resumed run needs",
             "save model, optimizer, scheduler, scaler, epoch and position",
+            explains=("resume-differs",),
         ),
         Mistake(
             "checkpoint-written-by-all",
@@ -203,6 +251,7 @@ class Finding:
         text: What was observed, in sentences with values.
         values: The same for machines.
         remedy: What to change in this script, if more is known than ``mistake.remedy``.
+        certainty: Of this finding, if another than that of ``mistake``.
     """
 
     mistake: Mistake
@@ -213,3 +262,9 @@ class Finding:
     layer: str = ""
     values: dict[str, float | int | str] = field(default_factory=dict)
     remedy: str = ""
+    certainty: Certainty | None = None
+
+    @property
+    def is_question(self) -> bool:
+        """Whether the answer depends on what is wanted."""
+        return (self.certainty or self.mistake.certainty) is Certainty.QUESTION

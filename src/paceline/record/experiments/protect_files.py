@@ -17,7 +17,8 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ class FileProtection:
         if _is_inside(real, (self._folder, *self._covered)) or absolute.endswith(".pyc"):
             return True
         return _is_inside(real, self._writable) and not _is_inside(real, self._script_folders)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Redirect no path of this thread: for files of Paceline."""
+        before, self._resolving.active = self._resolving.active, True
+        try:
+            yield
+        finally:
+            self._resolving.active = before
 
     # Replacements of functions that take paths
 

@@ -70,6 +70,7 @@ class ModelFacts:
         initial: By parameter, the row of its values before the wrapper's broadcast.
         first: By parameter, the row of its values at the first training forward.
         batch_norms: Names of batch normalization layers that compute statistics of one rank only.
+        ignored: Parameters that DistributedDataParallel was told to ignore.
     """
 
     key: int
@@ -84,6 +85,7 @@ class ModelFacts:
     initial: dict[str, int] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     batch_norms: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -153,6 +155,9 @@ class LoaderFacts:
         drops_last: ``drop_last``.
         workers: Number of worker processes.
         passes: Its passes, in order.
+        subset: Of a ``Subset`` (also nested), the indices in the innermost dataset; else None.
+        root_length: Number of samples of the innermost dataset.
+        root_checksum: Checksum of the first samples' contents of the innermost dataset, or 0.
     """
 
     key: int
@@ -167,6 +172,9 @@ class LoaderFacts:
     drops_last: bool
     workers: int
     passes: list[PassFacts] = field(default_factory=list)
+    subset: list[int] | None = None
+    root_length: int | None = None
+    root_checksum: int = 0
 
 
 @dataclass
@@ -183,6 +191,9 @@ class BackwardFacts:
         is_syncing: False within ``no_sync``.
         gradients: By parameter, the row of the gradient that this rank computed, before any
             exchange. Empty if it cannot be observed.
+        reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
+        elements: Number of targets that it counted; 0 if it is not known.
+        autocast: dtype of autocast in the forward; "" without autocast.
     """
 
     line: str
@@ -193,6 +204,9 @@ class BackwardFacts:
     scale: float
     is_syncing: bool
     gradients: dict[str, int] = field(default_factory=dict)
+    reduction: str = ""
+    elements: int = 0
+    autocast: str = ""
 
 
 @dataclass
@@ -230,6 +244,7 @@ class StepFacts:
         gradients: By parameter, the row of the gradient that the optimizer uses.
         parameters: By parameter, the row of its values after the step.
         buffers: By name, the row of the model's floating-point buffers at the step.
+        before: By parameter, the row of its values before the step.
     """
 
     index: int
@@ -243,6 +258,7 @@ class StepFacts:
     gradients: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
+    before: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -325,6 +341,7 @@ class CollectiveFacts:
         step: Optimizer steps before it.
         is_in_backward: Whether a backward ran.
         line: The line of the script; "" within a backward.
+        dtype: Of its tensors; "" if it is not known.
     """
 
     kind: str
@@ -334,6 +351,7 @@ class CollectiveFacts:
     step: int
     is_in_backward: bool
     line: str
+    dtype: str = ""
 
 
 @dataclass
@@ -392,6 +410,7 @@ class FileFacts:
         contains: Which of "model", "optimizer", "schedule", "scaler", "random" states are in it.
         rows: By parameter (of the model state), the row of its values.
         learning_rates: Those in an optimizer state; empty without one.
+        is_distributed: Whether all ranks write it together (torch.distributed.checkpoint).
     """
 
     path: str
@@ -403,6 +422,7 @@ class FileFacts:
     contains: list[str]
     rows: dict[str, int] = field(default_factory=dict)
     learning_rates: list[float] = field(default_factory=list)
+    is_distributed: bool = False
 
 
 @dataclass

@@ -11,11 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SKETCH_SIZE = 32
-# A row: the sketch, the sum of the squares, the number of elements that are not finite, and a
-# checksum of the values' bytes (an integer below 2**53, so that float64 holds it exactly).
-SQUARES, NONFINITE, CHECKSUM = SKETCH_SIZE, SKETCH_SIZE + 1, SKETCH_SIZE + 2
-ROW_SIZE = SKETCH_SIZE + 3
+from .sketch_rows import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES
+
 _CHUNK = 1 << 22  # elements at a time
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
 _MIXER = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -31,7 +28,7 @@ def sketch(tensor: torch.Tensor, offset: int = 0) -> NDArray[np.float64]:
     Returns:
         ``ROW_SIZE`` numbers. Elements that are not finite count as 0 in the first two parts.
     """
-    row = torch.zeros(ROW_SIZE, dtype=torch.float64)
+    row = torch.zeros(ROW_SIZE, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         values = tensor.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
@@ -44,7 +41,8 @@ def sketch(tensor: torch.Tensor, offset: int = 0) -> NDArray[np.float64]:
 
 
 def _add(row: torch.Tensor, part: torch.Tensor, first: int) -> None:
-    hashed = torch.arange(first, first + part.numel(), dtype=torch.int64) * _MULTIPLIER
+    hashed = torch.arange(first, first + part.numel(), dtype=torch.int64, device="cpu")
+    hashed = hashed * _MULTIPLIER
     hashed = (hashed ^ (hashed >> 29)) * _MIXER
     bucket = (hashed >> 40) & (SKETCH_SIZE - 1)
     sign = ((hashed >> 50) & 1) * 2 - 1
@@ -67,6 +65,17 @@ class SketchTable:
     def add(self, tensor: torch.Tensor, offset: int = 0) -> int:
         """Add the row of a tensor, and return its number."""
         self._rows.append(sketch(tensor, offset))
+        return len(self._rows) - 1
+
+    def add_sum(self, *rows: int) -> int:
+        """Add the row of a sum of tensors whose rows are known, and return its number.
+
+        The sum of its squares is the estimate of the sketch.
+        """
+        total = np.sum([self._rows[row] for row in rows], axis=0)
+        total[SQUARES] = np.square(total[:SKETCH_SIZE]).sum()
+        total[CHECKSUM] %= float(1 << 53)
+        self._rows.append(total)
         return len(self._rows) - 1
 
     def array(self) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ these, and not every file system can be covered: ``Overlay.prepare`` finds out.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -46,7 +47,10 @@ class Overlay:
     visible: tuple[str, ...]
 
     def command(self, scratch: Path, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` with changes going to ``scratch``."""
+        """Return the command that runs ``words`` with changes going to ``scratch``.
+
+        The changes of an earlier command with the same ``scratch`` are visible in it.
+        """
         spec = asdict(self) | {"scratch": str(scratch), "cwd": os.getcwd()}
         return [sys.executable, "-m", __name__, json.dumps(spec), *words]
 
@@ -142,12 +146,13 @@ def _cover(folders: Sequence[str], visible: Sequence[str], scratch: str) -> None
     }
     kept = [one for one in visible if any(_is_inside(one, other) for other in folders)]
     opened = {path: os.open(path, os.O_PATH) for path in (*inside, *kept)}
+    numbers = itertools.count()  # the same ones if ``scratch`` has the changes of an earlier run
     for folder in folders:
-        _mount_overlay(folder, scratch)
+        _mount_overlay(folder, scratch, next(numbers))
     for path in sorted(inside, key=len):
         _bind(opened[path], path)
         if os.path.isdir(path) and inside[path] not in PSEUDO:
-            _mount_overlay(path, scratch)
+            _mount_overlay(path, scratch, next(numbers))
     for path in kept:
         _bind(opened[path], path)
     for descriptor in opened.values():
@@ -165,12 +170,12 @@ def _mounts() -> dict[str, str]:
     return found
 
 
-def _mount_overlay(folder: str, scratch: str) -> None:
-    number = len(os.listdir(scratch))
+def _mount_overlay(folder: str, scratch: str, number: int) -> None:
     upper, work = (os.path.join(scratch, f"{number}", name) for name in ("upper", "work"))
-    os.makedirs(upper)
-    os.makedirs(work)
-    shutil.copystat(folder, upper)
+    if not os.path.isdir(upper):
+        os.makedirs(upper)
+        os.makedirs(work)
+        shutil.copystat(folder, upper)
     parts = [f"lowerdir={_escaped(folder)}", f"upperdir={_escaped(upper)}"]
     parts += [f"workdir={_escaped(work)}"]
     parts += ["userxattr"] if os.geteuid() else ["redirect_dir=on"]
@@ -204,7 +209,7 @@ def _call(name: str, *args: object) -> None:
 def _main(spec: str, *words: str) -> None:
     told = json.loads(spec)
     try:
-        os.makedirs(told["scratch"])
+        os.makedirs(told["scratch"], exist_ok=True)
         _enter_namespace()
         _cover(told["folders"], told["visible"], told["scratch"])
         os.chdir(told["cwd"])  # the folder at the top of the overlay

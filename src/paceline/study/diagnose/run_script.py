@@ -186,7 +186,7 @@ class Runner:
         self.say(f"run {self.runs}: {who}, {what}")
         log = self.folder / f"{self.runs}.log"
         try:
-            code = _run_process(words, log, min(limit_s, self.deadline.left_s))
+            code = run_process(words, log, min(limit_s, self.deadline.left_s))
         except KeyboardInterrupt:
             raise InterruptedRunError(_load_partial(record)) from None
         finally:
@@ -199,17 +199,17 @@ class Runner:
             raise ValueError(f"Paceline stopped the script: {stopped}. HINT: {_KEPT_FILES}")
         if code or run is None:
             steps = min((one.count(State.STEP) for one in run.records), default=0) if run else 0
-            last = _last(log)
+            last = last_lines(log)
             words_of = "".join(f"\n    {line}" for line in last)
             said = f"the script with {who} ended with exit code {code}:{words_of}"
-            raise FailedError(said, steps, _error(last) or f"exit code {code}")
+            raise FailedError(said, steps, error_line(last) or f"exit code {code}")
         return run
 
     def _words(
         self, alone: bool, rung: Rung, count: bool, settings: dict[str, Any], record: Path
     ) -> list[str]:
         """Return the command of a run."""
-        where = _one(self.asked.where) if alone else list(self.asked.where)
+        where = one_rank(self.asked.where) if alone else list(self.asked.where)
         if self.asked.ranks is not None or alone:
             where += ["-n", "1" if alone else str(self.asked.ranks)]
         scratch = self.folder / f"scratch-{self.runs}"
@@ -233,7 +233,7 @@ _KEPT_FILES = (
 )
 
 
-def _one(where: list[str]) -> list[str]:
+def one_rank(where: list[str]) -> list[str]:
     """Return the options with only the first host and one rank on it, if they name hosts."""
     found = list(where)
     for at, word in enumerate(where):
@@ -247,7 +247,7 @@ def _stopped(run: Run | None) -> str:
     return next((one["stopped"] for one in told if one.get("stopped")), "")
 
 
-def _run_process(words: list[str], log: Path, limit_s: float) -> int | None:
+def run_process(words: list[str], log: Path, limit_s: float) -> int | None:
     """Run a command with its output in ``log``. Return its exit code; None after ``limit_s``.
 
     The command has its own process group, so that Ctrl-C reaches it once: from here.
@@ -300,7 +300,8 @@ def _load_partial(record: Path) -> Run | None:
         return None
 
 
-def _last(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
+    """Return the last lines that a run has printed."""
     with open(open_regular(log), "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - MAX_LOG_BYTES, 0))
         text = file.read(MAX_LOG_BYTES).decode(errors="replace")
@@ -309,7 +310,7 @@ def _last(log: Path) -> list[str]:
     return lines[-LAST_LINES:] or ["(the script printed nothing)"]
 
 
-def _error(last: list[str]) -> str:
+def error_line(last: list[str]) -> str:
     """Return the last line that names an exception, or ""."""
     return next(
         (x.strip() for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x)), ""

@@ -1,0 +1,261 @@
+"""How often does `paceline verify` name a planted mistake, with its line, and accuse nobody else?
+
+Right scripts by different hands, and scripts with one planted mistake each. One half of both is
+kept out while rules are made (kept_out/README.md).
+
+    python benchmarks/verify/battery.py                            the open half
+    python benchmarks/verify/battery.py --cases 10                 each kind once before any twice
+    python benchmarks/verify/battery.py --kinds same-samples,right
+    python benchmarks/verify/battery.py --only gan,same-samples/no-sampler --keep folder
+    python benchmarks/verify/battery.py --resume                   go on where it was stopped
+    python benchmarks/verify/battery.py --half kept-out            once, to publish the figures
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cases import HALVES, SCRIPTS, Planted, path_of, planted, right_scripts, strip
+from rich.table import Table
+from verdict import SCRIPT, Case, figures, line_of, read_answer
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import BENCHMARKS, BIN, console, machine, run
+
+RIGHT = "right"  # the kind of right scripts in --kinds
+TIMEOUT_S = 600
+NAMED = 0.95  # target: mistakes named with their lines
+
+
+def chosen(half: str, seed: int) -> list[Planted | str]:
+    """Return all cases of a half in random order: each kind once before any kind is there again."""
+    draw = random.Random(seed)
+    by_kind: dict[str, list[Planted | str]] = {}
+    for one in planted(half):
+        by_kind.setdefault(one.kind, []).append(one)
+    mistakes: list[Planted | str] = []
+    while any(by_kind.values()):
+        kinds = sorted(kind for kind, ones in by_kind.items() if ones)
+        of_kinds = [by_kind[kind] for kind in draw.sample(kinds, len(kinds))]
+        mistakes.extend(ones.pop(draw.randrange(len(ones))) for ones in of_kinds)
+    scripts = right_scripts(half)
+    right = draw.sample(scripts, len(scripts))
+    cases: list[Planted | str] = []
+    every = max(2, len(mistakes) // max(len(right), 1) + 1)
+    while mistakes or right:
+        take_right = right and (not mistakes or len(cases) % every == every - 1)
+        cases.append(right.pop(0) if take_right else mistakes.pop(0))
+    return cases
+
+
+def name_of(one: Planted | str) -> str:
+    return one if isinstance(one, str) else one.name
+
+
+def examine(one: Planted | str, more: list[str], keep: Path | None) -> Case:
+    """Verify a script.
+
+    Args:
+        one: A planted mistake, or the name of a right script.
+        more: Further options of ``paceline verify``.
+        keep: Folder in which the case's folder is kept; None: nothing is.
+    """
+    if isinstance(one, str):
+        case, words, text = Case(one), SCRIPTS[one].arguments, path_of(one).read_text()
+    else:
+        built = strip(one.text())
+        names = [one.kind, *one.names]
+        case = Case(one.name, one.kind, names, list(one.true), sorted(built.lines), one.ranks)
+        words, text = one.words, built.text
+    with work_folder(case.name, keep) as folder:
+        (folder / SCRIPT).write_text(text)
+        command = [str(BIN / "paceline"), "verify", "-n", str(case.ranks), "--json", *more]
+        start = time.monotonic()
+        answer = outcome([*command, SCRIPT, *words], folder)
+        case.seconds = round(time.monotonic() - start, 1)
+        if keep:
+            (folder / "answer.json").write_text(answer[1])
+            (folder / "errors.txt").write_text(answer[2])
+    read_answer(case, *answer)
+    return case
+
+
+@contextlib.contextmanager
+def work_folder(name: str, keep: Path | None) -> Iterator[Path]:
+    """Yield an empty folder for a case."""
+    if keep:
+        folder = keep.resolve() / name.replace("/", "-")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="verify-") as temporary:
+            yield Path(temporary)
+
+
+def outcome(command: list[str], folder: Path) -> tuple[int | None, str, str]:
+    """Run a command in a folder; return its exit code (None: it was ended), output and errors."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    code: int | None = None
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        output, errors = end(process)
+    except BaseException:
+        end(process)
+        raise
+    return code, output, errors
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a command, gently first, so that it ends its ranks."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
+
+
+def write(args: argparse.Namespace, facts: dict[str, Any], cases: list[Case]) -> None:
+    """Write the results; called after each case, so that a failure loses only the last one."""
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "benchmark": "battery",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": facts,
+        "settings": {
+            key: str(value) for key, value in vars(args).items() if key not in ("json", "keep")
+        },
+        "figures": figures(cases),
+        "cases": [
+            {
+                **asdict(case),
+                "named": case.named,
+                "placed": case.placed,
+                "accusations": case.accusations,
+                "questions": case.questions,
+            }
+            for case in cases
+        ],
+    }
+    part = args.json.with_suffix(".part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.replace(args.json)
+
+
+def resumed(path: Path) -> dict[str, Case]:
+    """Return the cases in a file that had an answer, by name."""
+    told = json.loads(path.read_text())["cases"] if path.exists() else []
+    fields = Case.__dataclass_fields__
+    cases = [Case(**{key: one[key] for key in fields}) for one in told]
+    return {case.name: case for case in cases if case.ended}
+
+
+def selected(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Planted | str]:
+    """Return the cases that the options ask for."""
+    cases = chosen(args.half, args.seed)
+    if args.kinds:
+        kinds = args.kinds.split(",")
+        cases = [one for one in cases if (RIGHT if isinstance(one, str) else one.kind) in kinds]
+    if args.only:
+        names = args.only.split(",")
+        if unknown := set(names) - {name_of(one) for one in cases}:
+            parser.error(f"--only {', '.join(unknown)}: no such case. HINT: --list prints them")
+        cases = [one for one in cases if name_of(one) in names]
+    if not cases:
+        parser.error(f"--kinds {args.kinds}: no such case. HINT: --list prints the cases")
+    return cases[: args.cases]
+
+
+def report(args: argparse.Namespace, cases: list[Case]) -> None:
+    found = figures(cases)
+    table = Table(title=f"{len(cases)} cases, {args.half} half, seed {args.seed}")
+    for heading in ("", "measured", "of", "95 % interval", "target"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = (
+        ("mistake named", "named", f">= {100 * NAMED:.0f} %"),
+        ("named, its line first", "placed", f">= {100 * NAMED:.0f} %"),
+        ("named, its line anywhere", "placed_below", ""),
+        ("further accusation of a wrong script", "accused_wrongly", "0"),
+        ("right script accused", "accused_right", "0"),
+        ("right script asked about", "asked_right", ""),
+        ("ended with an answer", "ended", "100 %"),
+    )
+    for text, key, target in rows:
+        add(table, text, found[key], target)
+    for kind, one in found["kinds"].items():
+        add(table, f"  named, its line first: {kind}", one["placed"], "")
+    console.print(table)
+    console.print(
+        f"Seconds of a verification: median {found['seconds_median']}, at most "
+        f"{found['seconds_most']}.\nJSON: {args.json}"
+    )
+
+
+def add(table: Table, text: str, one: dict[str, Any], target: str) -> None:
+    share = f"{100 * one['hits'] / one['of']:.0f} %" if one["of"] else ""
+    low, high = 100 * one["low"], 100 * one["high"]
+    table.add_row(text, share, f"{one['hits']}/{one['of']}", f"{low:.0f} to {high:.0f} %", target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--half", choices=list(HALVES), default="open")
+    parser.add_argument("--cases", type=int, help="at most; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
+    parser.add_argument("--kinds", help=f"only these, with commas; {RIGHT}: right scripts")
+    parser.add_argument("--only", help="only the cases of these names, with commas")
+    parser.add_argument("--list", action="store_true", help="print the cases, and run none")
+    parser.add_argument("--resume", action="store_true", help="keep the answers that --json holds")
+    parser.add_argument("--keep", type=Path, help="keep each case's script and answer in it")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/out/battery-HALF.json")
+    parser.add_argument("--options", default="", help="further options of paceline verify")
+    args = parser.parse_args()
+    args.json = args.json or BENCHMARKS / "out" / f"battery-{args.half}.json"
+    todo = selected(args, parser)
+    if args.list:
+        print("\n".join(name_of(one) for one in todo))
+        return
+    known = resumed(args.json) if args.resume else {}
+    facts, cases = machine(), []
+    for number, one in enumerate(todo, 1):
+        case = known.get(name_of(one)) or examine(one, args.options.split(), args.keep)
+        cases.append(case)
+        console.print(
+            f"{number:3}/{len(todo)} {line_of(case)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        write(args, facts, cases)
+    report(args, cases)
+
+
+if __name__ == "__main__":
+    run(main)

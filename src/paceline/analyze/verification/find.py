@@ -1,0 +1,91 @@
+"""All rules of ``paceline verify``, in one table, and what they leave to say."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from .compared import Compared, compared
+from .mistakes import Finding
+from .rules import (
+    checkpoints,
+    clipping,
+    gradients,
+    outputs,
+    random_numbers,
+    replicas,
+    samples,
+    schedules,
+    states,
+    validation,
+    weights,
+    whole_gradient,
+)
+from .runs_facts import VerifyRuns
+from .view import View
+
+Rule = Callable[[View], Iterator[Finding]]
+
+# In the order of their consequences: a mistake comes before those that follow from it.
+RULES: tuple[Rule, ...] = (
+    replicas.start_different,
+    gradients.not_exchanged,
+    gradients.one_rank_only,
+    samples.same_samples,
+    random_numbers.different_split,
+    samples.repeated_or_missing,
+    samples.epoch_not_set,
+    weights.exchanged_weight,
+    weights.accumulation,
+    weights.uneven,
+    clipping.clipped_before_exchange,
+    clipping.clipped_by_part,
+    schedules.rates_differ,
+    replicas.diverge,
+    whole_gradient.differs,
+    random_numbers.same_on_ranks,
+    random_numbers.same_in_workers,
+    schedules.scaling,
+    schedules.schedule_length,
+    schedules.schedule_unit,
+    states.batch_norm_differs,
+    states.differ,
+    validation.coverage,
+    outputs.metric_of_one_rank,
+    checkpoints.written_by_all,
+    checkpoints.incomplete,
+    checkpoints.resumed_differs,
+    checkpoints.resumed_samples,
+    states.batch_norm_of_one_rank,
+    outputs.loss_of_one_rank,
+)
+
+
+def find(runs: VerifyRuns) -> list[Finding]:
+    """Return the mistakes, those with the most consequences first, then the questions."""
+    return judge(runs)[0]
+
+
+def judge(runs: VerifyRuns) -> tuple[list[Finding], Compared]:
+    """Return the findings, and what was compared."""
+    view = View(runs)
+    found = [one for rule in RULES for one in rule(view)]
+    kept = without_consequences(found)
+    kept.sort(key=lambda one: one.is_question)
+    return kept, compared(view)
+
+
+def without_consequences(found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that no other one explains, each mistake once per line."""
+    kept: list[Finding] = []
+    for one in found:
+        explained = any(
+            one.mistake.id in other.mistake.explains
+            for other in found
+            if not other.is_question or one.is_question
+        )
+        again = any(
+            other.mistake.id == one.mistake.id
+            and (not one.lines or other.lines[:1] == one.lines[:1])
+            for other in kept
+        )
+        if not explained and not again:
+            kept.append(one)
+    return kept

@@ -1,0 +1,177 @@
+"""The passes of a loader on all ranks, with samples that can be compared between ranks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...record.training.facts import BatchFacts, LoaderFacts, PassFacts, Phase, RankFacts
+
+Sample = int | tuple[int, ...]  # index in a dataset that all ranks share, or checksums of contents
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """A pass of one rank.
+
+    Attributes:
+        loader: The loader.
+        facts: The pass.
+        batches: The batches that were read.
+    """
+
+    loader: LoaderFacts
+    facts: PassFacts
+    batches: list[BatchFacts]
+
+
+@dataclass
+class JointPass:
+    """A pass on all ranks that made it.
+
+    Attributes:
+        number: Position among the passes of its stream.
+        ranks: By rank.
+    """
+
+    number: int
+    ranks: dict[int, RankPass] = field(default_factory=dict)
+
+
+@dataclass
+class Stream:
+    """Passes over the same data, also if the script makes a new loader for each.
+
+    Attributes:
+        phase: What the training does with the batches.
+        passes: In order.
+        size: Number of ranks of the training.
+    """
+
+    phase: Phase
+    size: int
+    passes: list[JointPass] = field(default_factory=list)
+
+    @property
+    def first(self) -> RankPass:
+        """The first pass of the first rank that made one."""
+        return next(iter(self.passes[0].ranks.values()))
+
+    @property
+    def loaders(self) -> dict[int, LoaderFacts]:
+        """The first loader of each rank."""
+        return {rank: one.loader for rank, one in self.passes[0].ranks.items()}
+
+    @property
+    def lines(self) -> list[str]:
+        """Where the loader was made, and where it is iterated."""
+        return [line for line in (self.first.loader.line, self.first.facts.line) if line]
+
+    @property
+    def shares_dataset(self) -> bool:
+        """Whether equal positions mean equal samples on all ranks, as far as that is known."""
+        loaders = list(self.loaders.values())
+        if any(one.is_iterable or one.dataset_length is None for one in loaders):
+            return False
+        known = {(one.dataset, one.dataset_length, _checksum(one)) for one in loaders}
+        return len(known) == 1 and (_checksum(loaders[0]) != 0 or self._same_contents())
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the loaders are parts of one dataset, and it is known which."""
+        loaders = list(self.loaders.values())
+        known = {(one.root_length, one.root_checksum) for one in loaders}
+        return (
+            len(known) == 1
+            and loaders[0].root_length is not None
+            and loaders[0].root_checksum != 0
+            and any(one.subset is not None for one in loaders)
+        )
+
+    def samples(self, rank: int, batch: BatchFacts, loader: LoaderFacts) -> list[Sample] | None:
+        """Return the samples of a batch so that equal ones are equal on all ranks, or None."""
+        if batch.indices is not None and (self.has_root or self.shares_dataset):
+            return self._positions(batch.indices, loader)
+        if not batch.contents:
+            return None
+        return [tuple(each) for each in zip(*batch.contents, strict=True)]
+
+    def plan(self, made: RankPass) -> list[list[int]] | None:
+        """Return the samples of all batches of a pass, or None.
+
+        Numbers are comparable between ranks if ``has_root`` or ``shares_dataset``.
+        """
+        if made.facts.planned is None:
+            return None
+        return [self._positions(batch, made.loader) for batch in made.facts.planned]  # type: ignore[misc]
+
+    def _positions(self, indices: Sequence[int], loader: LoaderFacts) -> list[Sample]:
+        if self.has_root and loader.subset is not None:
+            return [loader.subset[at] if 0 <= at < len(loader.subset) else at for at in indices]
+        return list(indices)
+
+    def _same_contents(self) -> bool:
+        """Return whether samples with the same position were seen to have the same contents."""
+        seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+        equal = 0
+        for one in self.passes:
+            for rank, made in one.ranks.items():
+                for batch in made.batches:
+                    if batch.indices is None or not batch.contents:
+                        continue
+                    contents = zip(*batch.contents, strict=True)
+                    for at, content in zip(batch.indices, contents, strict=False):
+                        before = seen.setdefault(at, (rank, content))
+                        if before[0] != rank:
+                            if before[1] != content:
+                                return False
+                            equal += 1
+        return equal > 0 or self._is_split_by_sampler()
+
+    def _is_split_by_sampler(self) -> bool:
+        """Return whether no position occurs on two ranks: then all index one dataset."""
+        positions: dict[int, set[int]] = {}
+        for rank, made in self.passes[0].ranks.items():
+            if made.facts.planned is None:
+                return False
+            positions[rank] = {at for batch in made.facts.planned for at in batch}
+        return len(positions) > 1 and len(set().union(*positions.values())) == sum(
+            map(len, positions.values())
+        )
+
+
+def _checksum(loader: LoaderFacts) -> int:
+    """Return a checksum of the dataset; 0 if it is not known."""
+    return loader.dataset_checksum or (loader.root_checksum if loader.subset is None else 0)
+
+
+def streams(ranks: Sequence[RankFacts], phase: Phase) -> list[Stream]:
+    """Return the streams of a phase. Passes without batches are left out."""
+    found: dict[tuple[str, str, int], Stream] = {}
+    for facts in ranks:
+        for key, made in _passes(facts, phase):
+            stream = found.setdefault(key, Stream(phase, len(ranks)))
+            number = sum(facts.rank in one.ranks for one in stream.passes)
+            if number == len(stream.passes):
+                stream.passes.append(JointPass(number))
+            stream.passes[number].ranks[facts.rank] = made
+    return list(found.values())
+
+
+def _passes(facts: RankFacts, phase: Phase) -> Iterator[tuple[tuple[str, str, int], RankPass]]:
+    """Yield the passes of a rank with the key of their stream: line, dataset, which of several."""
+    datasets: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
+    batches: dict[tuple[int, int], list[BatchFacts]] = {}
+    for batch in facts.batches:
+        batches.setdefault((batch.loader, batch.pass_number), []).append(batch)
+    for loader in facts.loaders:
+        for one in loader.passes:
+            read = batches.get((loader.key, one.number), [])
+            if one.phase is not phase or not read:
+                continue
+            known = datasets.setdefault((loader.line, loader.dataset), [])
+            identity = (loader.dataset_checksum, loader.dataset_length)
+            if identity not in known:
+                known.append(identity)
+            yield (
+                (loader.line, loader.dataset, known.index(identity)),
+                RankPass(loader, one, read),
+            )

@@ -1,0 +1,142 @@
+"""The training of N ranks beside its replay on one rank with the same samples."""
+
+from functools import cached_property
+
+from ...record.training.facts import RankFacts, StepFacts
+from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
+from .steps import JointStep, parameters, trained
+
+NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
+SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
+CLOSE = 0.05  # residual up to which two gradients are multiples of each other
+
+
+class Replay:
+    """Steps of the replay that can be compared with those of N ranks.
+
+    Args:
+        ranks: The script on N ranks.
+        replay: One rank with the samples of all ranks, or None.
+        permuted: The same in another order, or None.
+    """
+
+    def __init__(
+        self, ranks: list[RankFacts], replay: RankFacts | None, permuted: RankFacts | None
+    ) -> None:
+        self._ranks, self._replay, self._permuted = ranks, replay, permuted
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why gradients cannot be compared one by one; "" if they can."""
+        if self._replay is None:
+            return "the training was not replayed on one rank"
+        drawn = [
+            one
+            for facts in (*self._ranks, self._replay)
+            for one in facts.draws
+            if one.place in ("forward", "loop") and one.has_drawn
+        ]
+        if drawn:
+            where = f" in {drawn[0].line}" if drawn[0].line else ""
+            return f"the model draws random numbers{where}, and ranks draw others than one process"
+        for model in (*self._ranks[0].models, *self._replay.models):
+            if model.batch_norms:
+                return (
+                    f"the statistics of {model.batch_norms[0]} are those of each rank's batch, "
+                    "and differ from those of the global batch"
+                )
+        return ""
+
+    def step(self, step: JointStep) -> StepFacts | None:
+        """Return the same step of the replay if it trained as many samples."""
+        if self._replay is None:
+            return None
+        found = _step(self._replay, step.optimizer, step.index)
+        if found is None:
+            return None
+        own = sum(
+            self._replay.batches[at].samples
+            for one in found.backwards
+            for at in trained(self._replay, one)
+        )
+        whole = sum(step.samples)
+        return found if not (own and whole) or own == whole else None
+
+    def gradients(self, step: JointStep) -> Vectors | None:
+        """Return the replay's gradients before clipping, if both started from the same values."""
+        found = self.step(step)
+        if found is None or self.obstacle or not self._starts_equal(step):
+            return None
+        assert self._replay is not None
+        return _unclipped(self._replay, found)
+
+    def multiple(self, step: JointStep, used: Vectors) -> float | None:
+        """Return N ranks' gradient as a multiple of the replay's; None if it is none."""
+        theirs = self.gradients(step)
+        if theirs is None or not (names := [name for name in used if name in theirs]):
+            return None
+        found = fit(used, theirs, names)
+        return found.factor if found.residual <= CLOSE and found.factor > 0 else None
+
+    def noise(self, step: JointStep) -> dict[str, float]:
+        """Return the rounding noise of a step by parameter; empty if it was not measured."""
+        found = self.step(step)
+        other = self._permuted and _step(self._permuted, step.optimizer, step.index)
+        if found is None or not other:
+            return {}
+        assert self._replay is not None
+        assert self._permuted is not None
+        one, two = _unclipped(self._replay, found), _unclipped(self._permuted, other)
+        return {name: distance(one[name], two[name]) for name in one if name in two}
+
+    def tolerances(self, step: JointStep, floor: float = 0.0) -> dict[str, float]:
+        """Return the largest difference by parameter that rounding explains.
+
+        floor: Relative difference that the exchange itself is known to make.
+        """
+        noise = self.noise(step)
+        known = parameters(self._ranks[0])
+        usual = sorted(noise.values())[len(noise) // 2] if noise else EPSILONS["float32"]
+        casts = {one.autocast for facts in step.steps for one in facts.backwards if one.autocast}
+        least = max([floor, usual, *(epsilon(dtype) for dtype in casts)])
+        return {
+            name: NOISE_FACTOR * max(noise.get(name, 0.0), least, 4 * epsilon(one.dtype))
+            for name, one in known.items()
+        }
+
+    def loss_ratio(self, step: JointStep) -> float | None:
+        """Return the sum of what the ranks' backwards started from, relative to the replay's."""
+        found = self.step(step)
+        if found is None or step.index != 0 or not found.backwards:
+            return None
+        theirs = sum(one.root / one.scale for one in found.backwards)
+        ours = sum(one.root / one.scale for each in step.backwards for one in each)
+        return ours / theirs if theirs > 0 and ours > 0 else None
+
+    def _starts_equal(self, step: JointStep) -> bool:
+        if step.index == 0:
+            return True
+        assert self._replay is not None
+        ours = _step(step.ranks[0], step.optimizer, step.index - 1)
+        theirs = _step(self._replay, step.optimizer, step.index - 1)
+        if ours is None or theirs is None or step.sharded:
+            return False
+        one, two = (
+            vectors(step.ranks[0], ours.parameters),
+            vectors(self._replay, theirs.parameters),
+        )
+        both = [name for name in one if name in two]
+        return bool(both) and all(distance(one[name], two[name]) <= SAME_STATE for name in both)
+
+
+def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:
+    return next(
+        (one for one in facts.steps if (one.optimizer, one.index) == (optimizer, index)), None
+    )
+
+
+def _unclipped(facts: RankFacts, step: StepFacts) -> Vectors:
+    one: dict[str, Vector] = vectors(facts, step.gradients)
+    for clip in reversed(step.clips):
+        one |= vectors(facts, clip.gradients)
+    return {name: one[name] for name in step.gradients}

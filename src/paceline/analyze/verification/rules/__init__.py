@@ -1,0 +1,1 @@
+"""The rules of ``paceline verify``, by subject."""

@@ -1,0 +1,226 @@
+"""Gradients that are not exchanged, or only those of one rank."""
+
+from collections.abc import Iterator
+
+from ....record.training.facts import Phase
+from ..exchange import Exchange, Kind
+from ..mistakes import MISTAKES, Finding
+from ..relations import distance, vectors
+from ..steps import JointStep, shown
+from ..view import View, listed, unique
+
+ONE_RANK = 0.02  # of the other ranks' coefficients, relative to the largest
+SAME = 1e-6  # relative difference of equal parameters
+LARGE = 0.5  # of the bytes of the parameters: a collective that exchanges them
+
+
+def not_exchanged(view: View) -> Iterator[Finding]:
+    """Find steps that use a rank's own gradient, for all parameters or for some."""
+    own = [one for one in view.exchanges if (one.kind is Kind.OWN or _is_own(one)) and _differ(one)]
+    if own and _averages_parameters(view, own):
+        view.notes.append(
+            "the ranks train with their own gradients, and average their parameters between some "
+            "steps (local SGD): gradients and parameters of the steps between are not compared"
+        )
+        return
+    if own:
+        yield _all_parameters(view, own)
+        return
+    for one in view.exchanges:
+        names = [name for name in one.own if not _is_expert(view, one, name)]
+        if names:
+            yield _some_parameters(view, one, names)
+            return
+
+
+def one_rank_only(view: View) -> Iterator[Finding]:
+    """Find gradients that all ranks take from one of them."""
+    for one in view.exchanges:
+        if one.kind is not Kind.LINEAR or _is_own(one):
+            continue
+        largest = max(one.coefficients, key=abs)
+        rest = [abs(value) for value in one.coefficients if value is not largest]
+        if max(rest, default=0.0) > ONE_RANK * abs(largest):
+            continue
+        rank = one.coefficients.index(largest)
+        yield Finding(
+            MISTAKES["gradients-not-exchanged"],
+            unique([*view.gradient_lines(), *one.step.lines]),
+            f"In step {one.step.index + 1}, all ranks use the gradient of rank {rank}. The "
+            f"samples of the other ranks do not contribute.",
+            step=one.step.index + 1,
+            values={"rank": rank, "coefficient": largest},
+            remedy="exchange gradients with all_reduce, and divide by the number of ranks",
+        )
+        return
+
+
+def _differ(one: Exchange) -> bool:
+    """Return whether the ranks' optimizers use different gradients."""
+    used = [one.step.used(rank) for rank in range(one.step.size)]
+    return any(
+        distance(used[0][name], other[name]) > SAME for other in used for name in one.step.names
+    )
+
+
+def _is_own(one: Exchange) -> bool:
+    """Return whether each rank uses its own gradient, with a factor of each rank (clipping)."""
+    if one.kind is not Kind.LINEAR:
+        return False
+    used = [one.step.unclipped(rank) for rank in range(one.step.size)]
+    name = next(iter(one.step.names), None)
+    if name is None or all(distance(used[0][name], other[name]) <= SAME for other in used):
+        return False
+    largest = max(range(len(one.coefficients)), key=lambda at: abs(one.coefficients[at]))
+    others = [abs(v) for at, v in enumerate(one.coefficients) if at != largest]
+    return largest == 0 and max(others) <= ONE_RANK * abs(one.coefficients[0])
+
+
+def _averages_parameters(view: View, own: list[Exchange]) -> bool:
+    """Return whether parameters were different after one step, and equal before a later one."""
+    differed = False
+    for one in own:
+        step = one.step
+        if differed and _equal(step, before=True):
+            return True
+        differed = differed or not _equal(step, before=False)
+    if any(facts.before for facts in own[0].step.steps):
+        return False
+    whole = _parameter_bytes(view)
+    return any(
+        one.phase is not Phase.SETUP
+        and not one.is_in_backward
+        and one.nbytes >= LARGE * whole
+        and one.step < len(view.steps)
+        for one in view.ranks[0].collectives
+    ) and not _after_every_step(view)
+
+
+def _equal(step: JointStep, before: bool) -> bool:
+    """Return whether parameters are equal on all ranks, before or after a step."""
+    found = [
+        vectors(facts, one.before if before else one.parameters)
+        for facts, one in zip(step.ranks, step.steps, strict=True)
+    ]
+    return bool(found[0]) and all(
+        name in other and distance(found[0][name], other[name]) <= SAME
+        for other in found[1:]
+        for name in found[0]
+    )
+
+
+def _after_every_step(view: View) -> bool:
+    """Return whether large collectives run in each step: an exchange of gradients, at any place."""
+    steps = {one.step for one in view.ranks[0].collectives if one.phase is Phase.TRAINING}
+    return len(steps) >= len(view.steps)
+
+
+def _parameter_bytes(view: View) -> int:
+    width = {"float64": 8, "bfloat16": 2, "float16": 2}
+    total = 0
+    for model in view.ranks[0].models:
+        for one in model.parameters:
+            total += width.get(one.dtype, 4) * one.shard_numel
+    return max(total, 1)
+
+
+def _is_expert(view: View, one: Exchange, name: str) -> bool:
+    """Return whether a parameter is left out of the exchange on purpose."""
+    for model in view.ranks[0].models:
+        if shown(name) in model.ignored:
+            return True
+    if not view.has_all_to_all:
+        return False
+    rows = [step.parameters.get(name) for step in one.step.steps]
+    values = [
+        vectors(facts, {name: row})[name]
+        for facts, row in zip(one.step.ranks, rows, strict=True)
+        if row is not None
+    ]
+    return any(distance(values[0], other) > SAME for other in values[1:])
+
+
+def _all_parameters(view: View, own: list[Exchange]) -> Finding:
+    first, of = own[0], len(view.exchanges)
+    often = "each step" if len(own) == of else f"{len(own)} of {of} steps"
+    text = (
+        f"In {often}, the optimizer uses the gradient of its rank alone, for all parameters: each "
+        "rank trains a model of its own."
+    )
+    lines, remedy = _why_all(view, first)
+    if lines and remedy:
+        text += f" {remedy[0].upper()}{remedy[1:]}."
+    found = first.step
+    return Finding(
+        MISTAKES["gradients-not-exchanged"],
+        unique([*lines, *found.lines]),
+        text,
+        step=found.index + 1,
+        values={"steps": len(own), "of_steps": of, "parameters": len(found.names)},
+        remedy=_HOW.get(remedy, ""),
+    )
+
+
+_NO_SYNC = "the last backward of the step runs in no_sync"
+_OUTSIDE = "the model is called without its wrapper"
+_LATE = "a collective runs, but not between the backward and the step"
+_NONE = "no collective runs between the backward and the step"
+_FROZEN = "it did not require a gradient when the model was wrapped"
+_HOW = {
+    _NO_SYNC: "leave no_sync before the last forward and backward of each step",
+    _OUTSIDE: "call the wrapper, not the module inside it",
+    _LATE: "exchange the gradients after the last backward and before the optimizer's step",
+    _NONE: "wrap the model in DistributedDataParallel, or all-reduce the gradients before the step",
+    _FROZEN: "unfreeze parameters before the model is wrapped, or wrap it again",
+}
+
+
+def _why_all(view: View, one: Exchange) -> tuple[list[str], str]:
+    """Return the lines to look at and what is wrong there, for a step without any exchange."""
+    backward = one.step.backwards[0][-1]
+    model = view.model(backward.model)
+    wrapped = [m for m in view.ranks[0].models if m.wrapper]
+    models = [model] if model is not None else wrapped
+    no_sync = [line for m in models for line in m.no_sync_lines]
+    if not backward.is_syncing and no_sync:
+        return [*no_sync, backward.line], _NO_SYNC
+    outside = [line for m in wrapped for line in m.outside_forwards]
+    if outside:
+        return outside, _OUTSIDE
+    if lines := view.gradient_lines():
+        return [*lines, one.step.steps[0].line], _LATE
+    return [one.step.steps[0].line, *(m.line for m in models)], _NONE
+
+
+def _some_parameters(view: View, one: Exchange, names: list[str]) -> Finding:
+    step = one.step
+    exchanged = len(step.names) - len(names)
+    what = listed([shown(name) for name in names])
+    verb = "is" if len(names) == 1 else "are"
+    text = (
+        f"In step {step.index + 1}, the gradients of {what} {verb} those of each rank alone; those "
+        f"of {exchanged} other parameters are exchanged."
+    )
+    lines, remedy = [], ""
+    bare = {shown(name) for name in names}
+    for model in view.ranks[0].models:
+        frozen = [p for p in model.parameters if p.name in bare and not p.requires_grad]
+        if frozen and model.wrapper:
+            lines += [model.line]
+            remedy = _FROZEN
+        elif any(p.name in bare for p in model.parameters):
+            lines += model.outside_forwards or ([] if model.wrapper else [model.line])
+    if remedy:
+        text += f" {_FROZEN[0].upper()}{_FROZEN[1:]}."
+    elif lines:
+        text += " They are used outside of the wrapped module."
+        remedy = _OUTSIDE
+    return Finding(
+        MISTAKES["gradients-not-exchanged"],
+        unique([*lines, *view.gradient_lines(), *step.lines]),
+        text,
+        step=step.index + 1,
+        layer=shown(names[0]),
+        values={"parameters": len(names), "exchanged": exchanged},
+        remedy=_HOW.get(remedy, ""),
+    )

@@ -1,0 +1,214 @@
+"""Random numbers that are the same where they must differ, or differ where they must agree."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from ....record.training.facts import DrawFacts, Phase
+from ..mistakes import MISTAKES, Finding
+from ..passes import Stream
+from ..view import View, ranks_text, unique
+
+LEAST = 2  # draws that must be equal
+MOSTLY = 0.9  # of the compared draws
+KINDS = {"torch": "torch", "cuda": "torch (CUDA)", "numpy": "numpy", "python": "random"}
+DOINGS = {
+    "fetch": "the dataset (augmentation, noise or sampling)",
+    "forward": "the model's forward (dropout or noise)",
+    "loop": "the training loop (noise or augmentation)",
+}
+
+Key = tuple[object, ...]
+
+
+def same_on_ranks(view: View) -> Iterator[Finding]:
+    """Find ranks whose generators are in the same state when they draw for different samples."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    training = {
+        (rank, loader.key, one.number)
+        for rank, facts in enumerate(view.ranks)
+        for loader in facts.loaders
+        for one in loader.passes
+        if one.phase is Phase.TRAINING
+    }
+    for place in DOINGS:
+        for generator in KINDS:
+            by_rank = [
+                {
+                    _key(one): one
+                    for one in facts.draws
+                    if one.place == place and one.generator == generator and one.has_drawn
+                    if place != "fetch" or (rank, one.loader, one.pass_number) in training
+                }
+                for rank, facts in enumerate(view.ranks)
+            ]
+            groups = [
+                pair
+                for pair in combinations(range(view.size), 2)
+                if _are_equal(by_rank[pair[0]], by_rank[pair[1]])
+            ]
+            if groups:
+                yield _on_ranks(view, place, generator, by_rank[groups[0][0]], groups)
+                return
+
+
+def same_in_workers(view: View) -> Iterator[Finding]:
+    """Find workers of a loader, or epochs, whose samples are drawn with the same numbers."""
+    for rank, facts in enumerate(view.ranks):
+        draws: dict[tuple[int, str], list[DrawFacts]] = defaultdict(list)
+        for one in facts.draws:
+            if one.place == "fetch" and one.has_drawn:
+                draws[one.loader, one.generator].append(one)
+        for (key, generator), found in draws.items():
+            loader = next((one for one in facts.loaders if one.key == key), None)
+            if loader is None or not any(p.phase is Phase.TRAINING for p in loader.passes):
+                continue
+            text = _between_workers(found) or _between_passes(found)
+            if text:
+                lines = unique([_line(found), loader.line])
+                yield Finding(
+                    MISTAKES["same-random-numbers"],
+                    lines,
+                    f"On rank {rank}, {text} with the same numbers of {KINDS[generator]}: "
+                    "different samples get the same augmentation or noise.",
+                    ranks=[] if rank == 0 else [rank],
+                    values={"draws": len(found)},
+                    remedy="let worker_init_fn seed each worker by torch.initial_seed(), which "
+                    "differs by worker and epoch, or leave it out",
+                )
+                return
+
+
+def different_split(view: View) -> Iterator[Finding]:
+    """Find ranks that split a dataset differently, before a sampler divides it among them."""
+    if view.size < 2:
+        return
+    for stream in (*view.training, *view.evaluation):
+        loaders = stream.loaders
+        if len(loaders) < view.size or stream.first.loader.is_iterable:
+            continue
+        if (found := _leak(view, stream)) is not None:
+            yield found
+            return
+        first = stream.first.loader
+        is_divided = "distributed" in first.sampler.lower()
+        checksums = {one.dataset_checksum for one in loaders.values()}
+        lengths = {one.dataset_length for one in loaders.values()}
+        subsets = [one.subset for one in loaders.values()]
+        if 0 in checksums or len(checksums) < 2 or not is_divided:
+            continue
+        if len(lengths) > 1 or (first.dataset != "Subset" and all(one is None for one in subsets)):
+            continue
+        yield Finding(
+            MISTAKES["different-random-numbers"],
+            unique([*stream.lines]),
+            f"The ranks' datasets of {first.dataset_length} samples contain different samples, and "
+            f"{first.sampler} divides them as if they were equal: samples are trained several "
+            "times or never, and those of one rank's validation are trained by another.",
+            values={"samples": first.dataset_length or 0},
+            remedy="split with a generator that has the same seed on all ranks, such as "
+            "random_split(..., generator=torch.Generator().manual_seed(0))",
+        )
+        return
+
+
+def _leak(view: View, stream: Stream) -> Finding | None:
+    """Return a finding if samples that one rank validates are trained by another."""
+    if stream.phase is not Phase.TRAINING or not stream.has_root:
+        return None
+    trained = {rank: set(one.subset or ()) for rank, one in stream.loaders.items()}
+    for other in view.evaluation:
+        if not other.has_root or other.first.loader.root_checksum != (
+            stream.first.loader.root_checksum
+        ):
+            continue
+        tested = {rank: set(one.subset or ()) for rank, one in other.loaders.items()}
+        for a, b in combinations(sorted(trained), 2):
+            own = any(trained[one] & tested.get(one, set()) for one in (a, b))
+            mixed = (trained[a] & tested.get(b, set())) | (trained[b] & tested.get(a, set()))
+            if mixed and not own:
+                return Finding(
+                    MISTAKES["different-random-numbers"],
+                    unique([*stream.lines, *other.lines]),
+                    f"Ranks {a} and {b} split the dataset differently: {len(mixed)} samples are "
+                    "trained on one of them and validated on the other.",
+                    ranks=[a, b],
+                    values={"samples": len(mixed)},
+                    remedy="split with a generator that has the same seed on all ranks, such as "
+                    "random_split(..., generator=torch.Generator().manual_seed(0))",
+                )
+    return None
+
+
+def _key(one: DrawFacts) -> Key:
+    return (one.worker, one.loader, one.pass_number, one.number)
+
+
+def _are_equal(one: dict[Key, DrawFacts], two: dict[Key, DrawFacts]) -> bool:
+    both = one.keys() & two.keys()
+    equal = sum(one[key].state == two[key].state for key in both)
+    return equal >= LEAST and equal >= MOSTLY * len(both)
+
+
+def _on_ranks(
+    view: View,
+    place: str,
+    generator: str,
+    draws: dict[Key, DrawFacts],
+    groups: Sequence[tuple[int, int]],
+) -> Finding:
+    ranks = sorted({rank for pair in groups for rank in pair})
+    workers = any(one.worker is not None for one in draws.values())
+    found = list(draws.values())
+    loaders = [
+        loader.line
+        for loader in view.ranks[0].loaders
+        if place == "fetch" and loader.key == found[0].loader
+    ]
+    text = (
+        f"{ranks_text(ranks, view.size)} draw the same random numbers of {KINDS[generator]} in "
+        f"{DOINGS[place]}, for different samples"
+    )
+    text += ", in workers with the same number." if workers else "."
+    return Finding(
+        MISTAKES["same-random-numbers"],
+        unique([*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders]),
+        text,
+        ranks=ranks,
+        values={"draws": len(found)},
+        remedy="seed with seed + rank after the model is made"
+        + (": the seeds of the workers follow from it" if workers else ""),
+    )
+
+
+def _line(draws: Sequence[DrawFacts]) -> str:
+    return next((one.line for one in draws if one.line), "")
+
+
+def _between_workers(draws: Sequence[DrawFacts]) -> str:
+    """Return which workers draw the same, in words; "" if none do."""
+    by_worker: dict[int, dict[Key, int]] = defaultdict(dict)
+    for one in draws:
+        if one.worker is not None:
+            nth = sum(key[0] == one.pass_number for key in by_worker[one.worker])
+            by_worker[one.worker][one.pass_number, nth] = one.state
+    for a, b in combinations(sorted(by_worker), 2):
+        both = by_worker[a].keys() & by_worker[b].keys()
+        equal = sum(by_worker[a][key] == by_worker[b][key] for key in both)
+        if equal >= 1 and equal >= MOSTLY * len(both):
+            return f"workers {a} and {b} load samples"
+    return ""
+
+
+def _between_passes(draws: Sequence[DrawFacts]) -> str:
+    """Return which epochs draw the same, in words; "" if none do."""
+    by_pass: dict[int, dict[Key, int]] = defaultdict(dict)
+    for one in draws:
+        by_pass[one.pass_number][one.worker, one.number] = one.state
+    for a, b in combinations(sorted(by_pass), 2):
+        both = by_pass[a].keys() & by_pass[b].keys()
+        equal = sum(by_pass[a][key] == by_pass[b][key] for key in both)
+        if equal >= LEAST and equal >= MOSTLY * len(both):
+            return f"epochs {a + 1} and {b + 1} load samples"
+    return ""

@@ -1,0 +1,137 @@
+"""Replicas that start different, or become different."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ....record.training.facts import ModelFacts, RankFacts
+from ..mistakes import MISTAKES, Finding
+from ..relations import checksum, distance, vectors
+from ..steps import JointStep, shown
+from ..view import View, listed, ranks_text, unique
+
+SAME = 1e-6  # relative difference of equal parameters
+OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
+EXPERT_SHARE = 0.5  # of the parameters: more cannot be experts
+
+
+def start_different(view: View) -> Iterator[Finding]:
+    """Find parameters with different values on the ranks at the first forward."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for model in view.ranks[0].models:
+        others = [_same_model(facts, model) for facts in view.ranks[1:]]
+        if model.is_sharded or not model.first or any(one is None for one in others):
+            continue
+        models = [model, *(one for one in others if one is not None)]
+        different = _different(view.ranks, [one.first for one in models])
+        names = [name for name in different if name not in model.ignored]
+        if not names:
+            continue
+        ranks = sorted({rank for name in names for rank in different[name]})
+        few = len(names) < len(model.first)
+        what = listed(names) if few else f"all {len(names)} parameters"
+        made = view.ranks[0].draws
+        drawn = [one.line for one in made if one.place == "construction" and one.line]
+        yield Finding(
+            MISTAKES["replicas-start-different"],
+            unique(
+                [*view.seed_lines("torch", are_equal=False)[:1], *drawn[:1], model.line, *drawn[1:]]
+            ),
+            f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
+            f"{ranks_text(ranks, view.size).lower()}"
+            + (
+                f"; {len(model.first) - len(names)} other parameters are equal."
+                if few
+                else ": the ranks train from different starting points, and nothing makes them "
+                "equal."
+            ),
+            ranks=ranks,
+            layer=names[0],
+            values={"parameters": len(names), "of": len(model.first)},
+        )
+        return
+
+
+def diverge(view: View) -> Iterator[Finding]:
+    """Find parameters that are equal before a step and different after it."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for step in view.steps:
+        rows = [facts.parameters for facts in step.steps]
+        names = [name for name in rows[0] if name not in step.sharded]
+        different = _different(
+            view.ranks, [{name: one[name] for name in names if name in one} for one in rows]
+        )
+        wrong = [name for name in different if _exceeds_rounding(step, name)]
+        if not wrong:
+            continue
+        ranks = sorted({rank for name in wrong for rank in different[name]})
+        few = len(wrong) < len(names)
+        text = (
+            f"After step {step.index + 1}, {listed([shown(one) for one in wrong])} differ between "
+            f"rank 0 and {ranks_text(ranks, view.size).lower()}"
+        )
+        text += f"; {len(names) - len(wrong)} other parameters are equal." if few else "."
+        text += _gradients_too(step, wrong)
+        yield Finding(
+            MISTAKES["replicas-diverge"],
+            unique([step.steps[0].line, *step.lines]),
+            text,
+            ranks=ranks,
+            step=step.index + 1,
+            layer=shown(wrong[0]),
+            values={"parameters": len(wrong), "of": len(names)},
+        )
+        return
+
+
+def _same_model(facts: RankFacts, model: ModelFacts) -> ModelFacts | None:
+    return next(
+        (one for one in facts.models if (one.key, one.class_name) == (model.key, model.class_name)),
+        None,
+    )
+
+
+def _different(
+    ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]]
+) -> dict[str, list[int]]:
+    """Return by parameter the ranks whose values differ from rank 0's."""
+    found: dict[str, list[int]] = {}
+    for rank in range(1, len(ranks)):
+        for name, row in rows[0].items():
+            if name not in rows[rank]:
+                continue
+            other = rows[rank][name]
+            if checksum(ranks[0], row) == checksum(ranks[rank], other):
+                continue
+            one = vectors(ranks[0], {name: row})[name]
+            two = vectors(ranks[rank], {name: other})[name]
+            if distance(one, two) > SAME:
+                found.setdefault(name, []).append(rank)
+    return found
+
+
+def _exceeds_rounding(step: JointStep, name: str) -> bool:
+    """Return whether the replicas differ by more than a small part of the step's update."""
+    after = [
+        vectors(facts, {name: one.parameters[name]})[name]
+        for facts, one in zip(step.ranks, step.steps, strict=True)
+        if name in one.parameters
+    ]
+    difference = max(distance(after[0], other) for other in after[1:])
+    before = step.steps[0].before.get(name)
+    if before is None:
+        return difference > SAME
+    update = distance(after[0], vectors(step.ranks[0], {name: before})[name])
+    return difference > max(OF_UPDATE * update, SAME)
+
+
+def _gradients_too(step: JointStep, names: Sequence[str]) -> str:
+    """Return a sentence about the gradients that led to it."""
+    rows = [facts.gradients for facts in step.steps]
+    known = [name for name in names if all(name in one for one in rows)]
+    if not known:
+        return ""
+    used = [vectors(f, {n: r[n] for n in known}) for f, r in zip(step.ranks, rows, strict=True)]
+    if any(distance(used[0][n], other[n]) > SAME for other in used[1:] for n in known):
+        return " Their gradients differ as well."
+    return " Their gradients are equal: the optimizers, or what changes the parameters, differ."

@@ -1,0 +1,333 @@
+"""Which samples the ranks train: the same ones, some several times, some never, in which order."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+from ..mistakes import MISTAKES, Certainty, Finding
+from ..passes import JointPass, RankPass, Sample, Stream
+from ..view import View, ranks_text, unique
+
+MOSTLY = 0.9  # of the batches or samples
+DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
+LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
+OVERLAP = 0.02  # of the samples of an epoch
+REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
+BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
+CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
+
+
+def same_samples(view: View) -> Iterator[Finding]:
+    """Find ranks that train the same samples."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for stream in view.training:
+        if len(stream.loaders) < 2:
+            continue
+        if (found := _same_batches(stream, view)) or (found := _whole_dataset(stream)):
+            yield found
+            return
+
+
+def repeated_or_missing(view: View) -> Iterator[Finding]:
+    """Find epochs in which samples occur several times, or not at all."""
+    if view.is_model_parallel:
+        return
+    for stream in view.training:
+        if not (stream.shares_dataset or stream.has_root):
+            yield from _repeated_batches(stream)
+            continue
+        plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
+        if not plans:
+            continue
+        found = list(_repeated(stream, plans)) + list(_missing(stream, plans))
+        both = {one.mistake.id for one in found} == {"samples-repeated", "samples-never-trained"}
+        if both and _split_differs(plans[0]):
+            yield _differently_shuffled(stream, plans[0], found)
+        else:
+            yield from found
+
+
+def epoch_not_set(view: View) -> Iterator[Finding]:
+    """Find a random order that is the same in all epochs."""
+    for stream in view.training:
+        orders = []
+        for one in stream.passes:
+            rank = min(one.ranks)
+            orders.append(_order(one.ranks[rank]))
+        known = [order for order in orders if order]
+        if len(known) < 2 or stream.first.loader.is_iterable:
+            continue
+        if any(order != known[0] for order in known[1:]) or _is_regular(known[0]):
+            continue
+        loader = stream.first.loader
+        epochs = f"{len(known)} epochs" if len(known) > 2 else "both epochs"
+        has_epoch = loader.sampler_has_epoch
+        reason = (
+            f"set_epoch of the {loader.sampler} was not called with another epoch."
+            if has_epoch
+            else f"the order of {loader.sampler or 'the loader'} does not depend on the epoch."
+        )
+        yield Finding(
+            MISTAKES["epoch-not-set"],
+            unique([stream.first.facts.line, loader.line]),
+            f"{ranks_text(sorted(stream.loaders), view.size)} trained "
+            f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
+            values={"epochs": len(known), "samples": len(known[0])},
+            remedy="" if has_epoch else "make the order depend on the epoch",
+        )
+        return
+
+
+def _same_batches(stream: Stream, view: View) -> Finding | None:
+    """Return a finding if two ranks read the same batches at the same time."""
+    groups = [
+        pair
+        for pair in combinations(sorted(stream.loaders), 2)
+        if _share_of_equal_batches(stream, *pair) >= MOSTLY
+    ]
+    if not groups:
+        return None
+    ranks = sorted({rank for pair in groups for rank in pair})
+    everything = len(groups) == view.size * (view.size - 1) // 2
+    sharded = any(model.is_sharded for model in view.ranks[0].models)
+    loader = stream.loaders[ranks[0]]
+    how = "" if everything else f" ({'; '.join(f'{a} and {b}' for a, b in groups[:4])})"
+    samples = sum(batch.samples for batch in stream.passes[0].ranks[ranks[0]].batches)
+    sampler = f" The sampler is {loader.sampler}." if loader.sampler else ""
+    return Finding(
+        MISTAKES["same-samples"],
+        unique(stream.lines),
+        f"{ranks_text(ranks, view.size)} trained the same samples in the same order{how}, "
+        f"{samples} of each in the first epoch as far as it was run: a step computes the gradient "
+        f"of one rank's batch several times.{sampler}",
+        ranks=ranks,
+        values={"samples": samples, "pairs": len(groups)},
+        certainty=Certainty.QUESTION if sharded and not everything else None,
+    )
+
+
+def _share_of_equal_batches(stream: Stream, one: int, two: int) -> float:
+    equal = compared = seen = 0
+    for made in stream.passes:
+        if one not in made.ranks or two not in made.ranks:
+            continue
+        a, b = made.ranks[one], made.ranks[two]
+        for first, second in zip(a.batches, b.batches, strict=False):
+            left = stream.samples(one, first, a.loader)
+            right = stream.samples(two, second, b.loader)
+            if left is None or right is None or not _identify(left):
+                continue
+            compared += 1
+            equal += left == right
+            seen += len(left)
+    return equal / compared if compared and seen >= LEAST_SAMPLES else 0.0
+
+
+def _identify(samples: Sequence[Sample]) -> bool:
+    """Return whether samples can be told apart by their contents."""
+    if samples and isinstance(samples[0], int):
+        return True
+    return len(set(samples)) >= max(DISTINCT * len(samples), 1)
+
+
+def _whole_dataset(stream: Stream) -> Finding | None:
+    """Return a finding if each rank's epoch is the whole dataset, in an order of its own."""
+    if not (stream.shares_dataset or stream.has_root):
+        return None
+    plans = _plans(stream, stream.passes[0])
+    if len(plans) < 2:
+        return None
+    sets = [set(plan) for plan in plans.values()]
+    length = len(sets[0])
+    loader = stream.first.loader
+    if any(one != sets[0] for one in sets) or any(len(p) != length for p in plans.values()):
+        return None
+    if length < LEAST_SAMPLES or length < MOSTLY * (loader.dataset_length or length):
+        return None
+    n = len(plans)
+    return Finding(
+        MISTAKES["same-samples"],
+        unique(stream.lines),
+        f"Each of {n} ranks trains all {length} samples in each epoch, in another order: an epoch "
+        f"of {n} ranks trains each sample {n} times. The sampler is {loader.sampler}.",
+        ranks=sorted(plans),
+        values={"samples": length, "times": n},
+    )
+
+
+def _plans(stream: Stream, one: JointPass) -> dict[int, list[int]]:
+    """Return the samples of a pass by rank; empty unless all ranks' are known."""
+    plans: dict[int, list[int]] = {}
+    for rank, made in one.ranks.items():
+        plan = stream.plan(made)
+        if plan is None:
+            return {}
+        plans[rank] = [at for batch in plan for at in batch]
+    return plans if any(plans.values()) else {}
+
+
+def _padding(stream: Stream) -> int:
+    """Return how many samples a sampler may repeat, or leave out, to give ranks equal parts."""
+    batch = stream.first.loader.batch_size or max(
+        (one.samples for one in stream.first.batches), default=1
+    )
+    return stream.size * batch - 1
+
+
+def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[Finding]:
+    plan = plans[0]
+    counts = Counter(at for one in plan.values() for at in one)
+    extra = sum(count - 1 for count in counts.values())
+    within = {rank: len(one) - len(set(one)) for rank, one in plan.items()}
+    across = extra - sum(within.values())
+    loader = stream.first.loader
+    is_padded_by_batch = loader.batch_size is None or any(
+        word in loader.sampler.lower() for word in BY_BATCH
+    )
+    padding = _padding(stream) if is_padded_by_batch else stream.size - 1
+    if extra <= padding and max(counts.values()) <= 2:
+        return
+    uniform = min(counts.values())
+    total = sum(map(len, plan.values()))
+    draws_again = sum(within.values()) >= max(REDRAWN * total, 1)
+    if (draws_again or _chooses(stream)) and uniform < 2:
+        return  # a sampler that draws samples again
+    if across < OVERLAP * total and sum(within.values()) < OVERLAP * total:
+        return
+    where = "on several ranks" if across >= sum(within.values()) else "on one rank"
+    yield Finding(
+        MISTAKES["samples-repeated"],
+        unique(stream.lines),
+        f"An epoch trains {len(counts)} different samples, and {extra} of {total} times a sample "
+        f"that was trained before, {where}; sample {_most(counts)} {max(counts.values())} times.",
+        values={"different": len(counts), "repeated": extra, "trained": total},
+    )
+
+
+def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[Finding]:
+    loader = stream.first.loader
+    length = loader.root_length if stream.has_root else loader.dataset_length
+    if length is None or _chooses(stream) or (stream.has_root and not _covers_by_rank(stream)):
+        return
+    sets = [set().union(*map(set, plan.values())) for plan in plans]
+    ever = set().union(*sets)
+    within = sum(len(one) - len(set(one)) for one in plans[0].values())
+    if within > OVERLAP * sum(map(len, plans[0].values())):
+        return  # drawn with replacement
+    never = length - len(ever)
+    each = length - max(map(len, sets))
+    allowed = _padding(stream)
+    is_split = "distributed" in loader.sampler.lower()
+    fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
+    if each > allowed and is_split:
+        missing, when, trained = each, "in an epoch", sets[0]
+    elif never > allowed and (fixed or _is_regular(_order(stream.first))):
+        missing, when, trained = never, "in any epoch that was planned", ever
+    else:
+        return
+    example = next((at for at in range(length) if at not in trained), 0)
+    yield Finding(
+        MISTAKES["samples-never-trained"],
+        unique(stream.lines),
+        f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
+        f"{example}.",
+        values={"missing": missing, "samples": length},
+    )
+
+
+def _covers_by_rank(stream: Stream) -> bool:
+    """Return whether each rank has a part of the dataset of its own."""
+    parts = [tuple(one.subset or ()) for one in stream.loaders.values()]
+    return len(parts) > 1 and len(set(parts)) == len(parts)
+
+
+def _split_differs(plan: dict[int, list[int]]) -> bool:
+    """Return whether ranks took their parts from different orders, as far as the parts show it."""
+    within = sum(len(one) - len(set(one)) for one in plan.values())
+    sizes = {len(one) for one in plan.values()}
+    return within == 0 and max(sizes) - min(sizes) <= max(sizes) * OVERLAP and len(plan) > 1
+
+
+def _differently_shuffled(
+    stream: Stream, plan: dict[int, list[int]], found: Sequence[Finding]
+) -> Finding:
+    counts = Counter(at for one in plan.values() for at in one)
+    twice = sum(count > 1 for count in counts.values())
+    missing = next(one.values["missing"] for one in found if "missing" in one.values)
+    loader = stream.first.loader
+    return Finding(
+        MISTAKES["different-random-numbers"],
+        unique(stream.lines),
+        f"The ranks' parts of an epoch overlap: {twice} samples are on several ranks, and "
+        f"{missing} on none. Each rank takes its part of another random order "
+        f"({loader.sampler}).",
+        values={"on_several_ranks": twice, "on_none": missing},
+        remedy="shuffle with the same seed on all ranks before the split",
+    )
+
+
+def _repeated_batches(stream: Stream) -> Iterator[Finding]:
+    """Find batches that occur again in the same pass, in streams whose samples have no index."""
+    for one in stream.passes[:1]:
+        seen: dict[tuple[Sample, ...], tuple[int, int]] = {}
+        total, again = 0, []
+        for rank, made in one.ranks.items():
+            for batch in made.batches:
+                samples = stream.samples(rank, batch, made.loader)
+                if not samples or len(set(samples)) < max(DISTINCT * len(samples), 1):
+                    continue
+                total += 1
+                before = seen.setdefault(tuple(samples), (rank, batch.number))
+                if before != (rank, batch.number):
+                    again.append((rank, batch.number, before))
+        if total < LEAST_SAMPLES or len(again) < 2 or len(again) < 0.25 * total:
+            continue
+        rank, number, before = again[0]
+        workers = stream.first.loader.workers
+        same_rank = before[0] == rank
+        because = (
+            f" Each of {workers} workers reads the whole stream."
+            if workers > 1 and same_rank
+            else " The ranks read overlapping parts of the stream."
+            if not same_rank
+            else ""
+        )
+        yield Finding(
+            MISTAKES["samples-repeated" if same_rank else "same-samples"],
+            unique(stream.lines),
+            f"{len(again)} of the first {total} batches have the samples of another batch: batch "
+            f"{number + 1} of rank {rank} those of batch {before[1] + 1} of rank {before[0]}."
+            f"{because}",
+            values={"batches": total, "again": len(again)},
+            remedy="give each worker a part of the stream (torch.utils.data.get_worker_info)"
+            if workers > 1 and same_rank
+            else "",
+        )
+        return
+
+
+def _chooses(stream: Stream) -> bool:
+    """Return whether the sampler leaves out or repeats samples on purpose, by its name."""
+    return any(word in stream.first.loader.sampler.lower() for word in CHOOSING)
+
+
+def _order(made: RankPass) -> list[int]:
+    """Return the positions of a pass in order: the planned ones, else those that were read."""
+    if made.facts.planned is not None:
+        return [at for batch in made.facts.planned for at in batch]
+    if any(batch.indices is None for batch in made.batches):
+        return []
+    return [at for batch in made.batches for at in batch.indices or []]
+
+
+def _is_regular(order: Sequence[int]) -> bool:
+    """Return whether an order is not random: it goes up, but for a return to the start."""
+    if len(order) < LEAST_SAMPLES:
+        return True
+    falls = sum(after <= before for before, after in pairwise(order))
+    return falls <= max(1, len(order) // 20)
+
+
+def _most(counts: Counter[int]) -> int:
+    return counts.most_common(1)[0][0]

@@ -1,0 +1,246 @@
+"""Learning rates and their schedules."""
+
+from collections.abc import Iterator
+
+from ....record.training.facts import OptimizerFacts, RankFacts, ScheduleFacts
+from ..mistakes import MISTAKES, Certainty, Finding
+from ..view import View, unique
+
+SAME = 1e-6  # relative difference of equal learning rates
+SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
+DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")
+ROUND = 10  # lengths that are multiples of it were typed, and not computed from a loader
+
+
+def rates_differ(view: View) -> Iterator[Finding]:
+    """Find ranks with different learning rates in the same step."""
+    for step in view.steps:
+        rates = [one.learning_rates for one in step.steps]
+        for rank in range(1, view.size):
+            for group, (ours, theirs) in enumerate(zip(rates[0], rates[rank], strict=False)):
+                if _are_equal(ours, theirs):
+                    continue
+                optimizer = _optimizer(view.ranks[0], step.optimizer)
+                schedules = view.ranks[0].schedules
+                made = [line for one in schedules for line in (*one.step_lines[:1], one.line)]
+                same = optimizer is not None and _same_initial(view, step.optimizer)
+                lines = [*made, optimizer.line if optimizer else "", step.steps[0].line]
+                if not same:
+                    lines = [optimizer.line if optimizer else "", *made, step.steps[0].line]
+                yield Finding(
+                    MISTAKES["learning-rates-differ"],
+                    unique(lines),
+                    f"In step {step.index + 1}, the learning rate is {ours:.6g} on rank 0 and "
+                    f"{theirs:.6g} on rank {rank}"
+                    + (
+                        f" (parameter group {group})."
+                        if len(rates[0]) > 1
+                        else ", of equal initial rates."
+                        if same
+                        else "."
+                    ),
+                    ranks=[rank],
+                    step=step.index + 1,
+                    values={"rate_0": ours, f"rate_{rank}": theirs},
+                )
+                return
+
+
+def scaling(view: View) -> Iterator[Finding]:
+    """Compare the initial learning rate with that of one rank."""
+    single, n = view.single, view.size
+    if single is None or n < 2:
+        return
+    growth = _growth(view, single)
+    for optimizer in view.ranks[0].optimizers:
+        other = _optimizer(single, optimizer.key)
+        if other is None:
+            continue
+        ratios = _ratios(view, single, optimizer, other)
+        if not ratios:
+            continue
+        largest = max(ratios)
+        ours, theirs = ratios[largest]
+        if largest > n * 1.5 and _are_equal(largest, n * n):
+            yield Finding(
+                MISTAKES["learning-rate-scaled-twice"],
+                unique([optimizer.line, *_schedule_lines(view, optimizer.key)]),
+                f"The learning rate is {ours:.6g} on {n} ranks and {theirs:.6g} on one: "
+                f"{n * n} times as large, with {_batch_growth(growth)}.",
+                values={"rate": ours, "rate_of_one": theirs, "ranks": n},
+            )
+            return
+        if growth is not None and _are_equal(growth, 1.0) and _are_equal(largest, n):
+            yield Finding(
+                MISTAKES["learning-rate-scaled-twice"],
+                unique([optimizer.line]),
+                f"The learning rate is {n} times that of one rank ({ours:.6g} and {theirs:.6g}), "
+                "but the global batch is that of one rank. Is this wanted?",
+                values={"rate": ours, "rate_of_one": theirs, "ranks": n},
+                certainty=Certainty.QUESTION,
+                remedy="scale the learning rate with the global batch size, and not with the "
+                "number of ranks",
+            )
+            return
+        if _are_equal(largest, 1.0) and growth is not None and growth > 1.01:
+            yield Finding(
+                MISTAKES["learning-rate-not-scaled"],
+                unique([optimizer.line]),
+                f"The learning rate is {ours:.6g} on {n} ranks, same as on one, and the global "
+                f"batch is {growth:.3g} times as large. Is a scaled one wanted: "
+                f"{ours * growth:.6g} (in proportion) or {ours * growth**0.5:.6g} (square root)?",
+                values={"rate": ours, "growth": growth, "scaled": ours * growth},
+            )
+            return
+
+
+def schedule_length(view: View) -> Iterator[Finding]:
+    """Find schedules whose length is that of a training on one rank."""
+    single, n = view.single, view.size
+    if single is None or n < 2:
+        return
+    for at, schedule in enumerate(view.ranks[0].schedules):
+        if at >= len(single.schedules) or single.schedules[at].class_name != schedule.class_name:
+            continue
+        other = single.schedules[at]
+        ours, theirs = _epoch_steps(view.ranks[0]), _epoch_steps(single)
+        calls, their_calls = _calls_per_step(schedule), _calls_per_step(other)
+        if not ours or not theirs or calls is None or their_calls is None:
+            continue
+        shrinks = theirs / ours  # the steps of an epoch are so many times fewer on N ranks
+        if shrinks < 1.2:
+            continue
+        for name, lengths in schedule.lengths.items():
+            if not lengths or not other.lengths.get(name):
+                continue
+            length, single_length = lengths[-1], other.lengths[name][-1]
+            epochs = length / calls / ours
+            single_epochs = single_length / their_calls / theirs
+            factor = epochs / single_epochs if single_epochs else 0.0
+            if abs(factor / shrinks - 1) > 0.1:
+                continue
+            if single_epochs < 0.95:
+                continue  # shorter than an epoch: a warm-up with a number of steps
+            certain = _is_computed(single_length, theirs) and single_length % ROUND != 0
+            yield Finding(
+                MISTAKES["schedule-counts-other-steps"],
+                unique([schedule.line, *schedule.step_lines[:1]]),
+                f"{schedule.class_name} has {name} = {length}: on one rank that is "
+                f"{single_epochs:.3g} epochs of {theirs:.0f} steps, on {n} ranks {epochs:.3g} "
+                f"epochs of {ours:.0f} steps. A training with the same number of epochs ends after "
+                f"1/{factor:.2g} of the schedule."
+                + ("" if certain else " Is the number of epochs larger on more ranks?"),
+                values={"length": length, "epochs": epochs, "epochs_of_one": single_epochs},
+                certainty=None if certain else Certainty.QUESTION,
+            )
+            return
+
+
+def schedule_unit(view: View) -> Iterator[Finding]:
+    """Find schedules that advance with each step and are as long as a number of epochs."""
+    steps = _epoch_steps(view.ranks[0])
+    epochs = max((len(one.passes) for one in view.training), default=0)
+    for schedule in view.ranks[0].schedules:
+        calls = _calls_per_step(schedule)
+        if schedule.class_name not in DECAYS or calls is None or epochs < 2 or not steps:
+            continue
+        for name, lengths in schedule.lengths.items():
+            length = lengths[-1] if lengths else 0
+            if not 1 <= length / calls < SHORT * steps:
+                continue
+            yield Finding(
+                MISTAKES["schedule-counts-other-steps"],
+                unique([schedule.line, *schedule.step_lines[:1]]),
+                f"{schedule.class_name} has {name} = {length} and advances with each of the "
+                f"{steps:.0f} steps of an epoch: it is over within the first epoch. Is {length} a "
+                "number of epochs?",
+                values={"length": length, "epoch_steps": steps},
+                certainty=Certainty.QUESTION,
+                remedy="call scheduler.step() once per epoch, or give the schedule the number of "
+                "steps of all epochs",
+            )
+            return
+
+
+def _are_equal(one: float, two: float) -> bool:
+    return abs(one - two) <= SAME * max(abs(one), abs(two), 1e-30)
+
+
+def _optimizer(facts: RankFacts, key: int) -> OptimizerFacts | None:
+    return next((one for one in facts.optimizers if one.key == key), None)
+
+
+def _same_initial(view: View, key: int) -> bool:
+    rates = [one.initial_rates for f in view.ranks if (one := _optimizer(f, key)) is not None]
+    return all(one == rates[0] for one in rates)
+
+
+def _schedule_lines(view: View, key: int) -> list[str]:
+    return [one.line for one in view.ranks[0].schedules if one.optimizer == key]
+
+
+def _ratios(
+    view: View, single: RankFacts, ours: OptimizerFacts, theirs: OptimizerFacts
+) -> dict[float, tuple[float, float]]:
+    """Return ratios of learning rates with both values: when made, and in the same steps."""
+    pairs = list(zip(ours.initial_rates, theirs.initial_rates, strict=False))
+    by_index = {one.index: one for one in single.steps if one.optimizer == theirs.key}
+    for step in view.ranks[0].steps:
+        other = by_index.get(step.index)
+        if step.optimizer == ours.key and other is not None:
+            pairs += list(zip(step.learning_rates, other.learning_rates, strict=False))
+    return {a / b: (a, b) for a, b in reversed(pairs) if a > 0 and b > 0}
+
+
+def _growth(view: View, single: RankFacts) -> float | None:
+    """Return the global batch of N ranks, relative to the batch that the script uses on one."""
+    if view.runs.alone is None:
+        loaders = [s.first.loader for s in view.training]
+        sizes = {
+            (one.line, one.batch_size): None for one in single.loaders if one.batch_size is not None
+        }
+        for loader in loaders:
+            for line, size in sizes:
+                if line == loader.line and size and loader.batch_size:
+                    return view.size * loader.batch_size / size
+        return None
+    mine = [one.samples for f in view.ranks for one in f.batches[:1]]
+    theirs = [one.samples for one in single.batches[:1]]
+    return sum(mine) / theirs[0] if mine and theirs and theirs[0] else None
+
+
+def _batch_growth(growth: float | None) -> str:
+    return (
+        "another global batch" if growth is None else f"a global batch {growth:.3g} times as large"
+    )
+
+
+def _epoch_steps(facts: RankFacts) -> float:
+    """Return the optimizer steps of a whole epoch, also if it was shortened; 0 if unknown."""
+    for loader in facts.loaders:
+        for one in loader.passes:
+            if one.phase.value != "training" or not one.planned:
+                continue
+            counts = [len(step.backwards) for step in facts.steps[:8] if step.backwards]
+            usual = max(set(counts), key=counts.count) if counts else 1
+            return len(one.planned) / usual
+    return 0.0
+
+
+def _calls_per_step(schedule: ScheduleFacts) -> float | None:
+    """Return how often the schedule advances per optimizer step; None if once per epoch."""
+    if len(schedule.steps) < 3:
+        return None
+    distinct = len(set(schedule.steps))
+    taken = schedule.steps[-1] - schedule.steps[0] + 1
+    if distinct < 0.6 * taken:
+        return None
+    return len(schedule.steps) / distinct
+
+
+def _is_computed(length: int, steps: float) -> bool:
+    """Return whether a length is a whole number of epochs, with or without the last batch."""
+    return any(
+        each > 0 and length % each == 0 and length >= each
+        for each in (round(steps), round(steps) - 1, round(steps) + 1)
+    )

@@ -1,0 +1,141 @@
+"""Buffers and states that ranks have to agree on: batch normalization, scalers, averages."""
+
+from collections.abc import Iterator
+
+from ....record.training.facts import Phase, StateFacts
+from ..mistakes import MISTAKES, Certainty, Finding
+from ..relations import distance, vectors
+from ..steps import shown
+from ..view import View, listed, unique
+
+SAME = 1e-6  # relative difference of equal values
+STATISTICS = ("running_mean", "running_var")
+KINDS = {
+    "scaler": "gradient scaler",
+    "schedule": "learning-rate schedule",
+    "average": "averaged copy of the model",
+}
+
+
+def batch_norm_differs(view: View) -> Iterator[Finding]:
+    """Find running statistics that differ between the ranks, and that nothing makes equal."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    broadcast = {
+        model.key for model in view.ranks[0].models if model.wrapper and model.broadcasts_buffers
+    }
+    for step in view.steps[1:]:
+        rows = [facts.buffers for facts in step.steps]
+        names = []
+        for name in rows[0]:
+            key = name.partition("/")[0]
+            if (key.isdigit() and int(key) in broadcast) or (broadcast and not key.isdigit()):
+                continue
+            if not all(name in one for one in rows):
+                continue
+            values = [
+                vectors(f, {name: r[name]})[name] for f, r in zip(view.ranks, rows, strict=True)
+            ]
+            if any(distance(values[0], other) > SAME for other in values[1:]):
+                names.append(name)
+        norms = [name for name in names if name.endswith(STATISTICS)]
+        if not names:
+            continue
+        others = _averages_buffers(view)
+        model = view.ranks[0].models[0] if view.ranks[0].models else None
+        layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
+        if norms:
+            text = (
+                f"The running statistics of {listed(layers)} differ between the ranks after step "
+                f"{step.index + 1}: each rank computes them from its own batches, and validates "
+                "or saves its own ones."
+            )
+        else:
+            text = (
+                f"The buffers {listed([shown(one) for one in names])} differ between the ranks "
+                f"after step {step.index + 1}. Must they agree?"
+            )
+        yield Finding(
+            MISTAKES["batch-norm-differs" if norms else "state-differs"],
+            unique([model.line if model is not None else "", *step.lines]),
+            text,
+            step=step.index + 1,
+            layer=layers[0],
+            values={"buffers": len(names)},
+            certainty=Certainty.QUESTION if others or not norms else None,
+        )
+        return
+
+
+def batch_norm_of_one_rank(view: View) -> Iterator[Finding]:
+    """Ask whether batch normalization is meant to use the batch of a rank."""
+    if view.size < 2:
+        return
+    for model in view.ranks[0].models:
+        if not model.batch_norms:
+            continue
+        sizes = [one.samples for stream in view.training[:1] for one in stream.first.batches[:1]]
+        if not sizes:
+            continue
+        yield Finding(
+            MISTAKES["batch-norm-of-one-rank"],
+            unique([model.line]),
+            f"{listed(model.batch_norms)} of {model.class_name} "
+            f"compute{'s' * (len(model.batch_norms) == 1)} statistics of the {sizes[0]} samples of "
+            f"one rank, where one process with the global batch has {sizes[0] * view.size}.",
+            layer=model.batch_norms[0],
+            values={"samples": sizes[0], "global": sizes[0] * view.size},
+        )
+        return
+
+
+def differ(view: View) -> Iterator[Finding]:
+    """Find scalers, schedules and averages whose values differ between the ranks."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    by_rank = [
+        {(one.kind, one.name, one.line, one.step): one for one in facts.states}
+        for facts in view.ranks
+    ]
+    told: set[str] = set()
+    for key, ours in by_rank[0].items():
+        for rank in range(1, view.size):
+            theirs = by_rank[rank].get(key)
+            if theirs is None or ours.kind in told:
+                continue
+            what = _difference(view, ours, theirs, rank)
+            if not what:
+                continue
+            told.add(ours.kind)
+            yield Finding(
+                MISTAKES["state-differs"],
+                unique([ours.line]),
+                f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
+                f"{rank} after {ours.step} steps: {what}.",
+                ranks=[rank],
+                step=ours.step or None,
+                values={"kind": ours.kind},
+            )
+
+
+def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> str:
+    for name, value in ours.values.items():
+        other = theirs.values.get(name)
+        if other is not None and abs(other - value) > SAME * max(abs(value), abs(other)):
+            return f"{name} is {value:.6g} and {other:.6g}"
+    for name, row in ours.rows.items():
+        if name in theirs.rows:
+            one = vectors(view.ranks[0], {name: row})[name]
+            two = vectors(view.ranks[rank], {name: theirs.rows[name]})[name]
+            if distance(one, two) > SAME:
+                return f"the values of {shown(name)} differ"
+    return ""
+
+
+def _averages_buffers(view: View) -> bool:
+    """Return whether collectives outside of steps may make buffers equal before they are used."""
+    return any(
+        one.phase is Phase.EVALUATION or (one.kind.startswith("broadcast") and one.step > 0)
+        for one in view.ranks[0].collectives
+        if not one.is_in_backward and one.kind not in ("barrier",)
+    )

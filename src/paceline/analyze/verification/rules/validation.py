@@ -1,0 +1,79 @@
+"""Validation on repeated or missing samples."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ....record.training.facts import Phase
+from ..mistakes import MISTAKES, Certainty, Finding
+from ..passes import Stream
+from ..view import View, ranks_text, unique
+
+EXACT_SAMPLERS = ("sequentialsampler", "randomsampler")  # mean the whole dataset
+GATHERS = ("allgather", "gather")
+
+
+def coverage(view: View) -> Iterator[Finding]:
+    """Find validation passes that count samples several times, or leave some out."""
+    for stream in view.evaluation:
+        loader = stream.first.loader
+        if not (stream.shares_dataset or stream.has_root or len(stream.loaders) == 1):
+            continue
+        plans = {}
+        for rank, made in stream.passes[0].ranks.items():
+            plan = stream.plan(made)
+            if plan is not None:
+                plans[rank] = [at for batch in plan for at in batch]
+        length = loader.dataset_length
+        if len(plans) < len(stream.loaders) or not length or not any(plans.values()):
+            continue
+        if stream.has_root:
+            length = len({at for one in stream.loaders.values() for at in one.subset or ()}) or 0
+        yield from _judged(view, stream, plans, length)
+
+
+def _judged(
+    view: View, stream: Stream, plans: dict[int, list[int]], length: int
+) -> Iterator[Finding]:
+    sampler = stream.first.loader.sampler
+    sets = [set(one) for one in plans.values()]
+    union = set().union(*sets)
+    if all(one == union for one in sets):  # each rank validates the same
+        repeated = sum(len(one) for one in plans.values()) - len(plans) * len(union)
+    else:
+        repeated = sum(len(one) for one in plans.values()) - len(union)
+    missing = length - len(union)
+    known = sampler.lower() in EXACT_SAMPLERS or "distributed" in sampler.lower()
+    if repeated and known and "random" not in sampler.lower():
+        gathers = any(
+            one.phase is Phase.EVALUATION and one.kind.replace("_", "").startswith(GATHERS)
+            for one in view.ranks[0].collectives
+        )
+        counts = Counter(at for one in plans.values() for at in one)
+        example = counts.most_common(1)[0][0]
+        text = (
+            f"A validation pass of {len(plans)} ranks evaluates {len(union)} samples, and "
+            f"{repeated} of them once more; sample {example} {counts[example]} times."
+        )
+        text += f" {sampler} repeats samples so that all ranks have as many." * (
+            "distributed" in sampler.lower()
+        )
+        if gathers:
+            text += " Does the script remove them after it gathers the results?"
+        yield Finding(
+            MISTAKES["validation-repeats-samples"],
+            unique(stream.lines),
+            text,
+            values={"samples": length, "repeated": repeated},
+            certainty=Certainty.QUESTION if gathers else None,
+        )
+    if missing > 0 and known:
+        drops = stream.first.loader.drops_last
+        who = ranks_text(sorted(plans), view.size).lower()
+        text = f"A validation pass on {who} leaves out {missing} of {length} samples"
+        text += ": drop_last is set." if drops else "."
+        yield Finding(
+            MISTAKES["validation-misses-samples"],
+            unique(stream.lines),
+            text,
+            values={"samples": length, "missing": missing},
+        )

@@ -1,0 +1,306 @@
+"""How much weight the gradient of a step has: sums, means, and divisions of the loss."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....record.training.facts import BackwardFacts, RankFacts, StepFacts
+from ..exchange import Exchange, Kind
+from ..mistakes import MISTAKES, Certainty, Finding
+from ..relations import add, distance, scaled
+from ..steps import trained
+from ..view import View, unique
+
+EXACT = 2e-3  # relative difference of factors that are equal
+MEASURED = 0.02  # the same of gradients, with their rounding
+LOOSE = 0.15  # the same of losses of models that draw random numbers
+PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
+RARE = 0.5  # of the steps: more often, batches differ on purpose
+
+
+def is_near(value: float, expected: float, limit: float = EXACT) -> bool:
+    """Return whether a factor is equal to another."""
+    return abs(value - expected) <= limit * abs(expected)
+
+
+def loss_weight(backwards: list[BackwardFacts]) -> float | None:
+    """Return the root of some backwards as a multiple of their losses, added; None if unknown.
+
+    A loss that is a sum over samples counts as a mean: it is multiplied by their number.
+    """
+    total = 0.0
+    for one in backwards:
+        if one.loss is None or one.loss == 0 or not np.isfinite(one.loss):
+            return None
+        share = one.root / (one.loss * one.scale)
+        if one.reduction == "sum" and not is_near(share, 1.0):
+            if not one.elements:
+                return None
+            share *= one.elements
+        total += share
+    return total
+
+
+def exchanged_weight(view: View) -> Iterator[Finding]:
+    """Find gradients that are N times as large, or as small, as those of one process."""
+    n = view.size
+    for one in view.exchanges:
+        if one.kind is not Kind.UNIFORM or view.size < 2:
+            continue
+        ratio, is_certain = _ratio(view, one)
+        if ratio is None:
+            continue
+        limit = MEASURED if is_certain else LOOSE
+        rates = rate_ratio(view)
+        if is_near(ratio, n, limit) and not is_near(rates, 1 / n):
+            yield _summed(view, one, is_certain)
+            return
+        if is_near(ratio, 1 / n, limit):
+            found = _too_small(view, one)
+            if found.mistake.id == "loss-summed" and is_near(rates, n):
+                continue  # the learning rate makes up for it
+            yield found
+            return
+
+
+def accumulation(view: View) -> Iterator[Finding]:
+    """Find losses of accumulated batches that are divided by another number than theirs."""
+    for one in view.exchanges:
+        step, count = one.step, view.accumulated.get(one.step.optimizer, 1)
+        backwards = step.backwards[0]
+        if count < 2 or len(backwards) != count or not _is_accumulation(view.ranks[0], backwards):
+            continue
+        weight = _single_weight(view, one)
+        if weight is None or any(b.reduction == "sum" for b in backwards):
+            continue
+        weight *= one.last / count if one.last < count else 1.0
+        multiple = one.multiple if one.kind is Kind.UNIFORM else 1.0
+        if is_near(multiple, 1 / count):  # divided after the backward
+            weight *= multiple
+        lines = unique([backwards[-1].line, step.steps[0].line])
+        if is_near(weight, count):
+            text = (
+                f"Each step adds the gradients of {count} batches, and the loss of each is not "
+                f"divided by {count}: the gradient is {count} times that of their mean."
+            )
+        elif is_near(weight, 1 / count):
+            lost = one.last < count
+            text = (
+                f"Each step runs {count} backwards, and uses the gradient of the last "
+                f"{one.last} only: it is {count} times too small."
+                if lost
+                else f"The losses of the {count} batches of a step are divided by {count} twice: "
+                f"the gradient is {count} times too small."
+            )
+        else:
+            continue
+        yield Finding(
+            MISTAKES["accumulation-divided-wrongly"],
+            lines,
+            text,
+            step=step.index + 1,
+            values={"batches": count, "weight": weight},
+            remedy=f"divide the loss by {count}, once, and call zero_grad once per step",
+        )
+        return
+
+
+def uneven(view: View) -> Iterator[Finding]:
+    """Find ranks with different numbers of samples and equal weight."""
+    sizes = [(one, *_sizes(one)) for one in view.exchanges]
+    differing = [(one, size) for one, _, size in sizes if all(size) and len(set(size)) > 1]
+    wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
+    if not wrong:
+        return
+    first = wrong[0]
+    what, samples = _sizes(first)
+    varies = len({tuple(size) for _, _, size in sizes}) > 2 and len(differing) > RARE * len(sizes)
+    whole = sum(samples)
+    least = min(samples)
+    weight = whole / (least * view.size)
+    yield Finding(
+        MISTAKES["uneven-batches-averaged"],
+        unique(first.step.lines),
+        f"In step {first.step.index + 1}, the losses of the ranks are means over "
+        f"{_numbers(samples)} {what}, and the gradient is the plain mean of the ranks: each of "
+        f"{least} {what} counts {weight:.3g} times as much as in one batch of {whole}."
+        + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
+        step=first.step.index + 1,
+        values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
+        certainty=Certainty.QUESTION if varies or what == "targets" else None,
+    )
+
+
+def rate_ratio(view: View) -> float:
+    """Return the first learning rate on N ranks, relative to that on one; 1 if unknown."""
+    single = view.single
+    if single is None or not single.optimizers or not view.ranks[0].optimizers:
+        return 1.0
+    ours, theirs = view.ranks[0].optimizers[0], single.optimizers[0]
+    if not ours.initial_rates or not theirs.initial_rates or not theirs.initial_rates[0]:
+        return 1.0
+    return ours.initial_rates[0] / theirs.initial_rates[0]
+
+
+def _numbers(values: list[int]) -> str:
+    return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"
+
+
+def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
+    """Return the gradient as a multiple of that of one process, and whether it was measured."""
+    measured = view.replay.multiple(one.step, one.step.unclipped(0))
+    if measured is not None:
+        return measured, True
+    if view.replay.gradients(one.step) is not None:
+        return None, False  # another gradient, and no multiple
+    ours, theirs = _weight(one), _replayed_weight(view, one)
+    backwards = one.step.backwards[0]
+    if all(b.reduction == "sum" and _is_plain_sum(b) for b in backwards):
+        return one.factor, True  # one process would sum over the samples of all ranks, too
+    if ours is not None and theirs is not None and theirs > 0:
+        return one.multiple * ours / theirs, True
+    if ours is not None:
+        count = max(len(backwards), 1)
+        expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
+        known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
+        return one.multiple * known / expected, True
+    losses = view.replay.loss_ratio(one.step)
+    if losses is not None:  # N if the ranks' losses are means, 1 if they are parts of a sum
+        return one.factor * losses, False
+    return None, False
+
+
+def _weight(one: Exchange) -> float | None:
+    """Return the mean of the ranks' loss weights."""
+    found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
+    known = [value for value in found if value is not None]
+    return float(np.mean(known)) if len(known) == len(found) else None
+
+
+def _replayed_weight(view: View, one: Exchange) -> float | None:
+    step = view.replay.step(one.step)
+    return None if step is None or not step.backwards else _of_step(step, one.last)
+
+
+def _of_step(step: StepFacts, last: int) -> float | None:
+    used = [one for one in step.backwards if one.gradients.keys() & step.gradients.keys()]
+    return loss_weight((used or step.backwards)[-last:])
+
+
+def _single_weight(view: View, one: Exchange) -> float | None:
+    """Return the loss weight on one rank, where no number of ranks is in it."""
+    theirs = _replayed_weight(view, one)
+    return theirs if theirs is not None else _weight(one)
+
+
+def _is_accumulation(facts: RankFacts, backwards: list[BackwardFacts]) -> bool:
+    """Return whether each backward has batches of its own, of one loader."""
+    fetched = [trained(facts, one) for one in backwards]
+    flat = [at for batches in fetched for at in batches]
+    loaders = {facts.batches[at].loader for at in flat}
+    return all(fetched) and len(set(flat)) == len(flat) and len(loaders) == 1
+
+
+def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
+    n = view.size
+    step = one.step
+    if is_near(one.multiple, n):
+        text = (
+            f"In step {step.index + 1}, the gradient is the sum of the gradients of {n} ranks: "
+            f"{n} times that of one process with the same samples."
+        )
+        lines = [*view.gradient_lines(), *_wrapper_lines(view, one), *step.lines]
+        remedy = f"divide the gradients by {n} (the number of ranks) after the all_reduce"
+    else:
+        text = (
+            f"In step {step.index + 1}, the gradient is {n} times that of one process with the "
+            f"same samples: the loss is multiplied by {n}, and the gradients are averaged."
+        )
+        lines = step.lines
+        remedy = "leave out the multiplication of the loss"
+    return Finding(
+        MISTAKES["gradients-summed"],
+        unique(lines),
+        text,
+        step=step.index + 1,
+        values={"factor": n, "ranks": n},
+        remedy=remedy,
+        certainty=None if is_certain else Certainty.QUESTION,
+    )
+
+
+def _too_small(view: View, one: Exchange) -> Finding:
+    n, step = view.size, one.step
+    of_sum = any(b.reduction == "sum" for b in step.backwards[0])
+    if is_near(one.multiple, 1.0) and of_sum:
+        return Finding(
+            MISTAKES["loss-summed"],
+            unique(step.lines),
+            f"The loss is a sum over the samples of a rank, and the gradient is the mean of {n} "
+            f"ranks: it is 1/{n} of the gradient of one process with the same samples. The "
+            "effective learning rate depends on the number of ranks.",
+            step=step.index + 1,
+            values={"factor": 1 / n, "ranks": n},
+        )
+    if is_near(one.multiple, 1.0):
+        text = f"the loss is divided by {n} on each rank, and the gradients are averaged"
+        lines, remedy = step.lines, f"leave out the division of the loss by {n}"
+        if _weight(one) is None:
+            text += ", or the loss is a sum over samples"
+    else:
+        text = "the gradients are averaged, and divided once more"
+        lines = [*view.gradient_lines(), *reversed(step.lines)]
+        remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
+    return Finding(
+        MISTAKES["gradients-divided-twice"],
+        unique(lines),
+        f"In step {step.index + 1}, the gradient is 1/{n} of that of one process with the same "
+        f"samples: {text}.",
+        step=step.index + 1,
+        values={"factor": 1 / n, "ranks": n},
+        remedy=remedy,
+    )
+
+
+def _wrapper_lines(view: View, one: Exchange) -> list[str]:
+    model = view.model(one.step.backwards[0][-1].model)
+    return [model.line] if model is not None and model.wrapper else []
+
+
+def _is_plain_sum(one: BackwardFacts) -> bool:
+    """Return whether a backward starts from a sum over samples, or from an unknown loss."""
+    is_loss = one.loss is not None and is_near(one.root, one.loss * one.scale)
+    return one.reduction not in ("mean", "sum") or (one.reduction == "sum" and is_loss)
+
+
+def _sizes(one: Exchange) -> tuple[str, list[int]]:
+    """Return what the losses are means over, in words, and how many each rank has."""
+    elements = [sum(b.elements for b in each[-one.last :]) for each in one.step.backwards]
+    if len(set(one.step.samples)) == 1 and all(elements):
+        return "targets", elements
+    return "samples", one.step.samples
+
+
+def _has_equal_weights(view: View, one: Exchange, sizes: list[int]) -> bool:
+    """Return whether ranks count equally although one process would count samples equally."""
+    if one.kind is not Kind.UNIFORM:
+        return False
+    step = one.step
+    shares = np.array(sizes) / np.mean(sizes)
+    weights = [loss_weight(backwards[-one.last :]) for backwards in step.backwards]
+    backwards = [b for each in step.backwards for b in each]
+    theirs = view.replay.gradients(step)
+    if theirs is not None:
+        local = [step.local(rank, one.last) for rank in range(step.size)]
+        mean = scaled(add(local), 1 / step.size)
+        weighted = add([scaled(v, s / step.size) for v, s in zip(local, shares, strict=True)])
+        names = [name for name in weighted if name in theirs]
+        off = max((distance(mean[name], theirs[name]) for name in names), default=0.0)
+        near = max((distance(weighted[name], theirs[name]) for name in names), default=1.0)
+        return near < 0.1 * off
+    if any(value is None for value in weights) or any(_is_plain_sum(b) for b in backwards):
+        return False
+    relative = np.array(weights, dtype=float) / np.mean(np.array(weights, dtype=float))
+    proportional = np.abs(relative - shares).max() <= PROPORTIONAL
+    equal = np.abs(relative - 1).max() <= PROPORTIONAL
+    return bool(equal and not proportional)

@@ -1,0 +1,32 @@
+"""The runs of ``paceline verify``: what the rules read."""
+
+from dataclasses import dataclass, field
+
+from ...record.training.facts import RankFacts
+
+
+@dataclass
+class VerifyRuns:
+    """The facts of all runs.
+
+    Attributes:
+        ranks: The script on N ranks, by rank.
+        replay: One rank that trained, in each step, the samples of all ranks; None if it did not
+            run.
+        permuted: The same with the samples of each step in another order. Its differences from
+            ``replay`` are those of rounding.
+        alone: The unchanged script on one rank, with its own batch size.
+        resumed: The script started again after it saved a checkpoint, by rank.
+        notes: What the runs could not do, each with its reason; sentences without full stop.
+        command: Script and arguments.
+        seconds: Duration of all runs.
+    """
+
+    ranks: list[RankFacts]
+    replay: RankFacts | None = None
+    permuted: RankFacts | None = None
+    alone: RankFacts | None = None
+    resumed: list[RankFacts] | None = None
+    notes: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    seconds: float = 0.0

@@ -1,0 +1,167 @@
+"""The steps of an optimizer on all ranks, with the gradients that belong together."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...record.training.facts import BackwardFacts, ParameterFacts, Phase, RankFacts, StepFacts
+from .relations import Vectors, add, vectors
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """A step of an optimizer on all ranks.
+
+    Attributes:
+        optimizer: Key of the optimizer.
+        index: Number of its steps before.
+        ranks: Facts of all ranks.
+        steps: The step on each rank.
+    """
+
+    optimizer: int
+    index: int
+    ranks: Sequence[RankFacts]
+    steps: list[StepFacts]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def backwards(self) -> list[list[BackwardFacts]]:
+        """Of each rank, the backwards that computed gradients of parameters of this step."""
+        return [
+            [one for one in step.backwards if one.gradients.keys() & step.gradients.keys()]
+            for step in self.steps
+        ]
+
+    @cached_property
+    def samples(self) -> list[int]:
+        """Number of samples of each rank in this step; 0 if it is not known."""
+        return [
+            sum(facts.batches[at].samples for one in backwards for at in trained(facts, one))
+            for facts, backwards in zip(self.ranks, self.backwards, strict=True)
+        ]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Parameters whose gradients are known on all ranks, before and after the exchange."""
+        known: set[str] | None = None
+        for step, backwards in zip(self.steps, self.backwards, strict=True):
+            local = {name for one in backwards for name in one.gradients}
+            here = local & step.gradients.keys()
+            known = here if known is None else known & here
+        return [name for name in self.steps[0].gradients if name in (known or set())]
+
+    @cached_property
+    def sharded(self) -> dict[str, float]:
+        """Parameters of which each rank holds a part, with the number of copies on all ranks."""
+        held: dict[str, int] = {}
+        for facts in self.ranks:
+            for name, one in parameters(facts).items():
+                held[name] = held.get(name, 0) + one.shard_numel
+        return {
+            name: max(held[name] / numel(one.shape), 1.0)
+            for name, one in parameters(self.ranks[0]).items()
+            if held[name] < len(self.ranks) * numel(one.shape)
+        }
+
+    def local(self, rank: int, last: int) -> Vectors:
+        """Return the sum of the gradients that a rank computed in the last backwards of the step.
+
+        The scale of a gradient scaler is divided out.
+        """
+        chosen = self.backwards[rank][-last:]
+        facts = self.ranks[rank]
+        terms = [vectors(facts, one.gradients, one.scale) for one in chosen]
+        total = add(terms)
+        return {name: total[name] for name in self.names if name in total}
+
+    def used(self, rank: int) -> Vectors:
+        """Return the gradients that the optimizer used on a rank; whole ones of sharded ones."""
+        return self._whole(
+            rank, [vectors(f, s.gradients) for f, s in zip(self.ranks, self.steps, strict=True)]
+        )
+
+    def unclipped(self, rank: int) -> Vectors:
+        """Return the gradients before the first clipping; those used where nothing was clipped."""
+        found = []
+        for facts, step in zip(self.ranks, self.steps, strict=True):
+            one = vectors(facts, step.gradients)
+            for clip in reversed(step.clips):
+                one |= vectors(facts, clip.gradients)
+            found.append({name: one[name] for name in step.gradients})
+        return self._whole(rank, found)
+
+    def _whole(self, rank: int, found: list[Vectors]) -> Vectors:
+        one = dict(found[rank])
+        if self.sharded:
+            total = add(found)
+            parts = {name: total[name] for name in self.sharded if name in one}
+            one |= {name: part / self.sharded[name] for name, part in parts.items()}
+        return one
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the last backward and of the step."""
+        backwards = self.backwards[0]
+        found = [backwards[-1].line] if backwards else []
+        return [line for line in [*found, self.steps[0].line] if line]
+
+
+def trained(facts: RankFacts, backward: BackwardFacts) -> list[int]:
+    """Return the numbers of a backward's batches without those that were only evaluated."""
+    evaluated = {
+        (loader.key, one.number)
+        for loader in facts.loaders
+        for one in loader.passes
+        if one.phase is Phase.EVALUATION
+    }
+    return [
+        at
+        for at in backward.batches
+        if (facts.batches[at].loader, facts.batches[at].pass_number) not in evaluated
+    ]
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return math.prod(shape)
+
+
+def parameters(facts: RankFacts) -> dict[str, ParameterFacts]:
+    """Return parameters by the name that rows use: alone, and after "MODEL KEY/"."""
+    found: dict[str, ParameterFacts] = {}
+    for model in facts.models:
+        for one in model.parameters:
+            found.setdefault(one.name, one)
+            found[f"{model.key}/{one.name}"] = one
+    return found
+
+
+def joint_steps(ranks: Sequence[RankFacts]) -> Iterator[JointStep]:
+    """Yield the steps that all ranks made, in the order of rank 0. Skipped ones are left out."""
+    if not ranks:
+        return
+    by_rank = [{(step.optimizer, step.index): step for step in one.steps} for one in ranks]
+    for step in ranks[0].steps:
+        key = (step.optimizer, step.index)
+        steps = [one[key] for one in by_rank if key in one]
+        if len(steps) == len(ranks) and not any(one.is_skipped for one in steps):
+            yield JointStep(step.optimizer, step.index, ranks, steps)
+
+
+def usual_backwards(steps: Sequence[JointStep]) -> int:
+    """Return the number of backwards of most steps."""
+    counts = Counter(len(backwards) for step in steps for backwards in step.backwards)
+    return counts.most_common(1)[0][0] if counts else 1
+
+
+def shown(name: str) -> str:
+    """Return a parameter's name without the key of its model."""
+    head, slash, rest = name.partition("/")
+    return rest if slash and head.isdigit() else name

@@ -1,0 +1,144 @@
+"""What several rules read of the runs: computed once."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from ...record.training.facts import CollectiveFacts, ModelFacts, Phase, RankFacts
+from .exchange import Exchange, exchange_of
+from .passes import Stream, streams
+from .replay import Replay
+from .runs_facts import VerifyRuns
+from .steps import JointStep, joint_steps, usual_backwards
+
+SHARDING = {"FSDP2", "FullyShardedDataParallel"}  # wrappers whose ranks train different samples
+REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
+
+
+class View:
+    """The runs of ``paceline verify``, joined over the ranks."""
+
+    def __init__(self, runs: VerifyRuns) -> None:
+        self.runs = runs
+        self.ranks: Sequence[RankFacts] = runs.ranks
+        self.size = len(runs.ranks)
+        self.notes: list[str] = []
+        self.replay = Replay(runs.ranks, runs.replay, runs.permuted)
+
+    @cached_property
+    def steps(self) -> list[JointStep]:
+        """Steps of all ranks."""
+        return list(joint_steps(self.ranks))
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """The relation of each step whose gradients are known."""
+        return [found for step in self.steps if (found := exchange_of(step)) is not None]
+
+    @cached_property
+    def accumulated(self) -> dict[int, int]:
+        """By optimizer, the number of backwards of most steps."""
+        keys = {step.optimizer for step in self.steps}
+        return {
+            key: usual_backwards([one for one in self.steps if one.optimizer == key])
+            for key in keys
+        }
+
+    @cached_property
+    def training(self) -> list[Stream]:
+        """Streams of training batches."""
+        return streams(self.ranks, Phase.TRAINING)
+
+    @cached_property
+    def evaluation(self) -> list[Stream]:
+        """Streams of evaluation batches."""
+        return streams(self.ranks, Phase.EVALUATION)
+
+    @cached_property
+    def single(self) -> RankFacts | None:
+        """The script on one rank: with its own batch size, else with the global batch."""
+        return self.runs.alone or self.runs.replay
+
+    def model(self, key: int, rank: int = 0) -> ModelFacts | None:
+        """Return a model of a rank."""
+        return next((one for one in self.ranks[rank].models if one.key == key), None)
+
+    @cached_property
+    def is_model_parallel(self) -> bool:
+        """Whether ranks hold different parts of the model and work on the same samples."""
+        models = [model for facts in self.ranks for model in facts.models]
+        if any(one.is_sharded and one.wrapper not in SHARDING for one in models):
+            return True
+        shapes = [
+            {
+                (model.key, p.name): tuple(p.shape)
+                for model in facts.models
+                for p in model.parameters
+            }
+            for facts in self.ranks
+        ]
+        return any(one != shapes[0] for one in shapes) or self.has_all_to_all
+
+    @cached_property
+    def has_all_to_all(self) -> bool:
+        """Whether the training exchanges activations between experts."""
+        return any(
+            one.kind.replace("_", "").startswith("alltoall") and one.phase is Phase.TRAINING
+            for facts in self.ranks
+            for one in facts.collectives
+        )
+
+    def seed_lines(self, generator: str, are_equal: bool) -> list[str]:
+        """Return lines that seeded a generator before the training, the last one first.
+
+        are_equal: Lines that gave all ranks the same seed, or those that gave them different ones.
+        """
+        by_rank: list[dict[str, int]] = []
+        for facts in self.ranks:
+            seeds = [one for one in getattr(facts, "seeds", []) if one.step == 0 and one.line]
+            kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
+            by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
+        found = []
+        for line, value in by_rank[0].items():
+            others = [one.get(line) for one in by_rank[1:]]
+            if None not in others and all(one == value for one in others) is are_equal:
+                found.append(line)
+        return found[::-1]
+
+    def gradient_lines(self) -> list[str]:
+        """Return the lines of the script that exchange gradients, the largest exchange first."""
+        nbytes: dict[str, int] = {}
+        for one in self.ranks[0].collectives:
+            if one.line and one.phase is Phase.TRAINING and is_reduction(one):
+                nbytes[one.line] = nbytes.get(one.line, 0) + one.nbytes
+        return sorted(nbytes, key=lambda line: -nbytes[line])
+
+
+def is_reduction(one: CollectiveFacts) -> bool:
+    """Return whether a collective combines values of the ranks."""
+    return one.kind.replace("_", "").startswith(("allreduce", "reduce", "allgather", "gather"))
+
+
+def ranks_text(ranks: Sequence[int], size: int) -> str:
+    """Return ranks in words: "All ranks", "Rank 2", "Ranks 0 to 3", "Ranks 0, 2 and 5"."""
+    ranks = sorted(ranks)
+    if len(ranks) == size and size > 2:
+        return f"All {size} ranks"
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"Ranks {ranks[0]} to {ranks[-1]}"
+    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return names in words, the first few of many."""
+    if len(names) == 1:
+        return names[0]
+    if len(names) <= most:
+        return f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def unique(lines: Sequence[str]) -> list[str]:
+    """Return the lines that are known, each once."""
+    return [line for line in dict.fromkeys(lines) if line]

@@ -1,0 +1,129 @@
+"""Find averaged copies of the trained parameters (EMA) in the script's variables.
+
+Such a copy is a module with the names of a trained model's parameters, or a mapping or list of
+tensors with their shapes. It is found by looking at the variables of the script's functions that
+run, at its global variables, and at attributes of objects in them.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .facts import StateFacts
+from .models import Model, Models, clean_name, named_parameters
+from .observation import Observation
+from .user_lines import is_users_file, user_line
+
+MAX_OBJECTS = 2000  # that are looked at
+MIN_PARAMETERS = 2
+
+
+class Averages:
+    """The averaged copies of this process's models.
+
+    Args:
+        observation: Receives the facts.
+        models: Know the trained models.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+
+    def note(self) -> None:
+        """Add the values of all copies that are found now."""
+        trained = [one for one in self._models.models if one.has_trained]
+        seen: set[int] = {id(one.module()) for one in trained}
+        for name, value in _variables():
+            if id(value) in seen or value is None:
+                continue
+            seen.add(id(value))
+            for model in trained:
+                tensors = _copies(value, model)
+                if tensors:
+                    self._add(name, model, tensors)
+                    break
+
+    def _add(self, name: str, model: Model, tensors: dict[str, torch.Tensor]) -> None:
+        rows = {}
+        for parameter, tensor in tensors.items():
+            row = self._models.add_row(tensor)
+            if row is not None:
+                rows[f"{model.facts.key}/{parameter}"] = row
+        state = StateFacts("average", name, user_line(), self._observation.step, rows=rows)
+        self._observation.facts.states.append(state)
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Yield the script's variables, and the attributes of its objects, each with a name."""
+    scopes: list[Mapping[str, Any]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            scopes.append(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]
+    main = sys.modules.get("__main__")
+    scopes.append(vars(main) if main is not None else {})
+    count = 0
+    for scope in scopes:
+        for name, value in list(scope.items()):
+            if name.startswith("__"):
+                continue
+            yield name, value
+            if not _is_users_object(value):
+                continue
+            for inner, other in list(vars(value).items()):
+                count += 1
+                if count > MAX_OBJECTS:
+                    return
+                yield f"{name}.{inner}", other
+
+
+def _is_users_object(value: Any) -> bool:
+    """Return whether a value is an instance of a class of the script, and no module."""
+    if isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
+        return False
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    return type(value).__module__ == "__main__" or (
+        file is not None and is_users_file(os.path.abspath(file))
+    )
+
+
+def _copies(value: Any, model: Model) -> dict[str, torch.Tensor]:
+    """Return the tensors of a copy of the model's parameters by name; {} if it is none."""
+    root = model.module()
+    if root is None:
+        return {}
+    own = dict(named_parameters(root))
+    if isinstance(value, nn.Module):
+        if isinstance(value, nn.parallel.DistributedDataParallel) or not own:
+            return {}
+        found = dict(named_parameters(value))
+        if len(found) == len(own):
+            found = {n.removeprefix("module."): one for n, one in found.items()}
+        if any(one is other for one in found.values() for other in own.values()):
+            return {}
+    elif isinstance(value, Mapping):
+        found = {
+            clean_name(n.removeprefix("module.")): one
+            for n, one in value.items()
+            if isinstance(n, str) and isinstance(one, torch.Tensor)
+        }
+    elif isinstance(value, list | tuple) and len(value) == len(own) >= MIN_PARAMETERS:
+        tensors = [one for one in value if isinstance(one, torch.Tensor)]
+        found = dict(zip(own, tensors, strict=False)) if len(tensors) == len(own) else {}
+    else:
+        return {}
+    common = {n: one for n, one in found.items() if n in own and one.shape == own[n].shape}
+    if len(common) < max(MIN_PARAMETERS, len(own) // 2):
+        return {}
+    storages = {parameter.data_ptr() for parameter in own.values()}
+    if any(one.data_ptr() in storages for one in common.values()):
+        return {}  # the parameters themselves
+    if any(one.requires_grad and one.grad is not None for one in common.values()):
+        return {}
+    return common

@@ -1,0 +1,199 @@
+"""Observe random numbers: the states of the global generators before and after each place."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import fetch as torch_fetch
+
+from .facts import DrawFacts
+from .generators import generator_states, owned_states
+from .loaders import Loaders, OpenPass
+from .models import Model
+from .observation import Observation
+from .user_lines import user_line
+
+_HOOK = "the random numbers"
+MAX_FORWARDS = 12  # of a model
+MAX_WORKER_BATCHES = 24  # of a worker's fetcher
+
+
+class Draws:
+    """The random numbers of this process, and of its loaders' workers.
+
+    Args:
+        observation: Receives the facts.
+        loaders: Know the pass that fetches.
+    """
+
+    def __init__(self, observation: Observation, loaders: Loaders) -> None:
+        self._observation, self._loaders = observation, loaders
+        self._construction: tuple[dict[str, int], str] | None = None  # states and line
+        self._forward: tuple[dict[str, int], str] | None = None  # the same of a running one
+        # Of a batch: its place, the states when it was returned, those after the last note, the
+        # generators that were used, the line of its backward.
+        self._loop_place: tuple[int, int, int] | None = None
+        self._loop_start: dict[str, int] = {}
+        self._loop: dict[str, int] | None = None
+        self._loop_drawn: set[str] = set()
+        self._loop_line, self._is_trained = "", False
+        self._folder = Path(observation.settings.folder)
+        # Of a worker: its fetcher, and the passes before it and batches of it.
+        self._fetcher: Any = None
+        self._passes = self._fetched = 0
+
+    def install(self) -> None:
+        """Patch the fetchers, and hook the first parameter that is registered."""
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
+            kind = getattr(torch_fetch, name)
+            kind.fetch = self._observed(kind.fetch)
+        parameters: Any = nn.modules.module
+        parameters.register_module_parameter_registration_hook(self._note_construction)
+        self._observation.before_end += [self._end_loop, self._read_workers]
+
+    def _observed(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = self._observation.guarded
+
+        def observed(fetcher: Any, index: Any) -> Any:
+            if self._observation.is_over:
+                return fetch(fetcher, index)
+            before = guarded(_HOOK, self._states)(fetcher.dataset)
+            result = fetch(fetcher, index)
+            if before is not None:
+                guarded(_HOOK, self._note_fetch)(fetcher, before)
+            return result
+
+        return observed
+
+    def _states(self, dataset: Any) -> dict[str, int]:
+        return generator_states() | owned_states(dataset)
+
+    def _note_fetch(self, fetcher: Any, before: dict[str, int]) -> None:
+        opened, worker = self._loaders.fetching, get_worker_info()
+        if opened is None:
+            return
+        number, pass_number = opened.returned, opened.facts.number
+        if worker is not None:
+            if fetcher is not self._fetcher:  # a worker that persists has one for each pass
+                self._passes += self._fetcher is not None
+                self._fetcher, self._fetched = fetcher, 0
+            if self._fetched >= MAX_WORKER_BATCHES:
+                return
+            number = self._fetched * worker.num_workers + worker.id
+            pass_number += self._passes
+            self._fetched += 1
+        after, place = self._states(fetcher.dataset), worker.id if worker is not None else None
+        key, line = opened.loader.key, opened.loader.line
+        facts = [
+            DrawFacts(
+                *("fetch", name, place, key, pass_number, number),
+                *(state, after.get(name) != state, line),
+            )
+            for name, state in before.items()
+        ]
+        if worker is None:
+            self._observation.facts.draws += facts
+        else:
+            self._write(facts)
+
+    def _write(self, facts: list[DrawFacts]) -> None:
+        path = self._folder / f"draws-{self._observation.pid}-{os.getpid()}.jsonl"
+        with self._observation.writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.writelines(json.dumps(asdict(one)) + "\n" for one in facts)
+
+    def _read_workers(self) -> None:
+        """Add what the workers have written."""
+        for path in sorted(self._folder.glob(f"draws-{self._observation.pid}-*.jsonl")):
+            for line in path.read_text().splitlines():
+                self._observation.facts.draws.append(DrawFacts(**json.loads(line)))
+
+    # The rank itself
+
+    def _note_construction(self, module: Any, name: str, parameter: Any) -> None:
+        if parameter is None or self._construction is not None or self._observation.is_over:
+            return
+        if not self._observation.is_observed:
+            return
+        states = self._observation.guarded(_HOOK, generator_states)() or {}
+        self._construction = (states, user_line())
+
+    def end_construction(self) -> None:
+        """Note the states after the first model was made: it is wrapped, or has an optimizer."""
+        if self._construction is not None and self._construction[0]:
+            before, where = self._construction
+            self._construction = {}, ""
+            self._add("construction", before, generator_states(), 0, 0, 0, where)
+
+    def before_forward(self, model: Model, is_training: bool) -> None:
+        """Note the states before a forward."""
+        if not is_training:
+            return
+        states, line = generator_states(), user_line()
+        self.end_construction()
+        self._compare_loop(states)
+        self._loop = None
+        if model.forwards <= MAX_FORWARDS:
+            self._forward = (states, line)
+
+    def after_forward(self, model: Model, output: Any) -> None:
+        """Note the states after a forward."""
+        if self._forward is None:
+            return
+        (before, line), self._forward = self._forward, None
+        after = generator_states()
+        self._add("forward", before, after, model.facts.key, 0, model.forwards - 1, line)
+        self._loop = after
+
+    def after_batch(self, opened: OpenPass, number: int, batch: Any) -> None:
+        """Note the states when a batch is returned to the script."""
+        self._end_loop()
+        if number < MAX_FORWARDS:
+            self._loop = self._loop_start = generator_states()
+            self._loop_drawn = set()
+            self._loop_place = (opened.loader.key, opened.facts.number, number)
+
+    def before_backward(self) -> None:
+        """Note the states before a backward."""
+        if self._loop_place is not None:
+            self._compare_loop(generator_states())
+            self._loop = None
+            self._is_trained = True
+            self._loop_line = user_line()
+
+    def _compare_loop(self, states: dict[str, int]) -> None:
+        """Note which generators the script itself has used since the last note."""
+        if self._loop is not None:
+            self._loop_drawn |= {n for n, state in self._loop.items() if states.get(n) != state}
+
+    def _end_loop(self) -> None:
+        """Add the draws of the script between a batch and its backward."""
+        if self._loop_place is not None and self._is_trained:
+            for name, state in self._loop_start.items():
+                place = ("loop", name, None, *self._loop_place)
+                drawn = name in self._loop_drawn
+                facts = DrawFacts(*place, state, drawn, self._loop_line)
+                self._observation.facts.draws.append(facts)
+        self._loop_place, self._is_trained = None, False
+
+    def _add(
+        self,
+        place: str,
+        before: dict[str, int],
+        after: dict[str, int],
+        key: int,
+        pass_number: int,
+        number: int,
+        line: str,
+    ) -> None:
+        for name, state in before.items():
+            drawn = after.get(name) != state
+            self._observation.facts.draws.append(
+                DrawFacts(place, name, None, key, pass_number, number, state, drawn, line)
+            )

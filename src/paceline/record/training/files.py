@@ -1,0 +1,189 @@
+"""Observe checkpoints: what the script saves and loads."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..hooks.import_hooks import after_import
+from .facts import FileFacts, Phase
+from .models import Models, clean_name
+from .observation import Observation
+from .user_lines import user_line
+
+_HOOK = "the checkpoints"
+MAX_FILES = 64
+MAX_KEYS = 200
+MAX_DEPTH = 4
+_RANDOM = ("rng", "random")  # parts of keys of generators' states
+_SAVES = {
+    "torch.serialization": ("save",),
+    "safetensors.torch": ("save_file",),
+    "torch.distributed.checkpoint": ("save", "async_save"),
+}
+_LOADS = {
+    "torch.serialization": ("load",),
+    "safetensors.torch": ("load_file",),
+    "torch.distributed.checkpoint": ("load",),
+}
+
+
+class Files:
+    """The checkpoints of this process.
+
+    Args:
+        observation: Receives the facts.
+        models: Know the names of parameters.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self._is_inside = threading.local()
+
+    def install(self) -> None:
+        """Patch the functions that save and load."""
+        for module, names in _SAVES.items():
+            after_import({module: functools.partial(self._patch, names, True)})
+        for module, names in _LOADS.items():
+            after_import({module: functools.partial(self._patch, names, False)})
+
+    def _patch(self, names: tuple[str, ...], is_save: bool, module: Any) -> None:
+        for name in names:
+            function = getattr(module, name, None)
+            if function is None:
+                continue
+            observed = self._observed(function, is_save, module.__name__)
+            setattr(module, name, observed)
+            if module.__name__ == "torch.serialization":
+                setattr(torch, name, observed)
+
+    def _observed(self, function: Callable[..., Any], is_save: bool, where: str) -> Any:
+        note = self._observation.guarded(_HOOK, self._note)
+        is_together = where == "torch.distributed.checkpoint"
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if getattr(self._is_inside, "active", False) or not self._observation.is_observed:
+                return function(*args, **options)
+            self._is_inside.active = True
+            try:
+                result = function(*args, **options)
+            finally:
+                self._is_inside.active = False
+            if is_save or is_together:
+                path = _argument(args, options, 1, ("f", "filename", "checkpoint_id"))
+                content = _argument(args, options, 0, ("obj", "tensors", "state_dict"))
+            else:
+                path = _argument(args, options, 0, ("f", "filename"))
+                content = result
+            note(content, path, is_save, is_together)
+            return result
+
+        return call
+
+    def _note(self, content: Any, path: Any, is_save: bool, is_together: bool) -> None:
+        facts = self._observation.facts
+        if len(facts.files) >= MAX_FILES:
+            self._observation.add_unseen(f"checkpoints after the first {MAX_FILES}")
+            return
+        text = getattr(path, "name", path)
+        file = FileFacts(
+            path=str(text) if isinstance(text, str) or hasattr(text, "__fspath__") else "",
+            is_save=is_save,
+            line=user_line(),
+            step=self._observation.step,
+            pass_number=self._passes(),
+            keys=_keys(content),
+            contains=[],
+            is_distributed=is_together,
+        )
+        found: set[str] = set()
+        self._look(content, file, found, 0)
+        file.contains = sorted(found)
+        facts.files.append(file)
+
+    def _passes(self) -> int:
+        loaders = self._observation.facts.loaders
+        trained = [x for x in loaders if any(p.phase == Phase.TRAINING for p in x.passes)]
+        return max((len(one.passes) for one in trained), default=0)
+
+    def _look(self, value: Any, file: FileFacts, found: set[str], depth: int) -> None:
+        """Add what a part of a checkpoint contains."""
+        if depth > MAX_DEPTH:
+            return
+        if isinstance(value, torch.nn.Module):
+            value = value.state_dict()
+        if isinstance(value, list | tuple):
+            for one in value[:8]:
+                self._look(one, file, found, depth + 1)
+        if not isinstance(value, Mapping):
+            return
+        rows = self._model_rows(value)
+        if rows:
+            found.add("model")
+            if not file.rows:
+                file.rows = rows
+            return
+        kind = _kind_of(value)
+        if kind:
+            found.add(kind)
+            if kind == "optimizer" and not file.learning_rates:
+                rates = [group.get("lr") for group in value["param_groups"]]
+                file.learning_rates = [float(rate) for rate in rates if rate is not None]
+            return
+        for key, one in value.items():
+            if isinstance(key, str) and any(part in key.lower() for part in _RANDOM):
+                found.add("random")
+            self._look(one, file, found, depth + 1)
+
+    def _model_rows(self, state: Mapping[Any, Any]) -> dict[str, int]:
+        """Return the rows of a model's parameters by "MODEL KEY/NAME"; {} if it is no model."""
+        tensors = {
+            clean_name(name.removeprefix("module.")): one
+            for name, one in state.items()
+            if isinstance(name, str) and isinstance(one, torch.Tensor)
+        }
+        for model in self._models.models:
+            names = [one.name for one in model.facts.parameters]
+            common = [name for name in names if name in tensors]
+            if common and 2 * len(common) >= len(names):
+                rows = {}
+                for name in common:
+                    row = self._models.add_row(tensors[name])
+                    if row is not None:
+                        rows[f"{model.facts.key}/{name}"] = row
+                return rows
+        return {}
+
+
+def _argument(args: Any, options: dict[str, Any], at: int, names: tuple[str, ...]) -> Any:
+    """Return an argument by its position, or by one of its names."""
+    named = next((options[name] for name in names if name in options), None)
+    return args[at] if named is None and len(args) > at else named
+
+
+def _keys(content: Any) -> list[str]:
+    """Return the top-level keys, and those one level below with a dot."""
+    if not isinstance(content, Mapping):
+        return []
+    found = []
+    for key, value in content.items():
+        found.append(str(key))
+        if isinstance(value, Mapping) and len(value) < MAX_KEYS:
+            found += [f"{key}.{inner}" for inner in value]
+    return found[:MAX_KEYS]
+
+
+def _kind_of(state: Mapping[Any, Any]) -> str:
+    """Return which state a mapping is: "optimizer", "schedule", "scaler" or ""."""
+    if "param_groups" in state and "state" in state:
+        return "optimizer"
+    if "last_epoch" in state and ("_step_count" in state or "base_lrs" in state):
+        return "schedule"
+    if "num_bad_epochs" in state and "best" in state:
+        return "schedule"
+    if "growth_factor" in state and "scale" in state:
+        return "scaler"
+    return ""

@@ -1,0 +1,91 @@
+"""Join the batches of several ranks into one, also with their samples in another order."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..hooks.batch_size import samples_in
+
+
+def join_batches(batches: list[Any]) -> Any:
+    """Return one batch with the samples of all, in order.
+
+    Raises:
+        ValueError: They can't be joined.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    return _join(batches, [samples_in(one) for one in batches])
+
+
+def permute_batch(batch: Any, seed: int) -> Any:
+    """Return the batch with its samples in another order."""
+    samples = samples_in(batch)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    return _map(batch, samples, lambda tensor: tensor[order], order.tolist())
+
+
+def _join(values: list[Any], samples: list[int]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        if first.ndim and all(len(x) == n for x, n in zip(values, samples, strict=True)):
+            if len({one.shape[1:] for one in values}) > 1:
+                shapes = ", ".join(str(list(one.shape)) for one in values)
+                raise ValueError(f"tensors of shapes {shapes}")
+            return torch.cat(values)
+    elif isinstance(first, Mapping):
+        joined = {key: _join([one[key] for one in values], samples) for key in first}
+        return _like(first, joined)
+    elif isinstance(first, list | tuple):
+        lengths = [len(one) for one in values]
+        if _is_column(first) and lengths == samples:
+            return _rebuilt(first, [item for one in values for item in one])
+        if len(set(lengths)) == 1:
+            items = [_join(list(one), samples) for one in zip(*values, strict=True)]
+            return _rebuilt(first, items)
+    if all(_is_equal(first, one) for one in values[1:]):
+        return first
+    raise ValueError(f"values of type {type(first).__name__}")
+
+
+def _map(
+    value: Any, samples: int, select: Callable[[torch.Tensor], torch.Tensor], order: list[int]
+) -> Any:
+    if isinstance(value, torch.Tensor):
+        return select(value) if value.ndim and len(value) == samples else value
+    if isinstance(value, Mapping):
+        return _like(value, {k: _map(x, samples, select, order) for k, x in value.items()})
+    if isinstance(value, list | tuple):
+        if _is_column(value) and len(value) == samples:
+            return _rebuilt(value, [value[at] for at in order])
+        return _rebuilt(value, [_map(one, samples, select, order) for one in value])
+    return value
+
+
+def _is_column(values: Any) -> bool:
+    """Return whether a list has one plain value for each sample, and not tensors."""
+    return bool(values) and not any(isinstance(x, torch.Tensor | Mapping | list) for x in values)
+
+
+def _like(first: Any, values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type."""
+    if type(first) is dict:
+        return values
+    try:
+        made: Any = type(first)(values)
+    except TypeError:
+        return values
+    return made
+
+
+def _rebuilt(first: Any, items: list[Any]) -> Any:
+    if hasattr(first, "_fields"):  # a named tuple
+        return type(first)(*items)
+    return tuple(items) if isinstance(first, tuple) else items
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

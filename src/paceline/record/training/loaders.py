@@ -1,0 +1,371 @@
+"""Observe the passes and batches of DataLoaders, and shorten passes where that is safe."""
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..hooks.batch_size import samples_in
+from .contents import checksum_of_indices, describe_root, sample_checksums
+from .facts import BatchFacts, LoaderFacts, PassFacts, Phase
+from .generators import kept_generators
+from .observation import Observation
+from .user_lines import is_in_loop, is_read_ahead, user_line
+
+_HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
+MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
+MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
+
+
+@dataclass
+class OpenPass:
+    """A pass that is not over.
+
+    Attributes:
+        loader, facts: The loader's facts, and those of the pass.
+        source: The loader.
+        indices: Indices of each batch that was requested so far; None: not known.
+        returned: Number of batches that were returned.
+        is_short: Whether the pass may be shortened.
+        is_stopped: Whether it was.
+    """
+
+    loader: LoaderFacts
+    facts: PassFacts
+    source: Any
+    indices: list[list[int] | None] = field(default_factory=list)
+    returned: int = 0
+    is_short: bool | None = None
+    is_stopped: bool = False
+    first_group: int = 0  # batches of the first step of the pass
+    planned: list[list[int]] | None = None
+    ahead: int | None = None  # a batch that a library has read, but not passed on yet
+    sampler: Any = None  # the iterator over the rest of the batches' indices
+
+
+class Loaders:
+    """The loaders of this process.
+
+    Args:
+        observation: Receives the facts.
+        end: Ends the run; it does not return.
+    """
+
+    def __init__(self, observation: Observation, end: Callable[[], None]) -> None:
+        self._observation, self._end = observation, end
+        self.keys: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by loader
+        self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._passes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # OpenPass by iterator
+        self._open: list[OpenPass] = []  # whose indices are not all known
+        self.opening: OpenPass | None = None
+        self.last: OpenPass | None = None  # whose batch was returned last
+        self.fetching: OpenPass | None = None  # also in the workers that are started for it
+        self._fetches = False
+        # Returns the iterator of a pass in a replay: called with the loader and the open pass.
+        self.replace: Callable[[Any, OpenPass], Any] | None = None
+        self.before_pass: list[Callable[[], None]] = []
+        self.on_batch: list[Callable[[OpenPass, int, Any], None]] = []
+
+    def install(self) -> None:
+        """Patch ``DataLoader``."""
+        kind, iterator_kind = DataLoader, torch_dataloader._BaseDataLoaderIter
+        init, make = kind.__init__, kind.__iter__
+        fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
+        note = self._observation.guarded(_HOOK, self._note_loader)
+
+        @functools.wraps(init)
+        def new(loader: Any, *args: Any, **options: Any) -> None:
+            init(loader, *args, **options)
+            note(loader)
+
+        def new_iterator(loader: Any) -> Any:
+            if not self._observation.is_observed or self._fetches:
+                return make(loader)
+            return self._begin(loader, make)
+
+        def next_batch(iterator: Any) -> Any:
+            if not self._observation.is_observed or self._fetches:
+                return fetch(iterator)
+            return self.fetch(iterator, fetch)
+
+        def index(iterator: Any) -> Any:
+            found = self.opening or self._passes.get(iterator)
+            if found is None or not self._observation.is_observed:
+                return next_index(iterator)
+            return self._next_index(iterator, found, next_index)
+
+        kind.__init__, kind.__iter__ = new, new_iterator  # type: ignore[method-assign]
+        iterator_kind.__next__, iterator_kind._next_index = next_batch, index
+        self._observation.before_end.append(self.close)
+
+    def _note_loader(self, loader: Any) -> None:
+        self._lines[loader] = user_line()
+
+    def facts_of(self, loader: Any) -> LoaderFacts:
+        """Return the facts of a loader; add it if it is new."""
+        found = self.keys.get(loader)
+        if found is None:
+            found = self.keys[loader] = self._describe(loader)
+            self._observation.facts.loaders.append(found)
+        return found  # type: ignore[no-any-return]
+
+    def _describe(self, loader: Any) -> LoaderFacts:
+        dataset = _dataset_of(loader)
+        sampler = _sampler_of(loader)
+        return LoaderFacts(
+            key=len(self._observation.facts.loaders),
+            line=self._lines.get(loader, ""),
+            dataset=type(dataset).__name__,
+            dataset_length=_length(dataset),
+            dataset_checksum=checksum_of_indices(dataset, Subset),
+            **describe_root(dataset),
+            is_iterable=isinstance(dataset, IterableDataset),
+            batch_size=loader.batch_size,
+            sampler=type(sampler).__name__,
+            sampler_has_epoch=hasattr(sampler, "set_epoch"),
+            drops_last=bool(loader.drop_last),
+            workers=int(loader.num_workers),
+        )
+
+    # Passes
+
+    def _begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        guarded = self._observation.guarded
+        if guarded(_HOOK, self._is_enough)(loader):
+            self._end()
+        if self._observation.step:
+            for call in self.before_pass:
+                guarded(_HOOK, call)()
+        opened = guarded(_HOOK, self._begin_pass)(loader)
+        self.opening = self.fetching = opened
+        try:
+            if self.replace is not None and opened is not None:
+                iterator = guarded(_HOOK, self.replace)(loader, opened)
+            else:
+                iterator = make(loader)
+        finally:
+            self.opening = self.fetching = None
+        if opened is not None:
+            self._passes[iterator] = opened
+            opened.sampler = getattr(iterator, "_sampler_iter", None)
+            self._open.append(opened)
+        return iterator
+
+    def _is_enough(self, loader: Any) -> bool:
+        """Return whether the run ends before this pass."""
+        facts = self.keys.get(loader)
+        if facts is None:
+            return False
+        trained = sum(one.phase == Phase.TRAINING for one in facts.passes)
+        return trained >= self._observation.settings.passes
+
+    def _begin_pass(self, loader: Any) -> OpenPass:
+        facts = self.facts_of(loader)
+        for opened in [one for one in self._open if one.loader is facts]:
+            self._open.remove(opened)
+            if opened.facts.planned is None and not facts.is_iterable:
+                self._close(opened)
+        sampler = _sampler_of(loader)
+        epoch = getattr(sampler, "epoch", None)
+        one = PassFacts(
+            number=len(facts.passes),
+            phase=Phase.EVALUATION,
+            line=user_line(),
+            sampler_epoch=epoch if isinstance(epoch, int) else None,
+            batches=0,
+            planned=None,
+            is_complete=False,
+            first_step=self._observation.step,
+        )
+        facts.passes.append(one)
+        return OpenPass(facts, one, loader, is_short=is_in_loop() or None)
+
+    def note_backward(self) -> None:
+        """Note a backward: the pass whose batch was returned last is one of training."""
+        if self.last is not None:
+            self.last.facts.phase = Phase.TRAINING
+
+    def note_step(self) -> None:
+        """Note an optimizer step."""
+        last = self.last
+        if last is not None and not last.first_group and last.facts.phase == Phase.TRAINING:
+            last.first_group = max(last.returned - (last.ahead is not None), 1)
+
+    # Indices
+
+    def _next_index(self, iterator: Any, opened: OpenPass, request: Callable[[Any], Any]) -> Any:
+        if opened.is_stopped:
+            raise StopIteration
+        if self._observation.guarded(_HOOK, self._is_last)(opened):
+            if opened.loader.is_iterable:
+                opened.is_stopped = True
+                raise StopIteration
+            rest = self._drain(lambda: request(iterator))
+            if not rest:
+                raise StopIteration
+            opened.is_stopped = len(rest) > 1
+            opened.planned = [*_known(opened.indices), *map(_listed, rest)]
+            if sum(map(len, opened.planned)) > MAX_PLANNED:
+                opened.planned = None
+            index = rest[-1]
+        else:
+            index = request(iterator)
+        opened.indices.append(None if opened.loader.is_iterable else _listed(index))
+        return index
+
+    def _drain(self, request: Callable[[], Any]) -> list[Any]:
+        """Return the indices of the rest of the batches, without limit for finite samplers."""
+        rest, count = [], 0
+        while count <= MAX_PLANNED:
+            try:
+                rest.append(request())
+            except StopIteration:
+                break
+            count += len(_listed(rest[-1]))
+        return rest
+
+    def _is_last(self, opened: OpenPass) -> bool:
+        """Return whether the batch that is requested now is the last one of a shortened pass."""
+        if opened.is_short is not True:
+            return False
+        least, number = self._observation.settings.batches, len(opened.indices)
+        earlier = [one for one in opened.loader.passes[:-1] if one.phase == Phase.TRAINING]
+        if opened.loader.passes[:-1] and not earlier:
+            return number + 1 >= least  # an evaluation, as before
+        if earlier and self._group:
+            return number + 1 >= least and (number + 1) % self._group == 0
+        if opened.returned + 1 < least:
+            return False
+        if opened.facts.phase != Phase.TRAINING:
+            return True  # evaluated so far
+        group = opened.first_group
+        if group:
+            self._group = group
+        return (bool(group) and (number + 1) % group == 0) or number >= MAX_GROUP
+
+    _group = 0  # batches of the first step of the training
+
+    # Batches
+
+    def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
+        opened = self._passes.get(iterator)
+        if opened is None:
+            return fetch(iterator)
+        if opened.is_short is None:
+            opened.is_short = bool(self._observation.guarded(_HOOK, is_in_loop)())
+        self._fetches, self.fetching = True, opened
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            self._observation.guarded(_HOOK, self._end_pass)(opened, True)
+            raise
+        finally:
+            self._fetches, self.fetching = False, None
+        self._observation.guarded(_BATCH, self._note_batch)(opened, batch)
+        return batch
+
+    def _note_batch(self, opened: OpenPass, batch: Any) -> None:
+        number, samples = opened.returned, samples_in(batch)
+        indices = opened.indices[number] if number < len(opened.indices) else None
+        opened.returned += 1
+        opened.facts.batches = opened.returned
+        self.last = opened
+        facts = BatchFacts(
+            loader=opened.loader.key,
+            pass_number=opened.facts.number,
+            number=number,
+            samples=samples,
+            indices=indices,
+            contents=sample_checksums(batch, samples),
+            step=self._observation.step,
+        )
+        added = self._observation.add_batch(facts)
+        if is_read_ahead():
+            opened.ahead, added = added, opened.ahead
+        if added is not None:
+            self._observation.unassigned.append(added)
+        for call in self.on_batch:
+            call(opened, number, batch)
+
+    def _end_pass(self, opened: OpenPass, is_exhausted: bool = False) -> None:
+        if opened.ahead is not None:
+            self._observation.unassigned.append(opened.ahead)
+            opened.ahead = None
+        if opened.facts.planned is not None:
+            return
+        opened.facts.is_complete = is_exhausted and not opened.is_stopped
+        if not opened.loader.is_iterable:
+            opened.facts.planned = opened.planned or (
+                _known(opened.indices) if opened.facts.is_complete else None
+            )
+
+    def close(self) -> None:
+        """Complete the facts of passes that the script has left: list the rest of their indices."""
+        for opened in self._open:
+            if opened.facts.planned is None and not opened.loader.is_iterable:
+                self._close(opened)
+        self._open.clear()
+
+    def _close(self, opened: OpenPass) -> None:
+        if opened.is_stopped or self.replace is not None:
+            self._end_pass(opened)
+            return
+        sampler = opened.sampler
+        if sampler is None:
+            return
+        with kept_generators(_sampler_of(opened.source)):
+            rest = self._drain(lambda: next(sampler))
+        if sum(len(_listed(one)) for one in rest) <= MAX_PLANNED:
+            opened.facts.planned = [*_known(opened.indices), *map(_listed, rest)]
+            opened.facts.is_complete = opened.returned == len(opened.facts.planned)
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler of a loader that orders samples, also inside of batch samplers."""
+    sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = outer
+    while hasattr(found, "batch_sampler"):
+        found = found.batch_sampler  # as in accelerate's
+    inside = getattr(found, "sampler", None)
+    if outer is None or inside is sampler:
+        return sampler
+    return inside if inside is not None else found
+
+
+def _dataset_of(loader: Any) -> Any:
+    """Return the user's dataset."""
+    dataset = loader.dataset
+    return dataset.dataset if type(dataset).__module__.startswith("paceline.") else dataset
+
+
+def _listed(index: Any) -> list[int]:
+    """Return the indices of a batch as a list, whatever the sampler returns."""
+    if hasattr(index, "tolist"):
+        index = index.tolist()
+    return [_number(one) for one in (index if isinstance(index, list | tuple) else [index])]
+
+
+def _number(index: Any) -> int:
+    """Return an index as a number; a checksum of other keys."""
+    if isinstance(index, tuple) and len(index) == 2 and all(type(x) is int for x in index):
+        return int(index[1])  # world.shard: with the epoch
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        return zlib.crc32(repr(index).encode())
+
+
+def _known(indices: list[list[int] | None]) -> list[list[int]]:
+    return [one for one in indices if one is not None]
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # no length, or a method that fails
+        return None

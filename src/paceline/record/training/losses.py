@@ -1,0 +1,83 @@
+"""Observe loss functions: the value of the last one before a backward."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from .models import Model
+from .observation import Observation
+
+_HOOK = "the loss functions"
+# Functions of torch.nn.functional, each with whether a class index stands for a target.
+LOSSES = {
+    **dict.fromkeys(("cross_entropy", "nll_loss", "multi_margin_loss"), True),
+    **dict.fromkeys(
+        (
+            *("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss"),
+            *("smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "gaussian_nll_loss"),
+            *("ctc_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"),
+            *("multilabel_margin_loss", "multilabel_soft_margin_loss", "cosine_embedding_loss"),
+            *("triplet_margin_loss", "linear_cross_entropy"),
+        ),
+        False,
+    ),
+}
+
+
+class Losses:
+    """The loss functions of this process.
+
+    Args:
+        observation: Receives the values.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._is_inside = False
+
+    def install(self) -> None:
+        """Patch the functions; the loss modules of torch call them."""
+        for name, has_indices in LOSSES.items():
+            function = getattr(functional, name, None)
+            if function is not None:
+                setattr(functional, name, self._observed(function, has_indices))
+
+    def _observed(self, function: Callable[..., Any], has_indices: bool) -> Callable[..., Any]:
+        note = self._observation.guarded(_HOOK, self._note)
+
+        @functools.wraps(function)
+        def loss(*args: Any, **options: Any) -> Any:
+            if self._is_inside or not self._observation.is_observed:
+                return function(*args, **options)
+            self._is_inside = True
+            try:
+                value = function(*args, **options)
+            finally:
+                self._is_inside = False
+            note(value, args, options, has_indices)
+            return value
+
+        loss._torchdynamo_inline = function  # type: ignore[attr-defined]
+        return loss
+
+    def _note(self, value: Any, args: Any, options: dict[str, Any], has_indices: bool) -> None:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return
+        observation = self._observation
+        target = options.get("target", args[1] if len(args) > 1 else None)
+        elements = target.numel() if isinstance(target, torch.Tensor) else 0
+        if has_indices and elements and not target.is_floating_point():
+            ignored = options.get("ignore_index", -100)
+            elements = int((target != ignored).sum())
+        observation.loss = float(value.detach().sum()) if value.numel() else None
+        observation.reduction = str(options.get("reduction", "mean"))
+        observation.elements = elements
+
+    def note_output(self, model: Model, output: Any) -> None:
+        """Note the attribute ``loss`` of a model's output."""
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+            self._observation.loss = float(loss.detach())

@@ -1,0 +1,401 @@
+"""Observe models: their parameters, their forwards, and the gradients that this rank computes."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..hooks.import_hooks import after_import
+from .facts import ModelFacts, ParameterFacts, Phase
+from .observation import Observation
+from .shards import Shard, shard_of
+from .user_lines import user_line
+
+_HOOK = "the models"
+_GRADIENTS = "the gradients"
+_TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
+# Parts of parameter names that wrappers add.
+_ADDED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+MAX_LINES = 8  # of a model
+
+
+@dataclass
+class Model:
+    """A model of the script.
+
+    Attributes:
+        facts: Its facts.
+        module: The user's module, without wrappers.
+        has_trained: Whether a forward with gradient was seen.
+        forwards: Number of forwards with gradient.
+        is_syncing: Whether the backward of the last forward synchronizes gradients.
+        autocast: dtype of autocast in the last forward; "" without autocast.
+    """
+
+    facts: ModelFacts
+    module: "weakref.ref[nn.Module]"
+    has_trained: bool = False
+    forwards: int = 0
+    is_syncing: bool = True
+    autocast: str = ""
+    ddp: "weakref.ref[nn.Module] | None" = None
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """What was known of a parameter when its model was wrapped."""
+
+    row: int
+    requires_grad: bool
+
+
+class Models:
+    """The models of this process.
+
+    Args:
+        observation: Receives the facts.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self.models: list[Model] = []
+        self.last: Model | None = None  # whose forward with gradient was the last one
+        self.is_inside = False  # of a forward
+        self.before_forward: list[Callable[[Model, bool], None]] = []
+        self.after_forward: list[Callable[[Model, Any], None]] = []
+        self.on_wrapping: list[Callable[[], None]] = []
+        self.before_first: list[Callable[[Model], None]] = []
+        self._parents: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._roots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by name, by module
+        self._wrapping_lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._unsynced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # FSDP2 models
+        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary()  # has parameters, by module
+
+    def install(self) -> None:
+        """Patch the calls of modules and the construction of wrappers."""
+        nn.modules.module.register_module_module_registration_hook(self._note_parent)
+        original = nn.Module.__call__
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_inside or not self._observation.is_observed:
+                return original(module, *args, **kwargs)
+            return self._forward(module, original, args, kwargs)
+
+        functools.update_wrapper(call, original)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+        def known_to_dynamo(module: Any) -> None:
+            if hasattr(module, "unpatched_nn_module_call"):
+                module.unpatched_nn_module_call = call
+
+        after_import(
+            {
+                "torch._dynamo.utils": known_to_dynamo,
+                "torch._dynamo.variables.nn_module": known_to_dynamo,
+            }
+        )
+        make = DistributedDataParallel.__init__
+        note = self._observation.guarded(_HOOK, self._note_ddp)
+
+        @functools.wraps(make)
+        def init(wrapper: Any, module: Any, *args: Any, **options: Any) -> None:
+            note(wrapper, module)
+            make(wrapper, module, *args, **options)
+
+        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+        leave = DistributedDataParallel.no_sync
+
+        @functools.wraps(leave)
+        def no_sync(wrapper: Any) -> Any:
+            self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)
+            return leave(wrapper)
+
+        DistributedDataParallel.no_sync = no_sync  # type: ignore[method-assign]
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return "MODEL KEY/NAME" of a parameter; None if it is of no model."""
+        return self._names.get(parameter)  # type: ignore[no-any-return]
+
+    def hook_gradient(self, parameter: torch.Tensor) -> None:
+        """Observe the gradients of a parameter before any exchange."""
+        if parameter in self._hooked or not parameter.requires_grad or not parameter.is_leaf:
+            return
+        reference = weakref.ref(parameter)
+        note = self._observation.guarded(_GRADIENTS, self.note_gradient)
+
+        def hook(gradient: torch.Tensor) -> None:
+            if self._observation.backward is not None and not self._observation.is_over:
+                note(reference(), gradient)
+
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
+        self._hooked[parameter] = True
+        parameter.register_hook(hook)
+
+    # Forwards
+
+    def _forward(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        guarded = self._observation.guarded
+        model = guarded(_HOOK, self._enter)(module)
+        if model is None:
+            return call(module, *args, **kwargs)
+        self.is_inside = True
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            was_inside, self.is_inside = self.is_inside, False
+        if was_inside:
+            for after in self.after_forward:
+                guarded(_HOOK, after)(model, output)
+        return output
+
+    def _enter(self, module: nn.Module) -> Model | None:
+        """Note a forward of an outermost module; return its model, None if it has none."""
+        if torch._C._is_tracing() or not self._has_parameters(module):
+            return None
+        called, ddp = _unwrapped(module)
+        root, wrapper = self._root_of(called)
+        found = self._roots.get(root)
+        model: Model = found or self._add(root, ddp or wrapper)
+        is_training = torch.is_grad_enabled()
+        if wrapper is not None and ddp is None and is_training:
+            _add_line(model.facts.outside_forwards, user_line())
+        if is_training:
+            self._enter_training(model, root, ddp)
+        elif self._observation.phase != Phase.TRAINING or self._observation.unassigned:
+            self._observation.phase = Phase.EVALUATION
+        for before in self.before_forward:
+            before(model, is_training)
+        return model
+
+    def _enter_training(self, model: Model, root: nn.Module, ddp: Any) -> None:
+        self.last = model
+        model.forwards += 1
+        if ddp is not None:
+            model.is_syncing = bool(ddp.require_backward_grad_sync)
+        elif model.facts.is_sharded:
+            model.is_syncing = not self._unsynced.get(root, False)
+        model.autocast = _autocast()
+        if not model.has_trained:
+            model.has_trained = True
+            for before in self.before_first:
+                before(model)
+            self._note_first(model, root)
+        for parameter in root.parameters():
+            self.hook_gradient(parameter)
+
+    def _has_parameters(self, module: nn.Module) -> bool:
+        known = self._calls.get(module)
+        if known is None:
+            parameters = list(nn.Module.parameters(module))
+            if any(isinstance(one, nn.parameter.UninitializedParameter) for one in parameters):
+                return False  # its shapes are known after this forward
+            known = self._calls[module] = bool(parameters)
+        return bool(known)
+
+    def _root_of(self, module: nn.Module) -> tuple[nn.Module, Any]:
+        """Return the user's whole module that contains ``module``, and a synchronizing wrapper."""
+        if module in self._roots and module not in self._parents:
+            return module, None
+        seen = {id(module)}
+        while (parent := self._parent(module)) is not None and id(parent) not in seen:
+            if isinstance(parent, DistributedDataParallel):
+                return module, parent
+            if type(parent).__name__ in _TRANSPARENT:
+                above = self._parent(parent)
+                return module, above if isinstance(above, DistributedDataParallel) else None
+            module = parent
+            seen.add(id(module))
+        return module, None
+
+    def _parent(self, module: nn.Module) -> nn.Module | None:
+        reference = self._parents.get(module)
+        return reference() if reference is not None else None
+
+    def _note_parent(self, module: nn.Module, name: str, child: Any) -> None:
+        if isinstance(child, nn.Module):
+            self._parents[child] = weakref.ref(module)
+
+    # Facts
+
+    def _add(self, root: nn.Module, ddp: Any) -> Model:
+        key = len(self.models)
+        inside = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
+        ddp = ddp or inside
+        is_sharded = any(type(one).__name__.startswith("FSDP") for one in root.modules())
+        facts = ModelFacts(
+            key=key,
+            class_name=type(root).__name__.removeprefix("FSDP") if is_sharded else _class(root),
+            wrapper="DistributedDataParallel" if ddp is not None else "FSDP2" * is_sharded,
+            line=self._wrapping_lines.get(ddp if ddp is not None else root) or user_line(),
+            is_sharded=is_sharded,
+            broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
+            parameters=[],
+            ignored=sorted(getattr(ddp, "parameters_to_ignore", ())),
+            batch_norms=[name for name, one in root.named_modules() if _is_own_batch_norm(one)],
+        )
+        reference = weakref.ref(ddp) if ddp is not None else None
+        model = Model(facts, weakref.ref(root), ddp=reference)
+        wrappings = {
+            clean_name(f"{prefix}.{name}".lstrip(".")): wrapping
+            for prefix, owner in root.named_modules()
+            for name, wrapping in self._wrapped.get(owner, {}).items()
+        }
+        for name, parameter in named_parameters(root):
+            wrapped = wrappings.get(name)
+            shard = shard_of(parameter)
+            if isinstance(shard, str):
+                self._observation.add_unseen(f"parameter {name}: {shard}")
+                continue
+            facts.parameters.append(
+                ParameterFacts(
+                    name=name,
+                    shape=shard.shape,
+                    dtype=str(parameter.dtype).removeprefix("torch."),
+                    requires_grad=wrapped.requires_grad if wrapped else parameter.requires_grad,
+                    shard_offset=shard.offset,
+                    shard_numel=shard.values.numel(),
+                )
+            )
+            self._names.setdefault(parameter, f"{key}/{name}")
+            if wrapped is not None:
+                facts.initial[name] = wrapped.row
+        self._roots[root] = model
+        self.models.append(model)
+        self._observation.facts.models.append(facts)
+        return model
+
+    def _note_first(self, model: Model, root: nn.Module) -> None:
+        for name, parameter in named_parameters(root):
+            row = self.add_row(parameter)
+            if row is not None:
+                model.facts.first[name] = row
+                model.facts.initial.setdefault(name, row)
+
+    def add_row(self, tensor: torch.Tensor) -> int | None:
+        """Add the row of a tensor, or of this rank's shard of it; None if it has none."""
+        shard = shard_of(tensor)
+        if isinstance(shard, str):
+            return None
+        return self._observation.rows.add(shard.values, shard.offset)
+
+    def _note_ddp(self, wrapper: Any, module: nn.Module) -> None:
+        line = user_line()
+        self._wrapping_lines[wrapper] = line
+        self.note_wrapping(module, line)
+
+    def note_wrapping(self, module: nn.Module, line: str) -> None:
+        """Note the parameters of a module before it is wrapped in a line of the script."""
+        for call in self.on_wrapping:
+            call()
+        self._wrapping_lines[module] = line
+        for owner in module.modules():
+            found = self._wrapped.setdefault(owner, {})
+            for name, parameter in owner._parameters.items():
+                if parameter is None or name in found or hasattr(parameter, "placements"):
+                    continue
+                row = self.add_row(parameter)
+                if row is not None:
+                    found[name] = _Wrapping(row, parameter.requires_grad)
+
+    def set_syncing(self, module: nn.Module, is_on: bool, line: str) -> None:
+        """Note that the synchronization of a sharded model was switched on or off."""
+        self._unsynced[module] = not is_on
+        model = self._roots.get(module)
+        if model is not None and not is_on:
+            _add_line(model.facts.no_sync_lines, line)
+
+    def _note_no_sync(self, wrapper: Any) -> None:
+        root, _ = _unwrapped(wrapper)
+        model = self._roots.get(root)
+        if model is not None:
+            _add_line(model.facts.no_sync_lines, user_line())
+
+    def note_gradient(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Note the gradient of a parameter that this rank has computed."""
+        backward = self._observation.backward
+        name = self._names.get(parameter)
+        if backward is None or name is None:
+            return
+        shard = shard_of(gradient)
+        if not isinstance(shard, Shard):
+            self._observation.add_unseen(f"gradient of {name}: {shard}")
+            return
+        rows = self._observation.rows
+        row = rows.add(shard.values, shard.offset)
+        if name in backward.gradients:  # a backward inside of this one, as in checkpointing
+            row = rows.add_sum(backward.gradients[name], row)
+        backward.gradients[name] = row
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield "MODEL KEY/NAME" and value of each floating-point buffer of the trained models."""
+        for model in self.models:
+            root = model.module()
+            if root is not None and model.has_trained:
+                for name, buffer in root.named_buffers():
+                    if buffer.is_floating_point():
+                        yield f"{model.facts.key}/{clean_name(name)}", buffer
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the module inside of wrappers, and the DistributedDataParallel among them."""
+    ddp = None
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            ddp, module = module, module.module
+        elif type(module).__name__ == "OptimizedModule":
+            module = module._orig_mod  # type: ignore[assignment]
+        elif type(module).__name__ == "DataParallel":
+            module = module.module  # type: ignore[assignment]
+        else:
+            return module, ddp
+
+
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a module with their names without those of wrappers."""
+    inside = {
+        name for name, one in root.named_modules() if isinstance(one, DistributedDataParallel)
+    }
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            continue
+        for prefix in inside:
+            if name.startswith(f"{prefix}.module."):
+                name = f"{prefix}.{name.removeprefix(f'{prefix}.module.')}"
+        yield clean_name(name), parameter
+
+
+def _autocast() -> str:
+    """Return the dtype of autocast, or ""."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return ""
+
+
+def clean_name(name: str) -> str:
+    """Return the name of a parameter without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _ADDED_NAMES)
+
+
+def _class(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _is_own_batch_norm(module: nn.Module) -> bool:
+    """Return whether a layer normalizes by statistics of the batch of one rank."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def _add_line(lines: list[str], line: str) -> None:
+    if line and line not in lines and len(lines) < MAX_LINES:
+        lines.append(line)

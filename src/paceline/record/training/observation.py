@@ -1,0 +1,132 @@
+"""The facts of one rank while they are collected."""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+
+from ..hooks.hook_failures import failed_hooks, report_failure
+from .facts import BackwardFacts, BatchFacts, Phase, RankFacts, write_facts
+from .settings import VerifySettings
+from .sketch import SketchTable
+
+_P = ParamSpec("_P")
+
+
+class Observation:
+    """What has been observed so far, and what the training does now.
+
+    Attributes:
+        facts: The facts so far.
+        rows: Rows of the observed tensors.
+        phase: What the training did at last.
+        backward: The backward that runs; None between backwards.
+        backwards: The backwards since the last optimizer step.
+        scale: Loss scale of the last loss that a gradient scaler has scaled; 1 without one.
+        loss: Value of the last loss function since the last backward.
+        is_over: Whether nothing is observed any more.
+    """
+
+    def __init__(self, settings: VerifySettings) -> None:
+        self.settings = settings
+        self.facts = RankFacts(*_rank_and_size())
+        self.rows = SketchTable()
+        self.phase = Phase.SETUP
+        self.backward: BackwardFacts | None = None
+        self.backwards: list[BackwardFacts] = []
+        self.unassigned: list[int] = []  # batches that no backward has used yet
+        self.last_batches: list[int] = []  # of the last backward
+        self.scale = 1.0
+        self.loss: float | None = None
+        self.reduction, self.elements = "", 0  # of the function that has computed it
+        self.is_over = False
+        self.pid = os.getpid()
+        # Entered to write files of paceline, which are not to be redirected.
+        self.writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.before_end: list[Callable[[], None]] = []
+        self._thread = threading.main_thread().ident
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps so far, of all optimizers."""
+        return len(self.facts.steps)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the calling thread is the one that trains, and its facts are collected."""
+        return (
+            not self.is_over
+            and threading.get_ident() == self._thread
+            and os.getpid() == self.pid  # not in a loader's worker
+        )
+
+    def take_thread(self) -> None:
+        """Take the calling thread as the one that trains."""
+        self._thread = threading.get_ident()
+
+    def add_batch(self, batch: BatchFacts) -> int:
+        """Add a batch that a loader returned; return its number."""
+        self.facts.batches.append(batch)
+        return len(self.facts.batches) - 1
+
+    def add_unseen(self, text: str) -> None:
+        """Add what could not be observed, once."""
+        if text not in self.facts.unseen:
+            self.facts.unseen.append(text)
+
+    def finish(self, ended: str) -> None:
+        """Write the facts; further calls do nothing."""
+        if self.is_over or os.getpid() != self.pid:
+            return
+        self.facts.rank, self.facts.size = _rank_and_size()
+        for call in self.before_end:
+            self.guarded("the end of the observation", call)()
+        self.is_over = True
+        for hook, error in failed_hooks.items():
+            self.add_unseen(f"{hook}: the hook failed ({error})")
+        self.facts.ended = ended
+        self.facts.sketches = self.rows.array()
+        with self.writing():
+            folder = Path(self.settings.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_facts(folder, self.facts)
+
+    def guarded(self, hook: str, function: Callable[_P, Any]) -> Callable[_P, Any]:
+        """Return a function that observes, so that its exceptions are reported and not raised.
+
+        After an exception it does nothing. Modes of torch that see all operators (``torch.device``,
+        ``FlopCounterMode``) do not see those of the function, and its result is None then.
+        """
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            if hook in failed_hooks:
+                return None
+            try:
+                with torch._C.DisableTorchFunction(), _disable_modes():
+                    return function(*args, **kwargs)
+            except Exception as error:
+                report_failure(hook, error)
+                return None
+
+        return call
+
+
+def _disable_modes() -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """Return rank and size: those of the default process group, else of the environment."""
+    dist: Any = torch.distributed
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdigit() else 0, int(size) if size.isdigit() else 1

@@ -1,0 +1,131 @@
+"""Observe the training of this process for ``paceline verify``, and end it."""
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..experiments.protect_files import FileProtection
+from ..experiments.survey_end import SurveyEnd
+from ..ring.launcher_messages import notify, send_to_launcher
+from .averages import Averages
+from .collectives import Collectives
+from .draws import Draws
+from .facts import StepFacts
+from .files import Files
+from .loaders import Loaders
+from .losses import Losses
+from .models import Models
+from .observation import Observation
+from .outputs import Outputs
+from .replay import Replay
+from .schedules import Schedules
+from .settings import VerifySettings
+from .sharded import ShardedModels
+from .steps import Steps
+from .stored_run import StoredRun
+
+WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
+
+
+class TrainingObserver:
+    """All hooks of ``paceline verify`` in one process.
+
+    Args:
+        settings: Those of the run.
+    """
+
+    def __init__(self, settings: VerifySettings) -> None:
+        self.settings = settings
+        self.observation = Observation(settings)
+        self.models = Models(self.observation)
+        self.steps = Steps(self.observation, self.models)
+        self.loaders = Loaders(self.observation, self._end)
+        self.draws = Draws(self.observation, self.loaders)
+        self.losses = Losses(self.observation)
+        self.schedules = Schedules(self.observation, self.steps)
+        self._limit: SurveyEnd | None = None
+        self.averages = Averages(self.observation, self.models)
+        self._protection: FileProtection | None = None
+
+    def install(self) -> None:
+        """Install the hooks. Must follow those of the recorder."""
+        if self.settings.scratch:
+            self._protection = FileProtection(
+                Path(self.settings.scratch), self._stop, self.settings.covered
+            )
+            self._protection.install()
+            self.observation.writing = self._protection.paused
+        self.models.install()
+        self.steps.install()
+        self.loaders.install()
+        ShardedModels(self.observation, self.models).install()
+        self.draws.install()
+        self.losses.install()
+        self.schedules.install()
+        Collectives(self.observation).install()
+        Outputs(self.observation).install()
+        Files(self.observation, self.models).install()
+        if self.settings.replays:
+            replay = Replay(self.observation, self.steps, self.loaders, self._end)
+            replay.install()
+            self.models.before_first.append(replay.set_initial)
+            self.loaders.replace = replay.iterator
+        if self.settings.keeps_mib:
+            stored = StoredRun(self.observation)
+            self.models.before_first.append(stored.add_initial)
+            self.loaders.on_batch.append(stored.add_batch)
+        self.models.on_wrapping.append(self.draws.end_construction)
+        self.steps.on_optimizer.append(self.draws.end_construction)
+        self.models.before_forward.append(self.draws.before_forward)
+        self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
+        self.loaders.on_batch.append(self.draws.after_batch)
+        self.loaders.before_pass.append(self.averages.note)
+        self.steps.on_backward += [self.loaders.note_backward, self.draws.before_backward]
+        self.observation.before_end += [self.schedules.complete, self.averages.note]
+        self.steps.after_step.append(self._after_step)
+
+    def _after_step(self, optimizer: Any, step: StepFacts) -> None:
+        self.loaders.note_step()
+        count = self.observation.step
+        if self._limit is None:
+            until_s = time.monotonic() + self.settings.seconds
+            self._limit = SurveyEnd(Path(self.settings.folder), until_s)
+        if count < self.settings.steps:
+            return
+        with self.observation.writing():
+            is_over = self._limit.is_over(count, math.inf, count < self.settings.max_steps)
+        if is_over:
+            self._end()
+
+    def script_ended(self) -> None:
+        """Write the facts at the end of the script."""
+        self.observation.finish("error" if hasattr(sys, "last_value") else "script")
+
+    def _stop(self, why: str) -> NoReturn:
+        """End the run because the script is about to change a file of the user."""
+        self.observation.add_unseen(f"the run was stopped: {why}")
+        notify(f"paceline: the run stops: {why}\n")
+        self._end()
+
+    def _end(self) -> NoReturn:
+        """Write the facts, and end this process without exit handlers."""
+        if self._protection is not None:
+            self._protection.is_disabled = True
+        self.observation.finish("limit")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._wait_for_ranks()
+        send_to_launcher(finished=0)
+        os._exit(0)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until the facts of all ranks are written, or some seconds."""
+        folder, size = Path(self.settings.folder), self.observation.facts.size
+        deadline = time.monotonic() + WAIT_FOR_RANKS_S
+        while time.monotonic() < deadline:
+            if all((folder / f"facts-{rank}.json").exists() for rank in range(size)):
+                return
+            time.sleep(0.02)

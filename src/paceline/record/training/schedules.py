@@ -1,0 +1,186 @@
+"""Observe learning-rate schedulers and gradient scalers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import lr_scheduler
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..hooks.import_hooks import after_import
+from .facts import ScheduleFacts, StateFacts
+from .observation import Observation
+from .steps import Steps
+from .user_lines import user_line
+
+_HOOK = "the schedules"
+# Attributes that count steps or epochs.
+_LENGTHS = (
+    *("T_max", "total_steps", "step_size", "milestones", "T_0", "T_mult", "total_iters"),
+    *("step_size_up", "step_size_down", "_milestones", "patience", "num_warmup_steps"),
+)
+_VALUES = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
+MAX_STEPS = 512  # calls of a scheduler's step that are listed
+
+
+class Schedules:
+    """The learning-rate schedulers and gradient scalers of this process.
+
+    Args:
+        observation: Receives the facts.
+        steps: Know the optimizers.
+    """
+
+    def __init__(self, observation: Observation, steps: Steps) -> None:
+        self._observation, self._steps = observation, steps
+        self._schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of scalers
+        self._is_inside = False
+
+    def install(self) -> None:
+        """Patch the schedulers of torch, and the gradient scaler."""
+        base = lr_scheduler.LRScheduler
+        base.__init__ = self._made(base.__init__)  # type: ignore[method-assign]
+        for kind in vars(lr_scheduler).values():
+            if isinstance(kind, type) and issubclass(kind, base):
+                if kind is not base and "__init__" in vars(kind) and not _calls_base(kind):
+                    kind.__init__ = self._made(kind.__init__)  # type: ignore[misc]
+                if "step" in vars(kind):
+                    kind.step = self._stepped(kind.step)  # type: ignore[attr-defined]
+        after_import({"torch.amp.grad_scaler": self._patch_scaler})
+
+    def _made(self, init: Callable[..., None]) -> Callable[..., None]:
+        note = self._observation.guarded(_HOOK, self._note_schedule)
+
+        @functools.wraps(init)
+        def make(schedule: Any, *args: Any, **options: Any) -> None:
+            was_inside, self._is_inside = self._is_inside, True
+            try:
+                init(schedule, *args, **options)
+            finally:
+                self._is_inside = was_inside
+            note(schedule)
+
+        return make
+
+    def _stepped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        note = self._observation.guarded(_HOOK, self._note_step)
+
+        @functools.wraps(step)
+        def stepped(schedule: Any, *args: Any, **options: Any) -> Any:
+            if self._is_inside or not self._observation.is_observed:
+                return step(schedule, *args, **options)
+            self._is_inside = True
+            try:
+                result = step(schedule, *args, **options)
+            finally:
+                self._is_inside = False
+            note(schedule)
+            return result
+
+        return stepped
+
+    def _note_schedule(self, schedule: Any) -> None:
+        if schedule in self._schedules or not self._observation.is_observed:
+            return
+        optimizer = self._steps.optimizers.get(getattr(schedule, "optimizer", None) or schedule)
+        facts = ScheduleFacts(
+            class_name=type(schedule).__name__,
+            line=user_line(),
+            optimizer=optimizer.key if optimizer is not None else -1,
+            lengths={},
+        )
+        self._schedules[schedule] = facts
+        self._observation.facts.schedules.append(facts)
+
+    def _note_step(self, schedule: Any) -> None:
+        facts = self._schedules.get(schedule)
+        if facts is None:
+            return
+        facts.lengths = facts.lengths or _lengths(schedule)
+        line = user_line()
+        if line not in facts.step_lines:
+            facts.step_lines.append(line)
+        if len(facts.steps) < MAX_STEPS:
+            facts.steps.append(self._observation.step)
+        if hasattr(schedule, "num_bad_epochs"):
+            self._add_state("schedule", facts.class_name, facts.line, _numbers(schedule))
+
+    def _add_state(self, kind: str, name: str, line: str, values: dict[str, float]) -> None:
+        state = StateFacts(kind, name, line, self._observation.step, values)
+        self._observation.facts.states.append(state)
+
+    def complete(self) -> None:
+        """Add the lengths of schedulers that were never stepped."""
+        for schedule, facts in list(self._schedules.items()):
+            facts.lengths = facts.lengths or _lengths(schedule)
+
+    # Gradient scalers
+
+    def _patch_scaler(self, module: Any) -> None:
+        kind = module.GradScaler
+        make, update = kind.__init__, kind.update
+        guarded = self._observation.guarded
+        note_line = guarded(_HOOK, self._note_scaler)
+        note = guarded(_HOOK, self._note_update)
+
+        @functools.wraps(make)
+        def init(scaler: Any, *args: Any, **options: Any) -> None:
+            make(scaler, *args, **options)
+            note_line(scaler)
+
+        @functools.wraps(update)
+        def updated(scaler: Any, *args: Any, **options: Any) -> Any:
+            result = update(scaler, *args, **options)
+            if self._observation.is_observed:
+                note(scaler)
+            return result
+
+        kind.__init__, kind.update = init, updated
+
+    def _note_scaler(self, scaler: Any) -> None:
+        self._lines[scaler] = user_line()
+
+    def _note_update(self, scaler: Any) -> None:
+        if scaler.is_enabled():
+            values = {"scale": float(scaler.get_scale())}
+            if isinstance(tracker := getattr(scaler, "_growth_tracker", None), object):
+                values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
+            line = self._lines.get(scaler, "")
+            self._add_state("scaler", type(scaler).__name__, line, values)
+
+
+def _calls_base(kind: type) -> bool:
+    """Return whether the constructor calls that of ``LRScheduler``."""
+    init: Any = kind.__init__  # type: ignore[misc]
+    return "__class__" in init.__code__.co_freevars
+
+
+def _lengths(schedule: Any) -> dict[str, list[int]]:
+    """Return the numbers of steps or epochs that a scheduler was made with."""
+    found: dict[str, list[int]] = {}
+    for name in _LENGTHS:
+        value = vars(schedule).get(name)
+        if isinstance(value, int):
+            found[name.strip("_")] = [value]
+        elif isinstance(value, dict | list | tuple) and all(isinstance(x, int) for x in value):
+            found[name.strip("_")] = [int(one) for one in value]
+    for function in vars(schedule).get("lr_lambdas", ()):
+        keywords = dict(getattr(function, "keywords", {}))
+        cells = getattr(function, "__closure__", None) or ()
+        code = getattr(function, "__code__", None)
+        names = getattr(code, "co_freevars", ())
+        around = getattr(function, "__globals__", {})
+        keywords |= {name: around[name] for name in getattr(code, "co_names", ()) if name in around}
+        for name, cell in zip(names, cells, strict=False):
+            try:
+                keywords[name] = cell.cell_contents
+            except ValueError:  # an empty cell
+                continue
+        found |= {n: [v] for n, v in keywords.items() if type(v) is int}
+    return found
+
+
+def _numbers(schedule: Any) -> dict[str, float]:
+    values = {name: vars(schedule).get(name) for name in _VALUES}
+    return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}

@@ -1,0 +1,53 @@
+"""What a run of ``paceline verify`` observes, and where it ends: set for each rank's process."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+VARIABLE = "PACELINE_VERIFY"  # environment variable that holds VerifySettings.to_json()
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """The settings of one run of the script.
+
+    Attributes:
+        folder: Folder of the facts, the same for all ranks of a node.
+        scratch: Folder for the files that the script writes.
+        covered: Folders of the user that an overlay covers, so that they need no other protection.
+        batches: Batches of a pass, at least: longer passes are shortened where that is safe.
+        passes: Passes over the training loader that are observed.
+        steps: Optimizer steps after which the run ends, if it has lasted so many seconds.
+        max_steps: Optimizer steps after which it ends.
+        seconds: Seconds since the first batch.
+        keeps_mib: Maximum MiB of batches and of initial parameters that the ranks together store
+            for a replay.
+        replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
+        permutes: Whether the samples of each replayed batch have another order.
+    """
+
+    folder: str
+    scratch: str = ""
+    covered: tuple[str, ...] = ()
+    batches: int = 6
+    passes: int = 3
+    steps: int = 40
+    max_steps: int = 160
+    seconds: float = 10.0
+    keeps_mib: int = 0
+    replays: str = ""
+    permutes: bool = False
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable ``VARIABLE``."""
+        return json.dumps(asdict(self))
+
+
+def settings_of_process(environment: Mapping[str, str] = os.environ) -> VerifySettings | None:
+    """Return the settings of the run that this process is part of; None if it is part of none."""
+    text = environment.get(VARIABLE)
+    if not text:
+        return None
+    fields = json.loads(text)
+    return VerifySettings(**fields | {"covered": tuple(fields["covered"])})

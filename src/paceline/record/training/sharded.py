@@ -1,0 +1,98 @@
+"""Observe models that FSDP2 shards: their gradients before they are reduced and scattered."""
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..hooks.import_hooks import after_import
+from .models import Models
+from .observation import Observation
+from .user_lines import user_line
+
+_HOOK = "sharded models"
+
+
+class ShardedModels:
+    """The sharded models of this process.
+
+    Args:
+        observation: Receives the facts.
+        models: Know the names of parameters.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def install(self) -> None:
+        """Patch FSDP2 when the script imports it."""
+        after_import(
+            {
+                "torch.distributed.fsdp._fully_shard._fsdp_param": self._patch_parameters,
+                "torch.distributed.fsdp._fully_shard._fully_shard": self._patch_module,
+                "torch.distributed.fsdp._fully_shard": self._patch_name,
+                "torch.distributed.fsdp": self._patch_name,
+            }
+        )
+
+    def _patch_parameters(self, module: Any) -> None:
+        kind = module.FSDPParam
+        make = kind.init_unsharded_param
+        note = self._observation.guarded(_HOOK, self._hook_gradient)
+
+        @functools.wraps(make)
+        def init_unsharded_param(parameter: Any) -> None:
+            make(parameter)
+            note(parameter)
+
+        kind.init_unsharded_param = init_unsharded_param
+
+    def _hook_gradient(self, parameter: Any) -> None:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is None or whole in self._hooked or not whole.requires_grad:
+            return
+        self._hooked[whole] = True
+        note = self._observation.guarded(_HOOK, self._models.note_gradient)
+
+        def hook(gradient: Any) -> None:
+            if self._observation.backward is not None and not self._observation.is_over:
+                note(parameter.sharded_param, gradient)
+
+        whole.register_hook(hook)
+
+    def _patch_module(self, module: Any) -> None:
+        function = module.fully_shard
+        note = self._observation.guarded(_HOOK, self._note_wrapping)
+
+        @functools.wraps(function)
+        def fully_shard(wrapped: Any, *args: Any, **options: Any) -> Any:
+            note(wrapped)
+            return function(wrapped, *args, **options)
+
+        self._fully_shard = fully_shard
+        module.fully_shard = fully_shard
+        kind = module.FSDPModule
+        switch = kind.set_requires_gradient_sync
+        note_switch = self._observation.guarded(_HOOK, self._note_switch)
+
+        @functools.wraps(switch)
+        def set_requires_gradient_sync(model: Any, is_on: bool, *args: Any, **options: Any) -> Any:
+            note_switch(model, is_on)
+            return switch(model, is_on, *args, **options)
+
+        kind.set_requires_gradient_sync = set_requires_gradient_sync
+
+    def _patch_name(self, module: Any) -> None:
+        """Replace the function in a package that has imported it."""
+        if hasattr(module, "fully_shard") and hasattr(self, "_fully_shard"):
+            module.fully_shard = self._fully_shard
+
+    def _note_wrapping(self, wrapped: Any) -> None:
+        for module in wrapped if isinstance(wrapped, list | tuple) else [wrapped]:
+            if isinstance(module, nn.Module):
+                self._models.note_wrapping(module, user_line())
+
+    def _note_switch(self, root: Any, is_on: bool) -> None:
+        self._models.set_syncing(root, bool(is_on), user_line())

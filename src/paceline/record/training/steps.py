@@ -1,0 +1,344 @@
+"""Observe backwards, clipping, gradient scalers and the steps of optimizers."""
+
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..hooks.import_hooks import after_import
+from .facts import BackwardFacts, ClipFacts, OptimizerFacts, Phase, StepFacts
+from .models import Models
+from .observation import Observation
+from .user_lines import user_line
+
+_BACKWARD, _STEP = "the backward", "the optimizer step"
+_CLIP, _SCALER = "the clipping of gradients", "the gradient scaler"
+
+
+class Steps:
+    """The optimizers of this process, and what happens between their steps.
+
+    Args:
+        observation: Receives the facts.
+        models: Know the names of parameters.
+
+    Attributes:
+        before_step, after_step: Called with the optimizer, and after a step also with its facts.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self.before_step: list[Callable[[Optimizer], None]] = []
+        self.after_step: list[Callable[[Optimizer, StepFacts], None]] = []
+        self.on_optimizer: list[Callable[[], None]] = []
+        self.on_backward: list[Callable[[], None]] = []
+        self.optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by optimizer
+        self._counts: dict[int, int] = {}  # steps by key of optimizer
+        self._clips: list[ClipFacts] = []
+        self._running: Callable[[], Optimizer | None] = lambda: None
+        self._step: StepFacts | None = None
+        self._step_scale: float | None = None  # within GradScaler.step
+        self._backwards_before = 0
+
+    def install(self) -> None:
+        """Patch torch's functions."""
+        module: Any = torch.autograd
+        run = module._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            observation = self._observation
+            if observation.backward is not None or not observation.is_observed:
+                return run(*args, **kwargs)
+            if not kwargs.get("accumulate_grad"):
+                return run(*args, **kwargs)
+            return self._run_backward(run, args, kwargs)
+
+        module._engine_run_backward = run_backward
+        guarded = self._observation.guarded
+        register_optimizer_step_pre_hook(self._if_observed(guarded(_STEP, self._before)))
+        register_optimizer_step_post_hook(self._after_hook)
+        make, note = Optimizer.__init__, guarded(_STEP, self._note_optimizer)
+
+        @functools.wraps(make)
+        def init(optimizer: Any, *args: Any, **options: Any) -> None:
+            make(optimizer, *args, **options)
+            note(optimizer)
+
+        Optimizer.__init__ = init  # type: ignore[method-assign]
+        after_import(
+            {
+                "torch.nn.utils.clip_grad": self._patch_clipping,
+                "torch.amp.grad_scaler": self._patch_scaler,
+            }
+        )
+
+    def _if_observed(self, function: Callable[..., Any]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if self._observation.is_observed:
+                function(*args)
+
+        return call
+
+    # Backwards
+
+    def _run_backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        observation, guarded = self._observation, self._observation.guarded
+        backward = guarded(_BACKWARD, self._begin_backward)(args)
+        observation.backward = backward
+        try:
+            return run(*args, **kwargs)
+        finally:
+            observation.backward = None
+            guarded(_BACKWARD, self._end_backward)()
+
+    def _begin_backward(self, args: Any) -> BackwardFacts:
+        observation, model = self._observation, self._models.last
+        batches = observation.unassigned or observation.last_batches
+        observation.last_batches, observation.unassigned = batches, []
+        observation.phase = Phase.TRAINING
+        roots = args[0] if args else ()
+        roots = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+        values = [float(one.detach()) for one in roots if one.numel() == 1]
+        backward = BackwardFacts(
+            line=user_line(),
+            model=model.facts.key if model is not None else -1,
+            batches=list(batches),
+            root=sum(values) if len(values) == len(roots) else math.nan,
+            loss=observation.loss,
+            scale=observation.scale,
+            is_syncing=model.is_syncing if model is not None else True,
+            reduction=observation.reduction,
+            elements=observation.elements,
+            autocast=model.autocast if model is not None else "",
+        )
+        observation.backwards.append(backward)
+        for call in self.on_backward:
+            call()
+        return backward
+
+    def _end_backward(self) -> None:
+        observation = self._observation
+        observation.loss, observation.scale = None, 1.0
+        observation.reduction, observation.elements = "", 0
+
+    # Optimizers
+
+    def _note_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer in self.optimizers or not self._observation.is_observed:
+            return
+        facts = OptimizerFacts(
+            key=len(self._observation.facts.optimizers),
+            class_name=type(optimizer).__name__,
+            line=user_line(),
+            parameters=[],
+            initial_rates=_rates(optimizer),
+        )
+        for call in self.on_optimizer:
+            call()
+        self.optimizers[optimizer] = facts
+        self._observation.facts.optimizers.append(facts)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._models.hook_gradient(parameter)
+
+    def count_of(self, optimizer: Optimizer) -> int:
+        """Return the number of steps of an optimizer so far."""
+        return self._counts.get(self.optimizers[optimizer].key, 0)
+
+    def parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters of an optimizer, each with "MODEL KEY/NAME" ("?N": no model)."""
+        found, number = [], 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.append((self._models.name_of(parameter) or f"?{number}", parameter))
+                number += 1
+        return found
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        running = self._running()
+        if running is not None and (running is not optimizer) and _is_stepping(running):
+            return  # an optimizer inside another one's step
+        self._note_optimizer(optimizer)
+        self._models.is_inside = False  # a module whose forward contains the training loop
+        self._running = weakref.ref(optimizer)
+        self._backwards_before = len(self._observation.backwards)
+        self._step = self._new_step(optimizer)
+        self._add_values(optimizer, self._step.before)
+        self._add_gradients(optimizer, self._step)
+        for call in self.before_step:
+            call(optimizer)
+
+    def _new_step(self, optimizer: Optimizer) -> StepFacts:
+        facts = self.optimizers[optimizer]
+        facts.parameters = self._grouped_names(optimizer)
+        return StepFacts(
+            index=self._counts.get(facts.key, 0),
+            optimizer=facts.key,
+            line=user_line(),
+            learning_rates=_rates(optimizer),
+            scale=self._step_scale or 1.0,
+        )
+
+    def _grouped_names(self, optimizer: Optimizer) -> list[list[str]]:
+        names = iter([name for name, _ in self.parameters(optimizer)])
+        return [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+
+    def _add_gradients(self, optimizer: Optimizer, step: StepFacts) -> None:
+        step.gradients.clear()
+        for name, parameter in self.parameters(optimizer):
+            if parameter.grad is not None:
+                row = self._models.add_row(parameter.grad)
+                if row is not None:
+                    step.gradients[name] = row
+
+    def _add_values(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
+        for name, parameter in self.parameters(optimizer):
+            row = self._models.add_row(parameter)
+            if row is not None:
+                rows[name] = row
+
+    def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._observation.is_observed and self._running() is optimizer:
+            self._observation.guarded(_STEP, self._after)(optimizer)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        self._running = lambda: None
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if len(self._observation.backwards) != self._backwards_before:  # in a closure
+            self._add_gradients(optimizer, step)
+        self._end_step(optimizer, step)
+
+    def _end_step(self, optimizer: Optimizer, step: StepFacts) -> None:
+        observation = self._observation
+        step.backwards, observation.backwards = observation.backwards, []
+        _share_batches(step.backwards)
+        step.clips, self._clips = self._clips, []
+        self._add_values(optimizer, step.parameters)
+        for name, buffer in self._models.buffers():
+            row = self._models.add_row(buffer)
+            if row is not None:
+                step.buffers[name] = row
+        self._counts[step.optimizer] = step.index + 1
+        observation.facts.steps.append(step)
+        for call in self.after_step:
+            call(optimizer, step)
+
+    # Clipping
+
+    def _patch_clipping(self, module: Any) -> None:
+        import torch.nn.utils as utils
+
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            clip = self._observed_clip(getattr(module, name))
+            setattr(module, name, clip)
+            setattr(utils, name, clip)
+
+    def _observed_clip(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def clip(parameters: Any, limit: Any, *args: Any, **options: Any) -> Any:
+            if not self._observation.is_observed:
+                return function(parameters, limit, *args, **options)
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            note = self._observation.guarded(_CLIP, self._gradient_rows)
+            before = note(listed)
+            norm = function(listed, limit, *args, **options)
+            self._observation.guarded(_CLIP, self._note_clip)(before, note(listed), limit, norm)
+            return norm
+
+        return clip
+
+    def _gradient_rows(self, parameters: list[torch.Tensor]) -> dict[str, int]:
+        rows = {}
+        for parameter in parameters:
+            name = self._models.name_of(parameter)
+            if name is not None and parameter.grad is not None:
+                row = self._models.add_row(parameter.grad)
+                if row is not None:
+                    rows[name] = row
+        return rows
+
+    def _note_clip(
+        self, before: dict[str, int] | None, after: dict[str, int] | None, limit: Any, norm: Any
+    ) -> None:
+        # The norm of sharded gradients is a DTensor, whose value needs a collective.
+        value = float(norm) if norm is not None and not hasattr(norm, "placements") else None
+        self._clips.append(ClipFacts(user_line(), float(limit), value, before or {}, after or {}))
+
+    # Gradient scalers
+
+    def _patch_scaler(self, module: Any) -> None:
+        kind = module.GradScaler
+        scale, step = kind.scale, kind.step
+        note = self._observation.guarded(_SCALER, self._note_scale)
+
+        @functools.wraps(scale)
+        def scale_loss(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            if self._observation.is_observed:
+                note(scaler)
+            return scaled
+
+        @functools.wraps(step)
+        def scaled_step(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+            if not self._observation.is_observed:
+                return step(scaler, optimizer, *args, **options)
+            guarded = self._observation.guarded
+            self._step_scale = guarded(_SCALER, _scale_of)(scaler)
+            steps = self._observation.step
+            try:
+                result = step(scaler, optimizer, *args, **options)
+            finally:
+                self._step_scale = None
+            if self._observation.step == steps and self._observation.is_observed:
+                guarded(_SCALER, self._note_skipped)(scaler, optimizer)
+            return result
+
+        kind.scale, kind.step = scale_loss, scaled_step
+
+    def _note_scale(self, scaler: Any) -> None:
+        self._observation.scale = _scale_of(scaler)
+
+    def _note_skipped(self, scaler: Any, optimizer: Any) -> None:
+        self._note_optimizer(optimizer)
+        step = self._new_step(optimizer)
+        step.scale, step.is_skipped = _scale_of(scaler), True
+        self._add_gradients(optimizer, step)
+        self._end_step(optimizer, step)
+
+
+def _share_batches(backwards: list[BackwardFacts]) -> None:
+    """Give each backward one batch if as many were fetched at once as backwards followed."""
+    fetched = backwards[0].batches if backwards else []
+    if len(fetched) == len(backwards) > 1 and all(x.batches == fetched for x in backwards):
+        for one, batch in zip(backwards, fetched, strict=True):
+            one.batches = [batch]
+
+
+def _scale_of(scaler: Any) -> float:
+    return float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
+
+
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer's step is on this thread's stack (it may have raised)."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in ("wrapper", "step") and frame.f_locals.get("self") is optimizer:
+            return True
+    return False

@@ -1,0 +1,109 @@
+"""All runs of ``paceline verify``."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...analyze.verification.runs_facts import VerifyRuns
+from ...record.training.facts import RankFacts
+from ...record.training.settings import VerifySettings
+from .run_observed import ObservedRuns, RunFailedError, VerifyRequest
+
+KEPT_MIB = 512  # of batches and initial parameters, of all ranks
+ALONE_PASSES, RESUMED_PASSES = 1, 1
+
+__all__ = ["VerifyRequest", "run_verification"]
+
+
+def run_verification(asked: VerifyRequest, say: Callable[[str], None]) -> VerifyRuns:
+    """Run the script on all ranks and on one, and return what was observed.
+
+    Args:
+        asked: The request.
+        say: Receives what happens now.
+
+    Raises:
+        ValueError: The script fails on all ranks.
+    """
+    start = time.monotonic()
+    with ObservedRuns(asked, say) as runs:
+        settings = VerifySettings("", keeps_mib=KEPT_MIB)
+        ranks = runs.run("ranks", "all ranks: observe the training", settings)
+        found = VerifyRuns(ranks, command=[asked.script, *asked.args])
+        found.notes += _incomplete(ranks)
+        if ranks[0].size > 1:
+            _replay(runs, found)
+            _run_alone(runs, found)
+        _resume(runs, found)
+    found.seconds = time.monotonic() - start
+    return found
+
+
+def _replay(runs: ObservedRuns, found: VerifyRuns) -> None:
+    """Train the same global batches on one rank, twice: with samples in two orders."""
+    reason = _not_comparable(found.ranks)
+    if reason:
+        found.notes.append(f"one rank was not compared at the same global batches: {reason}")
+        return
+    settings = VerifySettings("", replays=str(runs.folder / "ranks"))
+    what = "one rank: train the batches of all ranks"
+    found.replay = _try(runs, found, "replay", what, settings)
+    if found.replay is not None and found.replay.steps:
+        settings = replace(settings, permutes=True)
+        what = "one rank: the same with the samples in another order"
+        found.permuted = _try(runs, found, "permuted", what, settings)
+    elif found.replay is not None:
+        found.notes += [f"one rank could not be compared: {one}" for one in found.replay.unseen]
+        found.replay = None
+
+
+def _not_comparable(ranks: list[RankFacts]) -> str:
+    """Return why one rank can't train the same as all ranks; "" if it can."""
+    if not any(one.steps for one in ranks):
+        return "no step of an optimizer was seen"
+    if not any(one.batches for one in ranks):
+        return "the script reads no DataLoader"
+    places = {"forward": "the model's forward", "loop": "the training loop"}
+    for one in ranks:
+        for draw in one.draws:
+            if draw.has_drawn and draw.place in places:
+                where = f" ({draw.line})" if draw.line else ""
+                return f"{places[draw.place]} draws random numbers{where}, others on each rank"
+    return ""
+
+
+def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
+    """Run the unchanged script on one rank."""
+    what = "one rank: the unchanged script"
+    settings = VerifySettings("", passes=ALONE_PASSES)
+    found.alone = _try(runs, found, "alone", what, settings)
+
+
+def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
+    """Start the script again, with the files that its first run has saved."""
+    if not any(file.is_save for one in found.ranks for file in one.files):
+        return
+    settings = VerifySettings("", passes=RESUMED_PASSES)
+    try:
+        what = "all ranks: start again with the saved checkpoint"
+        found.resumed = runs.run("resumed", what, settings, files_of="ranks")
+    except RunFailedError as error:
+        found.notes.append(f"the script could not be started again: {error.short}")
+
+
+def _try(
+    runs: ObservedRuns, found: VerifyRuns, name: str, what: str, settings: VerifySettings
+) -> RankFacts | None:
+    """Run one rank; add a note and return None if it fails."""
+    try:
+        return runs.run(name, what, settings, is_alone=True)[0]
+    except RunFailedError as error:
+        found.notes.append(f"{what}: failed ({error.short})")
+        return None
+
+
+def _incomplete(ranks: list[RankFacts]) -> list[str]:
+    """Return notes on ranks without facts."""
+    if len(ranks) < ranks[0].size:
+        return [f"only {len(ranks)} of {ranks[0].size} ranks could be observed"]
+    return []

@@ -1,0 +1,134 @@
+"""The battery of `paceline verify`: every case is well formed, and answers are judged as stated."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.analyze.verification.mistakes import MISTAKES
+
+BATTERY = Path(__file__).parents[2] / "benchmarks" / "verify"
+HALVES = ("open", "kept-out")
+
+
+@pytest.fixture(scope="module")
+def battery():
+    """Import the battery's modules, which are scripts and not a package."""
+    sys.path.insert(0, str(BATTERY))
+    try:
+        import cases
+        import consequences
+        import draw
+        import verdict
+
+        yield {"cases": cases, "consequences": consequences, "draw": draw, "verdict": verdict}
+    finally:
+        sys.path.remove(str(BATTERY))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_every_planted_mistake_compiles_and_has_marked_lines_and_known_ids(battery, half):
+    cases, known = battery["cases"], set(MISTAKES)
+    found = cases.planted(half)
+    assert len(found) >= 30
+    for one in found:
+        built = cases.strip(one.text())
+        compile(built.text, one.name, "exec")
+        assert "<mistake>" not in built.text
+        assert built.lines
+        assert {one.kind, *one.names, *one.true} <= known, one.name
+        assert one.ranks in (2, 3, 4)
+        if one.script:
+            assert built.text != cases.path_of(one.script).read_text(), one.name
+
+
+def test_edits_of_the_open_half_use_scripts_of_the_open_half_only(battery):
+    cases = battery["cases"]
+    right = set(cases.right_scripts("open"))
+    assert {one.script for one in cases.planted("open") if one.script} <= right
+
+
+def test_each_case_is_on_the_side_that_was_drawn(battery):
+    cases, draw = battery["cases"], battery["draw"]
+    ways = draw.kept_out()
+    drawn = {f"{kind}/{way}" for kind, ways in ways.items() for way in ways}
+    everything = {f"{kind}/{way}" for kind, ways in draw.WAYS.items() for way in ways}
+    found = {half: {one.name for one in cases.planted(half)} for half in HALVES}
+    assert found["kept-out"] == drawn
+    assert found["open"] - set(draw.FOUND) == everything - drawn
+    right = {name for pair in draw.PAIRS for name in pair}
+    assert set(cases.right_scripts("kept-out")) == draw.scripts_kept_out()
+    assert set(cases.right_scripts("open")) == right - draw.scripts_kept_out()
+    assert set(cases.SCRIPTS) == right
+
+
+def test_all_mistakes_are_planted_on_both_sides(battery):
+    cases = battery["cases"]
+    for half in HALVES:
+        assert {one.kind for one in cases.planted(half)} == set(MISTAKES)
+    consequences = battery["consequences"].CONSEQUENCES
+    assert set(consequences) == set(MISTAKES)
+    assert {name for names in consequences.values() for name in names} <= set(MISTAKES)
+
+
+def answer(*findings):
+    told = [
+        {"mistake": name, "certainty": certainty, "lines": lines, "text": ""}
+        for name, certainty, *lines in findings
+    ]
+    return json.dumps({"findings": told})
+
+
+@pytest.mark.parametrize(
+    ("findings", "named", "placed", "accusations", "questions"),
+    [
+        ([("gradients-summed", "mistake", "train.py:11")], True, True, [], []),
+        ([("gradients-summed", "mistake", "train.py:12")], True, False, [], []),
+        ([("gradients-summed", "mistake", "other.py:10")], True, False, [], []),
+        ([("gradients-summed", "mistake", "train.py:40", "train.py:10")], True, False, [], []),
+        ([("gradients-differ", "mistake", "train.py:10")], False, False, [], []),
+        ([("same-samples", "mistake", "train.py:10")], False, False, ["same-samples"], []),
+        ([("loss-summed", "question", "train.py:10")], False, False, [], ["loss-summed"]),
+        ([("loss-summed", "mistake", "train.py:10")], False, False, [], []),
+        ([], False, False, [], []),
+    ],
+)
+def test_answers_are_judged(battery, findings, named, placed, accusations, questions):
+    verdict = battery["verdict"]
+    case = verdict.Case(
+        "a/b", "gradients-summed", ["gradients-summed"], ["loss-summed"], lines=[10]
+    )
+    verdict.read_answer(case, 1 if findings else 0, answer(*findings), "")
+    assert case.ended
+    assert (case.named, case.placed) == (named, placed)
+    assert case.accusations == accusations
+    assert case.questions == questions
+    assert verdict.figures([case])["accused_wrongly"]["hits"] == bool(accusations)
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [(2, answer()), (None, answer()), (1, "Traceback"), (0, "[]"), (0, '{"findings": [1]}')],
+)
+def test_a_command_that_fails_is_no_answer(battery, code, output):
+    verdict = battery["verdict"]
+    case = verdict.Case("right")
+    verdict.read_answer(case, code, output, "why")
+    assert not case.ended
+    assert case.output
+    assert verdict.figures([case])["ended"] == {"hits": 0, "of": 1, "low": 0.0, "high": 0.793}
+
+
+def test_any_accusation_of_a_right_script_counts(battery):
+    verdict = battery["verdict"]
+    case = verdict.Case("right")
+    accused = [
+        ("gradients-differ", "mistake", "train.py:1"),
+        ("learning-rate-not-scaled", "question", "train.py:1"),
+    ]
+    verdict.read_answer(case, 1, answer(*accused), "")
+    assert case.accusations == ["gradients-differ"]
+    assert case.questions == ["learning-rate-not-scaled"]
+    found = verdict.figures([case])
+    assert found["accused_right"]["hits"] == found["asked_right"]["hits"] == 1
