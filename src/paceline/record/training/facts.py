@@ -190,7 +190,8 @@ class BackwardFacts:
         scale: Loss scale of a gradient scaler at this time; 1 without one.
         is_syncing: False within ``no_sync``.
         gradients: By parameter, the row of the gradient that this rank computed, before any
-            exchange. Empty if it cannot be observed.
+            exchange. Empty if it cannot be observed. Without those that were cleared before
+            another backward of the same step.
         reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
         elements: Number of targets that it counted; 0 if it is not known.
         autocast: dtype of autocast in the forward; "" without autocast.
@@ -426,6 +427,23 @@ class FileFacts:
 
 
 @dataclass
+class SeedFacts:
+    """A call of the script that seeded a generator.
+
+    Attributes:
+        generator: "torch", "numpy" or "python"; "own" for a generator that was made.
+        value: The seed.
+        line: The line that called it.
+        step: Optimizer steps before it.
+    """
+
+    generator: str
+    value: int
+    line: str
+    step: int
+
+
+@dataclass
 class RankFacts:
     """All that was observed in one rank.
 
@@ -446,6 +464,7 @@ class RankFacts:
     batches: list[BatchFacts] = field(default_factory=list)
     steps: list[StepFacts] = field(default_factory=list)
     draws: list[DrawFacts] = field(default_factory=list)
+    seeds: list[SeedFacts] = field(default_factory=list)
     collectives: list[CollectiveFacts] = field(default_factory=list)
     outputs: list[OutputFacts] = field(default_factory=list)
     states: list[StateFacts] = field(default_factory=list)
@@ -493,6 +512,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (StepFacts, "backwards"): BackwardFacts,
     (StepFacts, "clips"): ClipFacts,
     (RankFacts, "draws"): DrawFacts,
+    (RankFacts, "seeds"): SeedFacts,
     (RankFacts, "collectives"): CollectiveFacts,
     (RankFacts, "outputs"): OutputFacts,
     (RankFacts, "states"): StateFacts,

@@ -27,9 +27,14 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
+            return line_of(frame)
         frame = frame.f_back
     return ""
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the line that a frame executes, "FILE:LINE"."""
+    return _place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
 
 
 @lru_cache(maxsize=4096)
