@@ -33,7 +33,7 @@ def loss_weight(backwards: list[BackwardFacts]) -> float | None:
         if one.loss is None or one.loss == 0 or not np.isfinite(one.loss):
             return None
         share = one.root / (one.loss * one.scale)
-        if one.reduction == "sum" and not is_near(share, 1.0):
+        if one.reduction == "sum" and not _is_plain_sum(one):
             if not one.elements:
                 return None
             share *= one.elements
@@ -269,8 +269,9 @@ def _wrapper_lines(view: View, one: Exchange) -> list[str]:
 
 def _is_plain_sum(one: BackwardFacts) -> bool:
     """Return whether a backward starts from a sum over samples, or from an unknown loss."""
-    is_loss = one.loss is not None and is_near(one.root, one.loss * one.scale)
-    return one.reduction not in ("mean", "sum") or (one.reduction == "sum" and is_loss)
+    loss = (one.loss or 0.0) * one.scale
+    is_divided = abs(one.root) < (1 - EXACT) * abs(loss)  # other terms may be added to the sum
+    return one.reduction not in ("mean", "sum") or (one.reduction == "sum" and not is_divided)
 
 
 def _sizes(one: Exchange) -> tuple[str, list[int]]:
