@@ -94,7 +94,7 @@ class View:
         """
         by_rank: list[dict[str, int]] = []
         for facts in self.ranks:
-            seeds = [one for one in getattr(facts, "seeds", []) if one.step == 0 and one.line]
+            seeds = [one for one in facts.seeds if one.step == 0 and one.line]
             kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
             by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
         found = []
