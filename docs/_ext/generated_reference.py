@@ -14,6 +14,7 @@ import typer
 from sphinx.application import Sphinx
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from paceline.analyze.verification.mistakes import MISTAKES, Certainty
 from paceline.cli import app as cli
 from paceline.knobs.registry import KNOBS, Knob
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
@@ -168,6 +169,21 @@ def remedies() -> str:
     return "\n".join(_table("", ("cause", "remedies"), rows))
 
 
+def mistakes() -> str:
+    """Return a table of the mistakes that ``paceline verify`` names."""
+    rows = [
+        (
+            f"`{one.id}`",
+            one.title + (" (a question)" if one.certainty is Certainty.QUESTION else ""),
+            one.remedy,
+            ", ".join(f"`{name}`" for name in one.explains),
+        )
+        for one in MISTAKES.values()
+    ]
+    heads = ("id", "mistake", "remedy", "explains")
+    return "\n".join(_table("", heads, rows))
+
+
 def definitions() -> str:
     """Return the definitions of the report page that no other part of the reference has."""
     elsewhere = {*GLOSSARY.values(), *DEFINED_IN_MEASURES}
@@ -205,7 +221,7 @@ def write_all(app: Sphinx) -> None:
     """Write every generated part whose text has changed."""
     folder = Path(app.srcdir, "reference", "generated")
     folder.mkdir(exist_ok=True)
-    for part in (commands, knobs, remedies, definitions):
+    for part in (commands, knobs, remedies, mistakes, definitions):
         path, text = folder / f"{part.__name__}.md", part()
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)

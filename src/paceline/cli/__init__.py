@@ -6,7 +6,7 @@ from .common.base import app
 
 # The order of imports is the order of the commands in --help.
 # isort: off
-from . import run, submit, convert, record, report, top, diagnose, pack, stage, check, bench
+from . import run, submit, convert, record, report, top, diagnose, verify, pack, stage, check, bench
 
 # isort: on
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "stage",
     "submit",
     "top",
+    "verify",
 ]
 
 

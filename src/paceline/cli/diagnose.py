@@ -27,6 +27,7 @@ from .common.options import (
     Threads,
     can_be_written,
     knobs_of,
+    launch_options,
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
@@ -153,21 +154,15 @@ def diagnose(
     from ..study.diagnose.run_script import RunRequest
     from ..study.diagnose.try_remedies import check_arguments
 
-    options = ["-m"] * module + ["--fresh"] * fresh
-    if smt is not None:
-        options.append("--smt" if smt else "--no-smt")
-    for name, value in {
-        "--threads": threads,
-        "--bind": bind,
-        "--cpus-per-rank": cpus_per_rank,
-        "--hang-timeout": hang_timeout,
-    }.items():
-        options += [name, str(value)] if value is not None else []
-    for variable in env or []:
-        options += ["--env", variable]
-    where = ["-H", hosts] if hosts else []
-    where += ["--hostfile", str(hostfile)] if hostfile else []
-    where += ["--launcher", launcher] if launcher else []
+    where, options = launch_options(
+        *(hosts, hostfile, launcher, module, fresh, smt, env),
+        {
+            "--threads": threads,
+            "--bind": bind,
+            "--cpus-per-rank": cpus_per_rank,
+            "--hang-timeout": hang_timeout,
+        },
+    )
     with exit_on_mistake():
         check_arguments(try_ or [])
         if save_settings is not None:

@@ -44,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     random_numbers.same_in_workers,
     schedules.scaling,
     schedules.schedule_length,
+    schedules.schedule_unit,
     states.batch_norm_differs,
     states.differ,
     validation.coverage,

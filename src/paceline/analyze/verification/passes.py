@@ -71,8 +71,8 @@ class Stream:
         loaders = list(self.loaders.values())
         if any(one.is_iterable or one.dataset_length is None for one in loaders):
             return False
-        known = {(one.dataset, one.dataset_length, one.dataset_checksum) for one in loaders}
-        return len(known) == 1 and (loaders[0].dataset_checksum != 0 or self._same_contents())
+        known = {(one.dataset, one.dataset_length, _checksum(one)) for one in loaders}
+        return len(known) == 1 and (_checksum(loaders[0]) != 0 or self._same_contents())
 
     @property
     def has_root(self) -> bool:
@@ -136,6 +136,11 @@ class Stream:
         return len(positions) > 1 and len(set().union(*positions.values())) == sum(
             map(len, positions.values())
         )
+
+
+def _checksum(loader: LoaderFacts) -> int:
+    """Return a checksum of the dataset; 0 if it is not known."""
+    return loader.dataset_checksum or (loader.root_checksum if loader.subset is None else 0)
 
 
 def streams(ranks: Sequence[RankFacts], phase: Phase) -> list[Stream]:

@@ -4,7 +4,7 @@ from functools import cached_property
 
 from ...record.training.facts import RankFacts, StepFacts
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
-from .steps import JointStep, parameters
+from .steps import JointStep, parameters, trained
 
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
@@ -54,11 +54,13 @@ class Replay:
         found = _step(self._replay, step.optimizer, step.index)
         if found is None:
             return None
-        trained = sum(
-            self._replay.batches[at].samples for one in found.backwards for at in one.batches
+        own = sum(
+            self._replay.batches[at].samples
+            for one in found.backwards
+            for at in trained(self._replay, one)
         )
         whole = sum(step.samples)
-        return found if not (trained and whole) or trained == whole else None
+        return found if not (own and whole) or own == whole else None
 
     def gradients(self, step: JointStep) -> Vectors | None:
         """Return the replay's gradients before clipping, if both started from the same values."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...record.training.facts import BackwardFacts, ParameterFacts, RankFacts, StepFacts
+from ...record.training.facts import BackwardFacts, ParameterFacts, Phase, RankFacts, StepFacts
 from .relations import Vectors, add, vectors
 
 
@@ -43,7 +43,7 @@ class JointStep:
     def samples(self) -> list[int]:
         """Number of samples of each rank in this step; 0 if it is not known."""
         return [
-            sum(facts.batches[at].samples for one in backwards for at in one.batches)
+            sum(facts.batches[at].samples for one in backwards for at in trained(facts, one))
             for facts, backwards in zip(self.ranks, self.backwards, strict=True)
         ]
 
@@ -67,7 +67,7 @@ class JointStep:
         return {
             name: max(held[name] / numel(one.shape), 1.0)
             for name, one in parameters(self.ranks[0]).items()
-            if one.shard_numel < numel(one.shape)
+            if held[name] < len(self.ranks) * numel(one.shape)
         }
 
     def local(self, rank: int, last: int) -> Vectors:
@@ -111,6 +111,21 @@ class JointStep:
         backwards = self.backwards[0]
         found = [backwards[-1].line] if backwards else []
         return [line for line in [*found, self.steps[0].line] if line]
+
+
+def trained(facts: RankFacts, backward: BackwardFacts) -> list[int]:
+    """Return the numbers of a backward's batches without those that were only evaluated."""
+    evaluated = {
+        (loader.key, one.number)
+        for loader in facts.loaders
+        for one in loader.passes
+        if one.phase is Phase.EVALUATION
+    }
+    return [
+        at
+        for at in backward.batches
+        if (facts.batches[at].loader, facts.batches[at].pass_number) not in evaluated
+    ]
 
 
 def numel(shape: Sequence[int]) -> int:

@@ -87,6 +87,23 @@ class View:
             for one in facts.collectives
         )
 
+    def seed_lines(self, generator: str, are_equal: bool) -> list[str]:
+        """Return lines that seeded a generator before the training, the last one first.
+
+        are_equal: Lines that gave all ranks the same seed, or those that gave them different ones.
+        """
+        by_rank: list[dict[str, int]] = []
+        for facts in self.ranks:
+            seeds = [one for one in facts.seeds if one.step == 0 and one.line]
+            kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
+            by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
+        found = []
+        for line, value in by_rank[0].items():
+            others = [one.get(line) for one in by_rank[1:]]
+            if None not in others and all(one == value for one in others) is are_equal:
+                found.append(line)
+        return found[::-1]
+
     def gradient_lines(self) -> list[str]:
         """Return the lines of the script that exchange gradients, the largest exchange first."""
         nbytes: dict[str, int] = {}

@@ -228,6 +228,33 @@ def knobs_of(settings: Path | None, script: str, exchange: str | None = None) ->
     return knobs
 
 
+def launch_options(
+    hosts: str | None,
+    hostfile: Path | None,
+    launcher: str | None,
+    module: bool,
+    fresh: bool,
+    smt: bool | None,
+    env: list[str] | None,
+    values: dict[str, Any],
+) -> tuple[list[str], list[str]]:
+    """Return options for ``paceline run``: those that select the hosts, and the others.
+
+    values: Further options with their values; None for those that are not set.
+    """
+    options = ["-m"] * module + ["--fresh"] * fresh
+    if smt is not None:
+        options.append("--smt" if smt else "--no-smt")
+    for name, value in values.items():
+        options += [name, str(value)] if value is not None else []
+    for variable in env or []:
+        options += ["--env", variable]
+    where = ["-H", hosts] if hosts else []
+    where += ["--hostfile", str(hostfile)] if hostfile else []
+    where += ["--launcher", launcher] if launcher else []
+    return where, options
+
+
 def can_be_written(path: Path, option: str) -> None:
     """Check that a file can be written, before work that takes minutes.
 

@@ -158,6 +158,7 @@ class LoaderFacts:
         subset: Of a ``Subset`` (also nested), the indices in the innermost dataset; else None.
         root_length: Number of samples of the innermost dataset.
         root_checksum: Checksum of the first samples' contents of the innermost dataset, or 0.
+        sampler_line: Where the user's code defines ``__iter__`` of the sampler; "" if it does not.
     """
 
     key: int
@@ -175,6 +176,7 @@ class LoaderFacts:
     subset: list[int] | None = None
     root_length: int | None = None
     root_checksum: int = 0
+    sampler_line: str = ""
 
 
 @dataclass
@@ -246,6 +248,8 @@ class StepFacts:
         parameters: By parameter, the row of its values after the step.
         buffers: By name, the row of the model's floating-point buffers at the step.
         before: By parameter, the row of its values before the step.
+        state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
+            it is not known.
     """
 
     index: int
@@ -260,6 +264,7 @@ class StepFacts:
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
+    state_tensors: int = -1
 
 
 @dataclass
@@ -428,10 +433,10 @@ class FileFacts:
 
 @dataclass
 class SeedFacts:
-    """A call of the script that seeded a generator.
+    """A call that seeded a generator.
 
     Attributes:
-        generator: "torch", "numpy" or "python"; "own" for a generator that was made.
+        generator: "torch", "numpy", "python", or "own" for an object that the script made.
         value: The seed.
         line: The line that called it.
         step: Optimizer steps before it.
@@ -452,6 +457,7 @@ class RankFacts:
         ended: "limit" if verify ended the run, "script" if the script did, "error" after an
             exception.
         unseen: What could not be observed, each with its reason.
+        seeds: Calls that seeded generators, in order.
     """
 
     rank: int
@@ -464,12 +470,12 @@ class RankFacts:
     batches: list[BatchFacts] = field(default_factory=list)
     steps: list[StepFacts] = field(default_factory=list)
     draws: list[DrawFacts] = field(default_factory=list)
-    seeds: list[SeedFacts] = field(default_factory=list)
     collectives: list[CollectiveFacts] = field(default_factory=list)
     outputs: list[OutputFacts] = field(default_factory=list)
     states: list[StateFacts] = field(default_factory=list)
     files: list[FileFacts] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    seeds: list[SeedFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
 
@@ -512,11 +518,11 @@ _NESTED: dict[tuple[type, str], type] = {
     (StepFacts, "backwards"): BackwardFacts,
     (StepFacts, "clips"): ClipFacts,
     (RankFacts, "draws"): DrawFacts,
-    (RankFacts, "seeds"): SeedFacts,
     (RankFacts, "collectives"): CollectiveFacts,
     (RankFacts, "outputs"): OutputFacts,
     (RankFacts, "states"): StateFacts,
     (RankFacts, "files"): FileFacts,
+    (RankFacts, "seeds"): SeedFacts,
 }
 
 

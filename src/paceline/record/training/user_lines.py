@@ -34,7 +34,7 @@ def user_line() -> str:
 
 def line_of(frame: FrameType) -> str:
     """Return the line that a frame executes, "FILE:LINE"."""
-    return _place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
+    return place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
 
 
 @lru_cache(maxsize=4096)
@@ -49,7 +49,8 @@ def _is_command(file: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _place(file: str, line: int) -> str:
+def place(file: str, line: int) -> str:
+    """Return "FILE:LINE", with a file inside of the working directory relative to it."""
     path = os.path.abspath(file)
     relative = os.path.relpath(path)
     return f"{path if relative.startswith('..') else relative}:{line}"

@@ -40,10 +40,10 @@ def incomplete(view: View) -> Iterator[Finding]:
     """Find checkpoints that are loaded to go on, or have an optimizer, and lack other states."""
     saved = [one for one in view.ranks[0].files if one.is_save]
     resumed = view.runs.resumed or []
-    loaded = {one.path for facts in resumed for one in facts.files if not one.is_save}
     trains_on = any(facts.steps for facts in resumed)
-    for one in saved:
-        is_loaded = one.path in loaded and trains_on
+    for one in reversed(saved):
+        load = _load_of(view, resumed, one)
+        is_loaded = load is not None and trains_on
         if "model" not in one.contains or not (is_loaded or "optimizer" in one.contains):
             continue
         together = {what for other in saved if other.step == one.step for what in other.contains}
@@ -51,13 +51,10 @@ def incomplete(view: View) -> Iterator[Finding]:
         missing = [what for what in needs if what not in together]
         if not missing:
             continue
-        loads = next(
-            (x.line for f in resumed for x in f.files if x.path == one.path and not x.is_save), ""
-        )
         names = " and of the ".join(missing)
         yield Finding(
             MISTAKES["checkpoint-incomplete"],
-            unique([one.line, loads]),
+            unique([one.line, load.line if load is not None else ""]),
             f"{one.path} has the state of {_with(one.contains)}, but not that of the {names}"
             + (", and the training goes on from it." if is_loaded else "."),
             step=one.step or None,
@@ -76,7 +73,8 @@ def resumed_differs(view: View) -> Iterator[Finding]:
     file = _loaded_file(view, resumed)
     if file is None:
         return
-    load = next(x for f in resumed for x in f.files if x.path == file.path and not x.is_save)
+    load = _load_of(view, resumed, file)
+    assert load is not None
     for rank, facts in enumerate(resumed):
         wrong = _different_values(view.ranks[0], file, facts)
         if wrong:
@@ -124,7 +122,8 @@ def resumed_samples(view: View) -> Iterator[Finding]:
         is_inside = at == done - 1 and _ended_inside(before, file)
         if at == done - 1 and not is_inside and not _is_over(before, at, file):
             continue
-        load = next(x for f in resumed for x in f.files if x.path == file.path and not x.is_save)
+        load = _load_of(view, resumed, file)
+        assert load is not None
         yield Finding(
             MISTAKES["resume-repeats-samples"],
             unique([load.line, *stream.lines]),
@@ -153,9 +152,26 @@ def _with(contains: Sequence[str]) -> str:
 
 def _loaded_file(view: View, resumed: Sequence[RankFacts]) -> FileFacts | None:
     """Return the last file that N ranks saved and the resumed run loaded."""
-    loaded = {one.path for facts in resumed for one in facts.files if not one.is_save}
-    saved = [one for f in view.ranks for one in f.files if one.is_save and one.path in loaded]
-    return saved[-1] if saved else None
+    saved = [
+        one
+        for facts in view.ranks
+        for one in facts.files
+        if one.is_save and _load_of(view, resumed, one) is not None
+    ]
+    return max(saved, key=lambda one: one.step, default=None)
+
+
+def _load_of(view: View, resumed: Sequence[RankFacts], saved: FileFacts) -> FileFacts | None:
+    """Return where the resumed run loads a file before its first step, also if it was renamed."""
+    before = {one.path for facts in view.ranks for one in facts.files if not one.is_save}
+    for facts in resumed:
+        for one in facts.files:
+            if one.is_save or one.step:
+                continue
+            is_renamed = one.path not in before and one.keys == saved.keys
+            if saved.path.startswith(one.path) or is_renamed:
+                return one
+    return None
 
 
 def _different_values(saving: RankFacts, file: FileFacts, resumed: RankFacts) -> list[str]:

@@ -173,7 +173,7 @@ def _on_ranks(
     text += ", in workers with the same number." if workers else "."
     return Finding(
         MISTAKES["same-random-numbers"],
-        unique([_line(found), *loaders]),
+        unique([*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders]),
         text,
         ranks=ranks,
         values={"draws": len(found)},

@@ -33,7 +33,9 @@ def start_different(view: View) -> Iterator[Finding]:
         drawn = [one.line for one in made if one.place == "construction" and one.line]
         yield Finding(
             MISTAKES["replicas-start-different"],
-            unique([model.line, *drawn]),
+            unique(
+                [*view.seed_lines("torch", are_equal=False)[:1], *drawn[:1], model.line, *drawn[1:]]
+            ),
             f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
             f"{ranks_text(ranks, view.size).lower()}"
             + (

@@ -11,7 +11,9 @@ from ..view import View, ranks_text, unique
 MOSTLY = 0.9  # of the batches or samples
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
-OVERLAP = 0.05  # of the samples of an epoch
+OVERLAP = 0.02  # of the samples of an epoch
+REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
+BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
 CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # samplers that leave out
 
 
@@ -179,13 +181,18 @@ def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator
     extra = sum(count - 1 for count in counts.values())
     within = {rank: len(one) - len(set(one)) for rank, one in plan.items()}
     across = extra - sum(within.values())
-    if extra <= _padding(stream) and max(counts.values()) <= 2:
+    loader = stream.first.loader
+    is_padded_by_batch = loader.batch_size is None or any(
+        word in loader.sampler.lower() for word in BY_BATCH
+    )
+    padding = _padding(stream) if is_padded_by_batch else stream.size - 1
+    if extra <= padding and max(counts.values()) <= 2:
         return
     uniform = min(counts.values())
-    draws_again = sum(within.values()) > across and uniform < 2
-    if draws_again or (_chooses(stream) and uniform < 2):
-        return  # a sampler that draws samples again
     total = sum(map(len, plan.values()))
+    draws_again = sum(within.values()) >= max(REDRAWN * total, 1)
+    if (draws_again or _chooses(stream)) and uniform < 2:
+        return  # a sampler that draws samples again
     if across < OVERLAP * total and sum(within.values()) < OVERLAP * total:
         return
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
@@ -213,13 +220,13 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     allowed = _padding(stream)
     is_split = "distributed" in loader.sampler.lower()
     fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
-    if never > allowed and (fixed or is_split or _is_regular(_order(stream.first))):
-        missing, when = never, "in any epoch that was planned"
-    elif each > allowed and is_split:
-        missing, when = each, "in each epoch"
+    if each > allowed and is_split:
+        missing, when, trained = each, "in an epoch", sets[0]
+    elif never > allowed and (fixed or _is_regular(_order(stream.first))):
+        missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
-    example = next(at for at in range(length) if at not in (ever if missing == never else sets[0]))
+    example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
         unique(stream.lines),

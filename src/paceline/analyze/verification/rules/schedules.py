@@ -7,6 +7,8 @@ from ..mistakes import MISTAKES, Certainty, Finding
 from ..view import View, unique
 
 SAME = 1e-6  # relative difference of equal learning rates
+SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
+DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")
 ROUND = 10  # lengths that are multiples of it were typed, and not computed from a loader
 
 
@@ -130,6 +132,32 @@ def schedule_length(view: View) -> Iterator[Finding]:
                 + ("" if certain else " Is the number of epochs larger on more ranks?"),
                 values={"length": length, "epochs": epochs, "epochs_of_one": single_epochs},
                 certainty=None if certain else Certainty.QUESTION,
+            )
+            return
+
+
+def schedule_unit(view: View) -> Iterator[Finding]:
+    """Find schedules that advance with each step and are as long as a number of epochs."""
+    steps = _epoch_steps(view.ranks[0])
+    epochs = max((len(one.passes) for one in view.training), default=0)
+    for schedule in view.ranks[0].schedules:
+        calls = _calls_per_step(schedule)
+        if schedule.class_name not in DECAYS or calls is None or epochs < 2 or not steps:
+            continue
+        for name, lengths in schedule.lengths.items():
+            length = lengths[-1] if lengths else 0
+            if not 1 <= length / calls < SHORT * steps:
+                continue
+            yield Finding(
+                MISTAKES["schedule-counts-other-steps"],
+                unique([schedule.line, *schedule.step_lines[:1]]),
+                f"{schedule.class_name} has {name} = {length} and advances with each of the "
+                f"{steps:.0f} steps of an epoch: it is over within the first epoch. Is {length} a "
+                "number of epochs?",
+                values={"length": length, "epoch_steps": steps},
+                certainty=Certainty.QUESTION,
+                remedy="call scheduler.step() once per epoch, or give the schedule the number of "
+                "steps of all epochs",
             )
             return
 

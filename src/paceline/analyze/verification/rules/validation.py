@@ -8,7 +8,7 @@ from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import Stream
 from ..view import View, ranks_text, unique
 
-EXACT_SAMPLERS = ("sequentialsampler", "randomsampler", "distributed")  # mean the whole dataset
+EXACT_SAMPLERS = ("sequentialsampler", "randomsampler")  # mean the whole dataset
 GATHERS = ("allgather", "gather")
 
 
@@ -42,7 +42,7 @@ def _judged(
     else:
         repeated = sum(len(one) for one in plans.values()) - len(union)
     missing = length - len(union)
-    known = any(word in sampler.lower() for word in EXACT_SAMPLERS)
+    known = sampler.lower() in EXACT_SAMPLERS or "distributed" in sampler.lower()
     if repeated and known and "random" not in sampler.lower():
         gathers = any(
             one.phase is Phase.EVALUATION and one.kind.replace("_", "").startswith(GATHERS)

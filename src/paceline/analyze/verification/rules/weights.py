@@ -8,6 +8,7 @@ from ....record.training.facts import BackwardFacts, RankFacts, StepFacts
 from ..exchange import Exchange, Kind
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..relations import add, distance, scaled
+from ..steps import trained
 from ..view import View, unique
 
 EXACT = 2e-3  # relative difference of factors that are equal
@@ -32,7 +33,7 @@ def loss_weight(backwards: list[BackwardFacts]) -> float | None:
         if one.loss is None or one.loss == 0 or not np.isfinite(one.loss):
             return None
         share = one.root / (one.loss * one.scale)
-        if one.reduction == "sum" and not is_near(share, 1.0):
+        if one.reduction == "sum" and not _is_plain_sum(one):
             if not one.elements:
                 return None
             share *= one.elements
@@ -106,29 +107,27 @@ def accumulation(view: View) -> Iterator[Finding]:
 
 def uneven(view: View) -> Iterator[Finding]:
     """Find ranks with different numbers of samples and equal weight."""
-    differing = [
-        one for one in view.exchanges if all(one.step.samples) and len(set(one.step.samples)) > 1
-    ]
-    wrong = [one for one in differing if _has_equal_weights(view, one)]
+    sizes = [(one, *_sizes(one)) for one in view.exchanges]
+    differing = [(one, size) for one, _, size in sizes if all(size) and len(set(size)) > 1]
+    wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
     if not wrong:
         return
     first = wrong[0]
-    samples = first.step.samples
-    sizes = [tuple(one.step.samples) for one in view.exchanges]
-    varies = len(set(sizes)) > 2 and len(differing) > RARE * len(sizes)
+    what, samples = _sizes(first)
+    varies = len({tuple(size) for _, _, size in sizes}) > 2 and len(differing) > RARE * len(sizes)
     whole = sum(samples)
     least = min(samples)
     weight = whole / (least * view.size)
     yield Finding(
         MISTAKES["uneven-batches-averaged"],
         unique(first.step.lines),
-        f"In step {first.step.index + 1}, the ranks train {_numbers(samples)} samples, and the "
-        f"gradient is the plain mean of the ranks: a sample of a batch of {least} counts "
-        f"{weight:.3g} times as much as in one batch of {whole}."
+        f"In step {first.step.index + 1}, the losses of the ranks are means over "
+        f"{_numbers(samples)} {what}, and the gradient is the plain mean of the ranks: each of "
+        f"{least} {what} counts {weight:.3g} times as much as in one batch of {whole}."
         + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
         step=first.step.index + 1,
         values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
-        certainty=Certainty.QUESTION if varies else None,
+        certainty=Certainty.QUESTION if varies or what == "targets" else None,
     )
 
 
@@ -152,9 +151,11 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     measured = view.replay.multiple(one.step, one.step.unclipped(0))
     if measured is not None:
         return measured, True
+    if view.replay.gradients(one.step) is not None:
+        return None, False  # another gradient, and no multiple
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
-    if all(b.reduction == "sum" and is_near(b.root, (b.loss or 0) * b.scale) for b in backwards):
+    if all(b.reduction == "sum" and _is_plain_sum(b) for b in backwards):
         return one.factor, True  # one process would sum over the samples of all ranks, too
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
@@ -194,7 +195,7 @@ def _single_weight(view: View, one: Exchange) -> float | None:
 
 def _is_accumulation(facts: RankFacts, backwards: list[BackwardFacts]) -> bool:
     """Return whether each backward has batches of its own, of one loader."""
-    fetched = [one.batches for one in backwards]
+    fetched = [trained(facts, one) for one in backwards]
     flat = [at for batches in fetched for at in batches]
     loaders = {facts.batches[at].loader for at in flat}
     return all(fetched) and len(set(flat)) == len(flat) and len(loaders) == 1
@@ -266,12 +267,27 @@ def _wrapper_lines(view: View, one: Exchange) -> list[str]:
     return [model.line] if model is not None and model.wrapper else []
 
 
-def _has_equal_weights(view: View, one: Exchange) -> bool:
+def _is_plain_sum(one: BackwardFacts) -> bool:
+    """Return whether a backward starts from a sum over samples, or from an unknown loss."""
+    loss = (one.loss or 0.0) * one.scale
+    is_divided = abs(one.root) < (1 - EXACT) * abs(loss)  # other terms may be added to the sum
+    return one.reduction not in ("mean", "sum") or (one.reduction == "sum" and not is_divided)
+
+
+def _sizes(one: Exchange) -> tuple[str, list[int]]:
+    """Return what the losses are means over, in words, and how many each rank has."""
+    elements = [sum(b.elements for b in each[-one.last :]) for each in one.step.backwards]
+    if len(set(one.step.samples)) == 1 and all(elements):
+        return "targets", elements
+    return "samples", one.step.samples
+
+
+def _has_equal_weights(view: View, one: Exchange, sizes: list[int]) -> bool:
     """Return whether ranks count equally although one process would count samples equally."""
     if one.kind is not Kind.UNIFORM:
         return False
     step = one.step
-    shares = np.array(step.samples) / np.mean(step.samples)
+    shares = np.array(sizes) / np.mean(sizes)
     weights = [loss_weight(backwards[-one.last :]) for backwards in step.backwards]
     backwards = [b for each in step.backwards for b in each]
     theirs = view.replay.gradients(step)
@@ -283,7 +299,7 @@ def _has_equal_weights(view: View, one: Exchange) -> bool:
         off = max((distance(mean[name], theirs[name]) for name in names), default=0.0)
         near = max((distance(weighted[name], theirs[name]) for name in names), default=1.0)
         return near < 0.1 * off
-    if any(value is None for value in weights) or any(b.reduction != "mean" for b in backwards):
+    if any(value is None for value in weights) or any(_is_plain_sum(b) for b in backwards):
         return False
     relative = np.array(weights, dtype=float) / np.mean(np.array(weights, dtype=float))
     proportional = np.abs(relative - shares).max() <= PROPORTIONAL

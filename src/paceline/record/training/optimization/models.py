@@ -114,7 +114,6 @@ class Models:
             note(wrapper, module)
             make(wrapper, module, *args, **options)
 
-
         @functools.wraps(leave)
         def no_sync(wrapper: Any) -> Any:
             self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)

@@ -219,7 +219,56 @@
     })];
   }
 
+  function samples() { // which rank trains which sample
+    const { x, y, z, ranks, colours } = data.samples;
+    const palette = [...LINES.filter((name) => name !== "wait").slice(0, colours), "wait"];
+    const count = palette.length;
+    const steps = palette.flatMap((name, i) => [[i / count, css(name)], [(i + 1) / count, css(name)]]);
+    const told = (v) => (v === -1 ? "no rank" : v === -2 ? "several ranks" : `rank ${v}`);
+    const trace = {
+      type: "heatmap", x, y, text: z.map((row) => row.map(told)), ygap: 4,
+      z: z.map((row) => row.map((v) => (v === -1 ? null : v === -2 ? count - 1 : v % (count - 1)))),
+      zmin: -0.5, zmax: count - 0.5, colorscale: steps, showscale: false, zsmooth: false, hoverongaps: false,
+      hovertemplate: "%{y}, sample %{x}<br>%{text}<extra></extra>",
+    };
+    return [[trace], layout(46 * y.length + 100, {
+      xaxis: category("sample", { showgrid: false, tickangle: 0, nticks: 10 }),
+      yaxis: { type: "category", autorange: "reversed", showgrid: false },
+    })];
+  }
+
+  function layers() { // differences of gradients, and their tolerances
+    const { names, values, limits } = data.layers;
+    const bars = {
+      type: "bar", orientation: "h", y: names, x: values, name: "difference",
+      marker: { color: values.map((v, i) => css(v > limits[i] ? "wait" : "useful")) },
+      hovertemplate: "%{y}<br>difference %{x:.2~e}<extra></extra>",
+    };
+    const marks = {
+      type: "scatter", mode: "markers", y: names, x: limits, name: "tolerance",
+      marker: { color: css("ink"), symbol: "line-ns-open", size: 14, line: { width: 2 } },
+      hovertemplate: "%{y}<br>tolerance %{x:.2~e}<extra></extra>",
+    };
+    return [[bars, marks], layout(Math.max(200, 22 * names.length + 100), {
+      xaxis: { title: { text: "relative difference" }, type: "log", exponentformat: "power" },
+      yaxis: { type: "category", autorange: "reversed" },
+    })];
+  }
+
+  function rates() { // learning rate over samples
+    const traces = data.rates.lines.map((line, i) => ({
+      type: "scatter", mode: "lines+markers", name: line.name, x: line.x, y: line.y,
+      line: { color: css(LINES[i % LINES.length]), shape: "hv" },
+      hovertemplate: "%{fullData.name}, after %{x} samples<br>%{y:.4~g}<extra></extra>",
+    }));
+    return [traces, layout(320, {
+      showlegend: true, legend: { orientation: "h", y: 1.12 }, xaxis: { title: { text: "samples" } },
+      yaxis: { title: { text: "learning rate" }, rangemode: "tozero" },
+    })];
+  }
+
   const DRAW = {
+    samples, layers, rates,
     roofline, states, steps, waiting, late, pairs, runs, courses,
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),

@@ -1,0 +1,127 @@
+"""The command ``paceline verify``."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import STDOUT, print_json
+from .common.options import (
+    Args,
+    Bind,
+    CpusPerRank,
+    Env,
+    Fresh,
+    HangTimeout,
+    Hostfile,
+    Hosts,
+    Json,
+    Launcher,
+    Module,
+    Ranks,
+    Script,
+    Smt,
+    Threads,
+    can_be_written,
+    launch_options,
+)
+from .common.script_options import ScriptCommand
+from .common.status_line import StatusLine, interruptible
+
+MINUTE_S = 60.0
+
+
+@app.command(
+    cls=ScriptCommand,
+    rich_help_panel=UNDERSTAND,
+    short_help="Find out whether N ranks train what one process would",
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        ("paceline verify -n 4 train.py --epochs 10", "mistakes, each with its line"),
+        ("paceline verify -n 2 --html answer.html train.py", "a page for any browser"),
+        ("paceline verify -n 4 --json train.py > answer.json", "for other programs"),
+        ("paceline verify -H host1:4,host2:4 train.py", "two hosts over ssh"),
+    ),
+)
+def verify(
+    script: Script,
+    args: Args = None,
+    ranks: Ranks = None,
+    module: Module = False,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            help="Maximum duration of all runs together.",
+            metavar="MINUTES",
+            min=0.2,
+        ),
+    ] = 5.0,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with the findings and charts to this file, for any browser.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+    env: Env = None,
+    bind: Bind = "auto",
+    threads: Threads = None,
+    cpus_per_rank: CpusPerRank = None,
+    smt: Smt = None,
+    fresh: Fresh = False,
+    hang_timeout: HangTimeout = None,
+) -> None:
+    """Find out whether N ranks train what one process would with the same samples.
+
+    SCRIPT runs a few steps of a few epochs on N ranks, and again on one rank with the same
+    samples. Paceline compares samples, random numbers, gradients before and after the exchange,
+    parameters, learning rates and states, layer by layer, and names each mistake with its line.
+
+    What depends on your intention is a question, and no mistake. The exit code is 1 if there is a
+    mistake, and 0 otherwise.
+
+    The script and its files are not changed: what the script writes goes to a scratch folder.
+    """
+    from ..analyze.verification.find import judge
+    from ..report.terminal import verification as shown
+    from ..study.verify.verify import VerifyRequest, run_verification
+
+    where, options = launch_options(
+        *(hosts, hostfile, launcher, module, fresh, smt, env),
+        {
+            "--threads": threads,
+            "--bind": bind,
+            "--cpus-per-rank": cpus_per_rank,
+            "--hang-timeout": hang_timeout,
+        },
+    )
+    with exit_on_mistake():
+        if html is not None:
+            can_be_written(html, "--html")
+        asked = VerifyRequest(script, args or [], where, options, ranks, minutes)
+        end_s = time.monotonic() + MINUTE_S * minutes
+        with interruptible() as interruption, StatusLine(end_s) as status:
+            runs = run_verification(asked, status.say)
+            status.clear()
+            found = (runs, *judge(runs))
+            if json is not None:
+                print_json(shown.as_json(found), json, indent=1)
+            else:
+                from ..report.console import PlainConsole
+
+                PlainConsole().print(shown.render(found))
+            if html is not None:
+                from ..report.page.verification_page import verification
+                from ..report.page.write_page import save
+
+                typer.echo(save(verification(found), html), err=json == STDOUT)
+    if interruption.signal_number is not None:
+        raise typer.Exit(128 + interruption.signal_number)
+    raise typer.Exit(int(any(not one.is_question for one in found[1])))

@@ -1,0 +1,250 @@
+"""Rules on gradients: trainings with one mistake, and right ones that look similar."""
+
+import pytest
+import torch
+
+from paceline.analyze.verification.find import find, judge
+from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, verified
+
+
+def ids(runs):
+    return [one.mistake.id for one in find(runs) if not one.is_question]
+
+
+def only(runs):
+    """Return the finding of a run with one mistake."""
+    found = [one for one in find(runs) if not one.is_question]
+    assert len(found) == 1, [(one.mistake.id, one.text) for one in found]
+    return found[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("with_replay", [True, False])
+def test_right_training_has_no_mistake(size, with_replay):
+    found, seen = judge(verified(Training(size, samples=48), with_replay))
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert seen.related == seen.steps > 4
+    assert seen.parameters == 4
+    assert (seen.replayed > 4) is with_replay
+    assert not with_replay or 0 < seen.noise < 1e-5
+
+
+def test_sum_of_gradients_is_named():
+    found = only(verified(Training(3, exchange=total, samples=48)))
+    assert found.mistake.id == "gradients-summed"
+    assert found.lines[0] in (MODEL, BACKWARD)
+    assert "3 times that of one process" in found.text
+    assert only(verified(Training(exchange=total), with_replay=False)).mistake.id == (
+        "gradients-summed"
+    )
+
+
+def test_sum_of_divided_losses_is_right():
+    divided = Training(exchange=total, root=lambda losses, rank, size, whole: losses.mean() / size)
+    assert ids(verified(divided)) == []
+    assert ids(verified(divided, with_replay=False)) == []
+    by_whole = Training(
+        exchange=total,
+        root=lambda losses, rank, size, whole: losses.sum() / whole,
+        order=lambda rank, size, epoch: list(range(rank, 30, size))[: 13 + 2 * rank],
+        samples=30,
+        sums=True,
+    )
+    assert "gradients-summed" not in ids(verified(by_whole, with_replay=False))
+
+
+def test_second_division_is_named():
+    twice = Training(exchange=lambda ranks: mean([{n: v / 2 for n, v in r.items()} for r in ranks]))
+    assert only(verified(twice)).mistake.id == "gradients-divided-twice"
+    of_loss = Training(root=lambda losses, rank, size, whole: losses.mean() / size)
+    assert only(verified(of_loss)).mistake.id == "gradients-divided-twice"
+    found = only(verified(of_loss, with_replay=False))
+    assert found.mistake.id == "gradients-divided-twice"
+    assert found.lines[0] == BACKWARD
+
+
+def test_sum_over_samples_that_is_averaged_is_named():
+    sums = Training(root=lambda losses, rank, size, whole: losses.sum(), sums=True)
+    assert only(verified(sums, with_replay=False)).mistake.id == "loss-summed"
+    scaled = Training(
+        root=lambda losses, rank, size, whole: losses.sum(),
+        sums=True,
+        rate=lambda rank, size, step: 0.01 * size,
+    )
+    assert ids(verified(scaled)) == []  # the learning rate makes up for it
+    summed = Training(
+        root=lambda losses, rank, size, whole: losses.sum(), sums=True, exchange=total
+    )
+    assert ids(verified(summed)) == []  # one process would sum, too
+
+
+def test_gradients_of_one_rank_are_named():
+    found = only(verified(Training(exchange=own)))
+    assert found.mistake.id == "gradients-not-exchanged"
+    assert found.values["steps"] == found.values["of_steps"]
+    first = only(verified(Training(exchange=lambda ranks: [ranks[0]] * len(ranks))))
+    assert first.mistake.id == "gradients-not-exchanged"
+    assert "the gradient of rank 0" in first.text
+
+
+def test_parameter_that_is_not_exchanged_is_named():
+    def partly(ranks):
+        return [
+            whole | {name: one[name] for name in ("head.weight", "head.bias")}
+            for one, whole in zip(ranks, mean(ranks), strict=True)
+        ]
+
+    found = only(verified(Training(exchange=partly)))
+    assert found.mistake.id == "gradients-not-exchanged"
+    assert found.layer == "head.weight"
+    assert "head.weight and head.bias are those of each rank alone" in found.text
+
+
+def test_frozen_parameters_that_were_thawed_are_named_with_the_wrapper():
+    def partly(ranks):
+        return [
+            whole | {name: one[name] for name in ("first.weight", "first.bias")}
+            for one, whole in zip(ranks, mean(ranks), strict=True)
+        ]
+
+    runs = verified(Training(exchange=partly))
+    for facts in runs.ranks:
+        for one in facts.models[0].parameters[:2]:
+            one.requires_grad = False
+    found = only(runs)
+    assert found.lines[0] == MODEL
+    assert "did not require a gradient when the model was wrapped" in found.text
+
+
+def test_local_sgd_is_said_and_not_accused():
+    """Ranks that train alone, and average parameters between some steps."""
+
+    def synchronized(runs):
+        for facts in runs.ranks:
+            facts.steps[4].before = dict(runs.ranks[0].steps[4].before)
+            rows = [runs.ranks[0].sketches[row] for row in facts.steps[4].before.values()]
+            for row, values in zip(facts.steps[4].before.values(), rows, strict=True):
+                facts.sketches[row] = values
+        return runs
+
+    found, seen = judge(synchronized(verified(Training(exchange=own))))
+    assert "gradients-not-exchanged" not in [one.mistake.id for one in found]
+    assert any("local SGD" in note for note in seen.notes)
+
+
+def test_rounded_and_compressed_exchanges_are_right():
+    def rounded(ranks):
+        return mean([{n: v.bfloat16().float() for n, v in one.items()} for one in ranks])
+
+    found, seen = judge(verified(Training(exchange=rounded)))
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert any("rounds gradients" in note for note in seen.notes)
+
+    def sparse(ranks):
+        return mean([{n: v * (v.abs() > v.abs().median()) for n, v in r.items()} for r in ranks])
+
+    found, seen = judge(verified(Training(exchange=sparse), with_replay=False))
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert any("is no sum of the ranks' gradients" in note for note in seen.notes)
+
+
+def test_clipping_after_the_exchange_is_right():
+    assert ids(verified(Training(clip=0.05))) == []
+
+
+def test_clipping_before_the_exchange_is_named():
+    found = only(verified(Training(clip=0.05, clip_before=True)))
+    assert found.mistake.id == "clipped-before-exchange"
+    assert found.lines[0] == "train.py:23"
+    # also while the norms are below the limit
+    assert only(verified(Training(clip=1e3, clip_before=True))).mistake.id == (
+        "clipped-before-exchange"
+    )
+
+
+def test_clipping_by_hand_is_named():
+    def clipped(ranks):
+        norms = [torch.cat([v.flatten() for v in one.values()]).norm() for one in ranks]
+        return mean(
+            [
+                {n: v * 0.1 / norm for n, v in r.items()}
+                for r, norm in zip(ranks, norms, strict=True)
+            ]
+        )
+
+    assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
+
+
+def test_accumulation_of_divided_losses_is_right():
+    def divided(losses, rank, size, whole):
+        return losses.mean() / 4
+
+    assert ids(verified(Training(accumulate=4, root=divided))) == []
+    # 5 batches per epoch: the last group has one
+    assert ids(verified(Training(accumulate=4, root=divided, samples=40))) == []
+
+
+def test_accumulation_without_division_is_named():
+    found = only(verified(Training(accumulate=4)))
+    assert found.mistake.id == "accumulation-divided-wrongly"
+    assert found.lines[0] == BACKWARD
+    twice = Training(accumulate=4, root=lambda losses, *_: losses.mean() / 16)
+    assert only(verified(twice)).mistake.id == "accumulation-divided-wrongly"
+
+
+def test_uneven_batches_with_equal_weights_are_named():
+    def uneven(rank, size, epoch):
+        return list(range(20)) if rank == 0 else list(range(20, 37))
+
+    found = only(verified(Training(order=uneven, samples=37, has_epoch=False)))
+    assert found.mistake.id == "uneven-batches-averaged"
+    assert "over 4 and 1 samples" in found.text
+    assert (
+        only(
+            verified(Training(order=uneven, samples=37, has_epoch=False), with_replay=False)
+        ).mistake.id
+        == "uneven-batches-averaged"
+    )
+
+
+def test_uneven_batches_with_weights_are_right():
+    weighted = Training(
+        order=lambda rank, size, epoch: list(range(20)) if rank == 0 else list(range(20, 37)),
+        samples=37,
+        has_epoch=False,
+        root=lambda losses, rank, size, whole: losses.mean() * len(losses) * size / whole,
+    )
+    assert ids(verified(weighted)) == []
+    assert ids(verified(weighted, with_replay=False)) == []
+
+
+def test_loss_that_depends_on_the_rank_is_asked():
+    odd = Training(
+        root=lambda losses, rank, size, whole: losses.mean() * (1.5 if rank else 0.5),
+        loss_known=False,
+    )
+    found = find(verified(odd))
+    assert [one.mistake.id for one in found] == ["gradients-differ"] or (
+        "gradients-differ" in [one.mistake.id for one in found if one.is_question]
+    )
+
+
+def test_different_optimizers_are_replicas_that_diverge():
+    noisy = Training(change=lambda rank, step, one: one)
+    runs = verified(noisy)
+    facts = runs.ranks[1]
+    for step in facts.steps[3:]:
+        for row in step.parameters.values():
+            facts.sketches[row] *= 1.01
+    found = only(runs)
+    assert found.mistake.id == "replicas-diverge"
+    assert found.step == 4
+    assert found.lines[0] == STEP
+    assert "Their gradients are equal" in found.text
+
+
+def test_different_seeds_are_one_mistake():
+    found = only(verified(Training(seed=lambda rank: rank)))
+    assert found.mistake.id == "replicas-start-different"
+    assert found.lines[0] == MODEL
+    assert found.ranks == [1]
