@@ -56,12 +56,15 @@ def place(file: str, line: int) -> str:
     return f"{path if relative.startswith('..') else relative}:{line}"
 
 
-def is_in_loop() -> bool:
+def is_in_loop(frame: FrameType | None = None) -> bool:
     """Return whether the iterator that is made or advanced now is that of a ``for`` loop.
 
     Such a loop ends properly if the iterator ends early.
+
+    Args:
+        frame: Where to begin to look; by default, the caller.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if any(file.endswith(end) and frame.f_code.co_name == name for end, name in _TOLERANT):
