@@ -25,6 +25,7 @@ from .random_numbers.draws import Draws
 from .random_numbers.seeds import Seeds
 from .replays.replay import Replay
 from .replays.stored_run import StoredRun
+from .samples.inputs import Inputs
 from .samples.loaders import Loaders
 from .settings import VerifySettings
 
@@ -81,7 +82,8 @@ class TrainingObserver:
             self.loaders.on_batch.append(stored.add_batch)
         self.models.on_wrapping.append(self.draws.end_construction)
         self.steps.on_optimizer.append(self.draws.end_construction)
-        self.models.before_forward.append(self.draws.before_forward)
+        inputs = Inputs(self.observation, self.models, self.loaders)
+        self.models.before_forward += [inputs.before_forward, self.draws.before_forward]
         self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
         self.loaders.on_batch.append(self.draws.after_batch)
         self.loaders.before_pass.append(self.averages.note)

@@ -10,7 +10,8 @@ import torch
 from ...hooks.import_hooks import after_import
 from ..facts import FileFacts, Phase
 from ..observation import Observation
-from ..optimization.models import Models, clean_name
+from ..optimization.model_names import clean_name
+from ..optimization.models import Models
 from ..user_lines import user_line
 
 _HOOK = "the checkpoints"

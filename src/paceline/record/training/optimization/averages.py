@@ -16,7 +16,8 @@ from torch import nn
 from ..facts import StateFacts
 from ..observation import Observation
 from ..user_lines import is_users_file, user_line
-from .models import Model, Models, clean_name, named_parameters
+from .model_names import clean_name, named_parameters
+from .models import Model, Models
 
 MAX_OBJECTS = 2000  # that are looked at
 MIN_PARAMETERS = 2

@@ -15,13 +15,12 @@ from ...hooks.import_hooks import after_import
 from ..facts import ModelFacts, ParameterFacts, Phase
 from ..observation import Observation
 from ..user_lines import user_line
+from .model_names import clean_name, is_own_batch_norm, named_parameters, unwrapped
 from .shards import Shard, shard_of
 
 _HOOK = "the models"
 _GRADIENTS = "the gradients"
 _TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
-# Parts of parameter names that wrappers add.
-_ADDED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 MAX_LINES = 8  # of a model
 
 
@@ -69,6 +68,7 @@ class Models:
         self.models: list[Model] = []
         self.last: Model | None = None  # whose forward with gradient was the last one
         self.is_inside = False  # of a forward
+        self.inputs: tuple[Any, ...] = ()  # of the last outermost call
         self.before_forward: list[Callable[[Model, bool], None]] = []
         self.after_forward: list[Callable[[Model, Any], None]] = []
         self.on_wrapping: list[Callable[[], None]] = []
@@ -144,7 +144,9 @@ class Models:
 
     def _forward(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         guarded = self._observation.guarded
+        self.inputs = args or tuple(kwargs.values())
         model = guarded(_HOOK, self._enter)(module)
+        self.inputs = ()
         if model is None:
             return call(module, *args, **kwargs)
         self.is_inside = True
@@ -161,7 +163,7 @@ class Models:
         """Note a forward of an outermost module; return its model, None if it has none."""
         if torch._C._is_tracing() or not self._has_parameters(module):
             return None
-        called, ddp = _unwrapped(module)
+        called, ddp = unwrapped(module)
         root, wrapper = self._root_of(called)
         found = self._roots.get(root)
         model: Model = found or self._add(root, ddp or wrapper)
@@ -243,7 +245,7 @@ class Models:
             broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
             parameters=[],
             ignored=sorted(getattr(ddp, "parameters_to_ignore", ())),
-            batch_norms=[name for name, one in root.named_modules() if _is_own_batch_norm(one)],
+            batch_norms=[name for name, one in root.named_modules() if is_own_batch_norm(one)],
         )
         reference = weakref.ref(ddp) if ddp is not None else None
         model = Model(facts, weakref.ref(root), ddp=reference)
@@ -317,7 +319,7 @@ class Models:
             _add_line(model.facts.no_sync_lines, line)
 
     def _note_no_sync(self, wrapper: Any) -> None:
-        root, _ = _unwrapped(wrapper)
+        root, _ = unwrapped(wrapper)
         model = self._roots.get(root)
         if model is not None:
             _add_line(model.facts.no_sync_lines, user_line())
@@ -362,34 +364,6 @@ class Models:
                         yield f"{model.facts.key}/{clean_name(name)}", buffer
 
 
-def _unwrapped(module: nn.Module) -> tuple[nn.Module, Any]:
-    """Return the module inside of wrappers, and the DistributedDataParallel among them."""
-    ddp = None
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            ddp, module = module, module.module
-        elif type(module).__name__ == "OptimizedModule":
-            module = module._orig_mod  # type: ignore[assignment]
-        elif type(module).__name__ == "DataParallel":
-            module = module.module  # type: ignore[assignment]
-        else:
-            return module, ddp
-
-
-def named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a module with their names without those of wrappers."""
-    inside = {
-        name for name, one in root.named_modules() if isinstance(one, DistributedDataParallel)
-    }
-    for name, parameter in root.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            continue
-        for prefix in inside:
-            if name.startswith(f"{prefix}.module."):
-                name = f"{prefix}.{name.removeprefix(f'{prefix}.module.')}"
-        yield clean_name(name), parameter
-
-
 def _autocast() -> str:
     """Return the dtype of autocast, or ""."""
     for device in ("cuda", "cpu"):
@@ -398,19 +372,8 @@ def _autocast() -> str:
     return ""
 
 
-def clean_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _ADDED_NAMES)
-
-
 def _class(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _is_own_batch_norm(module: nn.Module) -> bool:
-    """Return whether a layer normalizes by statistics of the batch of one rank."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _add_line(lines: list[str], line: str) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..observation import Observation
-from ..optimization.models import Model, clean_name, named_parameters
+from ..optimization.model_names import clean_name, named_parameters
+from ..optimization.models import Model
 from ..optimization.shards import Shard, shard_of
 from ..samples.loaders import OpenPass
 

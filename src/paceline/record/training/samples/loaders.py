@@ -64,6 +64,7 @@ class Loaders:
         self._open: list[OpenPass] = []  # whose indices are not all known
         self.opening: OpenPass | None = None
         self.last: OpenPass | None = None  # whose batch was returned last
+        self.has_batches = False  # whether any loader has returned one
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
         # Returns the iterator of a pass in a replay: called with the loader and the open pass.
@@ -275,6 +276,7 @@ class Loaders:
         number, samples = opened.returned, samples_in(batch)
         indices = opened.indices[number] if number < len(opened.indices) else None
         opened.returned += 1
+        self.has_batches = True
         opened.facts.batches = opened.returned
         self.last = opened
         facts = BatchFacts(
