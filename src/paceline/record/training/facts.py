@@ -193,7 +193,8 @@ class BackwardFacts:
         scale: Loss scale of a gradient scaler at this time; 1 without one.
         is_syncing: False within ``no_sync``.
         gradients: By parameter, the row of the gradient that this rank computed, before any
-            exchange. Empty if it cannot be observed.
+            exchange. Empty if it cannot be observed. Without those that were cleared before
+            another backward of the same step.
         reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
         elements: Number of targets that it counted; 0 if it is not known.
         autocast: dtype of autocast in the forward; "" without autocast.

@@ -80,13 +80,20 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
 
 
 def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Start the script again, with the files that its first run has saved."""
+    """Start the script again with a checkpoint of its first pass.
+
+    The steps after it can be compared with those of the first run, which went on without a break.
+    """
     if not any(file.is_save for one in found.ranks for file in one.files):
         return
-    settings = VerifySettings("", passes=RESUMED_PASSES)
+    settings, files_of = VerifySettings("", passes=RESUMED_PASSES), "ranks"
     try:
+        what = "all ranks: one pass, to resume after it"
+        interrupted = runs.run("interrupted", what, settings)
+        if any(file.is_save for one in interrupted for file in one.files):
+            files_of = "interrupted"
         what = "all ranks: start again with the saved checkpoint"
-        found.resumed = runs.run("resumed", what, settings, files_of="ranks")
+        found.resumed = runs.run("resumed", what, settings, files_of=files_of)
     except RunFailedError as error:
         found.notes.append(f"the script could not be started again: {error.short}")
 

@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.batch_size import samples_in
+from ...hooks.batch_size import samples_in
+from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
+from ..generators import kept_generators
+from ..observation import Observation
+from ..user_lines import is_in_loop, is_read_ahead, is_users_file, place, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
-from .facts import BatchFacts, LoaderFacts, PassFacts, Phase
-from .generators import kept_generators
-from .observation import Observation
-from .user_lines import is_in_loop, is_read_ahead, user_line
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
@@ -73,7 +73,8 @@ class Loaders:
 
     def install(self) -> None:
         """Patch ``DataLoader``."""
-        kind, iterator_kind = DataLoader, torch_dataloader._BaseDataLoaderIter
+        kind: Any = DataLoader
+        iterator_kind: Any = torch_dataloader._BaseDataLoaderIter
         init, make = kind.__init__, kind.__iter__
         fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
         note = self._observation.guarded(_HOOK, self._note_loader)
@@ -99,7 +100,7 @@ class Loaders:
                 return next_index(iterator)
             return self._next_index(iterator, found, next_index)
 
-        kind.__init__, kind.__iter__ = new, new_iterator  # type: ignore[method-assign]
+        kind.__init__, kind.__iter__ = new, new_iterator
         iterator_kind.__next__, iterator_kind._next_index = next_batch, index
         self._observation.before_end.append(self.close)
 
@@ -130,6 +131,7 @@ class Loaders:
             sampler_has_epoch=hasattr(sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
+            sampler_line=_line_of_iter(sampler),
         )
 
     # Passes
@@ -335,6 +337,14 @@ def _sampler_of(loader: Any) -> Any:
     if outer is None or inside is sampler:
         return sampler
     return inside if inside is not None else found
+
+
+def _line_of_iter(sampler: Any) -> str:
+    """Return the line of the user's code that defines how the sampler iterates; "" if none."""
+    code = getattr(getattr(type(sampler), "__iter__", None), "__code__", None)
+    if code is None or not is_users_file(code.co_filename):
+        return ""
+    return place(code.co_filename, code.co_firstlineno)
 
 
 def _dataset_of(loader: Any) -> Any:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.import_hooks import after_import
-from .facts import ModelFacts, ParameterFacts, Phase
-from .observation import Observation
+from ...hooks.import_hooks import after_import
+from ..facts import ModelFacts, ParameterFacts, Phase
+from ..observation import Observation
+from ..user_lines import user_line
 from .shards import Shard, shard_of
-from .user_lines import user_line
 
 _HOOK = "the models"
 _GRADIENTS = "the gradients"
@@ -36,6 +36,7 @@ class Model:
         forwards: Number of forwards with gradient.
         is_syncing: Whether the backward of the last forward synchronizes gradients.
         autocast: dtype of autocast in the last forward; "" without autocast.
+        is_compiled: Whether torch.compile compiles it.
     """
 
     facts: ModelFacts
@@ -44,6 +45,7 @@ class Model:
     forwards: int = 0
     is_syncing: bool = True
     autocast: str = ""
+    is_compiled: bool = False
     ddp: "weakref.ref[nn.Module] | None" = None
 
 
@@ -103,7 +105,8 @@ class Models:
                 "torch._dynamo.variables.nn_module": known_to_dynamo,
             }
         )
-        make = DistributedDataParallel.__init__
+        kind: Any = DistributedDataParallel
+        make, leave = kind.__init__, kind.no_sync
         note = self._observation.guarded(_HOOK, self._note_ddp)
 
         @functools.wraps(make)
@@ -111,15 +114,12 @@ class Models:
             note(wrapper, module)
             make(wrapper, module, *args, **options)
 
-        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-        leave = DistributedDataParallel.no_sync
-
         @functools.wraps(leave)
         def no_sync(wrapper: Any) -> Any:
             self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)
             return leave(wrapper)
 
-        DistributedDataParallel.no_sync = no_sync  # type: ignore[method-assign]
+        kind.__init__, kind.no_sync = init, no_sync
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return "MODEL KEY/NAME" of a parameter; None if it is of no model."""
@@ -169,14 +169,14 @@ class Models:
         if wrapper is not None and ddp is None and is_training:
             _add_line(model.facts.outside_forwards, user_line())
         if is_training:
-            self._enter_training(model, root, ddp)
+            self._enter_training(model, root, ddp, module)
         elif self._observation.phase != Phase.TRAINING or self._observation.unassigned:
             self._observation.phase = Phase.EVALUATION
         for before in self.before_forward:
             before(model, is_training)
         return model
 
-    def _enter_training(self, model: Model, root: nn.Module, ddp: Any) -> None:
+    def _enter_training(self, model: Model, root: nn.Module, ddp: Any, module: Any) -> None:
         self.last = model
         model.forwards += 1
         if ddp is not None:
@@ -184,8 +184,11 @@ class Models:
         elif model.facts.is_sharded:
             model.is_syncing = not self._unsynced.get(root, False)
         model.autocast = _autocast()
+        if any(type(one).__name__ == "OptimizedModule" for one in (module, root)):
+            model.is_compiled = True
         if not model.has_trained:
             model.has_trained = True
+            self._observation.note_rank()
             for before in self.before_first:
                 before(model)
             self._note_first(model, root)
@@ -334,6 +337,20 @@ class Models:
         if name in backward.gradients:  # a backward inside of this one, as in checkpointing
             row = rows.add_sum(backward.gradients[name], row)
         backward.gradients[name] = row
+
+    def forget_cleared(self) -> None:
+        """Leave out of earlier backwards of this step the gradients that were cleared since."""
+        earlier = self._observation.backwards
+        if not earlier:
+            return
+        for parameter in list(self._hooked):
+            name = self._names.get(parameter)
+            if name is None or not any(name in one.gradients for one in earlier):
+                continue
+            gradient = parameter.grad
+            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
+                for one in earlier:
+                    one.gradients.pop(name, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield "MODEL KEY/NAME" and value of each floating-point buffer of the trained models."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..hooks.import_hooks import after_import
-from .facts import FileFacts, Phase
-from .models import Models, clean_name
-from .observation import Observation
-from .user_lines import user_line
+from ...hooks.import_hooks import after_import
+from ..facts import FileFacts, Phase
+from ..observation import Observation
+from ..optimization.models import Models, clean_name
+from ..user_lines import user_line
 
 _HOOK = "the checkpoints"
 MAX_FILES = 64
