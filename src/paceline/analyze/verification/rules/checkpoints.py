@@ -76,7 +76,8 @@ def resumed_differs(view: View) -> Iterator[Finding]:
     load = _load_of(view, resumed, file)
     assert load is not None
     for rank, facts in enumerate(resumed):
-        wrong = _different_values(view.ranks[0], file, facts)
+        saving = next(one for one in view.saving if file in one.files)
+        wrong = _different_values(saving, file, facts)
         if wrong:
             yield Finding(
                 MISTAKES["resume-differs"],
@@ -180,7 +181,7 @@ def _loaded_file(view: View, resumed: Sequence[RankFacts]) -> FileFacts | None:
     """Return the last file that N ranks saved and the resumed run loaded."""
     saved = [
         one
-        for facts in view.ranks
+        for facts in view.saving
         for one in facts.files
         if one.is_save and _load_of(view, resumed, one) is not None
     ]
