@@ -175,6 +175,15 @@ def test_clipping_by_hand_is_named():
     assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
 
 
+def test_clipping_of_each_parameter_is_named():
+    def clipped(ranks):
+        return mean(
+            [{n: v * min(1.0, float(0.02 / v.norm())) for n, v in r.items()} for r in ranks]
+        )
+
+    assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
+
+
 def test_accumulation_of_divided_losses_is_right():
     def divided(losses, rank, size, whole):
         return losses.mean() / 4

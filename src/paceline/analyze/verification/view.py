@@ -58,6 +58,11 @@ class View:
         """The script on one rank: with its own batch size, else with the global batch."""
         return self.runs.alone or self.runs.replay
 
+    @property
+    def saving(self) -> Sequence[RankFacts]:
+        """The run whose checkpoint the resumed run finds."""
+        return self.runs.interrupted or self.ranks
+
     def model(self, key: int, rank: int = 0) -> ModelFacts | None:
         """Return a model of a rank."""
         return next((one for one in self.ranks[rank].models if one.key == key), None)

@@ -188,7 +188,8 @@ class BackwardFacts:
         model: Key of the model whose forward came before.
         batches: Numbers of the batches (in ``RankFacts.batches``) that were fetched for it.
         root: Value of the tensor from which the backward started.
-        loss: Value of the last loss function before it; None if none was seen.
+        loss: Value of the last loss function before it (without a reduction, the sum of its
+            elements); None if none was seen.
         scale: Loss scale of a gradient scaler at this time; 1 without one.
         is_syncing: False within ``no_sync``.
         gradients: By parameter, the row of the gradient that this rank computed, before any

@@ -111,7 +111,7 @@ def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
         what = "all ranks: one pass, to resume after it"
         interrupted = runs.run("interrupted", what, settings)
         if any(file.is_save for one in interrupted for file in one.files):
-            files_of = "interrupted"
+            files_of, found.interrupted = "interrupted", interrupted
         what = "all ranks: start again with the saved checkpoint"
         found.resumed = runs.run("resumed", what, settings, files_of=files_of)
     except RunFailedError as error:
