@@ -84,7 +84,7 @@ def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch)
     found = run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
     assert found.replay is None
     (note,) = found.notes
-    assert "the model's forward draws random numbers (script.py:25)" in note
+    assert "the model's forward draws random numbers (script.py:26)" in note
 
 
 @pytest.mark.long
