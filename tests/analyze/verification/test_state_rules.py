@@ -266,3 +266,18 @@ def test_consequences_are_not_listed():
 def test_every_explained_mistake_exists():
     for one in MISTAKES.values():
         assert set(one.explains) <= MISTAKES.keys() - {one.id}
+
+
+def test_failing_rule_is_noted_and_others_answer(monkeypatch):
+    from paceline.analyze.verification import find as table
+
+    def broken(view):
+        raise IndexError("no such batch")
+
+    monkeypatch.setattr(table, "RULES", (broken, *table.RULES))
+    runs = VerifyRuns(train(Training(exchange=lambda ranks: ranks)))
+    found, seen = table.judge(runs)
+    assert ids(found) == ["gradients-not-exchanged"]
+    assert "the rule 'broken' failed (IndexError: no such batch)" in seen.notes
+    with pytest.raises(IndexError):
+        table.find(runs)
