@@ -156,8 +156,8 @@ def joint_steps(ranks: Sequence[RankFacts]) -> Iterator[JointStep]:
 
 
 def usual_backwards(steps: Sequence[JointStep]) -> int:
-    """Return the number of backwards of most steps."""
-    counts = Counter(len(backwards) for step in steps for backwards in step.backwards)
+    """Return the number of backwards of most steps, also of those that add nothing to it."""
+    counts = Counter(len(one.backwards) for step in steps for one in step.steps)
     return counts.most_common(1)[0][0] if counts else 1
 
 

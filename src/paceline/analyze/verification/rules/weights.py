@@ -68,13 +68,13 @@ def accumulation(view: View) -> Iterator[Finding]:
     """Find losses of accumulated batches that are divided by another number than theirs."""
     for one in view.exchanges:
         step, count = one.step, view.accumulated.get(one.step.optimizer, 1)
-        backwards = step.backwards[0]
+        backwards = step.steps[0].backwards  # also those whose gradients were set to zero
         if count < 2 or len(backwards) != count or not _is_accumulation(view.ranks[0], backwards):
             continue
         weight = _single_weight(view, one)
         if weight is None or any(b.reduction in SUMS for b in backwards):
             continue
-        weight *= one.last / count if one.last < count else 1.0
+        used = min(one.last, len(step.backwards[0]))
         multiple = one.multiple if one.kind is Kind.UNIFORM else 1.0
         if is_near(multiple, 1 / count):  # divided after the backward
             weight *= multiple
@@ -85,10 +85,10 @@ def accumulation(view: View) -> Iterator[Finding]:
                 f"divided by {count}: the gradient is {count} times that of their mean."
             )
         elif is_near(weight, 1 / count):
-            lost = one.last < count
+            lost = used < count
             text = (
                 f"Each step runs {count} backwards, and uses the gradient of the last "
-                f"{one.last} only: it is {count} times too small."
+                f"{used} only: it is {count} times too small."
                 if lost
                 else f"The losses of the {count} batches of a step are divided by {count} twice: "
                 f"the gradient is {count} times too small."
