@@ -9,6 +9,7 @@ tensors.
 """
 
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ def sketch(tensor: torch.Tensor, offset: int = 0) -> NDArray[np.float64]:
         while start < flat.numel():
             end = min(start + _CHUNK - (offset + start) % _CHUNK, flat.numel())
             part = flat[start:end].cpu().contiguous()
-            data = part.view(torch.uint8).numpy()
+            data: Any = part.view(torch.uint8).numpy()
             checksums = zlib.crc32(data, checksums[0]), zlib.adler32(data, checksums[1])
             _add(row, part.to(torch.float64), offset + start)
             start = end

@@ -41,14 +41,17 @@ class Schedules:
         """Patch the schedulers of torch, and the gradient scaler."""
         base: Any = lr_scheduler.LRScheduler
         base.__init__ = self._made(base.__init__)
-        kinds: list[Any] = list(vars(lr_scheduler).values())
+        kinds = [one for one in vars(lr_scheduler).values() if isinstance(one, type)]
         for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, base):
-                if kind is not base and "__init__" in vars(kind) and not _calls_base(kind):
-                    kind.__init__ = self._made(kind.__init__)
-                if "step" in vars(kind):
-                    kind.step = self._stepped(kind.step)
+            if issubclass(kind, base):
+                self._patch_kind(kind, is_base=kind is base)
         after_import({"torch.amp.grad_scaler": self._patch_scaler})
+
+    def _patch_kind(self, kind: Any, is_base: bool) -> None:
+        if not is_base and "__init__" in vars(kind) and not _calls_base(kind):
+            kind.__init__ = self._made(kind.__init__)
+        if "step" in vars(kind):
+            kind.step = self._stepped(kind.step)
 
     def _made(self, init: Callable[..., None]) -> Callable[..., None]:
         note = self._observation.guarded(_HOOK, self._note_schedule)

@@ -1,11 +1,12 @@
 """Observe the batches of scripts that read no DataLoader: the inputs of their models."""
 
+from ...hooks.batch_size import samples_in
 from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..observation import Observation
 from ..optimization.models import Model, Models
 from ..user_lines import user_line
 from .contents import sample_checksums
-from .loaders import Loaders, samples_in
+from .loaders import Loaders
 
 MAX_BATCHES = 256
 

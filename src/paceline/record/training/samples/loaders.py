@@ -165,7 +165,7 @@ class Loaders:
         if facts is None:
             return False
         trained = sum(one.phase == Phase.TRAINING for one in facts.passes)
-        return trained >= self._observation.settings.passes
+        return bool(trained >= self._observation.settings.passes)
 
     def _begin_pass(self, loader: Any) -> OpenPass:
         facts = self.facts_of(loader)
@@ -332,7 +332,7 @@ class Loaders:
 def _sampler_of(loader: Any) -> Any:
     """Return the sampler of a loader that orders samples, also inside of batch samplers."""
     sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    found = outer
+    found: Any = outer
     while hasattr(found, "batch_sampler"):
         found = found.batch_sampler  # as in accelerate's
     inside = getattr(found, "sampler", None)
