@@ -238,7 +238,7 @@ def test_resumed_order():
     again = find(resumed())
     assert "resume-repeats-samples" in ids(again)
     (one,) = [x for x in again if x.mistake.id == "resume-repeats-samples"]
-    assert one.lines == ["train.py:9", LOADER, LOOP]
+    assert one.lines == [LOOP, "train.py:9", LOADER]
 
 
 def test_model_alone_is_complete_unless_the_training_goes_on():

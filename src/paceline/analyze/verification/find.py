@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     clipping.clipped_before_exchange,
     clipping.clipped_by_part,
     schedules.rates_differ,
+    replicas.skipped_steps,
     replicas.diverge,
     whole_gradient.differs,
     random_numbers.same_on_ranks,

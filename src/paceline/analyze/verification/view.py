@@ -115,7 +115,9 @@ class View:
         for one in self.ranks[0].collectives:
             if one.line and one.phase is Phase.TRAINING and is_reduction(one):
                 nbytes[one.line] = nbytes.get(one.line, 0) + one.nbytes
-        return sorted(nbytes, key=lambda line: -nbytes[line])
+        elements = sum(p.shard_numel for m in self.ranks[0].models for p in m.parameters)
+        large = [line for line in nbytes if nbytes[line] >= elements]  # no losses or metrics
+        return sorted(large, key=lambda line: -nbytes[line])
 
 
 def is_reduction(one: CollectiveFacts) -> bool:

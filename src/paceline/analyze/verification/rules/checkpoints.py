@@ -153,7 +153,7 @@ def resumed_samples(view: View) -> Iterator[Finding]:
         assert load is not None
         yield Finding(
             MISTAKES["resume-repeats-samples"],
-            unique([load.line, *stream.lines]),
+            unique([stream.first.facts.line, load.line, *stream.lines]),
             f"The resumed run begins with the order of epoch {at + 1}, which was "
             f"{'begun' if is_inside else 'trained'} before {file.path} was written, in epoch "
             f"{done}.",
