@@ -121,6 +121,8 @@ INTERFACES = {
     # Sharded layouts (parallel/sharded): FSDP2
     f"{FSDP}_fsdp_common.TrainingState": "whether a module is inside its forward or backward",
     f"{FSDP}_fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed": "whole gradients",
+    f"{FSDP}_fsdp_param.FSDPParam.init_unsharded_param": "wrapped: gradients before a reduction",
+    f"{FSDP}_fully_shard.FSDPModule.set_requires_gradient_sync": "wrapped: its line",
     f"{FSDP}_fsdp_param_group.FSDPParamGroup": "parameters that are gathered together",
     f"{FSDP}_fsdp_param_group.FSDPParamGroup.unshard": "wrapped: the block of a gather",
     f"{FSDP}_fsdp_param_group.FSDPParamGroup.post_backward": "wrapped: the block of a reduction",
@@ -156,6 +158,10 @@ INTERFACES = {
     "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
+    # Facts for verify (record/training)
+    "torch.nn.modules.batchnorm._BatchNorm": "layers with statistics of a batch",
+    "scaler._growth_tracker": "steps since the loss scale has changed",
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": "place of a shard",
     # DataLoader (data/loading/loader.py, record)
     "torch.utils.data.dataloader._BaseDataLoaderIter": "base of a Loader's iterator; wrapped",
     "torch.utils.data._utils.worker._worker_loop": "wrapped: a worker's stack is sampled",
@@ -164,6 +170,10 @@ INTERFACES = {
     "iterator._num_yielded": "batches that a loader has returned",
     "iterator._base_seed": "seed of a sampler that draws its order at random",
     "iterator._next_data": "overridden in a Loader's iterator",
+    "iterator._next_index": "wrapped by verify: the indices of batches, also of those left out",
+    "iterator._sampler_iter": "the rest of the indices of a pass that the script has left",
+    "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch": "wrapped: random draws of samples",
+    "torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch": "the same",
 }
 # Private names that belong to Python and the netCDF library.
 OTHERS = {
@@ -197,6 +207,7 @@ def objects(tmp_path_factory):
         "group": dist.distributed_c10d._get_default_group(),
         "ddp": ddp,
         "iterator": iter(DataLoader([1, 2])),
+        "scaler": torch.amp.GradScaler("cpu"),
         "parameter": torch.nn.Parameter(torch.ones(1)),
         "node": (torch.ones(1, requires_grad=True) + 1).grad_fn,
         "sparse": torch.eye(2).to_sparse(),

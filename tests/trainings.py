@@ -148,6 +148,15 @@ def train(asked: Training, batches: list[list[list[list[int]]]] | None = None) -
 
     batches: By epoch and step, the samples of each rank; without it from ``order``.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several are slower for tensors as small as these
+    try:
+        return _train(asked, batches)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(asked: Training, batches: list[list[list[list[int]]]] | None) -> list[RankFacts]:
     size = asked.size
     x, y = data(asked.samples)
     ranks = [_Rank(asked, rank, size) for rank in range(size)]

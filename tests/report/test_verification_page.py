@@ -9,7 +9,7 @@ from rich.console import Console
 
 from paceline.analyze.verification.find import judge
 from paceline.report.page.verification_page import NOBODY, SEVERAL, samples_chart, verification
-from paceline.report.terminal.verification import as_json, render
+from paceline.report.terminal.verification.findings import as_json, render
 from trainings import LOOP, Training, shuffled, verified
 
 

@@ -90,7 +90,7 @@ def verify(
     The script and its files are not changed: what the script writes goes to a scratch folder.
     """
     from ..analyze.verification.find import judge
-    from ..report.terminal import verification as shown
+    from ..report.terminal.verification import findings as shown
     from ..study.verify.verify import VerifyRequest, run_verification
 
     where, options = launch_options(

@@ -175,6 +175,15 @@ def test_clipping_by_hand_is_named():
     assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
 
 
+def test_clipping_of_each_parameter_is_named():
+    def clipped(ranks):
+        return mean(
+            [{n: v * min(1.0, float(0.02 / v.norm())) for n, v in r.items()} for r in ranks]
+        )
+
+    assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
+
+
 def test_accumulation_of_divided_losses_is_right():
     def divided(losses, rank, size, whole):
         return losses.mean() / 4
@@ -190,6 +199,26 @@ def test_accumulation_without_division_is_named():
     assert found.lines[0] == BACKWARD
     twice = Training(accumulate=4, root=lambda losses, *_: losses.mean() / 16)
     assert only(verified(twice)).mistake.id == "accumulation-divided-wrongly"
+
+
+def test_gradients_that_are_set_to_zero_between_batches_are_named():
+    divided = Training(accumulate=4, root=lambda losses, *_: losses.mean() / 4)
+    runs = verified(divided, with_replay=False)
+    for facts in runs.ranks:
+        for step in facts.steps:
+            last = step.backwards[-1].gradients
+            for one in step.backwards[:-1]:
+                one.gradients = {}
+            for name, row in step.gradients.items():
+                both = [
+                    f.sketches[f.steps[step.index].backwards[-1].gradients[name]]
+                    for f in runs.ranks
+                ]
+                facts.sketches[row] = sum(both) / 2
+            assert last
+    found = only(runs)
+    assert found.mistake.id == "accumulation-divided-wrongly"
+    assert "uses the gradient of the last 1 only" in found.text
 
 
 def test_uneven_batches_with_equal_weights_are_named():

@@ -38,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     clipping.clipped_before_exchange,
     clipping.clipped_by_part,
     schedules.rates_differ,
+    replicas.skipped_steps,
     replicas.diverge,
     whole_gradient.differs,
     random_numbers.same_on_ranks,
@@ -60,16 +61,28 @@ RULES: tuple[Rule, ...] = (
 
 def find(runs: VerifyRuns) -> list[Finding]:
     """Return the mistakes, those with the most consequences first, then the questions."""
-    return judge(runs)[0]
+    view = View(runs)
+    return _ordered([one for rule in RULES for one in rule(view)])
 
 
 def judge(runs: VerifyRuns) -> tuple[list[Finding], Compared]:
-    """Return the findings, and what was compared."""
+    """Return the findings, and what was compared.
+
+    A rule that fails on facts that it does not expect is noted, and the others still answer.
+    """
     view = View(runs)
-    found = [one for rule in RULES for one in rule(view)]
-    kept = without_consequences(found)
-    kept.sort(key=lambda one: one.is_question)
-    return kept, compared(view)
+    found: list[Finding] = []
+    for rule in RULES:
+        try:
+            found += rule(view)
+        except Exception as error:
+            name = rule.__name__.replace("_", " ")
+            view.notes.append(f"the rule {name!r} failed ({type(error).__name__}: {error})")
+    return _ordered(found), compared(view)
+
+
+def _ordered(found: Sequence[Finding]) -> list[Finding]:
+    return sorted(without_consequences(found), key=lambda one: one.is_question)
 
 
 def without_consequences(found: Sequence[Finding]) -> list[Finding]:

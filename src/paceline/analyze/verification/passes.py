@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from ...record.training.facts import BatchFacts, LoaderFacts, PassFacts, Phase, RankFacts
 
+KNOWN_SAMPLERS = {
+    *("DistributedSampler", "RandomSampler", "SequentialSampler", "BatchSampler"),
+    *("SubsetRandomSampler", "WeightedRandomSampler"),
+}
 Sample = int | tuple[int, ...]  # index in a dataset that all ranks share, or checksums of contents
 
 
@@ -62,8 +66,15 @@ class Stream:
 
     @property
     def lines(self) -> list[str]:
-        """Where the loader was made, and where it is iterated."""
-        return [line for line in (self.first.loader.line, self.first.facts.line) if line]
+        """Where the sampler is defined, the loader was made, and where it is iterated.
+
+        The line that iterates comes before the loader's if the sampler is the user's.
+        """
+        loader, loop = self.first.loader, self.first.facts.line
+        lines = [loader.sampler_line, loader.line, loop]
+        if loader.sampler and loader.sampler not in KNOWN_SAMPLERS:
+            lines = [loader.sampler_line, loop, loader.line]
+        return [line for line in lines if line]
 
     @property
     def shares_dataset(self) -> bool:

@@ -17,6 +17,8 @@ class VerifyRuns:
             ``replay`` are those of rounding.
         alone: The unchanged script on one rank, with its own batch size.
         resumed: The script started again after it saved a checkpoint, by rank.
+        interrupted: The run that saved this checkpoint, and ended after one pass; None if
+            ``ranks`` did.
         notes: What the runs could not do, each with its reason; sentences without full stop.
         command: Script and arguments.
         seconds: Duration of all runs.
@@ -27,6 +29,7 @@ class VerifyRuns:
     permuted: RankFacts | None = None
     alone: RankFacts | None = None
     resumed: list[RankFacts] | None = None
+    interrupted: list[RankFacts] | None = None
     notes: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0

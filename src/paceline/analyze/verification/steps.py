@@ -143,21 +143,40 @@ def parameters(facts: RankFacts) -> dict[str, ParameterFacts]:
     return found
 
 
+def misaligned(ranks: Sequence[RankFacts]) -> dict[int, int]:
+    """Return by optimizer the first step before which ranks ran different numbers of backwards."""
+    counts: list[dict[tuple[int, int], int]] = []
+    for facts in ranks:
+        total: Counter[int] = Counter()
+        counts.append({})
+        for step in facts.steps:
+            total[step.optimizer] += len(step.backwards)
+            counts[-1][step.optimizer, step.index] = total[step.optimizer]
+    found: dict[int, int] = {}
+    for (optimizer, index), count in counts[0].items():
+        if any(one.get((optimizer, index), count) != count for one in counts[1:]):
+            found.setdefault(optimizer, index)
+    return found
+
+
 def joint_steps(ranks: Sequence[RankFacts]) -> Iterator[JointStep]:
     """Yield the steps that all ranks made, in the order of rank 0. Skipped ones are left out."""
     if not ranks:
         return
     by_rank = [{(step.optimizer, step.index): step for step in one.steps} for one in ranks]
+    apart = misaligned(ranks)
     for step in ranks[0].steps:
         key = (step.optimizer, step.index)
+        if step.index >= apart.get(step.optimizer, step.index + 1):
+            continue
         steps = [one[key] for one in by_rank if key in one]
         if len(steps) == len(ranks) and not any(one.is_skipped for one in steps):
             yield JointStep(step.optimizer, step.index, ranks, steps)
 
 
 def usual_backwards(steps: Sequence[JointStep]) -> int:
-    """Return the number of backwards of most steps."""
-    counts = Counter(len(backwards) for step in steps for backwards in step.backwards)
+    """Return the number of backwards of most steps, also of those that add nothing to it."""
+    counts = Counter(len(one.backwards) for step in steps for one in step.steps)
     return counts.most_common(1)[0][0] if counts else 1
 
 

@@ -58,6 +58,11 @@ class View:
         """The script on one rank: with its own batch size, else with the global batch."""
         return self.runs.alone or self.runs.replay
 
+    @property
+    def saving(self) -> Sequence[RankFacts]:
+        """The run whose checkpoint the resumed run finds."""
+        return self.runs.interrupted or self.ranks
+
     def model(self, key: int, rank: int = 0) -> ModelFacts | None:
         """Return a model of a rank."""
         return next((one for one in self.ranks[rank].models if one.key == key), None)
@@ -94,7 +99,7 @@ class View:
         """
         by_rank: list[dict[str, int]] = []
         for facts in self.ranks:
-            seeds = [one for one in getattr(facts, "seeds", []) if one.step == 0 and one.line]
+            seeds = [one for one in facts.seeds if one.step == 0 and one.line]
             kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
             by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
         found = []
@@ -110,7 +115,9 @@ class View:
         for one in self.ranks[0].collectives:
             if one.line and one.phase is Phase.TRAINING and is_reduction(one):
                 nbytes[one.line] = nbytes.get(one.line, 0) + one.nbytes
-        return sorted(nbytes, key=lambda line: -nbytes[line])
+        elements = sum(p.shard_numel for m in self.ranks[0].models for p in m.parameters)
+        large = [line for line in nbytes if nbytes[line] >= elements]  # no losses or metrics
+        return sorted(large, key=lambda line: -nbytes[line])
 
 
 def is_reduction(one: CollectiveFacts) -> bool:

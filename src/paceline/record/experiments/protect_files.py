@@ -41,6 +41,7 @@ class _ResolvingFlag(threading.local):
     """Whether this thread is resolving a path, whose own file operations are not redirected."""
 
     active = False
+    is_paused = False  # for files of Paceline, which are not protected
 
 
 # Functions of ``os`` that read the file or folder of a path, or its attributes.
@@ -148,12 +149,13 @@ class FileProtection:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Redirect no path of this thread: for files of Paceline."""
-        before, self._resolving.active = self._resolving.active, True
+        """Redirect and protect nothing in this thread: for files of Paceline."""
+        flag = self._resolving
+        before, flag.active, flag.is_paused = flag.active, True, True
         try:
             yield
         finally:
-            self._resolving.active = before
+            flag.active, flag.is_paused = before, False
 
     # Replacements of functions that take paths
 
@@ -254,7 +256,9 @@ class FileProtection:
                 self._refuse(args[at], "changed or removed", base)
 
     def _refuse(self, path: Any, what: str, folder: int = -1) -> None:
-        if self.is_disabled or not isinstance(path, str | bytes | os.PathLike):
+        if self.is_disabled or self._resolving.is_paused:
+            return
+        if not isinstance(path, str | bytes | os.PathLike):
             return
         before, self._resolving.active = self._resolving.active, True
         try:

@@ -158,6 +158,7 @@ class LoaderFacts:
         subset: Of a ``Subset`` (also nested), the indices in the innermost dataset; else None.
         root_length: Number of samples of the innermost dataset.
         root_checksum: Checksum of the first samples' contents of the innermost dataset, or 0.
+        sampler_line: Where the user's code defines ``__iter__`` of the sampler; "" if it does not.
     """
 
     key: int
@@ -175,6 +176,7 @@ class LoaderFacts:
     subset: list[int] | None = None
     root_length: int | None = None
     root_checksum: int = 0
+    sampler_line: str = ""
 
 
 @dataclass
@@ -186,11 +188,13 @@ class BackwardFacts:
         model: Key of the model whose forward came before.
         batches: Numbers of the batches (in ``RankFacts.batches``) that were fetched for it.
         root: Value of the tensor from which the backward started.
-        loss: Value of the last loss function before it; None if none was seen.
+        loss: Value of the last loss function before it (without a reduction, the sum of its
+            elements); None if none was seen.
         scale: Loss scale of a gradient scaler at this time; 1 without one.
         is_syncing: False within ``no_sync``.
         gradients: By parameter, the row of the gradient that this rank computed, before any
-            exchange. Empty if it cannot be observed.
+            exchange. Empty if it cannot be observed. Without those that were cleared before
+            another backward of the same step.
         reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
         elements: Number of targets that it counted; 0 if it is not known.
         autocast: dtype of autocast in the forward; "" without autocast.
@@ -245,6 +249,8 @@ class StepFacts:
         parameters: By parameter, the row of its values after the step.
         buffers: By name, the row of the model's floating-point buffers at the step.
         before: By parameter, the row of its values before the step.
+        state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
+            it is not known.
     """
 
     index: int
@@ -259,6 +265,7 @@ class StepFacts:
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
+    state_tensors: int = -1
 
 
 @dataclass
@@ -426,6 +433,23 @@ class FileFacts:
 
 
 @dataclass
+class SeedFacts:
+    """A call that seeded a generator.
+
+    Attributes:
+        generator: "torch", "numpy", "python", or "own" for an object that the script made.
+        value: The seed.
+        line: The line that called it.
+        step: Optimizer steps before it.
+    """
+
+    generator: str
+    value: int
+    line: str
+    step: int
+
+
+@dataclass
 class RankFacts:
     """All that was observed in one rank.
 
@@ -434,6 +458,7 @@ class RankFacts:
         ended: "limit" if verify ended the run, "script" if the script did, "error" after an
             exception.
         unseen: What could not be observed, each with its reason.
+        seeds: Calls that seeded generators, in order.
     """
 
     rank: int
@@ -451,6 +476,7 @@ class RankFacts:
     states: list[StateFacts] = field(default_factory=list)
     files: list[FileFacts] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    seeds: list[SeedFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
 
@@ -497,6 +523,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (RankFacts, "outputs"): OutputFacts,
     (RankFacts, "states"): StateFacts,
     (RankFacts, "files"): FileFacts,
+    (RankFacts, "seeds"): SeedFacts,
 }
 
 

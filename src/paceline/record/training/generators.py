@@ -14,14 +14,18 @@ MAX_NESTED_DATASETS = 4
 
 def generator_states() -> dict[str, int]:
     """Return a checksum of the state of each global generator of this process."""
-    found = {"torch": zlib.crc32(torch.random.get_rng_state().numpy())}
+    found = {"torch": _crc(torch.random.get_rng_state())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy())
+        found["cuda"] = _crc(torch.cuda.get_rng_state())
     if "numpy" in sys.modules:
         _, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = zlib.crc32(repr(rest).encode(), zlib.crc32(keys))
     found["python"] = zlib.crc32(repr(random.getstate()).encode())
     return found
+
+
+def _crc(state: torch.Tensor) -> int:
+    return zlib.crc32(state.numpy().tobytes())
 
 
 def owned_states(owner: Any) -> dict[str, int]:
@@ -44,7 +48,7 @@ def owned_states(owner: Any) -> dict[str, int]:
 def _state_of(name: str, value: Any) -> dict[str, int]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Generator):
-        return {f"torch:{name}": zlib.crc32(value.get_state().numpy())}
+        return {f"torch:{name}": _crc(value.get_state())}
     if isinstance(value, random.Random):
         return {f"python:{name}": zlib.crc32(repr(value.getstate()).encode())}
     if numpy is not None and isinstance(value, numpy.random.Generator):

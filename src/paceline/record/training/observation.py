@@ -65,6 +65,18 @@ class Observation:
             and os.getpid() == self.pid  # not in a loader's worker
         )
 
+    def note_rank(self) -> None:
+        """Note the rank in the process group; it stays after the group is destroyed."""
+        dist: Any = torch.distributed
+        if dist.is_available() and dist.is_initialized():
+            self.facts.rank, self.facts.size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was observed, as in a process that only starts the ranks."""
+        facts = self.facts
+        return not (facts.models or facts.optimizers or facts.batches or facts.steps)
+
     def take_thread(self) -> None:
         """Take the calling thread as the one that trains."""
         self._thread = threading.get_ident()
@@ -83,7 +95,7 @@ class Observation:
         """Write the facts; further calls do nothing."""
         if self.is_over or os.getpid() != self.pid:
             return
-        self.facts.rank, self.facts.size = _rank_and_size()
+        self.note_rank()
         for call in self.before_end:
             self.guarded("the end of the observation", call)()
         self.is_over = True
@@ -94,7 +106,8 @@ class Observation:
         with self.writing():
             folder = Path(self.settings.folder)
             folder.mkdir(parents=True, exist_ok=True)
-            write_facts(folder, self.facts)
+            if not (self.is_empty and (folder / f"facts-{self.facts.rank}.json").exists()):
+                write_facts(folder, self.facts)
 
     def guarded(self, hook: str, function: Callable[_P, Any]) -> Callable[_P, Any]:
         """Return a function that observes, so that its exceptions are reported and not raised.
@@ -124,9 +137,6 @@ def _disable_modes() -> Any:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Return rank and size: those of the default process group, else of the environment."""
-    dist: Any = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+    """Return rank and size of the environment."""
     rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return int(rank) if rank.isdigit() else 0, int(size) if size.isdigit() else 1

@@ -10,22 +10,24 @@ from typing import Any, NoReturn
 from ..experiments.protect_files import FileProtection
 from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
-from .averages import Averages
-from .collectives import Collectives
-from .draws import Draws
+from .exchanges.collectives import Collectives
+from .exchanges.files import Files
+from .exchanges.outputs import Outputs
 from .facts import StepFacts
-from .files import Files
-from .loaders import Loaders
-from .losses import Losses
-from .models import Models
 from .observation import Observation
-from .outputs import Outputs
-from .replay import Replay
-from .schedules import Schedules
+from .optimization.averages import Averages
+from .optimization.losses import Losses
+from .optimization.models import Models
+from .optimization.schedules import Schedules
+from .optimization.sharded import ShardedModels
+from .optimization.steps import Steps
+from .random_numbers.draws import Draws
+from .random_numbers.seeds import Seeds
+from .replays.replay import Replay
+from .replays.stored_run import StoredRun
+from .samples.inputs import Inputs
+from .samples.loaders import Loaders
 from .settings import VerifySettings
-from .sharded import ShardedModels
-from .steps import Steps
-from .stored_run import StoredRun
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 
@@ -66,6 +68,7 @@ class TrainingObserver:
         self.losses.install()
         self.schedules.install()
         Collectives(self.observation).install()
+        Seeds(self.observation).install()
         Outputs(self.observation).install()
         Files(self.observation, self.models).install()
         if self.settings.replays:
@@ -79,7 +82,8 @@ class TrainingObserver:
             self.loaders.on_batch.append(stored.add_batch)
         self.models.on_wrapping.append(self.draws.end_construction)
         self.steps.on_optimizer.append(self.draws.end_construction)
-        self.models.before_forward.append(self.draws.before_forward)
+        inputs = Inputs(self.observation, self.models, self.loaders)
+        self.models.before_forward += [inputs.before_forward, self.draws.before_forward]
         self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
         self.loaders.on_batch.append(self.draws.after_batch)
         self.loaders.before_pass.append(self.averages.note)

@@ -27,9 +27,14 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            return _place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
+            return line_of(frame)
         frame = frame.f_back
     return ""
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the line that a frame executes, "FILE:LINE"."""
+    return place(frame.f_code.co_filename, code_line(frame.f_code, frame.f_lasti))
 
 
 @lru_cache(maxsize=4096)
@@ -44,18 +49,22 @@ def _is_command(file: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _place(file: str, line: int) -> str:
+def place(file: str, line: int) -> str:
+    """Return "FILE:LINE", with a file inside of the working directory relative to it."""
     path = os.path.abspath(file)
     relative = os.path.relpath(path)
     return f"{path if relative.startswith('..') else relative}:{line}"
 
 
-def is_in_loop() -> bool:
+def is_in_loop(frame: FrameType | None = None) -> bool:
     """Return whether the iterator that is made or advanced now is that of a ``for`` loop.
 
     Such a loop ends properly if the iterator ends early.
+
+    Args:
+        frame: Where to begin to look; by default, the caller.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if any(file.endswith(end) and frame.f_code.co_name == name for end, name in _TOLERANT):

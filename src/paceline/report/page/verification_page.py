@@ -8,7 +8,7 @@ from ...analyze.verification.passes import Stream, streams
 from ...analyze.verification.steps import trained as in_training
 from ...record.training.facts import Phase, RankFacts
 from ..numbers import counted, elapsed
-from ..terminal.verification import compared_sentences, divided
+from ..terminal.verification.findings import compared_sentences, divided
 from ..verdict.of_verification import Verification, verdict_of_verification
 from .write_page import page
 

@@ -122,7 +122,9 @@ class ObservedRuns:
         code = run_process(words, log, min(limit_s, self.left_s))
         shutil.rmtree(folder / "record", ignore_errors=True)
         found = _facts_in(folder)
-        if found and all(one.ended in ("limit", "script") for one in found):
+        ended = {one.ended for one in found}
+        # A rank that fails after others have reached the limit has lost its peers.
+        if found and (ended <= {"limit", "script"} or "limit" in ended):
             return found
         last = last_lines(log)
         text = "".join(f"\n    {line}" for line in last)
@@ -130,6 +132,11 @@ class ObservedRuns:
             raise RunFailedError(f"the time was over:{text}", "the time was over")
         short = error_line(last) or f"exit code {code}"
         raise RunFailedError(f"the script ended with exit code {code}:{text}", short)
+
+    def clear(self, name: str) -> None:
+        """Remove what a failed run has left."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        overlay.remove(self.folder / "files" / name)
 
     def _words(self, settings: VerifySettings, is_alone: bool) -> list[str]:
         """Return the command of a run."""

@@ -10,6 +10,8 @@ from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError, VerifyRequest
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
+FIRST_RUN_SHARE = 0.5  # of the time budget
+WHOLE_PASS = 1 << 30  # batches
 ALONE_PASSES, RESUMED_PASSES = 1, 1
 
 __all__ = ["VerifyRequest", "run_verification"]
@@ -27,16 +29,34 @@ def run_verification(asked: VerifyRequest, say: Callable[[str], None]) -> Verify
     """
     start = time.monotonic()
     with ObservedRuns(asked, say) as runs:
-        settings = VerifySettings("", keeps_mib=KEPT_MIB)
-        ranks = runs.run("ranks", "all ranks: observe the training", settings)
-        found = VerifyRuns(ranks, command=[asked.script, *asked.args])
-        found.notes += _incomplete(ranks)
+        found = _run_all(runs)
+        found.command = [asked.script, *asked.args]
+        ranks = found.ranks
         if ranks[0].size > 1:
             _replay(runs, found)
             _run_alone(runs, found)
         _resume(runs, found)
     found.seconds = time.monotonic() - start
     return found
+
+
+def _run_all(runs: ObservedRuns) -> VerifyRuns:
+    """Run all ranks; again with passes of full length if the script fails with shorter ones."""
+    settings = VerifySettings("", keeps_mib=KEPT_MIB)
+    what, limit_s = "all ranks: observe the training", FIRST_RUN_SHARE * runs.left_s
+    try:
+        ranks = runs.run("ranks", what, settings, limit_s=limit_s)
+        return VerifyRuns(ranks, notes=_incomplete(ranks))
+    except RunFailedError as error:
+        failed = error
+    settings = replace(settings, batches=WHOLE_PASS)
+    runs.clear("ranks")
+    try:
+        ranks = runs.run("ranks", f"{what}, with passes of full length", settings)
+    except RunFailedError:
+        raise failed from None
+    note = f"passes have their full length: with shorter ones the script failed ({failed.short})"
+    return VerifyRuns(ranks, notes=[note, *_incomplete(ranks)])
 
 
 def _replay(runs: ObservedRuns, found: VerifyRuns) -> None:
@@ -61,7 +81,7 @@ def _not_comparable(ranks: list[RankFacts]) -> str:
     """Return why one rank can't train the same as all ranks; "" if it can."""
     if not any(one.steps for one in ranks):
         return "no step of an optimizer was seen"
-    if not any(one.batches for one in ranks):
+    if not any(loader.dataset for one in ranks for loader in one.loaders):
         return "the script reads no DataLoader"
     places = {"forward": "the model's forward", "loop": "the training loop"}
     for one in ranks:
@@ -80,13 +100,20 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
 
 
 def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Start the script again, with the files that its first run has saved."""
+    """Start the script again with a checkpoint of its first pass.
+
+    The steps after it can be compared with those of the first run, which went on without a break.
+    """
     if not any(file.is_save for one in found.ranks for file in one.files):
         return
-    settings = VerifySettings("", passes=RESUMED_PASSES)
+    settings, files_of = VerifySettings("", passes=RESUMED_PASSES), "ranks"
     try:
+        what = "all ranks: one pass, to resume after it"
+        interrupted = runs.run("interrupted", what, settings)
+        if any(file.is_save for one in interrupted for file in one.files):
+            files_of, found.interrupted = "interrupted", interrupted
         what = "all ranks: start again with the saved checkpoint"
-        found.resumed = runs.run("resumed", what, settings, files_of="ranks")
+        found.resumed = runs.run("resumed", what, settings, files_of=files_of)
     except RunFailedError as error:
         found.notes.append(f"the script could not be started again: {error.short}")
 

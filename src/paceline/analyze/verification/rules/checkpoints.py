@@ -76,7 +76,8 @@ def resumed_differs(view: View) -> Iterator[Finding]:
     load = _load_of(view, resumed, file)
     assert load is not None
     for rank, facts in enumerate(resumed):
-        wrong = _different_values(view.ranks[0], file, facts)
+        saving = next(one for one in view.saving if file in one.files)
+        wrong = _different_values(saving, file, facts)
         if wrong:
             yield Finding(
                 MISTAKES["resume-differs"],
@@ -88,6 +89,9 @@ def resumed_differs(view: View) -> Iterator[Finding]:
                 values={"parameters": len(wrong), "path": file.path},
             )
             return
+    if (fresh := _fresh_optimizer(view, resumed, file)) is not None:
+        yield fresh
+        return
     steps = view.ranks[0].steps
     if file.step >= len(steps) or not resumed[0].steps:
         return
@@ -103,6 +107,29 @@ def resumed_differs(view: View) -> Iterator[Finding]:
                 remedy="save and load the state of the learning-rate schedule",
             )
             return
+
+
+def _fresh_optimizer(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
+    """Return a finding if the resumed run begins with an optimizer without its state."""
+    load = _load_of(view, resumed, file)
+    before = {one.optimizer: one.state_tensors for one in view.ranks[0].steps[: file.step]}
+    for rank, facts in enumerate(resumed):
+        for step in facts.steps:
+            if step.index or step.state_tensors or before.get(step.optimizer, -1) <= 0:
+                continue
+            optimizer = next((o for o in facts.optimizers if o.key == step.optimizer), None)
+            name = optimizer.class_name if optimizer is not None else "optimizer"
+            return Finding(
+                MISTAKES["resume-differs"],
+                unique([load.line if load else "", optimizer.line if optimizer else "", step.line]),
+                f"The first step of the resumed run uses {name} without state, and not with the "
+                f"moments that were saved in {file.path}.",
+                ranks=[] if rank == 0 else [rank],
+                values={"path": file.path},
+                remedy="load the optimizer's state into the optimizer that makes the steps, after "
+                "it is made",
+            )
+    return None
 
 
 def resumed_samples(view: View) -> Iterator[Finding]:
@@ -126,7 +153,7 @@ def resumed_samples(view: View) -> Iterator[Finding]:
         assert load is not None
         yield Finding(
             MISTAKES["resume-repeats-samples"],
-            unique([load.line, *stream.lines]),
+            unique([stream.first.facts.line, load.line, *stream.lines]),
             f"The resumed run begins with the order of epoch {at + 1}, which was "
             f"{'begun' if is_inside else 'trained'} before {file.path} was written, in epoch "
             f"{done}.",
@@ -154,7 +181,7 @@ def _loaded_file(view: View, resumed: Sequence[RankFacts]) -> FileFacts | None:
     """Return the last file that N ranks saved and the resumed run loaded."""
     saved = [
         one
-        for facts in view.ranks
+        for facts in view.saving
         for one in facts.files
         if one.is_save and _load_of(view, resumed, one) is not None
     ]

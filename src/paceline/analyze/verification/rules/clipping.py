@@ -7,10 +7,14 @@ import numpy as np
 from ....record.training.sketch_rows import SKETCH_SIZE
 from ..exchange import Exchange, Kind
 from ..mistakes import MISTAKES, Finding
-from ..relations import Vectors, distance
+from ..relations import Vectors, distance, solve
+from ..steps import shown
 from ..view import View, unique
 
 SAME = 1e-5  # relative difference of equal gradients, and of equal norms
+PART = 1e-4  # residual of a parameter's combination of the ranks' gradients
+MOSTLY = 0.8  # of the parameters whose combination is known
+LEAST_PARAMETERS = 2
 LEAST_RANKS = 2  # with equal norms after clipping
 
 
@@ -20,7 +24,7 @@ def clipped_before_exchange(view: View) -> Iterator[Finding]:
         if any(step.clips for step in one.step.steps):
             found = _by_call(view, one)
         else:
-            found = _by_hand(view, one)
+            found = _by_hand(view, one) or _by_parameter(view, one)
         if found is not None:
             yield found
             return
@@ -76,6 +80,40 @@ def _by_hand(view: View, one: Exchange) -> Finding | None:
         f"gradient to a norm of {max(after):.3g} before the exchange.",
         step=step.index + 1,
         values={"norm": max(after)} | {f"factor_{r}": float(v) for r, v in enumerate(factors)},
+    )
+
+
+def _by_parameter(view: View, one: Exchange) -> Finding | None:
+    """Test for factors of each rank and parameter that are at most 1: clipping by hooks."""
+    if one.kind is not Kind.OTHER or not _are_equal(one):
+        return None
+    step, n = one.step, one.step.size
+    local = [step.local(rank, one.last) for rank in range(n)]
+    used = step.used(0)
+    smaller: dict[str, list[float]] = {}
+    fitting = known = 0
+    for name in step.names:
+        values, residual = solve(used, local, [name])
+        if values is None:
+            continue
+        known += 1
+        factors = [float(value) * n for value in values]
+        if residual <= PART and all(0 < factor <= 1 + 1e-3 for factor in factors):
+            fitting += 1
+            if max(factors) - min(factors) > 1e-3:
+                smaller[name] = factors
+    if known < LEAST_PARAMETERS or fitting < MOSTLY * known or not smaller:
+        return None
+    name, factors = next(iter(smaller.items()))
+    return Finding(
+        MISTAKES["clipped-before-exchange"],
+        unique([*reversed(step.lines), *view.gradient_lines()]),
+        f"In step {step.index + 1}, the gradients of {shown(name)} of the ranks have the factors "
+        f"{', '.join(f'{factor:.3g}' for factor in factors)} in the mean, and other factors for "
+        "other parameters: each rank scales its own gradients before the exchange.",
+        step=step.index + 1,
+        layer=shown(name),
+        values={f"factor_{rank}": factor for rank, factor in enumerate(factors)},
     )
 
 

@@ -209,10 +209,11 @@ def _some_parameters(view: View, one: Exchange, names: list[str]) -> Finding:
             lines += [model.line]
             remedy = _FROZEN
         elif any(p.name in bare for p in model.parameters):
-            lines += model.outside_forwards or ([] if model.wrapper else [model.line])
+            lines += model.outside_forwards
+            lines += [] if model.wrapper else [*view.gradient_lines(), model.line]
     if remedy:
         text += f" {_FROZEN[0].upper()}{_FROZEN[1:]}."
-    elif lines:
+    elif any(model.outside_forwards for model in view.ranks[0].models):
         text += " They are used outside of the wrapped module."
         remedy = _OUTSIDE
     return Finding(

@@ -64,13 +64,15 @@ def loss_of_one_rank(view: View) -> Iterator[Finding]:
     if not length:
         return
     together = np.array([one[:length] for one in losses])
+    plans = [s.first.facts.planned for s in view.training]
+    epoch = len(plans[0]) if plans and plans[0] else 0
     for output in view.ranks[0].outputs:
-        if output.phase is not Phase.TRAINING or not LOSS.search(output.text):
+        if output.phase is Phase.SETUP or not LOSS.search(output.text):
             continue
         if any(_is_printed(other, output) for other in view.ranks[1:]):
             continue  # each rank prints its own
         for text in NUMBER.findall(output.text.replace(",", " ")):
-            found = _own_value(float(text), _precision(text), together, output.step)
+            found = _own_value(float(text), _precision(text), together, output.step, epoch)
             if found is None:
                 continue
             own, mean = found
@@ -170,7 +172,7 @@ def _precision(text: str) -> float:
 
 
 def _own_value(
-    printed: float, precision: float, losses: NDArray[np.float64], step: int
+    printed: float, precision: float, losses: NDArray[np.float64], step: int, epoch: int
 ) -> tuple[float, float] | None:
     """Return rank 0's value and the mean of the ranks if the printed number is the former.
 
@@ -178,16 +180,20 @@ def _own_value(
     """
     if abs(printed) < 10**DIGITS * precision / 5:
         return None
-    for values in _candidates(losses, step):
+    for values in _candidates(losses, step, epoch):
         own, mean = float(values[0]), float(values.mean())
         if abs(own - printed) <= precision and abs(mean - printed) > 2 * precision:
             return own, mean
     return None
 
 
-def _candidates(losses: NDArray[np.float64], step: int) -> Iterator[NDArray[np.float64]]:
+def _candidates(
+    losses: NDArray[np.float64], step: int, epoch: int
+) -> Iterator[NDArray[np.float64]]:
     count = losses.shape[1]
     for end in sorted({min(max(step + shift, 1), count) for shift in (-1, 0, 1)}):
         yield losses[:, end - 1]
         for start in range(end - 1):
             yield losses[:, start:end].mean(axis=1)
+            if epoch:  # the script divides by the batches of the whole epoch
+                yield losses[:, start:end].sum(axis=1) / epoch

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ....record.training.facts import ModelFacts, RankFacts
 from ..mistakes import MISTAKES, Finding
 from ..relations import checksum, distance, vectors
-from ..steps import JointStep, shown
+from ..steps import JointStep, misaligned, shown
 from ..view import View, listed, ranks_text, unique
 
 SAME = 1e-6  # relative difference of equal parameters
@@ -47,6 +47,37 @@ def start_different(view: View) -> Iterator[Finding]:
             ranks=ranks,
             layer=names[0],
             values={"parameters": len(names), "of": len(model.first)},
+        )
+        return
+
+
+def skipped_steps(view: View) -> Iterator[Finding]:
+    """Find ranks that leave out an optimizer's step that others make."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for optimizer, index in misaligned(view.ranks).items():
+        steps = [
+            next((s for s in f.steps if (s.optimizer, s.index) == (optimizer, index)), None)
+            for f in view.ranks
+        ]
+        counts = [len(one.backwards) if one is not None else 0 for one in steps]
+        least = min(count for count in counts if count)
+        ranks = [rank for rank, count in enumerate(counts) if count > least]
+        done = [len([s for s in f.steps if s.optimizer == optimizer]) for f in view.ranks]
+        if not ranks or len(set(done)) == 1:
+            continue  # other numbers of batches per step, and not of steps
+        line = next(one.line for one in steps if one is not None)
+        yield Finding(
+            MISTAKES["replicas-diverge"],
+            unique([line, *(b.line for one in steps if one for b in one.backwards[-1:])]),
+            f"{ranks_text(ranks, view.size)} ran {max(counts)} backwards before step {index + 1}, "
+            f"and the other ranks {least}: a step was left out there, and the parameters differ "
+            "from then on.",
+            ranks=ranks,
+            step=index + 1,
+            values={f"steps_{rank}": count for rank, count in enumerate(done)},
+            remedy="make each step on all ranks, or on none: decide by a value that is equal on "
+            "all ranks",
         )
         return
 

@@ -40,12 +40,11 @@ def repeated_or_missing(view: View) -> Iterator[Finding]:
         plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
         if not plans:
             continue
-        found = list(_repeated(stream, plans)) + list(_missing(stream, plans))
-        both = {one.mistake.id for one in found} == {"samples-repeated", "samples-never-trained"}
-        if both and _split_differs(plans[0]):
-            yield _differently_shuffled(stream, plans[0], found)
+        found = list(_repeated(stream, plans))
+        if found and _split_differs(stream, plans[0]):
+            yield _differently_shuffled(view, stream, plans[0])
         else:
-            yield from found
+            yield from (*found, *_missing(stream, plans))
 
 
 def epoch_not_set(view: View) -> Iterator[Finding]:
@@ -242,23 +241,32 @@ def _covers_by_rank(stream: Stream) -> bool:
     return len(parts) > 1 and len(set(parts)) == len(parts)
 
 
-def _split_differs(plan: dict[int, list[int]]) -> bool:
-    """Return whether ranks took their parts from different orders, as far as the parts show it."""
-    within = sum(len(one) - len(set(one)) for one in plan.values())
+def _split_differs(stream: Stream, plan: dict[int, list[int]]) -> bool:
+    """Return whether ranks took their parts from different random orders.
+
+    Then about as many samples are on several ranks as on none.
+    """
+    length = stream.first.loader.dataset_length or 0
     sizes = {len(one) for one in plan.values()}
-    return within == 0 and max(sizes) - min(sizes) <= max(sizes) * OVERLAP and len(plan) > 1
+    within = sum(len(one) - len(set(one)) for one in plan.values())
+    missing = length - len({at for one in plan.values() for at in one})
+    is_random = not any(_is_regular(order) for order in plan.values())
+    whole = sum(map(len, plan.values()))
+    is_split = within == 0 and is_random and abs(whole - length) <= _padding(stream)
+    by_chance = length * (1 - 1 / len(plan)) ** len(plan)  # samples that are on no rank
+    are_equal = max(sizes) - min(sizes) <= 1 + max(sizes) * OVERLAP
+    return is_split and are_equal and missing > by_chance / 2
 
 
-def _differently_shuffled(
-    stream: Stream, plan: dict[int, list[int]], found: Sequence[Finding]
-) -> Finding:
+def _differently_shuffled(view: View, stream: Stream, plan: dict[int, list[int]]) -> Finding:
     counts = Counter(at for one in plan.values() for at in one)
     twice = sum(count > 1 for count in counts.values())
-    missing = next(one.values["missing"] for one in found if "missing" in one.values)
+    missing = (stream.first.loader.dataset_length or 0) - len(counts)
+    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
     loader = stream.first.loader
     return Finding(
         MISTAKES["different-random-numbers"],
-        unique(stream.lines),
+        unique([*seeds[:1], *stream.lines]),
         f"The ranks' parts of an epoch overlap: {twice} samples are on several ranks, and "
         f"{missing} on none. Each rank takes its part of another random order "
         f"({loader.sampler}).",

@@ -57,7 +57,7 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             )
         yield Finding(
             MISTAKES["batch-norm-differs" if norms else "state-differs"],
-            unique([model.line if model is not None else "", *step.lines]),
+            unique([*_made(view), model.line if model is not None else "", *step.lines]),
             text,
             step=step.index + 1,
             layer=layers[0],
@@ -65,6 +65,13 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             certainty=Certainty.QUESTION if others or not norms else None,
         )
         return
+
+
+def _made(view: View) -> list[str]:
+    """Return where a model without a wrapper was made, if it is known."""
+    if any(model.wrapper for model in view.ranks[0].models):
+        return []
+    return [one.line for one in view.ranks[0].draws if one.place == "construction"][:1]
 
 
 def batch_norm_of_one_rank(view: View) -> Iterator[Finding]:

@@ -27,8 +27,29 @@ def coverage(view: View) -> Iterator[Finding]:
         if len(plans) < len(stream.loaders) or not length or not any(plans.values()):
             continue
         if stream.has_root:
-            length = len({at for one in stream.loaders.values() for at in one.subset or ()}) or 0
+            length = _root_length(view, stream)
         yield from _judged(view, stream, plans, length)
+
+
+def _root_length(view: View, stream: Stream) -> int:
+    """Return the number of samples that parts of one dataset have to cover.
+
+    That is the whole dataset if each rank has a part of its own, and little is left out that is
+    not trained.
+    """
+    loaders = stream.loaders.values()
+    covered = {at for one in loaders for at in one.subset or ()}
+    trained = {
+        at
+        for other in view.training
+        if other.first.loader.root_checksum == stream.first.loader.root_checksum
+        for one in other.loaders.values()
+        for at in one.subset or ()
+    }
+    whole = (stream.first.loader.root_length or 0) - len(trained - covered)
+    is_by_rank = len({tuple(one.subset or ()) for one in loaders}) == len(loaders) > 1
+    batch = stream.first.loader.batch_size or 1
+    return whole if is_by_rank and whole - len(covered) < stream.size * batch else len(covered)
 
 
 def _judged(

@@ -15,6 +15,7 @@ EXACT = 2e-3  # relative difference of factors that are equal
 MEASURED = 0.02  # the same of gradients, with their rounding
 LOOSE = 0.15  # the same of losses of models that draw random numbers
 PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
+SUMS = ("sum", "none")  # reductions whose value is known as the sum over the elements
 RARE = 0.5  # of the steps: more often, batches differ on purpose
 
 
@@ -33,7 +34,7 @@ def loss_weight(backwards: list[BackwardFacts]) -> float | None:
         if one.loss is None or one.loss == 0 or not np.isfinite(one.loss):
             return None
         share = one.root / (one.loss * one.scale)
-        if one.reduction == "sum" and not is_near(share, 1.0):
+        if one.reduction in SUMS and not _is_plain_sum(one):
             if not one.elements:
                 return None
             share *= one.elements
@@ -67,13 +68,13 @@ def accumulation(view: View) -> Iterator[Finding]:
     """Find losses of accumulated batches that are divided by another number than theirs."""
     for one in view.exchanges:
         step, count = one.step, view.accumulated.get(one.step.optimizer, 1)
-        backwards = step.backwards[0]
+        backwards = step.steps[0].backwards  # also those whose gradients were set to zero
         if count < 2 or len(backwards) != count or not _is_accumulation(view.ranks[0], backwards):
             continue
         weight = _single_weight(view, one)
-        if weight is None or any(b.reduction == "sum" for b in backwards):
+        if weight is None or any(b.reduction in SUMS for b in backwards):
             continue
-        weight *= one.last / count if one.last < count else 1.0
+        used = min(one.last, len(step.backwards[0]))
         multiple = one.multiple if one.kind is Kind.UNIFORM else 1.0
         if is_near(multiple, 1 / count):  # divided after the backward
             weight *= multiple
@@ -84,10 +85,10 @@ def accumulation(view: View) -> Iterator[Finding]:
                 f"divided by {count}: the gradient is {count} times that of their mean."
             )
         elif is_near(weight, 1 / count):
-            lost = one.last < count
+            lost = used < count
             text = (
                 f"Each step runs {count} backwards, and uses the gradient of the last "
-                f"{one.last} only: it is {count} times too small."
+                f"{used} only: it is {count} times too small."
                 if lost
                 else f"The losses of the {count} batches of a step are divided by {count} twice: "
                 f"the gradient is {count} times too small."
@@ -155,7 +156,7 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
         return None, False  # another gradient, and no multiple
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
-    if all(b.reduction == "sum" and _is_plain_sum(b) for b in backwards):
+    if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
         return one.factor, True  # one process would sum over the samples of all ranks, too
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
@@ -231,7 +232,7 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
 
 def _too_small(view: View, one: Exchange) -> Finding:
     n, step = view.size, one.step
-    of_sum = any(b.reduction == "sum" for b in step.backwards[0])
+    of_sum = any(b.reduction in SUMS and _is_plain_sum(b) for b in step.backwards[0])
     if is_near(one.multiple, 1.0) and of_sum:
         return Finding(
             MISTAKES["loss-summed"],
@@ -269,8 +270,9 @@ def _wrapper_lines(view: View, one: Exchange) -> list[str]:
 
 def _is_plain_sum(one: BackwardFacts) -> bool:
     """Return whether a backward starts from a sum over samples, or from an unknown loss."""
-    is_loss = one.loss is not None and is_near(one.root, one.loss * one.scale)
-    return one.reduction not in ("mean", "sum") or (one.reduction == "sum" and is_loss)
+    loss = (one.loss or 0.0) * one.scale
+    is_divided = abs(one.root) < (1 - EXACT) * abs(loss)  # other terms may be added to the sum
+    return one.reduction not in ("mean", *SUMS) or (one.reduction in SUMS and not is_divided)
 
 
 def _sizes(one: Exchange) -> tuple[str, list[int]]:

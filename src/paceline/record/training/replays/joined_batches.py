@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..hooks.batch_size import samples_in
+from ...hooks.batch_size import samples_in
 
 
 def join_batches(batches: list[Any]) -> Any:

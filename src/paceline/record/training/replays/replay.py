@@ -8,12 +8,12 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
-from .facts import PassFacts, RankFacts, StepFacts, read_facts
+from ..facts import PassFacts, RankFacts, StepFacts, read_facts
+from ..observation import Observation
+from ..optimization.models import Model
+from ..optimization.steps import Steps
+from ..samples.loaders import Loaders, OpenPass
 from .joined_batches import join_batches, permute_batch
-from .loaders import Loaders, OpenPass
-from .models import Model
-from .observation import Observation
-from .steps import Steps
 from .stored_run import load_batches, restore_initial
 
 _HOOK = "the replay"

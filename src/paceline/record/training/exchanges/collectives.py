@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..hooks.import_hooks import after_import
-from .facts import CollectiveFacts
-from .observation import Observation
-from .user_lines import user_line
+from ...hooks.import_hooks import after_import
+from ..facts import CollectiveFacts
+from ..observation import Observation
+from ..user_lines import user_line
 
 _HOOK = "the collectives"
 MAX_COLLECTIVES = 1 << 14
@@ -30,7 +30,7 @@ class Collectives:
         after_import({"torch.distributed.distributed_c10d": self._patch})
 
     def _patch(self, module: Any) -> None:
-        from ..hooks.collectives import METHODS, RecordedGroup
+        from ...hooks.collectives import METHODS, RecordedGroup
 
         for name in METHODS:
             method = RecordedGroup.__dict__.get(name)

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .facts import OutputFacts
-from .observation import Observation
-from .user_lines import user_line
+from ..facts import OutputFacts
+from ..observation import Observation
+from ..user_lines import user_line
 
 _HOOK = "the output"
 MAX_LINES = 4096

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from .facts import DrawFacts
-from .generators import generator_states, owned_states
-from .loaders import Loaders, OpenPass
-from .models import Model
-from .observation import Observation
-from .user_lines import user_line
+from ..facts import DrawFacts
+from ..generators import generator_states, owned_states
+from ..observation import Observation
+from ..optimization.models import Model
+from ..samples.loaders import Loaders, OpenPass
+from ..user_lines import user_line
+from .draw_lines import DrawLines
 
 _HOOK = "the random numbers"
 MAX_FORWARDS = 12  # of a model
@@ -42,6 +43,9 @@ class Draws:
         self._loop: dict[str, int] | None = None
         self._loop_drawn: set[str] = set()
         self._loop_line, self._is_trained = "", False
+        self._lines = DrawLines()
+        self._fetches_draw = self._has_loop_draws = False
+        self._drawing_models: set[int] = set()
         self._folder = Path(observation.settings.folder)
         # Of a worker: its fetcher, and the passes before it and batches of it.
         self._fetcher: Any = None
@@ -62,13 +66,22 @@ class Draws:
         def observed(fetcher: Any, index: Any) -> Any:
             if self._observation.is_over:
                 return fetch(fetcher, index)
-            before = guarded(_HOOK, self._states)(fetcher.dataset)
-            result = fetch(fetcher, index)
+            before = guarded(_HOOK, self._begin_fetch)(fetcher.dataset)
+            try:
+                result = fetch(fetcher, index)
+            finally:
+                guarded(_HOOK, self._lines.stop)()
             if before is not None:
                 guarded(_HOOK, self._note_fetch)(fetcher, before)
             return result
 
         return observed
+
+    def _begin_fetch(self, dataset: Any) -> dict[str, int]:
+        opened = self._loaders.fetching
+        if opened is not None and self._fetches_draw:
+            self._lines.start(("fetch", opened.loader.key))
+        return self._states(dataset)
 
     def _states(self, dataset: Any) -> dict[str, int]:
         return generator_states() | owned_states(dataset)
@@ -88,11 +101,13 @@ class Draws:
             pass_number += self._passes
             self._fetched += 1
         after, place = self._states(fetcher.dataset), worker.id if worker is not None else None
-        key, line = opened.loader.key, opened.loader.line
+        key = opened.loader.key
+        self._fetches_draw |= any(after.get(name) != state for name, state in before.items())
         facts = [
             DrawFacts(
                 *("fetch", name, place, key, pass_number, number),
-                *(state, after.get(name) != state, line),
+                *(state, after.get(name) != state),
+                self._lines.line(("fetch", key), name) or opened.loader.line,
             )
             for name, state in before.items()
         ]
@@ -109,10 +124,14 @@ class Draws:
                 file.writelines(json.dumps(asdict(one)) + "\n" for one in facts)
 
     def _read_workers(self) -> None:
-        """Add what the workers have written."""
+        """Add what the workers have written, and lines that were found after the first draws."""
         for path in sorted(self._folder.glob(f"draws-{self._observation.pid}-*.jsonl")):
             for line in path.read_text().splitlines():
                 self._observation.facts.draws.append(DrawFacts(**json.loads(line)))
+        found = {(x.place, x.loader, x.generator): x.line for x in self._observation.facts.draws}
+        for one in self._observation.facts.draws:
+            if one.has_drawn and one.place != "construction":
+                one.line = found[one.place, one.loader, one.generator]
 
     # The rank itself
 
@@ -139,15 +158,22 @@ class Draws:
         self.end_construction()
         self._compare_loop(states)
         self._loop = None
+        self._lines.stop()
         if model.forwards <= MAX_FORWARDS:
             self._forward = (states, line)
+            if model.facts.key in self._drawing_models and not model.is_compiled:
+                self._lines.stop()
+                self._lines.start(("forward", model.facts.key))
 
     def after_forward(self, model: Model, output: Any) -> None:
         """Note the states after a forward."""
         if self._forward is None:
             return
         (before, line), self._forward = self._forward, None
+        self._lines.stop()
         after = generator_states()
+        if after != before:
+            self._drawing_models.add(model.facts.key)
         self._add("forward", before, after, model.facts.key, 0, model.forwards - 1, line)
         self._loop = after
 
@@ -158,11 +184,15 @@ class Draws:
             self._loop = self._loop_start = generator_states()
             self._loop_drawn = set()
             self._loop_place = (opened.loader.key, opened.facts.number, number)
+            if self._has_loop_draws:
+                self._lines.start("loop")
 
     def before_backward(self) -> None:
         """Note the states before a backward."""
         if self._loop_place is not None:
+            self._lines.stop()
             self._compare_loop(generator_states())
+            self._has_loop_draws |= bool(self._loop_drawn)
             self._loop = None
             self._is_trained = True
             self._loop_line = user_line()
@@ -178,7 +208,8 @@ class Draws:
             for name, state in self._loop_start.items():
                 place = ("loop", name, None, *self._loop_place)
                 drawn = name in self._loop_drawn
-                facts = DrawFacts(*place, state, drawn, self._loop_line)
+                line = self._lines.line("loop", name) or self._loop_line
+                facts = DrawFacts(*place, state, drawn, line)
                 self._observation.facts.draws.append(facts)
         self._loop_place, self._is_trained = None, False
 
@@ -193,7 +224,6 @@ class Draws:
         line: str,
     ) -> None:
         for name, state in before.items():
-            drawn = after.get(name) != state
-            self._observation.facts.draws.append(
-                DrawFacts(place, name, None, key, pass_number, number, state, drawn, line)
-            )
+            drawn, where = after.get(name) != state, self._lines.line((place, key), name)
+            facts = (place, name, None, key, pass_number, number, state, drawn, where or line)
+            self._observation.facts.draws.append(DrawFacts(*facts))

@@ -15,11 +15,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.import_hooks import after_import
-from .facts import BackwardFacts, ClipFacts, OptimizerFacts, Phase, StepFacts
+from ...hooks.import_hooks import after_import
+from ..facts import BackwardFacts, ClipFacts, OptimizerFacts, Phase, StepFacts
+from ..observation import Observation
+from ..user_lines import user_line
 from .models import Models
-from .observation import Observation
-from .user_lines import user_line
 
 _BACKWARD, _STEP = "the backward", "the optimizer step"
 _CLIP, _SCALER = "the clipping of gradients", "the gradient scaler"
@@ -67,14 +67,15 @@ class Steps:
         guarded = self._observation.guarded
         register_optimizer_step_pre_hook(self._if_observed(guarded(_STEP, self._before)))
         register_optimizer_step_post_hook(self._after_hook)
-        make, note = Optimizer.__init__, guarded(_STEP, self._note_optimizer)
+        kind: Any = Optimizer
+        make, note = kind.__init__, guarded(_STEP, self._note_optimizer)
 
         @functools.wraps(make)
         def init(optimizer: Any, *args: Any, **options: Any) -> None:
             make(optimizer, *args, **options)
             note(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        kind.__init__ = init
         after_import(
             {
                 "torch.nn.utils.clip_grad": self._patch_clipping,
@@ -103,6 +104,7 @@ class Steps:
 
     def _begin_backward(self, args: Any) -> BackwardFacts:
         observation, model = self._observation, self._models.last
+        self._models.forget_cleared()
         batches = observation.unassigned or observation.last_batches
         observation.last_batches, observation.unassigned = batches, []
         observation.phase = Phase.TRAINING
@@ -187,6 +189,7 @@ class Steps:
             line=user_line(),
             learning_rates=_rates(optimizer),
             scale=self._step_scale or 1.0,
+            state_tensors=_state_tensors(optimizer),
         )
 
     def _grouped_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -328,6 +331,12 @@ def _share_batches(backwards: list[BackwardFacts]) -> None:
 
 def _scale_of(scaler: Any) -> float:
     return float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+
+
+def _state_tensors(optimizer: Optimizer) -> int:
+    """Return the number of tensors of several elements in an optimizer's state."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in values)
 
 
 def _rates(optimizer: Optimizer) -> list[float]:

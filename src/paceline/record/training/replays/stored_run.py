@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .loaders import OpenPass
-from .models import Model, clean_name, named_parameters
-from .observation import Observation
-from .shards import Shard, shard_of
+from ..observation import Observation
+from ..optimization.model_names import clean_name, named_parameters
+from ..optimization.models import Model
+from ..optimization.shards import Shard, shard_of
+from ..samples.loaders import OpenPass
 
 BATCHES, INITIAL = "batches", "initial"  # folders
 

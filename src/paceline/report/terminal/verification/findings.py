@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ...analyze.verification.compared import Compared
-from ...analyze.verification.mistakes import Finding
-from ..numbers import counted, elapsed
-from ..verdict.of_verification import Verification, answer, verdict_of_verification
-from ..verdict.verdict import begin_sentence
+from ....analyze.verification.compared import Compared
+from ....analyze.verification.mistakes import Finding
+from ...numbers import counted, elapsed
+from ...verdict.of_verification import Verification, answer, verdict_of_verification
+from ...verdict.verdict import begin_sentence
 
 
 def render(found: Verification) -> RenderableType:

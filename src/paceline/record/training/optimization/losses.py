@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..observation import Observation
 from .models import Model
-from .observation import Observation
 
 _HOOK = "the loss functions"
 # Functions of torch.nn.functional, each with whether a class index stands for a target.
@@ -67,7 +67,7 @@ class Losses:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return
         observation = self._observation
-        target = options.get("target", args[1] if len(args) > 1 else None)
+        target: Any = options.get("target", args[1] if len(args) > 1 else None)
         elements = target.numel() if isinstance(target, torch.Tensor) else 0
         if has_indices and elements and not target.is_floating_point():
             ignored = options.get("ignore_index", -100)

@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.batch_size import samples_in
+from ...hooks.batch_size import samples_in
+from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
+from ..generators import kept_generators
+from ..observation import Observation
+from ..user_lines import is_in_loop, is_read_ahead, is_users_file, place, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
-from .facts import BatchFacts, LoaderFacts, PassFacts, Phase
-from .generators import kept_generators
-from .observation import Observation
-from .user_lines import is_in_loop, is_read_ahead, user_line
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
@@ -64,6 +64,7 @@ class Loaders:
         self._open: list[OpenPass] = []  # whose indices are not all known
         self.opening: OpenPass | None = None
         self.last: OpenPass | None = None  # whose batch was returned last
+        self.has_batches = False  # whether any loader has returned one
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
         # Returns the iterator of a pass in a replay: called with the loader and the open pass.
@@ -73,7 +74,8 @@ class Loaders:
 
     def install(self) -> None:
         """Patch ``DataLoader``."""
-        kind, iterator_kind = DataLoader, torch_dataloader._BaseDataLoaderIter
+        kind: Any = DataLoader
+        iterator_kind: Any = torch_dataloader._BaseDataLoaderIter
         init, make = kind.__init__, kind.__iter__
         fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
         note = self._observation.guarded(_HOOK, self._note_loader)
@@ -99,7 +101,7 @@ class Loaders:
                 return next_index(iterator)
             return self._next_index(iterator, found, next_index)
 
-        kind.__init__, kind.__iter__ = new, new_iterator  # type: ignore[method-assign]
+        kind.__init__, kind.__iter__ = new, new_iterator
         iterator_kind.__next__, iterator_kind._next_index = next_batch, index
         self._observation.before_end.append(self.close)
 
@@ -130,6 +132,7 @@ class Loaders:
             sampler_has_epoch=hasattr(sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
+            sampler_line=_line_of_iter(sampler),
         )
 
     # Passes
@@ -162,7 +165,7 @@ class Loaders:
         if facts is None:
             return False
         trained = sum(one.phase == Phase.TRAINING for one in facts.passes)
-        return trained >= self._observation.settings.passes
+        return bool(trained >= self._observation.settings.passes)
 
     def _begin_pass(self, loader: Any) -> OpenPass:
         facts = self.facts_of(loader)
@@ -273,6 +276,7 @@ class Loaders:
         number, samples = opened.returned, samples_in(batch)
         indices = opened.indices[number] if number < len(opened.indices) else None
         opened.returned += 1
+        self.has_batches = True
         opened.facts.batches = opened.returned
         self.last = opened
         facts = BatchFacts(
@@ -328,13 +332,21 @@ class Loaders:
 def _sampler_of(loader: Any) -> Any:
     """Return the sampler of a loader that orders samples, also inside of batch samplers."""
     sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    found = outer
+    found: Any = outer
     while hasattr(found, "batch_sampler"):
         found = found.batch_sampler  # as in accelerate's
     inside = getattr(found, "sampler", None)
     if outer is None or inside is sampler:
         return sampler
     return inside if inside is not None else found
+
+
+def _line_of_iter(sampler: Any) -> str:
+    """Return the line of the user's code that defines how the sampler iterates; "" if none."""
+    code = getattr(getattr(type(sampler), "__iter__", None), "__code__", None)
+    if code is None or not is_users_file(code.co_filename):
+        return ""
+    return place(code.co_filename, code.co_firstlineno)
 
 
 def _dataset_of(loader: Any) -> Any:

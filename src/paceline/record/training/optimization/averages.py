@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .facts import StateFacts
-from .models import Model, Models, clean_name, named_parameters
-from .observation import Observation
-from .user_lines import is_users_file, user_line
+from ..facts import StateFacts
+from ..observation import Observation
+from ..user_lines import is_users_file, user_line
+from .model_names import clean_name, named_parameters
+from .models import Model, Models
 
 MAX_OBJECTS = 2000  # that are looked at
 MIN_PARAMETERS = 2

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from ..hooks.import_hooks import after_import
-from .facts import FileFacts, Phase
-from .models import Models, clean_name
-from .observation import Observation
-from .user_lines import user_line
+from ...hooks.import_hooks import after_import
+from ..facts import FileFacts, ModelFacts, Phase
+from ..observation import Observation
+from ..optimization.model_names import clean_name
+from ..optimization.models import Models
+from ..user_lines import user_line
 
 _HOOK = "the checkpoints"
 MAX_FILES = 64
@@ -41,9 +42,12 @@ class Files:
     def __init__(self, observation: Observation, models: Models) -> None:
         self._observation, self._models = observation, models
         self._is_inside = threading.local()
+        # Rows by name of states that were loaded before any model was known.
+        self._unresolved: list[tuple[FileFacts, dict[str, int]]] = []
 
     def install(self) -> None:
         """Patch the functions that save and load."""
+        self._observation.before_end.append(self._resolve)
         for module, names in _SAVES.items():
             after_import({module: functools.partial(self._patch, names, True)})
         for module, names in _LOADS.items():
@@ -120,7 +124,10 @@ class Files:
                 self._look(one, file, found, depth + 1)
         if not isinstance(value, Mapping):
             return
-        rows = self._model_rows(value)
+        tensors = _tensors_of(value)
+        rows = self._model_rows(tensors)
+        if not rows and tensors and not self._models.models:
+            self._unresolved.append((file, self._rows(tensors)))
         if rows:
             found.add("model")
             if not file.rows:
@@ -138,24 +145,45 @@ class Files:
                 found.add("random")
             self._look(one, file, found, depth + 1)
 
-    def _model_rows(self, state: Mapping[Any, Any]) -> dict[str, int]:
+    def _model_rows(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
         """Return the rows of a model's parameters by "MODEL KEY/NAME"; {} if it is no model."""
-        tensors = {
-            clean_name(name.removeprefix("module.")): one
-            for name, one in state.items()
-            if isinstance(name, str) and isinstance(one, torch.Tensor)
-        }
-        for model in self._models.models:
-            names = [one.name for one in model.facts.parameters]
-            common = [name for name in names if name in tensors]
-            if common and 2 * len(common) >= len(names):
-                rows = {}
-                for name in common:
-                    row = self._models.add_row(tensors[name])
-                    if row is not None:
-                        rows[f"{model.facts.key}/{name}"] = row
-                return rows
-        return {}
+        model = self._model_with(tensors)
+        if model is None:
+            return {}
+        names = [one.name for one in model.parameters if one.name in tensors]
+        rows = self._rows({name: tensors[name] for name in names})
+        return {f"{model.key}/{name}": row for name, row in rows.items()}
+
+    def _model_with(self, names: Mapping[str, Any]) -> ModelFacts | None:
+        """Return the model at least half of whose parameters have these names."""
+        for model in self._observation.facts.models:
+            common = sum(one.name in names for one in model.parameters)
+            if common and 2 * common >= len(model.parameters):
+                return model
+        return None
+
+    def _rows(self, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        rows = {name: self._models.add_row(tensor) for name, tensor in tensors.items()}
+        return {name: row for name, row in rows.items() if row is not None}
+
+    def _resolve(self) -> None:
+        """Assign the states that were loaded before the first forward to the models."""
+        for file, rows in self._unresolved:
+            model = self._model_with(rows)
+            if model is None or file.rows:
+                continue
+            names = [one.name for one in model.parameters if one.name in rows]
+            file.rows = {f"{model.key}/{name}": rows[name] for name in names}
+            file.contains = sorted({*file.contains, "model"})
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    """Return the floating-point tensors of a state by name, without prefixes of wrappers."""
+    return {
+        clean_name(name.removeprefix("module.")): one
+        for name, one in state.items()
+        if isinstance(name, str) and isinstance(one, torch.Tensor) and one.is_floating_point()
+    }
 
 
 def _argument(args: Any, options: dict[str, Any], at: int, names: tuple[str, ...]) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.import_hooks import after_import
+from ...hooks.import_hooks import after_import
+from ..observation import Observation
+from ..user_lines import user_line
 from .models import Models
-from .observation import Observation
-from .user_lines import user_line
 
 _HOOK = "sharded models"
 

@@ -11,17 +11,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.import_hooks import after_import
-from .facts import ModelFacts, ParameterFacts, Phase
-from .observation import Observation
+from ...hooks.import_hooks import after_import
+from ..facts import ModelFacts, ParameterFacts, Phase
+from ..observation import Observation
+from ..user_lines import user_line
+from .model_names import clean_name, is_own_batch_norm, named_parameters, unwrapped
 from .shards import Shard, shard_of
-from .user_lines import user_line
 
 _HOOK = "the models"
 _GRADIENTS = "the gradients"
 _TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
-# Parts of parameter names that wrappers add.
-_ADDED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 MAX_LINES = 8  # of a model
 
 
@@ -36,6 +35,7 @@ class Model:
         forwards: Number of forwards with gradient.
         is_syncing: Whether the backward of the last forward synchronizes gradients.
         autocast: dtype of autocast in the last forward; "" without autocast.
+        is_compiled: Whether torch.compile compiles it.
     """
 
     facts: ModelFacts
@@ -44,6 +44,7 @@ class Model:
     forwards: int = 0
     is_syncing: bool = True
     autocast: str = ""
+    is_compiled: bool = False
     ddp: "weakref.ref[nn.Module] | None" = None
 
 
@@ -67,6 +68,7 @@ class Models:
         self.models: list[Model] = []
         self.last: Model | None = None  # whose forward with gradient was the last one
         self.is_inside = False  # of a forward
+        self.inputs: tuple[Any, ...] = ()  # of the last outermost call
         self.before_forward: list[Callable[[Model, bool], None]] = []
         self.after_forward: list[Callable[[Model, Any], None]] = []
         self.on_wrapping: list[Callable[[], None]] = []
@@ -103,7 +105,8 @@ class Models:
                 "torch._dynamo.variables.nn_module": known_to_dynamo,
             }
         )
-        make = DistributedDataParallel.__init__
+        kind: Any = DistributedDataParallel
+        make, leave = kind.__init__, kind.no_sync
         note = self._observation.guarded(_HOOK, self._note_ddp)
 
         @functools.wraps(make)
@@ -111,15 +114,12 @@ class Models:
             note(wrapper, module)
             make(wrapper, module, *args, **options)
 
-        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-        leave = DistributedDataParallel.no_sync
-
         @functools.wraps(leave)
         def no_sync(wrapper: Any) -> Any:
             self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)
             return leave(wrapper)
 
-        DistributedDataParallel.no_sync = no_sync  # type: ignore[method-assign]
+        kind.__init__, kind.no_sync = init, no_sync
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return "MODEL KEY/NAME" of a parameter; None if it is of no model."""
@@ -144,7 +144,9 @@ class Models:
 
     def _forward(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         guarded = self._observation.guarded
+        self.inputs = args or tuple(kwargs.values())
         model = guarded(_HOOK, self._enter)(module)
+        self.inputs = ()
         if model is None:
             return call(module, *args, **kwargs)
         self.is_inside = True
@@ -161,7 +163,7 @@ class Models:
         """Note a forward of an outermost module; return its model, None if it has none."""
         if torch._C._is_tracing() or not self._has_parameters(module):
             return None
-        called, ddp = _unwrapped(module)
+        called, ddp = unwrapped(module)
         root, wrapper = self._root_of(called)
         found = self._roots.get(root)
         model: Model = found or self._add(root, ddp or wrapper)
@@ -169,14 +171,14 @@ class Models:
         if wrapper is not None and ddp is None and is_training:
             _add_line(model.facts.outside_forwards, user_line())
         if is_training:
-            self._enter_training(model, root, ddp)
+            self._enter_training(model, root, ddp, module)
         elif self._observation.phase != Phase.TRAINING or self._observation.unassigned:
             self._observation.phase = Phase.EVALUATION
         for before in self.before_forward:
             before(model, is_training)
         return model
 
-    def _enter_training(self, model: Model, root: nn.Module, ddp: Any) -> None:
+    def _enter_training(self, model: Model, root: nn.Module, ddp: Any, module: Any) -> None:
         self.last = model
         model.forwards += 1
         if ddp is not None:
@@ -184,8 +186,11 @@ class Models:
         elif model.facts.is_sharded:
             model.is_syncing = not self._unsynced.get(root, False)
         model.autocast = _autocast()
+        if any(type(one).__name__ == "OptimizedModule" for one in (module, root)):
+            model.is_compiled = True
         if not model.has_trained:
             model.has_trained = True
+            self._observation.note_rank()
             for before in self.before_first:
                 before(model)
             self._note_first(model, root)
@@ -240,7 +245,7 @@ class Models:
             broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
             parameters=[],
             ignored=sorted(getattr(ddp, "parameters_to_ignore", ())),
-            batch_norms=[name for name, one in root.named_modules() if _is_own_batch_norm(one)],
+            batch_norms=[name for name, one in root.named_modules() if is_own_batch_norm(one)],
         )
         reference = weakref.ref(ddp) if ddp is not None else None
         model = Model(facts, weakref.ref(root), ddp=reference)
@@ -314,7 +319,7 @@ class Models:
             _add_line(model.facts.no_sync_lines, line)
 
     def _note_no_sync(self, wrapper: Any) -> None:
-        root, _ = _unwrapped(wrapper)
+        root, _ = unwrapped(wrapper)
         model = self._roots.get(root)
         if model is not None:
             _add_line(model.facts.no_sync_lines, user_line())
@@ -335,6 +340,20 @@ class Models:
             row = rows.add_sum(backward.gradients[name], row)
         backward.gradients[name] = row
 
+    def forget_cleared(self) -> None:
+        """Leave out of earlier backwards of this step the gradients that were cleared since."""
+        earlier = self._observation.backwards
+        if not earlier:
+            return
+        for parameter in list(self._hooked):
+            name = self._names.get(parameter)
+            if name is None or not any(name in one.gradients for one in earlier):
+                continue
+            gradient = parameter.grad
+            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
+                for one in earlier:
+                    one.gradients.pop(name, None)
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield "MODEL KEY/NAME" and value of each floating-point buffer of the trained models."""
         for model in self.models:
@@ -345,34 +364,6 @@ class Models:
                         yield f"{model.facts.key}/{clean_name(name)}", buffer
 
 
-def _unwrapped(module: nn.Module) -> tuple[nn.Module, Any]:
-    """Return the module inside of wrappers, and the DistributedDataParallel among them."""
-    ddp = None
-    while True:
-        if isinstance(module, DistributedDataParallel):
-            ddp, module = module, module.module
-        elif type(module).__name__ == "OptimizedModule":
-            module = module._orig_mod  # type: ignore[assignment]
-        elif type(module).__name__ == "DataParallel":
-            module = module.module  # type: ignore[assignment]
-        else:
-            return module, ddp
-
-
-def named_parameters(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a module with their names without those of wrappers."""
-    inside = {
-        name for name, one in root.named_modules() if isinstance(one, DistributedDataParallel)
-    }
-    for name, parameter in root.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            continue
-        for prefix in inside:
-            if name.startswith(f"{prefix}.module."):
-                name = f"{prefix}.{name.removeprefix(f'{prefix}.module.')}"
-        yield clean_name(name), parameter
-
-
 def _autocast() -> str:
     """Return the dtype of autocast, or ""."""
     for device in ("cuda", "cpu"):
@@ -381,19 +372,8 @@ def _autocast() -> str:
     return ""
 
 
-def clean_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _ADDED_NAMES)
-
-
 def _class(module: nn.Module) -> str:
     return type(module).__name__
-
-
-def _is_own_batch_norm(module: nn.Module) -> bool:
-    """Return whether a layer normalizes by statistics of the batch of one rank."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _add_line(lines: list[str], line: str) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..hooks.import_hooks import after_import
-from .facts import ScheduleFacts, StateFacts
-from .observation import Observation
+from ...hooks.import_hooks import after_import
+from ..facts import ScheduleFacts, StateFacts
+from ..observation import Observation
+from ..user_lines import user_line
 from .steps import Steps
-from .user_lines import user_line
 
 _HOOK = "the schedules"
 # Attributes that count steps or epochs.
@@ -39,15 +39,19 @@ class Schedules:
 
     def install(self) -> None:
         """Patch the schedulers of torch, and the gradient scaler."""
-        base = lr_scheduler.LRScheduler
-        base.__init__ = self._made(base.__init__)  # type: ignore[method-assign]
-        for kind in vars(lr_scheduler).values():
-            if isinstance(kind, type) and issubclass(kind, base):
-                if kind is not base and "__init__" in vars(kind) and not _calls_base(kind):
-                    kind.__init__ = self._made(kind.__init__)  # type: ignore[misc]
-                if "step" in vars(kind):
-                    kind.step = self._stepped(kind.step)  # type: ignore[attr-defined]
+        base: Any = lr_scheduler.LRScheduler
+        base.__init__ = self._made(base.__init__)
+        kinds = [one for one in vars(lr_scheduler).values() if isinstance(one, type)]
+        for kind in kinds:
+            if issubclass(kind, base):
+                self._patch_kind(kind, is_base=kind is base)
         after_import({"torch.amp.grad_scaler": self._patch_scaler})
+
+    def _patch_kind(self, kind: Any, is_base: bool) -> None:
+        if not is_base and "__init__" in vars(kind) and not _calls_base(kind):
+            kind.__init__ = self._made(kind.__init__)
+        if "step" in vars(kind):
+            kind.step = self._stepped(kind.step)
 
     def _made(self, init: Callable[..., None]) -> Callable[..., None]:
         note = self._observation.guarded(_HOOK, self._note_schedule)
@@ -144,15 +148,15 @@ class Schedules:
     def _note_update(self, scaler: Any) -> None:
         if scaler.is_enabled():
             values = {"scale": float(scaler.get_scale())}
-            if isinstance(tracker := getattr(scaler, "_growth_tracker", None), object):
-                values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
+            tracker: Any = getattr(scaler, "_growth_tracker", None)
+            values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
             line = self._lines.get(scaler, "")
             self._add_state("scaler", type(scaler).__name__, line, values)
 
 
-def _calls_base(kind: type) -> bool:
+def _calls_base(kind: Any) -> bool:
     """Return whether the constructor calls that of ``LRScheduler``."""
-    init: Any = kind.__init__  # type: ignore[misc]
+    init = kind.__init__
     return "__class__" in init.__code__.co_freevars
 
 

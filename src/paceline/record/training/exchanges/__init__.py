@@ -1,0 +1,1 @@
+"""What a rank sends, prints, saves and loads."""

@@ -1,0 +1,1 @@
+"""Models, gradients, optimizers and their schedules."""

@@ -1,0 +1,1 @@
+"""Random numbers: where they are drawn and seeded."""

@@ -1,0 +1,1 @@
+"""Store what ranks have trained, and train it again on one."""

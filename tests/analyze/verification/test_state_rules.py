@@ -1,0 +1,283 @@
+"""Rules on random numbers, schedules, outputs, states and checkpoints."""
+
+import pytest
+
+from paceline.analyze.verification.find import find, without_consequences
+from paceline.analyze.verification.mistakes import MISTAKES, Finding
+from paceline.analyze.verification.runs_facts import VerifyRuns
+from paceline.record.training.facts import (
+    BatchFacts,
+    CollectiveFacts,
+    DrawFacts,
+    FileFacts,
+    LoaderFacts,
+    OutputFacts,
+    PassFacts,
+    Phase,
+    ScheduleFacts,
+    StateFacts,
+)
+from trainings import LOADER, LOOP, Training, shuffled, train, verified
+
+
+def ids(found, questions=False):
+    return [one.mistake.id for one in found if one.is_question is questions]
+
+
+def drawn(state, place="forward", workers=(None,), generator="torch"):
+    """Return runs that draw; state: of (rank, worker, pass, number)."""
+    ranks = train(Training())
+    for facts in ranks:
+        facts.draws = [
+            DrawFacts(place, generator, w, 0, p, n, state(facts.rank, w, p, n), True, "train.py:40")
+            for p in range(2)
+            for n in range(3)
+            for w in workers
+        ]
+    return VerifyRuns(ranks)
+
+
+@pytest.mark.parametrize("place", ["forward", "fetch", "loop"])
+def test_same_random_numbers_of_ranks_are_named(place):
+    right = drawn(lambda rank, worker, p, n: 1000 * rank + 10 * p + n, place)
+    assert ids(find(right)) == []
+    (one,) = [x for x in find(drawn(lambda r, w, p, n: 10 * p + n, place)) if not x.is_question]
+    assert one.mistake.id == "same-random-numbers"
+    assert one.lines[0] == "train.py:40"
+    assert "Ranks 0 and 1 draw the same random numbers of torch" in one.text
+
+
+def test_equal_first_state_alone_is_no_mistake():
+    """Ranks with one seed whose draws go apart after the first forward."""
+    runs = drawn(lambda rank, worker, p, n: 1000 * rank * (p + n > 0) + 10 * p + n)
+    assert ids(find(runs)) == []
+
+
+def test_same_random_numbers_of_workers_are_named():
+    different = drawn(lambda r, w, p, n: 1000 * r + 100 * w + 10 * p + n, "fetch", (0, 1), "numpy")
+    assert ids(find(different)) == []
+    same = drawn(lambda r, w, p, n: 1000 * r + 10 * p + n, "fetch", (0, 1), "numpy")
+    found = find(same)
+    assert ids(found) == ["same-random-numbers"]
+    assert "workers 0 and 1" in found[0].text
+    each_epoch = drawn(lambda r, w, p, n: 1000 * r + 100 * w + n, "fetch", (0, 1), "numpy")
+    assert "epochs 1 and 2" in find(each_epoch)[0].text
+
+
+def test_different_learning_rates_are_one_mistake():
+    runs = verified(Training(rate=lambda rank, size, step: 0.1 * (1 + rank * (step > 1))))
+    (one,) = [x for x in find(runs) if not x.is_question]
+    assert one.mistake.id == "learning-rates-differ"
+    assert one.step == 3
+    assert "0.1 on rank 0 and 0.2 on rank 1" in one.text
+
+
+@pytest.mark.parametrize(
+    ("power", "wanted"), [(0.5, []), (1, []), (2, ["learning-rate-scaled-twice"])]
+)
+def test_scaled_learning_rates(power, wanted):
+    asked = Training(4, samples=48, rate=lambda rank, size, step: 0.01 * size**power)
+    runs = verified(asked)
+    runs.alone = train(Training(1, samples=48, rate=asked.rate))[0]
+    assert ids(find(runs)) == wanted
+    assert ids(find(runs), questions=True) == []
+
+
+def test_unscaled_learning_rate_is_a_question():
+    runs = verified(Training())
+    runs.alone = train(Training(1))[0]
+    (one,) = find(runs)
+    assert one.is_question
+    assert one.mistake.id == "learning-rate-not-scaled"
+    assert "global batch is 2 times as large" in one.text
+
+
+def scheduled(length, single_length, per_step=True, class_name="CosineAnnealingLR"):
+    """Return runs with a schedule; an epoch has 8 steps on 2 ranks, and 16 on one."""
+    runs = VerifyRuns(
+        train(Training(samples=62, epochs=3)), alone=train(Training(1, samples=62, epochs=3))[0]
+    )
+    for facts, of in (*[(one, length) for one in runs.ranks], (runs.alone, single_length)):
+        count = len(facts.steps)
+        steps = list(range(1, count)) if per_step else [count // 3, 2 * count // 3, count]
+        facts.schedules = [
+            ScheduleFacts(class_name, "train.py:15", 0, {"T_max": [of]}, ["train.py:25"], steps)
+        ]
+    return runs
+
+
+def test_schedule_lengths():
+    def named(*lengths, **kind):
+        found = find(scheduled(*lengths, **kind))
+        return [one for one in found if one.mistake.id == "schedule-counts-other-steps"]
+
+    assert named(24, 48) == []  # 3 epochs of each
+    assert named(3, 3, per_step=False) == []
+    (one,) = named(48, 48)
+    assert not one.is_question
+    assert one.lines[0] == "train.py:15"
+    assert "on 2 ranks 6 epochs of 8 steps" in one.text
+    (typed,) = named(1000, 1000)
+    assert typed.is_question  # may be a training of 1000 steps
+    (short,) = named(3, 3)
+    assert short.is_question
+
+
+def test_states_that_differ_are_named():
+    def with_scale(scales):
+        runs = VerifyRuns(train(Training()))
+        for facts in runs.ranks:
+            values = {"scale": scales[facts.rank]}
+            facts.states = [StateFacts("scaler", "GradScaler", "train.py:16", 3, values)]
+        return runs
+
+    assert ids(find(with_scale([1024.0, 1024.0]))) == []
+    found = find(with_scale([1024.0, 512.0]))
+    assert ids(found) == ["state-differs"]
+    assert "scale is 1024 and 512" in found[0].text
+
+
+def test_running_statistics():
+    def with_statistics(broadcasts, synchronized=False):
+        runs = VerifyRuns(train(Training()))
+        for facts in runs.ranks:
+            facts.models[0].broadcasts_buffers = broadcasts
+            for step in facts.steps:
+                rows = list(step.parameters.values())
+                step.buffers = {"0/bn.running_mean": rows[0]}
+                facts.sketches[rows[0]] *= 1 if synchronized else 1 + facts.rank
+                step.parameters = {}
+        return runs
+
+    assert ids(find(with_statistics(True))) == []
+    assert ids(find(with_statistics(False, synchronized=True))) == []
+    found = find(with_statistics(False))
+    assert ids(found) == ["batch-norm-differs"]
+    assert found[0].layer == "bn"
+
+
+def printed(text, collective=None, on=(0,), phase=Phase.EVALUATION):
+    """Return ranks that validate a part each, and print; collective: between both."""
+    ranks = train(Training(epochs=1))
+    for facts in ranks:
+        plan = [list(range(facts.rank, 20, 2))]
+        facts.loaders.append(
+            LoaderFacts(
+                *(1, "train.py:30", "TensorDataset", 20, 88, False, 10, "DistributedSampler"),
+                *(True, False, 0),
+                passes=[PassFacts(0, Phase.EVALUATION, "train.py:33", None, 1, plan, True, 4)],
+            )
+        )
+        batch = len(facts.batches)
+        contents = [[500 + at for at in plan[0]]]
+        facts.batches.append(BatchFacts(1, 0, 0, 10, plan[0], contents, 4))
+        if collective:
+            facts.collectives.append(CollectiveFacts(collective, "", 8, phase, 4, False, "x:1"))
+        if facts.rank in on:
+            count = len(facts.collectives)
+            facts.outputs.append(OutputFacts(text, "train.py:36", phase, 4, count, batch + 1))
+    return VerifyRuns(ranks)
+
+
+def test_metric_of_one_part():
+    found = find(printed("epoch 0 accuracy 0.8125"))
+    assert ids(found) == ["metric-of-one-rank"]
+    assert found[0].lines[0] == "train.py:36"
+    assert "10 of 20 samples" in found[0].text
+    assert ids(find(printed("epoch 0 accuracy 0.8125", "allreduce"))) == []
+    assert ids(find(printed("epoch 0 accuracy 0.8125", "all_gather"))) == []
+    assert ids(find(printed("epoch 0 took 1.25 s"))) == []
+    assert ids(find(printed("rank 0: accuracy 0.8125", on=(0, 1)))) == []
+
+
+def test_training_loss_of_rank_0_is_a_question():
+    runs = VerifyRuns(train(Training()))
+    losses = [facts.steps[2].backwards[0].root for facts in runs.ranks]
+    own, mean = losses[0], sum(losses) / 2
+
+    def with_text(text):
+        runs.ranks[0].outputs = [OutputFacts(text, "train.py:26", Phase.TRAINING, 3, 0, 3)]
+        return ids(find(runs), questions=True)
+
+    assert with_text(f"loss {own:.5f}") == ["metric-of-one-rank"]
+    assert with_text(f"loss {mean:.5f}") == []
+    assert with_text("loss is fine after 3 steps") == []
+
+
+def saved(path, rank=0, contains=("model", "optimizer"), step=4, **more):
+    return FileFacts(path, True, "train.py:50", step, 1, ["model", "epoch"], list(contains), **more)
+
+
+def test_checkpoint_of_several_ranks():
+    runs = VerifyRuns(train(Training()))
+    for facts in runs.ranks:
+        facts.files = [saved(f"model-{facts.rank}.pt")]
+    assert ids(find(runs)) == []
+    for facts in runs.ranks:
+        facts.files = [saved("model.pt", is_distributed=True)]
+    assert ids(find(runs)) == []
+    for facts in runs.ranks:
+        facts.files = [saved("model.pt")]
+    assert ids(find(runs)) == ["checkpoint-written-by-all"]
+
+
+def resumed(**order):
+    """Return runs that save after the first epoch, and are started again."""
+    asked = Training(epochs=2)
+    runs = VerifyRuns(train(asked))
+    runs.ranks[0].files = [saved("model.pt")]
+    runs.resumed = train(Training(epochs=1, **order))
+    for facts in runs.resumed:
+        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, 0, ["model", "epoch"], [])]
+    return runs
+
+
+def test_resumed_order():
+    goes_on = resumed(order=lambda r, n, e: shuffled(r, n, e + 1, 32))
+    assert "resume-repeats-samples" not in ids(find(goes_on))
+    again = find(resumed())
+    assert "resume-repeats-samples" in ids(again)
+    (one,) = [x for x in again if x.mistake.id == "resume-repeats-samples"]
+    assert one.lines == [LOOP, "train.py:9", LOADER]
+
+
+def test_model_alone_is_complete_unless_the_training_goes_on():
+    runs = VerifyRuns(train(Training()))
+    runs.ranks[0].files = [saved("best.pt", contains=["model"])]
+    runs.ranks[0].optimizers[0].class_name = "Adam"
+    assert ids(find(runs)) == []
+    runs.resumed = train(Training(epochs=1, order=lambda r, n, e: shuffled(r, n, e + 1, 32)))
+    runs.resumed[0].files = [
+        FileFacts("best.pt", False, "train.py:9", 0, 0, ["model", "epoch"], [])
+    ]
+    found = find(runs)
+    assert ids(found) == ["checkpoint-incomplete"]
+    assert "not that of the optimizer" in found[0].text
+
+
+def test_consequences_are_not_listed():
+    cause = Finding(MISTAKES["replicas-start-different"], ["a.py:1"], "")
+    effect = Finding(MISTAKES["replicas-diverge"], ["a.py:2"], "")
+    other = Finding(MISTAKES["epoch-not-set"], ["a.py:3"], "")
+    assert without_consequences([effect, cause, other]) == [cause, other]
+    assert without_consequences([other, other]) == [other]
+
+
+def test_every_explained_mistake_exists():
+    for one in MISTAKES.values():
+        assert set(one.explains) <= MISTAKES.keys() - {one.id}
+
+
+def test_failing_rule_is_noted_and_others_answer(monkeypatch):
+    from paceline.analyze.verification import find as table
+
+    def broken(view):
+        raise IndexError("no such batch")
+
+    monkeypatch.setattr(table, "RULES", (broken, *table.RULES))
+    runs = VerifyRuns(train(Training(exchange=lambda ranks: ranks)))
+    found, seen = table.judge(runs)
+    assert ids(found) == ["gradients-not-exchanged"]
+    assert "the rule 'broken' failed (IndexError: no such batch)" in seen.notes
+    with pytest.raises(IndexError):
+        table.find(runs)

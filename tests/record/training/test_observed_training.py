@@ -1,0 +1,140 @@
+"""Facts of real ranks."""
+
+import json
+
+import numpy as np
+import pytest
+import ranks
+from torch.utils.data import DistributedSampler
+
+from paceline.record.training.facts import Phase, RankFacts, read_facts
+from paceline.record.training.settings import VARIABLE, VerifySettings
+from paceline.record.training.sketch_rows import SKETCH_SIZE
+
+DDP = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+    class Noisy(Dataset):
+        def __len__(self):
+            return 75
+
+        def __getitem__(self, index):
+            x = torch.full((4,), float(index)) / 75 - 0.5
+            return x + 0.1 * torch.randn(4), index % 3
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = Noisy()
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=1)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(9):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print(f"rank {dist.get_rank()} epoch {epoch} loss {loss.item()!r}", flush=True)
+"""
+RANKS = 2
+
+
+def observe(tmp_path, script, **more):
+    """Run a script on observed ranks; return their facts, and what they printed."""
+    path = ranks.write(tmp_path, script)
+    settings = VerifySettings(str(tmp_path / "facts"), str(tmp_path / "scratch"), **more)
+    launcher = f"paceline --record {tmp_path / 'record'}"
+    done = ranks.run(path, ranks=RANKS, launcher=launcher, **{VARIABLE: settings.to_json()})
+    return [read_facts(tmp_path / "facts", rank) for rank in range(RANKS)], done.stdout
+
+
+def row(facts: RankFacts, number: int) -> np.ndarray:
+    return facts.sketches[number][:SKETCH_SIZE]
+
+
+def test_ddp_script(tmp_path):
+    every, _ = observe(tmp_path, DDP)
+    assert [one.rank for one in every] == [0, 1]
+    assert all(one.ended == "limit" and not one.unseen for one in every)
+    for steps in zip(*(one.steps for one in every), strict=True):
+        for name in ("0/0.weight", "0/1.bias"):
+            local = [
+                row(facts, step.backwards[0].gradients[name])
+                for facts, step in zip(every, steps, strict=True)
+            ]
+            used = row(every[0], steps[0].gradients[name])
+            assert np.allclose(np.mean(local, axis=0), used, rtol=1e-5, atol=1e-7)
+            assert not np.allclose(local[0], used, rtol=1e-3)
+    for facts in every:
+        (loader,) = facts.loaders
+        assert loader.line == "script.py:19"
+        assert [one.phase for one in loader.passes] == [Phase.TRAINING] * 3
+        assert not any(one.is_complete for one in loader.passes)  # shortened
+        sampler = DistributedSampler(range(75), num_replicas=RANKS, rank=facts.rank)
+        for one in loader.passes:
+            sampler.set_epoch(one.number)
+            planned = [index for batch in one.planned or () for index in batch]
+            assert planned == list(sampler)
+            read = [batch for batch in facts.batches if batch.pass_number == one.number]
+            assert read[0].indices == planned[:4]
+            assert read[-1].samples == 2  # the last batch of the pass, which is smaller
+        draws = [one for one in facts.draws if one.place == "fetch" and one.has_drawn]
+        assert {one.generator for one in draws} == {"torch"}
+        assert {one.worker for one in draws} == {0}
+        assert "script.py:13" in {one.line for one in draws}
+        assert facts.outputs[0].line == "script.py:29"
+        assert facts.steps[0].backwards[0].reduction == "mean"
+    seeds = [(one.generator, one.value, one.line) for one in every[0].seeds]
+    assert seeds == [("torch", 0, "script.py:16")]
+
+
+@pytest.mark.long
+def test_printed_numbers_do_not_change(tmp_path):
+    """Passes of four batches are not shortened: the observed run prints the same losses."""
+    script = DDP.replace("return 75", "return 32").replace("range(9)", "range(2)")
+    (tmp_path / "plain").mkdir()
+    plain = ranks.run(ranks.write(tmp_path / "plain", script), ranks=RANKS).stdout
+    every, observed = observe(tmp_path, script)
+    assert sorted(ranks.untagged(plain)) == sorted(ranks.untagged(observed))
+    assert len(ranks.untagged(plain)) == 2 * 4 * RANKS
+    assert all(one.ended == "script" for one in every)
+
+
+@pytest.mark.long
+def test_replay_on_one_rank_has_the_same_gradients(tmp_path):
+    every, _ = observe(tmp_path, DDP, keeps_mib=16)
+    stored = str(tmp_path / "facts")
+    for permutes in (False, True):
+        folder = tmp_path / f"replay-{permutes}"
+        settings = VerifySettings(str(folder), replays=stored, permutes=permutes)
+        script = tmp_path / "script.py"
+        ranks.run(
+            script,
+            ranks=1,
+            launcher=f"paceline --record {tmp_path / f'record-{permutes}'}",
+            **{VARIABLE: settings.to_json()},
+        )
+        alone = read_facts(folder, 0)
+        assert not alone.unseen
+        assert len(alone.steps) == len(every[0].steps)
+        even = [number for number in range(len(alone.steps)) if number % 6 != 5]
+        for number in even[:5]:  # up to the last, smaller batches, which DDP weights as the others
+            ours, theirs = alone.steps[number], every[0].steps[number]
+            assert ours.gradients.keys() == theirs.gradients.keys()
+            for name in ours.gradients:
+                one, other = row(alone, ours.gradients[name]), row(every[0], theirs.gradients[name])
+                assert np.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_settings_survive_the_environment(monkeypatch):
+    from paceline.record.training.settings import settings_of_process
+
+    settings = VerifySettings("/a", "/b", ("/c",), replays="/d", permutes=True)
+    assert settings_of_process({VARIABLE: settings.to_json()}) == settings
+    assert settings_of_process({}) is None
+    assert json.loads(settings.to_json())["folder"] == "/a"

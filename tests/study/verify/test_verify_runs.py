@@ -1,0 +1,95 @@
+"""The runs of ``paceline verify``."""
+
+import numpy as np
+import pytest
+import ranks
+
+from paceline.record.training.sketch_rows import SKETCH_SIZE
+from paceline.study.verify.verify import VerifyRequest, run_verification
+
+SCRIPT = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 2))
+    start = 0
+    if os.path.exists("state.pt"):
+        state = torch.load("state.pt")
+        net.load_state_dict(state["net"])
+        start = state["epoch"]
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(start, 50):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            torch.save({"net": net.state_dict(), "epoch": epoch + 1}, "state.pt")
+        dist.barrier()
+"""
+
+
+def gradient(facts, step, name):
+    return facts.sketches[facts.steps[step].gradients[name]][:SKETCH_SIZE]
+
+
+@pytest.mark.long
+def test_all_runs_of_a_script_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, SCRIPT)
+    said = []
+    found = run_verification(VerifyRequest(str(script), [], ranks=2), said.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]  # nothing was saved
+    assert [len(one.steps) for one in found.ranks] == [18, 18]
+    assert not found.notes
+    assert found.replay is not None
+    assert found.permuted is not None
+    for step in range(18):
+        for name in ("0/0.weight", "0/2.bias"):
+            mine, other = gradient(found.ranks[0], step, name), gradient(found.replay, step, name)
+            assert np.allclose(mine, other, rtol=1e-4, atol=1e-6)
+    differs = [
+        not np.array_equal(
+            gradient(found.replay, step, "0/0.weight"), gradient(found.permuted, step, "0/0.weight")
+        )
+        for step in range(18)
+    ]
+    assert any(differs)  # rounding
+    assert found.alone is not None
+    assert found.alone.size == 1
+    assert found.resumed is not None
+    loads = [file for file in found.resumed[0].files if not file.is_save]
+    assert [file.contains for file in loads] == [["model"]]
+    resumed = found.resumed[0].loaders[0].passes[0]
+    second = found.ranks[0].loaders[0].passes[1]
+    assert resumed.planned == second.planned
+
+
+@pytest.mark.long
+def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.replace("Dropout(0.0)", "Dropout(0.5)").replace("torch.save(", "print(")
+    script = ranks.write(tmp_path, text)
+    found = run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
+    assert found.replay is None
+    (note,) = found.notes
+    assert "the model's forward draws random numbers (script.py:26)" in note
+
+
+@pytest.mark.long
+def test_script_that_fails_is_reported_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, "raise RuntimeError('no data')")
+    with pytest.raises(ValueError, match=r"ended with exit code 1(.|\n)*RuntimeError: no data"):
+        run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
