@@ -8,7 +8,7 @@ import pytest
 
 from paceline.analyze.verification.mistakes import MISTAKES
 
-BATTERY = Path(__file__).parents[2] / "benchmarks" / "verify"
+BATTERY = Path(__file__).parents[3] / "benchmarks" / "verify"
 HALVES = ("open", "kept-out")
 
 
