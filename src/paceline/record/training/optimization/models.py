@@ -88,7 +88,9 @@ class Models:
         original = nn.Module.__call__
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_inside or not self._observation.is_observed:
+            # A backward may repeat forwards of parts (activation checkpointing).
+            ignores = self.is_inside or self._observation.backward is not None
+            if ignores or not self._observation.is_observed:
                 return original(module, *args, **kwargs)
             return self._forward(module, original, args, kwargs)
 

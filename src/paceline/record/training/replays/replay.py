@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
-from ..facts import PassFacts, RankFacts, StepFacts, read_facts
+from ..facts import PassFacts, Phase, RankFacts, StepFacts, read_facts
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps
@@ -82,12 +82,17 @@ class Replay:
     # Batches
 
     def iterator(self, loader: Any, opened: OpenPass) -> Any:
-        """Return the iterator that replaces that of a loader in one of its passes."""
+        """Return the iterator that replaces that of a loader in a pass.
+
+        None if the pass evaluates: it has the script's own batches.
+        """
         key, pass_number = opened.loader.key, opened.facts.number
         stored = next((one for one in self._stored.loaders if one.key == key), None)
         passes = stored.passes if stored is not None else []
         if pass_number >= len(passes):
             self._end()
+        if passes[pass_number].phase != Phase.TRAINING:
+            return None
         return _StoredBatches(self, loader, opened, passes[pass_number])
 
     def batch(self, key: int, one: PassFacts, number: int) -> Any:

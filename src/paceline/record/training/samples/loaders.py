@@ -67,7 +67,8 @@ class Loaders:
         self.has_batches = False  # whether any loader has returned one
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
-        # Returns the iterator of a pass in a replay: called with the loader and the open pass.
+        # Returns the iterator of a training pass in a replay, None for others: called with the
+        # loader and the open pass.
         self.replace: Callable[[Any, OpenPass], Any] | None = None
         self.before_pass: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[OpenPass, int, Any], None]] = []
@@ -147,9 +148,10 @@ class Loaders:
         opened = guarded(_HOOK, self._begin_pass)(loader)
         self.opening = self.fetching = opened
         try:
+            iterator = None
             if self.replace is not None and opened is not None:
                 iterator = guarded(_HOOK, self.replace)(loader, opened)
-            else:
+            if iterator is None:
                 iterator = make(loader)
         finally:
             self.opening = self.fetching = None
