@@ -12,8 +12,9 @@ sys.path.insert(0, str(FOLDER))
 import draw  # noqa: E402
 from build import SCRIPTS, build  # noqa: E402
 from injectors import load_half  # noqa: E402
-from judge import Case, figures, interval, read_answer  # noqa: E402
+from judge import Case, figures, read_answer  # noqa: E402
 from kinds import KINDS  # noqa: E402
+from rates import interval  # noqa: E402
 
 SOURCES = {name: path.read_text() for name, path in SCRIPTS.items()}
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ranks
 
+from paceline.launch.guard.guarded_job import GuardedJob
 from paceline.launch.layout import Seat
 from paceline.launch.monitor.failures import RankStatus
 from paceline.launch.ranks import elastic_agent, process_groups
@@ -45,6 +46,7 @@ def agent(monkeypatch):
     agent.output, agent._hosts = Output(), [UnresponsiveHost()]
     agent._seats = [Seat(0, 0, 2), Seat(0, 1, 2)]
     agent.ranks = [RankStatus(0, exit_code=0), RankStatus(1)]
+    agent.guarded = GuardedJob(None)
     return agent
 
 

@@ -15,6 +15,8 @@ HALVES = ("open", "kept-out")
 @pytest.fixture(scope="module")
 def battery():
     """Import the battery's modules, which are scripts and not a package."""
+    names = ("cases", "consequences", "draw", "verdict")
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}  # of scorecard
     sys.path.insert(0, str(BATTERY))
     try:
         import cases
@@ -25,6 +27,9 @@ def battery():
         yield {"cases": cases, "consequences": consequences, "draw": draw, "verdict": verdict}
     finally:
         sys.path.remove(str(BATTERY))
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(others)
 
 
 @pytest.mark.parametrize("half", HALVES)
