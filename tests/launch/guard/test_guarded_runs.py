@@ -52,7 +52,8 @@ WORLD = """
         DataLoader(TensorDataset(inputs, targets), 32, shuffle=True), global_batch=32
     )
     step = 0
-    for epoch in world.epochs(2, checkpoint=checkpoint or None):
+    # with a fault: longer than the guard takes to end the job
+    for epoch in world.epochs(60 if fault else 2, checkpoint=checkpoint or None):
         for x, y in world.batches(loader):
             step += 1
             if fault and step >= fault:
