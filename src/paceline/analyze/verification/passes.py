@@ -100,7 +100,7 @@ class Stream:
     def samples(self, rank: int, batch: BatchFacts, loader: LoaderFacts) -> list[Sample] | None:
         """Return the samples of a batch so that equal ones are equal on all ranks, or None."""
         if batch.indices is not None and (self.has_root or self.shares_dataset):
-            return self._positions(batch.indices, loader)
+            return [*self._positions(batch.indices, loader)]
         if not batch.contents:
             return None
         return [tuple(each) for each in zip(*batch.contents, strict=True)]
@@ -112,9 +112,9 @@ class Stream:
         """
         if made.facts.planned is None:
             return None
-        return [self._positions(batch, made.loader) for batch in made.facts.planned]  # type: ignore[misc]
+        return [self._positions(batch, made.loader) for batch in made.facts.planned]
 
-    def _positions(self, indices: Sequence[int], loader: LoaderFacts) -> list[Sample]:
+    def _positions(self, indices: Sequence[int], loader: LoaderFacts) -> list[int]:
         if self.has_root and loader.subset is not None:
             return [loader.subset[at] if 0 <= at < len(loader.subset) else at for at in indices]
         return list(indices)

@@ -11,7 +11,8 @@ from typing import Any, ParamSpec
 import torch
 
 from ..hooks.hook_failures import failed_hooks, report_failure
-from .facts import BackwardFacts, BatchFacts, Phase, RankFacts, write_facts
+from .facts import BackwardFacts, BatchFacts, Phase, RankFacts
+from .facts_file import write_facts
 from .settings import VerifySettings
 from .sketch import SketchTable
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from ...record.training.facts import RankFacts, read_facts
+from ...record.training.facts import RankFacts
+from ...record.training.facts_file import read_facts
 from ...record.training.settings import VARIABLE, VerifySettings
 from ..diagnose import overlay
 from ..diagnose.run_script import MINUTE_S, error_line, last_lines, one_rank, run_process

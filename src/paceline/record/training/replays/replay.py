@@ -8,7 +8,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
-from ..facts import PassFacts, Phase, RankFacts, StepFacts, read_facts
+from ..facts import PassFacts, Phase, RankFacts, StepFacts
+from ..facts_file import read_facts
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps
