@@ -161,8 +161,13 @@ def interval(values: list[float]) -> tuple[float, float]:
     return sorted(values)[cut], sorted(values)[n - 1 - cut]
 
 
-def target(claim: str, limit: float, found: dict[str, Any]) -> dict[str, Any]:
-    """Return whether the median of a ratio is within its limit, and whether that is significant."""
+def target(
+    claim: str, limit: float, found: dict[str, Any], counted: bool = False
+) -> dict[str, Any]:
+    """Return whether the median of a ratio is within its limit, and whether that is significant.
+
+    ``counted``: the value is counted, such as bytes of an allocator, and equal in each round.
+    """
     low, high = interval(found["rounds"])
     return {
         "claim": claim,
@@ -170,7 +175,7 @@ def target(claim: str, limit: float, found: dict[str, Any]) -> dict[str, Any]:
         "value": found["median"],
         "interval": [low, high],
         "met": found["median"] <= limit,
-        "decided": len(found["rounds"]) > 5 and not low <= limit < high,
+        "decided": counted or (len(found["rounds"]) > 5 and not low <= limit < high),
     }
 
 
@@ -203,7 +208,8 @@ def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result:
         )
         if not goal["decided"]:
             console.print("[yellow]  not decided: the rounds differ too much, or are too few[/]")
-    settings = {key: value for key, value in vars(args).items() if key != "json"}
+    paths = ("json", "python")  # of this machine
+    settings = {key: value for key, value in vars(args).items() if key not in paths}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"benchmark": name, "date": date, "machine": facts, "settings": settings, **result}
     args.json.parent.mkdir(parents=True, exist_ok=True)
