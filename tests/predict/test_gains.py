@@ -261,6 +261,14 @@ def test_other_work_in_python_is_not_moved_to_a_thread(doing, thread):
     assert ("multiprocessing" in remedy.edit) == (not thread)
 
 
+def test_larger_batch_names_the_line_of_the_loader_not_that_of_the_wait():
+    e = evidence(facts=[{"ddp": {}}] * 2)
+    waits = [{"line": 6, "code": "loss.backward()"}]
+    found = remedies(e, [cause("exchange-bandwidth", 0.4, lines=waits)], SCRIPT, {})
+    lines = {one.knob: (one.line, one.code) for one in found}
+    assert lines["larger-batch"] == (3, "loader = DataLoader(data, 4)")
+
+
 def test_few_remedies_of_a_cause_the_easiest_first():
     e = evidence(facts=[{"ddp": {}}] * 2)
     e.report.hosts = ["a", "b"]

@@ -25,6 +25,8 @@ MAX_OF_CAUSE = 4  # remedies of one cause, of those that Paceline can set and of
 _IN_USEFUL = frozenset(
     ("allocator", "binding", "interpreter", "memory-limit", "noisy-machine", "too-many-threads")
 )
+# Knobs that are set in another line than the one in which the ranks lose the time.
+_EDITED_ELSEWHERE = ("data-parallel", "larger-batch", "less-memory", "sharded-blocks")
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Re
     if saving is None or (saving.saves is not None and saving.saves.mean < MIN_SAVING):
         return None
     gain = _widen(gain_of(saving.saves)) if saving.saves is not None else None
-    line, code = _line(knob, cause, script)
+    line, code = _line(name, knob, cause, script)
     edit = knob.edit.format(value=saving.value)
     return Remedy(
         name,
@@ -159,10 +161,10 @@ def _remedy(name: str, knob: Knob, e: Evidence, cause: Cause, script: str) -> Re
     )
 
 
-def _line(knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
+def _line(name: str, knob: Knob, cause: Cause, script: str) -> tuple[int | None, str]:
     """Find the line to edit: one that the record contains, else the only one that matches."""
     seen = cause.evidence.get("lines") or []
-    if seen and not knob.hook:
+    if seen and not knob.hook and name not in _EDITED_ELSEWHERE:
         return int(seen[0]["line"]), str(seen[0]["code"])
     if not knob.looks_for:
         return None, ""
