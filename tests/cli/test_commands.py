@@ -45,6 +45,19 @@ def test_short_help_of_commands_fits_a_line():
         assert not text.endswith("."), name
 
 
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_help_fills_the_lines_of_narrow_terminals(columns):
+    shown = ranks.run_command(
+        [ranks.PACELINE, "verify", "--help"], Path(), ranks.environment(COLUMNS=columns)
+    ).stdout
+    paragraph = (
+        shown.split("SCRIPT runs", 1)[1].split("\n \n")[0].split("\n" + " " * int(columns))[0]
+    )
+    lines = [line.rstrip() for line in paragraph.rstrip().splitlines()]
+    assert len(lines) > 2
+    assert all(len(line) > int(columns) - 20 for line in lines[:-1])
+
+
 def test_run_help_shows_few_options_before_the_groups():
     panels = [getattr(one, "rich_help_panel", None) for one in COMMANDS["run"].params]
     first = [panel for panel in panels if panel is None]

@@ -1,5 +1,6 @@
-"""The class of all commands: an optional file after --json, and old spellings of options."""
+"""The class of all commands: help, an optional file after --json, old spellings of options."""
 
+import inspect
 import io
 import json
 import re
@@ -45,6 +46,7 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.help = _in_whole_paragraphs(self.help or "")
         _hide_flag_types(self.params)
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -104,6 +106,11 @@ class Command(TyperCommand):
             if name in (*one.opts, *one.secondary_opts):
                 return 0 if getattr(one, "is_flag", False) else one.nargs
         return 0
+
+
+def _in_whole_paragraphs(text: str) -> str:
+    """Join the lines of each paragraph, which Typer would break again where the source does."""
+    return "\n\n".join(" ".join(p.split()) for p in inspect.cleandoc(text).split("\n\n"))
 
 
 def _hide_flag_types(parameters: Iterable[Any]) -> None:
