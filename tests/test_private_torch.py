@@ -63,6 +63,7 @@ INTERFACES = {
     "torch._subclasses.fake_tensor.DataDependentOutputException": "a step that reads values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
     "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",
+    "torch.distributed._tools.mem_tracker.MemTracker._update_peak_stats": "half of the time",
     "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",

@@ -189,6 +189,9 @@ class StepTracker(MemTracker):
             self.memory_tracking.pop(module, None)
         super()._pre_fw_hook(module, inputs)
 
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """Do nothing: MemTracker's peaks, of each module after each operation, are not used."""
+
     def ignore_activations(self, except_bytes: int) -> None:
         """Leave out tensors that exist now, such as a dataset, except for this many bytes."""
         self.samples = []
