@@ -89,9 +89,8 @@ RIGHT = {
         "shutil.rmtree(folder, ignore_errors=True)": "its own, of mkdtemp",
     },
     "study/probe/measure/storage.py": None,  # a private folder from mkdtemp
-    "study/diagnose/run_script.py": None,  # a private folder from mkdtemp
     "study/rank_summary.py": None,  # a private folder from mkdtemp
-    "study/verify/run_observed.py": None,  # a private folder from mkdtemp
+    "study/script_runs/script_runs.py": None,  # a private folder from mkdtemp
 }
 BELIEVE = {
     "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",

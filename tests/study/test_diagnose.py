@@ -8,9 +8,10 @@ import textwrap
 import pytest
 import ranks
 
-from paceline.study.diagnose import ladder, overlay
+from paceline.study.diagnose import ladder
 from paceline.study.diagnose.diagnose import run_diagnosis
 from paceline.study.diagnose.run_script import RunRequest
+from paceline.study.script_runs import overlay
 
 pytestmark = pytest.mark.alone
 TRAIN = """

@@ -3,9 +3,10 @@
 import pytest
 
 from paceline.analyze.records.load_run import Run
-from paceline.study.diagnose.plan import Deadline, RoundCost, in_bursts
+from paceline.study.diagnose.plan import RoundCost, in_bursts
 from paceline.study.diagnose.profile_run import profile_operators
 from paceline.study.diagnose.run_script import FailedError, RunRequest
+from paceline.study.script_runs.deadline import Deadline
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from paceline.study.diagnose import diagnose as diagnose_module
 from paceline.study.diagnose import ladder, paired_runs
 from paceline.study.diagnose import try_remedies as trials_module
 from paceline.study.diagnose.diagnose import Diagnosis, run_diagnosis, try_all
-from paceline.study.diagnose.plan import Deadline
 from paceline.study.diagnose.run_script import OutOfTimeError, RunRequest
 from paceline.study.diagnose.save_settings import save_kept_settings
 from paceline.study.diagnose.try_remedies import (
@@ -28,6 +27,7 @@ from paceline.study.diagnose.try_remedies import (
     confirm_kept,
     try_remedies,
 )
+from paceline.study.script_runs.deadline import Deadline
 
 # A loader needs 20 ms per batch, and one parameter is unused.
 TRAIN = """

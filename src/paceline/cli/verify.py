@@ -91,7 +91,8 @@ def verify(
     """
     from ..analyze.verification.find import judge
     from ..report.terminal.verification import findings as shown
-    from ..study.verify.verify import VerifyRequest, run_verification
+    from ..study.script_runs.script_runs import ScriptRequest
+    from ..study.verify.verify import run_verification
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),
@@ -105,7 +106,7 @@ def verify(
     with exit_on_mistake():
         if html is not None:
             can_be_written(html, "--html")
-        asked = VerifyRequest(script, args or [], where, options, ranks, minutes)
+        asked = ScriptRequest(script, args or [], where, options, ranks, minutes)
         end_s = time.monotonic() + MINUTE_S * minutes
         with interruptible() as interruption, StatusLine(end_s) as status:
             runs = run_verification(asked, status.say)

@@ -9,13 +9,13 @@ import ranks
 
 from paceline.study.diagnose.plan import (
     LEAST_STEPS,
-    Deadline,
     Plan,
     RoundCost,
     first_plan,
     fit_into_script,
     next_plan,
 )
+from paceline.study.script_runs.deadline import Deadline
 
 ROUNDS = (3, 9)
 TRAIN = """

@@ -5,7 +5,8 @@ import pytest
 import ranks
 
 from paceline.record.training.sketch_rows import SKETCH_SIZE
-from paceline.study.verify.verify import VerifyRequest, run_verification
+from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.verify.verify import run_verification
 
 SCRIPT = """
     import os
@@ -49,7 +50,7 @@ def test_all_runs_of_a_script_that_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, SCRIPT)
     said = []
-    found = run_verification(VerifyRequest(str(script), [], ranks=2), said.append)
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), said.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]  # nothing was saved
     assert [len(one.steps) for one in found.ranks] == [18, 18]
     assert not found.notes
@@ -81,7 +82,7 @@ def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.replace("Dropout(0.0)", "Dropout(0.5)").replace("torch.save(", "print(")
     script = ranks.write(tmp_path, text)
-    found = run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
     assert found.replay is None
     (note,) = found.notes
     assert "the model's forward draws random numbers (script.py:26)" in note
@@ -92,4 +93,4 @@ def test_script_that_fails_is_reported_with_its_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = ranks.write(tmp_path, "raise RuntimeError('no data')")
     with pytest.raises(ValueError, match=r"ended with exit code 1(.|\n)*RuntimeError: no data"):
-        run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
+        run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)

@@ -5,7 +5,7 @@ find it (scratch_files.py). Redirected are Python's functions that take a path, 
 libraries that open a path natively (native_writers.py). An audit hook stops the experiment before
 an existing file is changed in a way that is not redirected. It does not see files that other
 native code opens: these are protected only in folders that an overlay covers
-(study/diagnose/overlay.py).
+(study/script_runs/overlay.py).
 """
 
 import builtins

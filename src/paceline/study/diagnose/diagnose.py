@@ -39,11 +39,11 @@ from ...analyze.sharding.sharded_model import sharded_model
 from ...cost.machine.machine_file import Machine
 from ...predict import history
 from ...predict.remedies import Remedy, remedies
+from ..script_runs.deadline import MINUTE_S, Deadline
 from .growing import growing_notes
 from .ladder import climb_ladder
 from .ladder_results import Ladder
-from .plan import Deadline
-from .run_script import MINUTE_S, OutOfTimeError, RunRequest
+from .run_script import OutOfTimeError, RunRequest
 from .try_remedies import (
     ALL,
     Trial,

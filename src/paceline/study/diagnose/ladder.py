@@ -22,6 +22,7 @@ from ...record.experiments.rung import (
     SWITCHED,
     Rung,
 )
+from ..script_runs.deadline import MINUTE_S
 from .hypotheses import Hypothesis, hypotheses
 from .ladder_results import COMPLETE, FAILED, INTERRUPTED, OUT_OF_TIME, RUNGS, Ladder, rung_name
 from .plan import (
@@ -35,7 +36,6 @@ from .plan import (
 from .profile_run import profile_operators
 from .run_figures import broadcast_share, loader_totals, split_phases, steps_done, steps_s
 from .run_script import (
-    MINUTE_S,
     FailedError,
     InterruptedRunError,
     OutOfTimeError,

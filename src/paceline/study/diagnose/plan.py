@@ -1,7 +1,6 @@
 """Choose the number of rounds and steps that fit into the time of a diagnosis."""
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 LEAST_STEPS, MOST_STEPS = 10, 400
@@ -9,31 +8,6 @@ BURST = 16  # steps; longer bursts are ignored
 MIN_STEPS_SHORT_RUN = 3  # if the script ends early, or the budget does not allow LEAST_STEPS
 STEP_SHARE_OF_BUDGET = 0.6  # the rest is for starting the runs
 PLANNED_SHARE = 0.85  # of the time: a round that is longer than planned must not cost the last one
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """A point in time at which a diagnosis, or a part of it, ends.
-
-    Attributes:
-        at_s: On the clock of ``time.monotonic``.
-    """
-
-    at_s: float
-
-    @classmethod
-    def after(cls, seconds: float) -> "Deadline":
-        """Return the deadline that many seconds from now."""
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left; 0 after the deadline."""
-        return max(self.at_s - time.monotonic(), 0.0)
-
-    def part(self, share: float) -> "Deadline":
-        """Return the deadline after this share of the time that is left."""
-        return Deadline.after(share * self.left_s)
 
 
 @dataclass(frozen=True)

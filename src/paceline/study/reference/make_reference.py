@@ -6,8 +6,6 @@ to its seed; in other scripts the random number generators are seeded anew where
 begins, so that the order of samples and random draws differ and the initial parameters do not.
 """
 
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,12 +23,11 @@ from ...analyze.reference.series import Reference
 from ...plurals import counted
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ...security.text import printable
-from ..diagnose import overlay
+from ..script_runs import overlay
+from ..script_runs.run_process import last_lines, run_process
 
 SEED = "{seed}"
 MAX_FIRST_STEP = 10  # of a run: one that begins later has resumed from a checkpoint
-LAST_LINES = 6  # of the output of a failed run, shown in the error
-END_TIMEOUT_S = 10.0
 MIN_SEEDS = 2  # below, the difference between seeds is not known
 
 
@@ -125,6 +122,7 @@ def _run(
     record, log = folder / f"record-{seed}", folder / f"{seed}.log"
     words = [sys.executable, "-m", "paceline", "run", "-n", "1", *request.options]
     words += ["--record", str(record), "--metric", request.metric or "backward"]
+    words += ["--env", "PACELINE_PROGRESS=0"]
     if not request.names_seed:
         words += ["--env", f"{SEED_SHIFT}={seed}"]
     is_module = request.words[0] == "-m"
@@ -132,10 +130,9 @@ def _run(
     words += ["-m", "--", *script[1:]] if is_module else ["--", *script]
     if cover is not None:
         words = cover.command(folder / f"overlay-{seed}", words)
-    code = _wait(words, log)
+    code = run_process(words, log)
     if code:
-        lines = log.read_text(errors="replace").splitlines()
-        last = "".join(f"\n    {printable(line)}" for line in lines[-LAST_LINES:])
+        last = "".join(f"\n    {line}" for line in last_lines(log))
         raise ValueError(f"the script on one rank ended with exit code {code}:{last}")
     if not (record / RECORD_FILE).exists():
         lines = [x for x in log.read_text(errors="replace").splitlines() if "guard:" in x]
@@ -148,25 +145,3 @@ def _run(
             "give it another checkpoint folder"
         )
     return reference
-
-
-def _wait(words: Sequence[str], log: Path) -> int:
-    """Run a command with its output in ``log``; return its exit code."""
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=_environment()
-        )
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PACELINE_PROGRESS": "0"}

@@ -4,42 +4,18 @@ their training (record/training).
 
 import math
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from ...record.training.facts import RankFacts
 from ...record.training.facts_file import read_facts
 from ...record.training.settings import VARIABLE, VerifySettings
-from ..diagnose import overlay
-from ..diagnose.run_script import MINUTE_S, error_line, last_lines, one_rank, run_process
+from ..script_runs import overlay
+from ..script_runs.run_process import error_line, last_lines, run_process
+from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
-
-
-@dataclass(frozen=True)
-class VerifyRequest:
-    """The user's request to ``paceline verify``.
-
-    Attributes:
-        script: The script, same as for ``paceline run``.
-        args: Arguments of the script.
-        where: Options of ``paceline run`` that select the hosts and how they are reached.
-        options: Other options of ``paceline run``.
-        ranks: Number of ranks, or None if ``where`` determines it.
-        minutes: Time budget of all runs, in minutes.
-    """
-
-    script: str
-    args: list[str]
-    where: list[str] = field(default_factory=list)
-    options: list[str] = field(default_factory=list)
-    ranks: int | None = None
-    minutes: float = 5.0
 
 
 class RunFailedError(ValueError):
@@ -54,7 +30,7 @@ class RunFailedError(ValueError):
         self.short = short
 
 
-class ObservedRuns:
+class ObservedRuns(ScriptRuns):
     """Runs the script in a temporary folder, which is removed at the end.
 
     Args:
@@ -62,27 +38,8 @@ class ObservedRuns:
         say: Receives what happens now.
     """
 
-    def __init__(self, asked: VerifyRequest, say: Callable[[str], None]) -> None:
-        self.asked, self.say = asked, say
-        self._deadline_s = time.monotonic() + MINUTE_S * asked.minutes
-
-    def __enter__(self) -> "ObservedRuns":
-        self.folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
-        self.overlay = overlay.Overlay.prepare(self.asked.script, self.asked.args, self.folder)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        overlay.remove(self.folder)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds of the time budget that are left."""
-        return max(self._deadline_s - time.monotonic(), 0.0)
+    def __init__(self, asked: ScriptRequest, say: Callable[[str], None]) -> None:
+        super().__init__(asked, say, "paceline-verify-")
 
     def run(
         self,
@@ -107,20 +64,18 @@ class ObservedRuns:
             RunFailedError: The script failed, or its time was over.
         """
         folder, files = self.folder / name, self.folder / "files" / (files_of or name)
-        if not self.left_s:
+        if not self.deadline.left_s:
             raise RunFailedError("the time was over before this run", "no time left")
-        covered = self.overlay.folders if self.overlay is not None else ()
         settings = replace(
-            settings, folder=str(folder), scratch=str(files / "scratch"), covered=covered
+            settings, folder=str(folder), scratch=str(files / "scratch"), covered=self.covered
         )
-        words = self._words(settings, is_alone)
-        if self.overlay is not None:
-            words = self.overlay.command(files / "overlay", words)
+        options = ["--env", f"{VARIABLE}={settings.to_json()}"]
+        words = self.command(options, folder / "record", files / "overlay", is_alone)
         folder.mkdir()
         files.mkdir(parents=True, exist_ok=True)
         self.say(what)
         log = self.folder / f"{name}.log"
-        code = run_process(words, log, min(limit_s, self.left_s))
+        code = run_process(words, log, min(limit_s, self.deadline.left_s))
         shutil.rmtree(folder / "record", ignore_errors=True)
         found = _facts_in(folder)
         ended = {one.ended for one in found}
@@ -138,17 +93,6 @@ class ObservedRuns:
         """Remove what a failed run has left."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         overlay.remove(self.folder / "files" / name)
-
-    def _words(self, settings: VerifySettings, is_alone: bool) -> list[str]:
-        """Return the command of a run."""
-        asked = self.asked
-        where = one_rank(asked.where) if is_alone else list(asked.where)
-        if asked.ranks is not None or is_alone:
-            where += ["-n", "1" if is_alone else str(asked.ranks)]
-        words = [sys.executable, "-m", "paceline", "run", *where, *asked.options]
-        words += ["--env", f"{VARIABLE}={settings.to_json()}"]
-        record = str(Path(settings.folder) / "record")
-        return [*words, "--record", record, "--", asked.script, *asked.args]
 
 
 def _facts_in(folder: Path) -> list[RankFacts]:

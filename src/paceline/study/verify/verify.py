@@ -7,17 +7,16 @@ from dataclasses import replace
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...record.training.facts import RankFacts
 from ...record.training.settings import VerifySettings
-from .run_observed import ObservedRuns, RunFailedError, VerifyRequest
+from ..script_runs.script_runs import ScriptRequest
+from .run_observed import ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
 FIRST_RUN_SHARE = 0.5  # of the time budget
 WHOLE_PASS = 1 << 30  # batches
 ALONE_PASSES, RESUMED_PASSES = 1, 1
 
-__all__ = ["VerifyRequest", "run_verification"]
 
-
-def run_verification(asked: VerifyRequest, say: Callable[[str], None]) -> VerifyRuns:
+def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> VerifyRuns:
     """Run the script on all ranks and on one, and return what was observed.
 
     Args:
@@ -43,7 +42,7 @@ def run_verification(asked: VerifyRequest, say: Callable[[str], None]) -> Verify
 def _run_all(runs: ObservedRuns) -> VerifyRuns:
     """Run all ranks; again with passes of full length if the script fails with shorter ones."""
     settings = VerifySettings("", keeps_mib=KEPT_MIB)
-    what, limit_s = "all ranks: observe the training", FIRST_RUN_SHARE * runs.left_s
+    what, limit_s = "all ranks: observe the training", FIRST_RUN_SHARE * runs.deadline.left_s
     try:
         ranks = runs.run("ranks", what, settings, limit_s=limit_s)
         return VerifyRuns(ranks, notes=_incomplete(ranks))

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.study.diagnose.overlay import Overlay, remove, user_folders
+from paceline.study.script_runs.overlay import Overlay, remove, user_folders
 
 CHANGES = "echo new > data.txt; rm -r kept; mkdir out; cat data.txt; touch visible/there; ls"
 
