@@ -92,18 +92,18 @@ def running(tmp_path):
     launcher.stderr.close()
 
 
-def test_ranks_end_within_5_seconds_after_launcher_sigkill(running):
+def test_ranks_end_within_5_seconds_after_launcher_sigkill(running, tmp_path):
     launcher, script = running
     launcher.kill()
     launcher.wait()
     ranks.wait_until(lambda: ranks.alive(script) == [], seconds=5)
-    ranks.wait_until(lambda: ranks.in_memory() == set(), seconds=5)
+    ranks.wait_until(lambda: ranks.in_memory(tmp_path) == set(), seconds=5)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signals_end_all_ranks(running, number, code):
+def test_signals_end_all_ranks(running, tmp_path, number, code):
     launcher, script = running
     started = time.monotonic()
     launcher.send_signal(number)
@@ -111,7 +111,7 @@ def test_signals_end_all_ranks(running, number, code):
     assert time.monotonic() - started < 15
     ranks.wait_until(lambda: ranks.alive(script) == [], seconds=5)
     assert "Paceline ended all ranks" in launcher.stderr.read()
-    assert ranks.in_memory() == set()
+    assert ranks.in_memory(tmp_path) == set()
 
 
 def imports_torch(launcher):
@@ -191,7 +191,7 @@ def test_sigterm_during_import_that_catches_exceptions_is_not_lost(tmp_path):
     _, said = launcher.communicate(timeout=20)
     assert (launcher.returncode, said) == (143, "paceline: SIGTERM before the ranks started\n")
     ranks.wait_until(lambda: ranks.alive(str(script)) == [])
-    assert ranks.in_memory() == set()
+    assert ranks.in_memory(tmp_path) == set()
 
 
 def test_killed_rank_server_ends_job(running):

@@ -45,7 +45,7 @@ def test_record_of_killed_rank_is_complete(tmp_path):
     report = analyse(load_run(record))
     assert report.ranks == [0, 1]
     assert report.steps in (30, 31)
-    assert not ranks.in_memory()
+    assert not ranks.in_memory(tmp_path)
 
 
 def test_each_attempt_has_its_own_record(tmp_path):
@@ -66,6 +66,8 @@ def test_record_is_kept_after_launcher_sigkill(tmp_path, victim):
     )
     try:
         assert b"step 20" in running.stdout.readline()
+        labels = [job_folder.read_label(folder).command for folder in job_folder.running()]
+        assert str(script) in [words[0] for words in labels if words]  # see ranks.in_memory
         family = ranks.family(running.pid)
         for pid in family if victim == "everybody" else [running.pid]:
             os.kill(pid, signal.SIGKILL)
@@ -74,10 +76,9 @@ def test_record_is_kept_after_launcher_sigkill(tmp_path, victim):
     finally:
         running.kill()
     if victim == "everybody":  # the next run on this host saves the record
-        assert not list(record.glob("*.ring"))
         ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
     ranks.wait_until(lambda: list(record.glob("*.ring")))
-    ranks.wait_until(lambda: not ranks.in_memory())
+    ranks.wait_until(lambda: not ranks.in_memory(tmp_path))
     report = analyse(load_run(record))
     assert report.ranks == [0, 1]
     assert report.steps >= 20
@@ -147,7 +148,7 @@ def test_paceline_record_under_torchrun(tmp_path):
     assert again.returncode != 0
     assert b"already contains a record. HINT" in again.stderr
     assert json.loads((record / "run.json").read_text())["command"][0] == str(script)
-    assert not ranks.in_memory()
+    assert not ranks.in_memory(tmp_path)
 
 
 @pytest.mark.long
@@ -160,7 +161,7 @@ def test_record_of_killed_torchrun_rank_is_saved_by_later_run(tmp_path):
     assert result.returncode != 0
     ranks.run(ranks.write(tmp_path, "print('hello')", "other.py"), ranks=1)
     assert analyse(load_run(record)).ranks == [0, 1]
-    assert not ranks.in_memory()
+    assert not ranks.in_memory(tmp_path)
 
 
 def test_record_with_fresh_interpreters(tmp_path):
@@ -319,12 +320,12 @@ def test_concurrent_jobs_do_not_delete_job_folders_of_others():
         )
         for _ in range(12)
     ]
-    for process in started:
-        process.stdout.readline()
+    folders = [Path(process.stdout.readline().decode().strip()) for process in started]
+    assert all(folder.is_dir() for folder in folders)
     for process in started:
         process.communicate(b"go\n", timeout=60)
     assert [process.returncode for process in started] == [0] * 12
-    assert not ranks.in_memory()
+    assert not any(folder.exists() for folder in folders)
 
 
 @pytest.fixture
@@ -356,7 +357,7 @@ def test_record_on_full_disk_is_reported_once_without_partial_files(tmp_path, sm
         assert analyse(load_run(record)).steps == 400
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    assert not ranks.in_memory()
+    assert not ranks.in_memory(tmp_path)
 
 
 def test_record_folder_name_with_control_characters(tmp_path):

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+import ranks
 
 from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring.recorder import Recorder
@@ -116,9 +118,36 @@ def test_full_disk_raises_error(tmp_path, monkeypatch):
         Recorder(0, 1)
 
 
-def test_recorder_leaves_no_file_and_measures_its_overhead():
+KILLED = """
+    import os, time
+    from paceline.record.attach import attach
+
+    attach()
+    time.sleep(1)  # several samples of the stack
+    print(flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_killed_process_without_a_launcher_leaves_no_file(tmp_path):
+    """Neither a ring nor the lines that its sampler saw, in /dev/shm and the temporary folder."""
+    script = ranks.write(tmp_path, KILLED)
+    places = (Path("/dev/shm"), tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        env=ranks.environment(TMPDIR=str(tmp_path)),
+    )
+    process.stdout.readline()
+    process.kill()
+    process.communicate()
+    names = [path.name for place in places for path in place.iterdir()]
+    assert not [name for name in names if str(process.pid) in name or name.startswith("tmp")]
+
+
+def test_recorder_without_a_folder_measures_its_overhead():
     recorder = Recorder(0, 1)
-    assert not [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
+    assert recorder.path is None
     recorder.event(State.INPUT, 1, 2)
     recorder.end_of_step()
     record = parse_record(recorder.snapshot())

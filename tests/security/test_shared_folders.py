@@ -75,12 +75,8 @@ RIGHT = {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
     "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
-    "record/ring/recorder.py": {
-        "path.unlink(missing_ok=True)": "a name with 64 random bits",
-        "ring.unlink()": "its own, just made",
-    },
     "record/ring/ring.py": {
-        "path.unlink(missing_ok=True)": "in the job's folder, or a random name",
+        "path.unlink(missing_ok=True)": "in the job's folder",
         "self.path.unlink(missing_ok=True)": "its own",
     },
     "record/ring/stack_sampler.py": {"open(fd, 'a')": "a descriptor of security's"},

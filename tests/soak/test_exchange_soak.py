@@ -10,7 +10,6 @@ import select
 import signal
 import statistics
 import time
-from pathlib import Path
 
 import pytest
 
@@ -96,7 +95,7 @@ def once(seed):
 @pytest.mark.soak
 @pytest.mark.alone
 def test_ranks_killed_or_stopped_in_collective_are_reported():
-    before, times = set(Path("/dev/shm").iterdir()), []
+    times = []
     for seed in range(SEED, SEED + 100):
         victim, how, said = once(seed)
         gone = f"can't continue: rank {victim} has died"
@@ -106,4 +105,3 @@ def test_ranks_killed_or_stopped_in_collective_are_reported():
             if how == signal.SIGKILL:
                 times.append(after)
     assert statistics.median(times) < 0.2
-    assert set(Path("/dev/shm").iterdir()) <= before

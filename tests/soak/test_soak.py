@@ -142,7 +142,7 @@ def test_resume_after_kills_at_random_times_is_bitwise_equal(tmp_path):
         ]
         for turn in turns:
             print(turn.result())
-    assert ranks.in_memory() == set()
+    assert ranks.in_memory(tmp_path) == set()
 
 
 RECORDED = """
@@ -187,4 +187,4 @@ def test_records_are_complete_after_kills_at_random_times(tmp_path):
         assert report.steps >= 10
         assert not report.refused
         assert all(sum(rank.values()) == pytest.approx(1) for rank in report.states)
-    ranks.wait_until(lambda: not ranks.in_memory())
+    ranks.wait_until(lambda: not ranks.in_memory(tmp_path))

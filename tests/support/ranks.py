@@ -140,21 +140,17 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def in_memory() -> set[str]:
-    """Return this user's Paceline folders in /dev/shm whose lock no running job holds.
-
-    Tests of other users' files run at the same time: a lock may be a FIFO, which must not block.
+def in_memory(folder: Path) -> set[str]:
+    """Return what jobs of a test have left in /dev/shm: this user's job folders, not locked by a
+    running job, whose script or record is in ``folder``. Other tests may run at the same time.
     """
     found = set()
-    for path in Path("/dev/shm").glob("paceline-*"):
+    for path in Path("/dev/shm").glob(f"paceline-job-{os.geteuid()}-*"):
         try:
-            if path.lstat().st_uid != os.geteuid():
+            if not any(str(folder) in file.read_text() for file in path.glob("*.json")):
                 continue
-            lock = os.open(path / "lock", os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            finally:
-                os.close(lock)
+            with open(path / "lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
         except OSError:

@@ -313,4 +313,4 @@ def test_summary_is_printed_under_torchrun_and_single_process(tmp_path):
 def test_failed_run_prints_no_summary_and_frees_shared_memory(tmp_path):
     said = mistake(tmp_path, NAN)
     assert "parallel efficiency" not in said
-    assert ranks.in_memory() == set()
+    assert ranks.in_memory(tmp_path) == set()

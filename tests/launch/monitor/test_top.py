@@ -192,7 +192,7 @@ def test_top_shows_running_stopped_and_ended_job(tmp_path):
     assert ended.stderr == (
         f"paceline: {record}: the run has ended. HINT: paceline report {record}\n"
     )
-    assert not ranks.in_memory()
+    assert not ranks.in_memory(tmp_path)
 
 
 def _pids(name):

@@ -172,8 +172,7 @@ def start(folder, job, name):
     if not network_links():
         pytest.skip("this machine has no network interface but loopback")
     _, options, on_each = JOBS[name]
-    before = ranks.in_memory()
-    result = paceline(folder, job(name), "--fresh", *options, "script.py")
+    result = paceline(folder, job(name), "--fresh", *options, folder / "script.py")
     assert result.returncode == 0, result.stdout + result.stderr
     size = sum(on_each)
     seats = [(host, local) for host, count in enumerate(on_each) for local in range(count)]
@@ -188,7 +187,7 @@ def start(folder, job, name):
         assert not Path(f"/proc/{process}").exists()
         if secret is not None:
             assert secret not in " ".join(words) + result.stdout + result.stderr
-    assert ranks.in_memory() <= before
+    assert not ranks.in_memory(folder)
     return made
 
 

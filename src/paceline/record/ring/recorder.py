@@ -1,9 +1,7 @@
 """The recorder of one rank, which the hooks call: its clock, its ring and its measured cost."""
 
-import contextlib
 import functools
 import os
-import secrets
 import socket
 import sys
 import tempfile
@@ -110,7 +108,7 @@ class Recorder:
 
     @property
     def path(self) -> Path | None:
-        """The ring's file, which may already be unlinked."""
+        """The ring's file; None without a ring, and if no other process reads it."""
         return self._ring.path if self._ring is not None else None
 
     def event(
@@ -355,22 +353,12 @@ def _open_ring(rank: int, meta: dict[str, Any], folder: Path | None) -> Ring:
     named = folder or os.environ.get("PACELINE_RECORD")
     folders = [Path(named)] if named else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     for place in folders:
-        path = (
-            place / f"paceline-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}-rank-{rank}.ring"
-        )
-        if named:
-            path = place / f"rank-{rank}-{os.getpid()}.ring"
         try:
-            ring = Ring(path, meta)
+            if named:
+                return Ring(place / f"rank-{rank}-{os.getpid()}.ring", meta)
+            return Ring(place, meta, unnamed=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
             problem = error
-            continue
-        if not named:
-            # No other process reads it, so the file must not remain when the rank ends.
-            ring.unlink()
-        return ring
     raise ValueError(
         f"no room for the record of rank {rank} in {' or '.join(map(str, folders))}: {problem}. "
         "HINT: free space in one of these folders, or set paceline.init(record=False)"

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -53,20 +54,39 @@ def _no_reading(_: int) -> None:
 
 
 class Ring:
-    """The ring buffer of a rank's events in ``path``; it keeps the newest ``capacity``."""
+    """The ring buffer of a rank's events; it keeps the newest ``capacity``.
 
-    def __init__(self, path: Path, meta: dict[str, Any], capacity: int = DEFAULT_CAPACITY) -> None:
-        self.path = path
+    Args:
+        place: The ring's file. With ``unnamed`` the folder for a file without a name, which no
+            other process reads, and which disappears however this process ends.
+        meta: The header's JSON.
+        capacity: Number of events.
+        unnamed: Whether the file has no name.
+
+    Attributes:
+        path: The ring's file, or None if it has no name.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        meta: dict[str, Any],
+        capacity: int = DEFAULT_CAPACITY,
+        unnamed: bool = False,
+    ) -> None:
+        self.path = None if unnamed else place
         self.capacity = capacity
         size = HEADER_BYTES + capacity * EVENT.size
-        path.unlink(missing_ok=True)  # never truncate a file that an ending rank may have mapped
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        fd = open_regular(path, flags, follow_links=False, owner=os.geteuid())
+        fd = _create_unnamed(place) if unnamed else _create(place)
         try:
             # Reserve the space now: a full /dev/shm raises an error here, instead of a SIGBUS
             # later.
             os.posix_fallocate(fd, 0, size)
             self._map = mmap.mmap(fd, size)
+        except OSError:
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         self._next = count()
@@ -176,6 +196,13 @@ class Ring:
         """Return the file's bytes without the unused slots."""
         return self._map[: HEADER_BYTES + min(self.written, self.capacity) * EVENT.size]
 
-    def unlink(self) -> None:
-        """Unlink the file; the mapping stays valid."""
-        self.path.unlink(missing_ok=True)
+
+def _create(path: Path) -> int:
+    path.unlink(missing_ok=True)  # never truncate a file that an ending rank may have mapped
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    return open_regular(path, flags, follow_links=False, owner=os.geteuid())
+
+
+def _create_unnamed(folder: Path) -> int:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.dup(file.fileno())
