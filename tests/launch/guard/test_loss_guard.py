@@ -86,10 +86,12 @@ def test_reference_of_another_model_is_a_mistake(reference):
     other = {"shapes": [[4, 5]], "tensors": 1, "elements": 20, "sharded": False}
     guard.take_message(0, {"model": other})
     job, said = GuardedJob(guard), []
-    assert job.check(said.append, False, lambda: None)
-    assert job.exit_code == 2
-    assert "another model: the reference's has 16 parameters" in said[0]
-    assert "shape [4, 4] there, [4, 5] here" in said[0]
+    end = job.check(said.append, False, lambda: None)
+    assert (end.exit_code, end.may_restart, job.exit_code) == (2, False, 2)
+    assert "another model: the reference's has 16 parameters" in end.text
+    assert "shape [4, 4] there, [4, 5] here" in end.text
+    job.finish(said.append)
+    assert said == []
 
 
 def test_sharded_models_are_not_compared(reference):
@@ -116,7 +118,7 @@ def test_actions(reference, action, can_stop, code, ends, warned):
     for row in rows(values):
         guard.take_message(0, {"steps": [(row[0], 2 * row[1], *row[2:])]})
     job, said, warnings = GuardedJob(guard), [], []
-    assert job.check(said.append, can_stop, lambda: warnings.append(1)) is ends
+    assert bool(job.check(said.append, can_stop, lambda: warnings.append(1))) is ends
     assert (job.exit_code, len(warnings)) == (code, warned)
 
 

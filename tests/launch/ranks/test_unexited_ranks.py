@@ -66,7 +66,7 @@ def test_job_ends_although_a_finished_rank_can_not_be_killed(agent, monkeypatch)
     """Such a rank waits for a device or file system that does not answer (state D)."""
     for step in ("_collect_exits", "_poll_hosts", "_readmit_hosts", "_forward"):
         monkeypatch.setattr(agent, step, lambda: None)
-    agent.bindings = agent.hang_report = None
+    agent.bindings = agent.end = None
     agent.interrupt, agent._returned_hosts = SimpleNamespace(check=lambda: None), []
     rank = agent.ranks[1]
     rank.finished_code, rank.finished_at = 0, time.monotonic()

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..job_end import JobEnd
 from .request import DIVERGED_EXIT_CODE, Action
 
 if TYPE_CHECKING:  # it imports numpy
     from .loss_guard import LossGuard
+
+MISTAKE_EXIT_CODE = 2  # the reference does not fit the job
 
 
 class GuardedJob:
@@ -15,11 +18,10 @@ class GuardedJob:
     Attributes:
         guard: The guard, or None.
         exit_code: Exit code of the job if the guard ends it, or had it end; else 0.
-        has_ended: Whether the guard ends the job at once.
     """
 
     def __init__(self, guard: "LossGuard | None") -> None:
-        self.guard, self.exit_code, self.has_ended = guard, 0, False
+        self.guard, self.exit_code = guard, 0
 
     @property
     def take_line(self) -> Callable[[int, str], None] | None:
@@ -38,8 +40,8 @@ class GuardedJob:
 
     def check(
         self, say: Callable[[str], None], can_stop_early: bool, warn_ranks: Callable[[], None]
-    ) -> bool:
-        """Return whether the job ends now.
+    ) -> JobEnd | None:
+        """Return why the job must end; None if it goes on.
 
         Args:
             say: Prints a message.
@@ -47,18 +49,21 @@ class GuardedJob:
             warn_ranks: Warns them, as before a time limit.
         """
         if self.guard is None:
-            return False
+            return None
         result, action = self.guard.check(say), self.guard.request.action
         if result == "mistake":
-            say(f"paceline: {self.guard.mistake}\n")
-            self.exit_code, self.has_ended = 2, True
-        elif result and action is Action.STOP:
-            say("paceline: guard: Paceline ends the job (--on-divergence stop)\n")
-            self.exit_code, self.has_ended = DIVERGED_EXIT_CODE, True
-        elif result and action is Action.CHECKPOINT:
+            return self._end(f"paceline: {self.guard.mistake}\n", MISTAKE_EXIT_CODE)
+        if result and action is Action.STOP:
+            text = "paceline: guard: Paceline ends the job (--on-divergence stop)\n"
+            return self._end(text, DIVERGED_EXIT_CODE)
+        if result and action is Action.CHECKPOINT:
             self._request_checkpoint(say, can_stop_early)
             warn_ranks()
-        return self.has_ended
+        return None
+
+    def _end(self, text: str, code: int) -> JobEnd:
+        self.exit_code = code
+        return JobEnd(text, code, may_restart=False)
 
     def _request_checkpoint(self, say: Callable[[str], None], can_stop_early: bool) -> None:
         if can_stop_early:
@@ -73,7 +78,7 @@ class GuardedJob:
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Print the result at the end of the job, unless the reference was not the job's."""
-        if self.guard is None or (self.has_ended and self.exit_code == 2):
+        if self.guard is None or self.exit_code == MISTAKE_EXIT_CODE:
             return
         last = self.guard.finish(say)
         if last == "diverged" and self.guard.request.action is Action.STOP:

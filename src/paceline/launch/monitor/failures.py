@@ -1,7 +1,10 @@
 """Find the rank that failed first, and describe its failure."""
 
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...record.hooks.error_messages import find_peer_gone
 from ...security.text import printable
@@ -44,6 +47,25 @@ class RankStatus:
         None  # the step of its checkpoint, where it has left before the end
     )
     exit_overdue: bool = False
+
+    def take_message(
+        self, message: dict[str, Any], to_local_time: Callable[[float], float]
+    ) -> None:
+        """Take a message of the rank to the launcher.
+
+        Args:
+            message: See ``rank_messages.RankMessage``.
+            to_local_time: Converts times of the rank's host.
+        """
+        if "exception" in message:
+            self.exception, self.exception_exit_code = message["exception"], message["code"]
+            self.raised_at = to_local_time(message["at"])
+        elif "finished" in message:
+            self.finished_code, self.finished_at = message["finished"], time.monotonic()
+        elif "leaves" in message:
+            self.stops_on_warning = bool(message["leaves"])
+        elif "left" in message:
+            self.stopped_at_step = int(message["left"])
 
     @property
     def running(self) -> bool:

@@ -12,10 +12,10 @@ Otherwise the job hangs and is ended.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ...plurals import named_ranks
 from ..job import DEFAULT_HANG_TIMEOUT_S
+from ..job_end import JobEnd
 from .live_records import JobSnapshot, rank_of
 from .progress import ProgressReport
 
@@ -25,21 +25,6 @@ _LONGEST_IDLE_FACTOR = 3.0  # times the longest idle interval so far: shorter in
 _NEXT_REPORT_FACTOR = 4.0  # times the idle time of the last report: when the job is judged again
 _CHECK_INTERVAL_S = 1.0
 _SUSPENDED_S = 10.0  # without a check: the launcher was suspended, and the ranks perhaps as well
-
-
-@dataclass(frozen=True)
-class HangReport:
-    """Why the job is ended.
-
-    Attributes:
-        text: Report for the user.
-        awaited_rank: Rank that the others wait for, or None if that is not known.
-        silent_hosts: Names of hosts that do not answer.
-    """
-
-    text: str
-    awaited_rank: int | None
-    silent_hosts: list[str]
 
 
 class HangDetector:
@@ -69,8 +54,8 @@ class HangDetector:
         self,
         poll_hosts: Callable[[], Sequence[ProgressReport]],
         write_message: Callable[[str], None],
-    ) -> HangReport | None:
-        """Return a HangReport if the job must end. ``write_message`` prints other messages."""
+    ) -> JobEnd | None:
+        """Return the report if the job must end. ``write_message`` prints other messages."""
         now = time.monotonic()
         if not self._timeout or now - self._last_check < min(_CHECK_INTERVAL_S, self._timeout / 4):
             return None
@@ -103,10 +88,10 @@ class HangDetector:
         limit: float,
         busy_ranks: set[int],
         write_message: Callable[[str], None],
-    ) -> HangReport | None:
+    ) -> JobEnd | None:
         from ...analyze.live.deadlock import find_deadlocked_ranks
         from ...analyze.live.live_view import view
-        from ...report.terminal.hang import find_computing_ranks, hang_report, suspected_rank
+        from ...report.terminal.hang import find_computing_ranks, hang_report
 
         snapshot = self._fetch_records(MAX_EVENTS_PER_RANK)
         if snapshot is None or snapshot.ending:
@@ -126,7 +111,8 @@ class HangDetector:
         stacks = {rank_of(tail): tail.stack for tail in snapshot.tails if tail.stack}
         text = hang_report(current_view, stacks, busy_ranks, idle_s, snapshot.silent_hosts)
         if may_end and (self._reported_limit_s or not computing_ranks):
-            return HangReport(text, suspected_rank(current_view), snapshot.silent_hosts)
+            text += "  The job hangs: Paceline ends its ranks.\n"
+            return JobEnd(text, HANG_EXIT_CODE, silent_hosts=snapshot.silent_hosts)
         self._reported_limit_s = max(limit, _NEXT_REPORT_FACTOR * self._reported_limit_s)
         if may_end:
             extra_s = _NEXT_REPORT_FACTOR * limit - idle_s

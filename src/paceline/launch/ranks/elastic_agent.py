@@ -26,9 +26,10 @@ from torch.distributed.elastic.agent.server.api import (
 from ...security.outputs import write_output
 from ..affinity.report_bindings import BindingsReport
 from ..guard.guarded_job import GuardedJob
+from ..job_end import JobEnd
 from ..layout import Seat, make_seats
 from ..monitor.failures import RankStatus, describe_failure, first_failure
-from ..monitor.hang_detector import HANG_EXIT_CODE, HangDetector, HangReport
+from ..monitor.hang_detector import HangDetector
 from ..monitor.interrupt import EARLY_STOP_TIMEOUT_S, Interrupt, TerminatedError
 from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
@@ -74,7 +75,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._started_ns, self._horovod = started, horovod
         self.ranks: list[RankStatus] = []
         self.cause: RankStatus | None = None  # rank whose failure ended the last attempt
-        self.hang_report: HangReport | None = None  # if a hang ended the last attempt
+        self.end: JobEnd | None = None  # if Paceline ended the last attempt
         self.pending_signals: list[int] = []  # to be forwarded to the ranks
         self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
         self.guarded = GuardedJob(None)
@@ -90,7 +91,7 @@ class ElasticAgent(SimpleElasticAgent):
         if remaining is not None:
             remaining.attempt = self._attempt
             changed = remaining.readmit_returned() | remaining.drop_lost()
-            if changed | remaining.exclude_repeat_failure(None if self.hang_report else self.cause):
+            if changed | remaining.exclude_repeat_failure(self.cause):
                 self._use_remaining_hosts(remaining, spec)
         while True:
             try:
@@ -107,7 +108,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._attempt:
             self._announce_restart(worker_group.spec)
-        self.ranks, self.cause, self.hang_report, self._returned_hosts = [], None, None, []
+        self.ranks, self.cause, self.end, self._returned_hosts = [], None, None, []
         self.guarded.begin_attempt(len(self._seats))
         workers, coordinator = self._rank_addresses
         environment = dict(os.environ)
@@ -140,20 +141,17 @@ class ElasticAgent(SimpleElasticAgent):
             if self.early_stop_deadline is not None:  # the scheduler ends the job: do not restart
                 self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
-        if self.guarded.check(self.output.say, self.can_stop_early, self._warn_ranks):
-            self._remaining_restarts, self.cause = 0, RankStatus(0)
-            self.cause.exit_code = self.guarded.exit_code
-            return RunResult(state=WorkerState.FAILED)
         if self.bindings is not None:
             self.bindings.check(self._hosts, self._seats)
         self._end_unexited_ranks()
-        if any(rank.running and rank.finished_code is None for rank in self.ranks):
-            self.hang_report = self.hang_detector.check(self._progress, self.output.say)
-        if self.hang_report is not None:
+        self.end = self._ask_observers()
+        if self.end is not None:
             for host in self._hosts:
-                if host.name in self.hang_report.silent_hosts:
+                if host.name in self.end.silent_hosts:
                     host.give_up()
-            self.cause = RankStatus(self.hang_report.awaited_rank or 0, exit_code=HANG_EXIT_CODE)
+            self.cause = RankStatus(0, exit_code=self.end.exit_code)
+            if not self.end.may_restart:
+                self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
         # A finished rank that not even SIGKILL ends (state D) is left: process_groups prints it.
         left_before = time.monotonic() - EXIT_TIMEOUT_S - process_groups.KILL_TIMEOUT_S
@@ -167,12 +165,19 @@ class ElasticAgent(SimpleElasticAgent):
         results = {rank.rank: None for rank in self.ranks}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=results)
 
+    def _ask_observers(self) -> JobEnd | None:
+        """Return why the job must end, if the guard or the hang detector says so."""
+        end = self.guarded.check(self.output.say, self.can_stop_early, self._warn_ranks)
+        if end is None and any(rank.running and rank.finished_code is None for rank in self.ranks):
+            end = self.hang_detector.check(self._progress, self.output.say)
+        return end
+
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        if self.hang_report is not None:  # reported before any rank is ended
-            self.output.say(f"{self.hang_report.text}  The job hangs: Paceline ends its ranks.\n")
+        if self.end is not None:  # reported before any rank is ended
+            self.output.say(self.end.text)
         self.end_ranks()
         self.output.drain()
-        if self.cause is not None and self.hang_report is None and not self.guarded.has_ended:
+        if self.cause is not None and self.end is None:
             tail = list(self.output.tails[self.cause.rank])
             self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1))
 
@@ -254,9 +259,8 @@ class ElasticAgent(SimpleElasticAgent):
         self._returned_hosts = self.remaining.announce_returned(
             self.can_stop_early, self.output.say
         )
-        for rank in self.ranks:
-            if rank.running and self._returned_hosts:
-                self._signal(rank, signal.SIGUSR1)
+        if self._returned_hosts:
+            self._warn_ranks()
 
     def _use_remaining_hosts(self, remaining: RemainingHosts, spec: WorkerSpec) -> None:
         """Use the remaining hosts for the next attempt, and renumber the ranks."""
@@ -291,9 +295,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._request_early_stop()
                 continue
             self.output.say(f"paceline: {signal.Signals(kind).name} is forwarded to the ranks\n")
-            for rank in self.ranks:
-                if rank.running:
-                    self._signal(rank, kind)
+            self._warn_ranks(kind)
 
     @property
     def can_stop_early(self) -> bool:
@@ -327,11 +329,11 @@ class ElasticAgent(SimpleElasticAgent):
         )
         self._warn_ranks()
 
-    def _warn_ranks(self) -> None:
-        """Have the ranks write a checkpoint and stop, if they can."""
+    def _warn_ranks(self, kind: int = signal.SIGUSR1) -> None:
+        """Send a signal to all ranks; on SIGUSR1 they write a checkpoint and stop, if they can."""
         for rank in self.ranks:
             if rank.running:
-                self._signal(rank, signal.SIGUSR1)
+                self._signal(rank, kind)
 
     def _poll_hosts(self) -> None:
         """Tell hosts whether ranks can stop early; check whether a scheduler ends the job."""
@@ -364,18 +366,11 @@ class ElasticAgent(SimpleElasticAgent):
         """Handle a rank's message to the launcher; called from the output's thread."""
         rank = self.ranks[number] if number < len(self.ranks) else None
         self.guarded.take_message(number, message)
-        if rank is not None and "exception" in message:
+        if rank is not None:
             host = self._hosts[self._seats[number].host]
-            rank.exception, rank.raised_at = message["exception"], host.to_local_time(message["at"])
-            rank.exception_exit_code = message["code"]
-        elif rank is not None and "finished" in message:
-            rank.finished_code, rank.finished_at = message["finished"], time.monotonic()
-        elif rank is not None and "leaves" in message:
-            rank.stops_on_warning = bool(message["leaves"])
-        elif "ending" in message:
+            rank.take_message(message, host.to_local_time)
+        if "ending" in message:
             self.defer_termination(signal.SIGTERM)
-        elif rank is not None and "left" in message:
-            rank.stopped_at_step = int(message["left"])
         elif "summary" in message and self.summary is not None:
             try:
                 write_output(self.summary, message["summary"])

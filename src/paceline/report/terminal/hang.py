@@ -108,15 +108,6 @@ def _stopped_sentence(now: RankState) -> str:
     return f"Rank {now.rank} is stopped by a signal (SIGSTOP)."
 
 
-def suspected_rank(view: View | None) -> int | None:
-    """Return the rank that the others probably wait for, or None."""
-    if view is None:
-        return None
-    stopped = [now.rank for now in view.now if now.process == "stopped"]
-    absent = [rank for one in view.standing for rank in one.absent]
-    return next(iter([*stopped, *absent, *view.missing_ranks]), None)
-
-
 def find_computing_ranks(view: View | None, busy: set[int]) -> list[int]:
     """Return the ranks that compute outside of collectives and loaders.
 
