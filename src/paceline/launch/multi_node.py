@@ -19,6 +19,7 @@ from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
 from .ranks.process_groups import end_remaining_children
+from .records.summary import print_summary
 from .recovery.rejoin import LostHostWatcher
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
@@ -33,7 +34,6 @@ from .remote.remote_host import HostTimeoutError, RemoteHost
 from .remote.start_agents import AgentConnections
 from .remote.start_commands import LaunchTool
 from .requeue import requeue
-from .single_node import print_summary
 
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard
@@ -139,7 +139,7 @@ def run(
             move_earlier_attempts(job.record, remaining.attempt)
         lost = any(host.record_error for host in remote_hosts)  # this was reported
         if not lost or any(job.record.glob("*.ring")):
-            print_summary(job, job.record, code)
+            print_summary(job.record, code, job.summary, guard)
     if interrupt.stopped_early:
         requeue()
     return code

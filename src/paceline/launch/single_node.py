@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.reachable_address import variables as interface_variables
-from ..security.outputs import write_output
 from .job import Job, check, preloads, variables
 from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
@@ -20,7 +19,8 @@ from .monitor.interrupt import TERMINATION_SIGNALS, Interrupt, TerminatedError, 
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
-from .requeue import STOPPED_EARLY_EXIT_CODE, requeue
+from .records.summary import print_summary
+from .requeue import requeue
 
 if TYPE_CHECKING:
     from .guard.loss_guard import LossGuard
@@ -47,7 +47,7 @@ def run(job: Job, message: str = "", guard: "LossGuard | None" = None) -> int:
         sys.stderr.write(f"paceline: {name} before the ranks started\n")
         return 128 + end.number
     if job.record is not None and kept:
-        print_summary(job, job.record, code)
+        print_summary(job.record, code, job.summary, guard)
     if interrupt.stopped_early:
         requeue()
     return code
@@ -103,25 +103,6 @@ def _clean_up(server: RankServer | None, folder: Path) -> bool:
         server.end(2.0)
     end_remaining_children()
     return job_folder.clear(folder)
-
-
-def print_summary(job: Job, folder: Path, code: int) -> None:
-    """Print the figures of a recorded run, unless it failed, and where its record is."""
-    from ..analyze.figures.report import analyse
-    from ..analyze.records.load_run import load_run
-    from ..report.terminal.run_report import render
-    from ..report.verdict.of_run import run_json
-
-    try:
-        report = analyse(load_run(folder))
-    except ValueError as error:
-        sys.stderr.write(f"paceline: {error}\n")
-        return
-    if code in (0, STOPPED_EARLY_EXIT_CODE):
-        sys.stderr.write(render(report))
-    sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
-    if job.summary is not None:
-        write_output(job.summary, run_json(report))
 
 
 def run_rank_server(job: ForkedRankServer) -> NoReturn:

@@ -18,6 +18,7 @@ from .monitor.output import RankOutput
 from .ranks.elastic_agent import ElasticAgent
 from .ranks.host import Host
 from .ranks.rendezvous import Rendezvous
+from .records.summary import write_summary
 from .recovery.shrink import RemainingHosts, check_min_hosts
 from .requeue import STOPPED_EARLY_EXIT_CODE
 from .script_source import uses_horovod
@@ -57,8 +58,7 @@ def watch(
         monitor_interval=0.05,
     )
     agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
-    agent.interrupt, agent.summary = interrupt, job.summary
-    agent.remaining, agent.guarded = remaining, GuardedJob(guard)
+    agent.interrupt, agent.remaining, agent.guarded = interrupt, remaining, GuardedJob(guard)
     agent.bindings = (
         BindingsReport(lambda text: agent.output.say(text)) if job.report_bindings else None
     )
@@ -84,6 +84,8 @@ def watch(
             agent.bindings.end()
         agent.guarded.finish(agent.output.say)
         agent.output.close()
+        if job.summary is not None and job.record is None:
+            write_summary(job.summary, job.words, agent.summary, guard)
     if agent.stopped_at_step is not None and agent.guarded.exit_code:
         sys.stderr.write(agent.guarded.describe_checkpoint(agent.stopped_at_step))
         return agent.guarded.exit_code

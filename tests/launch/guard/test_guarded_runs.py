@@ -1,5 +1,6 @@
 """``paceline run --reference`` and ``--make-reference`` of real trainings."""
 
+import json
 import re
 
 import pytest
@@ -82,24 +83,44 @@ def test_fault_is_told_and_stops_the_job(tmp_path):
     assert [len(run) for run in reference.runs] == [200, 200]
     assert reference.runs[0].samples_per_step == 32
     assert reference.model.elements == 68
-    launcher = f"paceline --reference {file} --on-divergence stop"
+    launcher = f"paceline --reference {file} --on-divergence stop --json {tmp_path}/out.json"
     result = ranks.run(script, 7, 120, launcher=launcher, check=False)
     assert result.returncode == DIVERGED_EXIT_CODE
     found = re.search(r"left the band of the reference at step (\d+) \(([\d,]+)", result.stderr)
     assert 115 <= int(found[1]) <= 130
     assert int(found[2].replace(",", "")) == 32 * int(found[1])
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["format"], written["command"]) == ("paceline-guard", [str(script), "7", "120"])
+    guard = written["guard"]
+    assert (guard["result"], guard["on_divergence"]) == ("left-band", "stop")
+    assert (guard["reference_runs"], guard["reference_end"]) == (2, 6400)
+    left = guard["left"]
+    assert (left["kind"], left["step"], left["samples"]) == (
+        "high",
+        int(found[1]),
+        32 * left["step"],
+    )
+    assert left["value"] > left["expected"]
+    assert left["step"] < left["found_step"] <= guard["values"]
 
 
 @pytest.mark.long
 def test_healthy_job_and_wrong_model(tmp_path):
     script, file, _ = make(tmp_path, TRAIN, "{seed}", 0)
-    result = ranks.run(script, 8, 0, launcher=f"paceline --reference {file}")
+    launcher = f"paceline --reference {file} --record {tmp_path}/record --json {tmp_path}/out.json"
+    result = ranks.run(script, 8, 0, launcher=launcher)
     assert "stayed within the band of the reference" in result.stderr
     assert result.stderr.count("guard:") == 2
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["format"], written["steps"]) == ("paceline-report", 200)
+    assert (written["guard"]["result"], written["guard"]["left"]) == ("within-band", None)
+    assert (written["guard"]["values"], written["guard"]["end"]) == (200, 6400)
     other = ranks.write(tmp_path, TRAIN.replace("Linear(16, 4)", "Linear(16, 4, False)"), "b.py")
-    result = ranks.run(other, 8, 0, launcher=f"paceline --reference {file}", check=False)
+    launcher = f"paceline --reference {file} --json {tmp_path}/other.json"
+    result = ranks.run(other, 8, 0, launcher=launcher, check=False)
     assert result.returncode == 2
     assert "the reference is of another model" in result.stderr
+    assert json.loads((tmp_path / "other.json").read_text())["guard"]["result"] == "other-model"
 
 
 @pytest.mark.long
@@ -125,9 +146,12 @@ def test_values_of_world_log_and_records(tmp_path):
     assert str(reference.metric) == "'train' of world.log"
     assert len(reference.runs[0]) == 200
     options = " ".join(f"--reference {record}" for record in records)
-    result = ranks.run(script, 0, "", launcher=f"paceline {options}")
+    result = ranks.run(script, 0, "", launcher=f"paceline {options} --json {tmp_path}/out.json")
     assert "repeat another one value by value" in result.stderr
     assert "stayed within the band" in result.stderr
+    written = json.loads((tmp_path / "out.json").read_text())  # of rank 0, and of the launcher
+    assert (written["format"], written["steps"]) == ("paceline-report", 200)
+    assert written["guard"]["metric"] == "'train' of world.log"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...analyze.reference.changes import Change, find_changes
-from ...analyze.reference.learning_rate import RateWatch
+from ...analyze.reference.learning_rate import RateRise, RateWatch
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN
 from ...analyze.reference.reference_file import write_reference
 from ...analyze.reference.replicas import ReplicaWatch
@@ -31,6 +31,29 @@ SHOWN_CHARS = 100  # of a line of output
 Value = tuple[float, float, float]  # step, samples (0: not known), value
 
 
+@dataclass(frozen=True)
+class Departure:
+    """Where the job left the band, or its ranks no longer held the same parameters.
+
+    Attributes:
+        kind: "high", "low", "nonfinite" or "replicas".
+        step: First step of it.
+        samples: Samples of all ranks until then; None if they are not known.
+        found_step: Step at which it was certain.
+        value, expected: Mean of the metric since then, of the job and of the reference; None if
+            only the parameters differ.
+        changes: What changed there.
+    """
+
+    kind: str
+    step: int
+    samples: float | None = None
+    found_step: int | None = None
+    value: float | None = None
+    expected: float | None = None
+    changes: list[Change] = field(default_factory=list)
+
+
 class LossGuard:
     """The guard of one job, over all of its attempts.
 
@@ -38,7 +61,9 @@ class LossGuard:
 
     Attributes:
         mistake: Why the reference does not fit the job, or "".
-        has_diverged: Whether the job has left the band.
+        departure: Where the job left the band, or None.
+        rises: Rises of the learning rate that the reference does not have.
+        tested: Values of the last attempt that were held against the reference.
     """
 
     def __init__(self, request: GuardRequest, ranks: int, command: list[str]) -> None:
@@ -56,7 +81,8 @@ class LossGuard:
         self._counts_lines = self._pattern is not None and not self._pattern.has_steps
         self._lock = threading.RLock()
         self.mistake = ""
-        self.has_diverged = False
+        self.departure: Departure | None = None
+        self.rises: list[RateRise] = []
         self._messages: list[str] = []
         self._values: list[Value] = []  # of all attempts, for ``save``
         self._rows: list[JobStep] = []  # steps of ``_values`` where they are the steps' losses
@@ -76,7 +102,7 @@ class LossGuard:
             self._replicas = ReplicaWatch(ranks)
             self._guard = RunGuard(self.standard) if self.standard is not None else None
             self._rates = RateWatch(self.reference) if self.reference is not None else None
-            self._tested: list[Value] = []
+            self.tested: list[Value] = []
             self._pending_changes: tuple[int, Divergence | None] | None = None
             self._batch_compared = False
 
@@ -129,7 +155,7 @@ class LossGuard:
             self._matches += rank == 0
             last = self._steps.kept[-1] if self._steps.kept else None
             samples = float(last.samples) if last is not None else 0.0
-            step = float(last.step) if last is not None else float(len(self._tested) + 1)
+            step = float(last.step) if last is not None else float(len(self.tested) + 1)
             if found.step is not None:
                 known = self._samples_at(found.step)
                 step, samples = found.step, known if known else samples
@@ -150,10 +176,11 @@ class LossGuard:
         self._compare_batch()
         if self._rates is not None:
             rise = self._rates.add(step.step, step.samples, step.rate)
-            if rise is not None and not self.has_diverged:
+            if rise is not None and self.departure is None:
+                self.rises.append(rise)
                 self._messages.append(text.describe_rise(rise))
         found = self._replicas.add(step.step, step.bits)
-        if found is not None and self.reference is not None and not self.has_diverged:
+        if found is not None and self.reference is not None and self.departure is None:
             self._pending_changes = (found.step, None)
         if self.metric.source == BACKWARD and step.losses:
             self._rows.append(step)
@@ -161,17 +188,17 @@ class LossGuard:
 
     def _take_value(self, step: float, samples: float, value: float) -> None:
         self._values.append((step, samples, value))
-        if self._guard is None or self.standard is None or self.has_diverged:
+        if self._guard is None or self.standard is None or self.departure is not None:
             return
         if self.standard.axis == SAMPLES and samples <= 0:
             self._compare_by_steps()
         place = samples if self.standard.axis == SAMPLES else step
         if self.standard.axis == STEPS and self._counts_lines:
-            place = len(self._tested) + 1
-        self._tested.append((step, samples, value))
+            place = len(self.tested) + 1
+        self.tested.append((step, samples, value))
         divergence = self._guard.add(place, value)
         if divergence is not None:
-            first = int(self._tested[divergence.start][0])
+            first = int(self.tested[divergence.start][0])
             self._pending_changes = (first, divergence)
         elif self._guard.is_over and not self._is_over:
             self._is_over = True
@@ -186,7 +213,7 @@ class LossGuard:
         assert self.reference is not None
         self.reference = replace(self.reference, by_steps=True)
         self.standard = make_standard(self.reference)
-        self._guard, self._tested = RunGuard(self.standard), []
+        self._guard, self.tested = RunGuard(self.standard), []
         self._messages.append(
             "paceline: guard: the samples of this job are not known, so it is compared with the "
             "reference at equal steps. HINT: a DataLoader that Paceline sees, or a group "
@@ -231,17 +258,16 @@ class LossGuard:
         return result
 
     def _check(self) -> str:
-        if self.mistake and not self.has_diverged:
+        if self.mistake and self.departure is None:
             return "mistake"
         self._warn_if_silent()
         if self._pending_changes is None or self.reference is None:
             return ""
         first, divergence = self._pending_changes
         self._pending_changes = None
-        if self.has_diverged:
+        if self.departure is not None:
             return ""
-        self.has_diverged = True
-        self._messages.append(self._describe(first, divergence, self.reference))
+        self._messages.append(self._leave(first, divergence, self.reference))
         return "diverged"
 
     def _print(self, say: Callable[[str], None]) -> None:
@@ -253,15 +279,21 @@ class LossGuard:
         for message in messages:
             say(message)
 
-    def _describe(self, first: int, divergence: Divergence | None, reference: Reference) -> str:
+    def _leave(self, first: int, divergence: Divergence | None, reference: Reference) -> str:
+        """Set ``departure``, and return the message."""
         changes: list[Change] = find_changes(
             list(self._steps.kept), first, reference, self._replicas.difference, divergence
         )
         if divergence is None:
+            self.departure = Departure("replicas", first, changes=changes)
             return text.describe_replicas(changes)
         assert self.standard is not None
-        _, samples, _ = self._tested[divergence.start]
-        found_step = int(self._tested[divergence.found][0])
+        _, samples, _ = self.tested[divergence.start]
+        found_step = int(self.tested[divergence.found][0])
+        means = divergence.value, divergence.expected
+        self.departure = Departure(
+            divergence.kind, first, samples or None, found_step, *means, changes
+        )
         return text.describe_divergence(
             divergence, first, samples, found_step, self.standard, changes
         )
@@ -307,10 +339,10 @@ class LossGuard:
             result = self._check()
             if not self._values and not self._is_warned and (self.reference or self.request.save):
                 self._messages.append(self._silence(len(self._steps.kept)))
-            elif self.standard is not None and not self.has_diverged and self._guard is not None:
+            elif self.standard is not None and self.departure is None and self._guard is not None:
                 axis = self.standard.axis
-                end = self._tested[-1][1 if axis == SAMPLES else 0] if self._tested else 0.0
-                self._messages.append(text.describe_end(len(self._tested), self.metric, end, axis))
+                end = self.tested[-1][1 if axis == SAMPLES else 0] if self.tested else 0.0
+                self._messages.append(text.describe_end(len(self.tested), self.metric, end, axis))
             if self.request.save is not None and self._values:
                 self._save(Path(self.request.save))
         self._print(say)

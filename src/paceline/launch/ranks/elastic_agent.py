@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -23,7 +22,6 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from ...security.outputs import write_output
 from ..affinity.report_bindings import BindingsReport
 from ..guard.guarded_job import GuardedJob
 from ..job_end import JobEnd
@@ -53,7 +51,6 @@ class ElasticAgent(SimpleElasticAgent):
     hang_detector: HangDetector
     remaining: RemainingHosts | None = None  # if the job has several hosts
     bindings: BindingsReport | None = None  # if bindings are to be reported
-    summary: Path | None = None  # where to write the report of rank 0
 
     def __init__(
         self,
@@ -76,6 +73,7 @@ class ElasticAgent(SimpleElasticAgent):
         self.ranks: list[RankStatus] = []
         self.cause: RankStatus | None = None  # rank whose failure ended the last attempt
         self.end: JobEnd | None = None  # if Paceline ended the last attempt
+        self.summary: str | None = None  # report of rank 0, as JSON
         self.pending_signals: list[int] = []  # to be forwarded to the ranks
         self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
         self.guarded = GuardedJob(None)
@@ -371,11 +369,8 @@ class ElasticAgent(SimpleElasticAgent):
             rank.take_message(message, host.to_local_time)
         if "ending" in message:
             self.defer_termination(signal.SIGTERM)
-        elif "summary" in message and self.summary is not None:
-            try:
-                write_output(self.summary, message["summary"])
-            except OSError as error:
-                self.output.say(f"paceline: --json {self.summary}: {error.strerror}\n")
+        elif "summary" in message:
+            self.summary = message["summary"]
 
     def _progress(self) -> list[ProgressReport]:
         return [host.progress() for host in self._hosts]

@@ -1,6 +1,7 @@
 """The verdict of a recorded run: the largest loss, its evidence, and what to do next."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ...analyze.diagnosis.evidence import MIN_SHARE
 from ...analyze.figures.losses import Loss
@@ -80,9 +81,9 @@ def verdict_of_growth(grown: list[MemoryGrowth], command: str) -> Verdict:
     return Verdict(said, begin_sentence(memory_sentence(grown)), f"{command} {_WHAT_GROWS}")
 
 
-def run_json(report: Report) -> str:
+def run_json(report: Report, guard: dict[str, Any] | None = None) -> str:
     """Return the report as JSON text, with its verdict."""
-    return report.to_json(verdict=asdict(verdict_of_run(report)))
+    return report.to_json(verdict=asdict(verdict_of_run(report)), guard=guard)
 
 
 def _topics(report: Report) -> list[_Topic]:

@@ -1,0 +1,72 @@
+"""What ``paceline run`` prints and writes at the end of a job: figures, and the guard's result."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...security.files import InvalidFileError
+from ...security.outputs import write_output
+from ...security.schema import parse_json
+from ..guard.guard_json import guard_json
+from ..requeue import STOPPED_EARLY_EXIT_CODE
+
+if TYPE_CHECKING:
+    from ..guard.loss_guard import LossGuard
+
+
+def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGuard | None") -> None:
+    """Print the figures of a recorded run, unless it failed, and where its record is.
+
+    Args:
+        folder: The record.
+        code: Exit code of the job.
+        summary: File for the figures as JSON, or None.
+        guard: The guard of the job, or None.
+    """
+    from ...analyze.figures.report import analyse
+    from ...analyze.records.load_run import load_run
+    from ...report.terminal.run_report import render
+    from ...report.verdict.of_run import run_json
+
+    try:
+        report = analyse(load_run(folder))
+    except ValueError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return
+    if code in (0, STOPPED_EARLY_EXIT_CODE):
+        sys.stderr.write(render(report))
+    sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
+    if summary is not None:
+        write_output(summary, run_json(report, guard_json(guard)))
+
+
+def write_summary(
+    summary: Path,
+    command: list[str],
+    report: str | None,
+    guard: "LossGuard | None",
+) -> None:
+    """Write the figures of a job without a record, and the result of the guard.
+
+    Args:
+        summary: The file.
+        command: The script and its arguments.
+        report: JSON text of rank 0, or None if it has sent none.
+        guard: The guard of the job, or None.
+    """
+    result = guard_json(guard)
+    if result is not None:
+        found: dict[str, Any] = {"format": "paceline-guard", "version": 1, "command": command}
+        if report is not None:
+            try:
+                found = parse_json(report.encode(), dict[str, Any], "a summary", escape=False)
+            except InvalidFileError as error:  # the script can write to the status pipe, too
+                sys.stderr.write(f"paceline: {error}\n")
+        report = json.dumps({**found, "guard": result}, indent=1)
+    if report is None:
+        return
+    try:
+        write_output(summary, report)
+    except OSError as error:
+        sys.stderr.write(f"paceline: --json {summary}: {error.strerror}\n")
