@@ -147,6 +147,7 @@ plotly-bundle:
 
 picture: $(VENV)/installed
 	$(BIN)/python docs/pictures/pages.py
+	$(BIN)/python docs/pictures/mistakes.py
 
 # The documentation site, in run/site; a warning is an error.
 docs: $(VENV)/docs

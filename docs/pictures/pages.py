@@ -73,10 +73,12 @@ def main() -> None:
         browser.close()
 
 
-def call(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
+def call(command: list[str], folder: Path = ROOT, code: int = 0) -> str:
+    """Run a command that ends with this exit code; return what it writes to stderr."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != code:
         sys.exit(f"{done.stderr}\nexit code {done.returncode} of: {' '.join(command)}")
+    return done.stderr
 
 
 def open_page(browser: Browser, page: Path, theme: Literal["light", "dark"]) -> Page:
@@ -93,11 +95,15 @@ def picture(name: str, theme: Literal["light", "dark"]) -> Path:
 def draw_summary(
     browser: Browser, page: Path, name: str, theme: Literal["light", "dark"], largest: str
 ) -> None:
-    """Draw the page from its top to the end of the losses; ``largest``: start of the first one."""
+    """Draw the page from its top to the end of the losses, or findings; ``largest``: start of the
+    first one.
+    """
     opened = open_page(browser, page, theme)
     first = opened.locator(".losses .what").first.inner_text()
     if not first.startswith(largest):
-        sys.exit(f"{name}: the largest loss is {first!r}, not {largest!r}. HINT: repeat it")
+        sys.exit(
+            f"{name}: the largest loss or mistake is {first!r}, not {largest!r}. HINT: repeat it"
+        )
     box = opened.locator("#summary").bounding_box()
     assert box is not None
     clip: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + 12}

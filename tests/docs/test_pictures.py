@@ -6,7 +6,7 @@ from pathlib import Path
 import paceline
 
 DOCS = Path(paceline.__file__).parents[2] / "docs"
-WITHOUT_VARIANT = {"compression", "perfetto"}  # not of the report page
+WITHOUT_VARIANT = {"compression", "perfetto"}  # not of a page of Paceline
 
 
 def test_every_picture_of_a_page_has_both_variants():
