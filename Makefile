@@ -146,8 +146,8 @@ plotly-bundle:
 	cd tools/plotly_bundle && npm ci --no-audit --no-fund && npm run build
 
 picture: $(VENV)/installed
-	$(BIN)/python docs/pictures/pages.py
-	$(BIN)/python docs/pictures/mistakes.py
+	$(BIN)/python docs/pictures/draw/pages.py
+	$(BIN)/python docs/pictures/draw/mistakes.py
 
 # The documentation site, in run/site; a warning is an error.
 docs: $(VENV)/docs

@@ -28,7 +28,7 @@ extensions = [
     "generated_reference",
     "pictures",
 ]
-exclude_patterns = ["benchmarks", "pictures/*.py", "outputs", "_ext", "reference/generated"]
+exclude_patterns = ["benchmarks", "pictures/draw", "outputs", "_ext", "reference/generated"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_block", "substitution"]

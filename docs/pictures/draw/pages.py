@@ -14,7 +14,7 @@ from typing import Literal
 
 from playwright.sync_api import Browser, FloatRect, Page, sync_playwright
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PICTURES = ROOT / "docs" / "pictures"
 PACELINE = Path(sys.executable).parent / "paceline"
 SCRIPT = "tests/record/zoo/plain_loop.py"
