@@ -10,6 +10,7 @@ import select
 import signal
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 
@@ -95,7 +96,7 @@ def once(seed):
 @pytest.mark.soak
 @pytest.mark.alone
 def test_ranks_killed_or_stopped_in_collective_are_reported():
-    times = []
+    before, times = set(Path("/dev/shm").iterdir()), []
     for seed in range(SEED, SEED + 100):
         victim, how, said = once(seed)
         gone = f"can't continue: rank {victim} has died"
@@ -105,3 +106,4 @@ def test_ranks_killed_or_stopped_in_collective_are_reported():
             if how == signal.SIGKILL:
                 times.append(after)
     assert statistics.median(times) < 0.2
+    assert set(Path("/dev/shm").iterdir()) <= before
