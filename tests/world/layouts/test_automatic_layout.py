@@ -58,7 +58,7 @@ SCRIPT = """
 
 @pytest.mark.long
 def test_fastest_layout_that_fits(tmp_path):
-    done = ranks.run(ranks.write(tmp_path, SCRIPT))
+    done = ranks.run(ranks.write(tmp_path, SCRIPT), timeout=300)
     found = ranks.untagged(done.stdout)
     assert {f"trained {mib} True" for mib in (1000, 14, 11.5, 7)} <= found
     said = [line for line in done.stderr.splitlines() if line.startswith("layout='auto': ")]
