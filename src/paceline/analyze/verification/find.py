@@ -9,6 +9,7 @@ from .rules import (
     clipping,
     gradients,
     outputs,
+    printed_losses,
     random_numbers,
     replicas,
     samples,
@@ -55,7 +56,7 @@ RULES: tuple[Rule, ...] = (
     checkpoints.resumed_differs,
     checkpoints.resumed_samples,
     states.batch_norm_of_one_rank,
-    outputs.loss_of_one_rank,
+    printed_losses.loss_of_one_rank,
 )
 
 

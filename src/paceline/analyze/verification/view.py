@@ -109,6 +109,30 @@ class View:
                 found.append(line)
         return found[::-1]
 
+    def change_lines(self, step: JointStep) -> list[str]:
+        """Return the lines of the script that change gradients after a backward, in order.
+
+        Calls that clip are left out. Only the first steps were looked at.
+        """
+        of_optimizer = [one for one in self.ranks[0].steps if one.optimizer == step.optimizer]
+        known = next((one for one in of_optimizer if one.gradient_lines), None)
+        clips = {clip.line for one in of_optimizer for clip in one.clips}
+        return [line for line in known.gradient_lines if line not in clips] if known else []
+
+    def lines_before_exchange(self, step: JointStep) -> list[str]:
+        """Return the lines that change gradients between the backward and the exchange."""
+        exchanges, found = set(self.gradient_lines()), []
+        for line in self.change_lines(step):
+            if line in exchanges:
+                break
+            found.append(line)
+        return found
+
+    def hook_lines(self, step: JointStep) -> list[str]:
+        """Return the lines that registered hooks on the gradients of a step's model."""
+        model = self.model(step.backwards[0][-1].model) if step.backwards[0] else None
+        return model.hook_lines if model is not None else []
+
     def gradient_lines(self) -> list[str]:
         """Return the lines of the script that exchange gradients, the largest exchange first."""
         nbytes: dict[str, int] = {}

@@ -61,6 +61,7 @@ class ModelFacts:
         first: By parameter, the row of its values at the first training forward.
         batch_norms: Names of batch normalization layers that compute statistics of one rank only.
         ignored: Parameters that DistributedDataParallel was told to ignore.
+        hook_lines: Lines that registered hooks on gradients or on their exchange.
     """
 
     key: int
@@ -76,6 +77,7 @@ class ModelFacts:
     first: dict[str, int] = field(default_factory=dict)
     batch_norms: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    hook_lines: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -188,6 +190,8 @@ class BackwardFacts:
         reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
         elements: Number of targets that it counted; 0 if it is not known.
         autocast: dtype of autocast in the forward; "" without autocast.
+        raw: By parameter whose gradient a hook of the script has changed before any exchange, the
+            row of the gradient before.
     """
 
     line: str
@@ -201,6 +205,7 @@ class BackwardFacts:
     reduction: str = ""
     elements: int = 0
     autocast: str = ""
+    raw: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -241,6 +246,10 @@ class StepFacts:
         before: By parameter, the row of its values before the step.
         state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
             it is not known.
+        gradient_lines: Lines of the script that changed gradients after a backward, in order; of
+            the first steps only.
+        value_lines: Lines between this step and the one before that changed parameters; of the
+            first steps only.
     """
 
     index: int
@@ -256,6 +265,8 @@ class StepFacts:
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     state_tensors: int = -1
+    gradient_lines: list[str] = field(default_factory=list)
+    value_lines: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -339,6 +350,8 @@ class CollectiveFacts:
         is_in_backward: Whether a backward ran.
         line: The line of the script; "" within a backward.
         dtype: Of its tensors; "" if it is not known.
+        peak: Largest absolute value that this rank sends in a reduction of floating-point tensors
+            during the training; -1 if it is not known.
     """
 
     kind: str
@@ -349,6 +362,7 @@ class CollectiveFacts:
     is_in_backward: bool
     line: str
     dtype: str = ""
+    peak: float = -1.0
 
 
 @dataclass
@@ -383,6 +397,7 @@ class StateFacts:
         step: Optimizer steps before this value.
         values: Numbers of the state, such as the loss scale.
         rows: By parameter, the row of its values; empty for states without tensors.
+        changed_by: The line that changes it; "" if it is not known.
     """
 
     kind: str
@@ -391,6 +406,7 @@ class StateFacts:
     step: int
     values: dict[str, float] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+    changed_by: str = ""
 
 
 @dataclass

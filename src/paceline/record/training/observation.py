@@ -45,6 +45,8 @@ class Observation:
         self.scale = 1.0
         self.loss: float | None = None
         self.reduction, self.elements = "", 0  # of the function that has computed it
+        # Lines that changed gradients since the last step, and parameters, until the next one.
+        self.change_lines: dict[str, list[str]] = {"gradient": [], "parameter": []}
         self.is_over = False
         self.pid = os.getpid()
         # Entered to write files of paceline, which are not to be redirected.

@@ -16,6 +16,7 @@ from .exchanges.outputs import Outputs
 from .facts import StepFacts
 from .observation import Observation
 from .optimization.averages import Averages
+from .optimization.change_lines import ChangeLines
 from .optimization.losses import Losses
 from .optimization.models import Models
 from .optimization.schedules import Schedules
@@ -89,7 +90,18 @@ class TrainingObserver:
         self.loaders.before_pass.append(self.averages.note)
         self.steps.on_backward += [self.loaders.note_backward, self.draws.before_backward]
         self.observation.before_end += [self.schedules.complete, self.averages.note]
+        self._observe_changes()
         self.steps.after_step.append(self._after_step)
+
+    def _observe_changes(self) -> None:
+        """Look for the lines that change gradients and parameters."""
+        changes = ChangeLines(self.observation, self.steps, self.averages)
+        self.steps.after_backward.append(changes.after_backward)
+        self.steps.after_step.append(lambda optimizer, step: changes.after_step())
+        self.steps.before_step.insert(0, changes.stop)
+        self.steps.on_backward.insert(0, changes.stop)
+        self.models.before_forward.insert(0, changes.stop)
+        self.loaders.before_fetch.append(changes.stop)
 
     def _after_step(self, optimizer: Any, step: StepFacts) -> None:
         self.loaders.note_step()

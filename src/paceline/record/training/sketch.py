@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .sketch_rows import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES
+from .sketch_rows import CHECKSUM, NONFINITE, PEAK, ROW_SIZE, SKETCH_SIZE, SQUARES
 
 _CHUNK = 1 << 20  # elements at a time; a multiple of SKETCH_SIZE
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
@@ -60,6 +60,8 @@ def _add(row: torch.Tensor, part: torch.Tensor, first: int) -> None:
         part = torch.where(finite, part, torch.zeros_like(part))
         squares = torch.dot(part, part)
     row[SQUARES] += squares
+    if len(part):
+        row[PEAK] = max(float(row[PEAK]), float(part.abs().max()))
     before = first % SKETCH_SIZE
     after = -(before + part.numel()) % SKETCH_SIZE
     signed = torch.nn.functional.pad(part * _signs(first, part.numel()), (before, after))
@@ -106,6 +108,10 @@ class SketchTable:
         total[CHECKSUM] %= float(1 << 53)
         self._rows.append(total)
         return len(self._rows) - 1
+
+    def are_equal(self, one: int, other: int) -> bool:
+        """Return whether two rows are those of equal tensors."""
+        return bool(self._rows[one][CHECKSUM] == self._rows[other][CHECKSUM])
 
     def array(self) -> NDArray[np.float64]:
         """Return all rows, of shape (rows, ROW_SIZE)."""

@@ -10,6 +10,7 @@ from ..mistakes import MISTAKES, Finding
 from ..relations import Vectors, distance, solve
 from ..steps import shown
 from ..view import View, unique
+from .clipped_values import by_hooks, by_values
 
 SAME = 1e-5  # relative difference of equal gradients, and of equal norms
 PART = 1e-4  # residual of a parameter's combination of the ranks' gradients
@@ -28,6 +29,9 @@ def clipped_before_exchange(view: View) -> Iterator[Finding]:
         if found is not None:
             yield found
             return
+    found = by_hooks(view) or by_values(view)
+    if found is not None:
+        yield found
 
 
 def _by_call(view: View, one: Exchange) -> Finding | None:
@@ -74,7 +78,7 @@ def _by_hand(view: View, one: Exchange) -> Finding | None:
         return None
     return Finding(
         MISTAKES["clipped-before-exchange"],
-        unique([*reversed(step.lines), *view.gradient_lines()]),
+        _lines(view, one),
         f"In step {step.index + 1}, the gradients of the ranks have the factors "
         f"{', '.join(f'{factor:.3g}' for factor in factors)} in the mean: each rank scales its own "
         f"gradient to a norm of {max(after):.3g} before the exchange.",
@@ -107,7 +111,7 @@ def _by_parameter(view: View, one: Exchange) -> Finding | None:
     name, factors = next(iter(smaller.items()))
     return Finding(
         MISTAKES["clipped-before-exchange"],
-        unique([*reversed(step.lines), *view.gradient_lines()]),
+        _lines(view, one),
         f"In step {step.index + 1}, the gradients of {shown(name)} of the ranks have the factors "
         f"{', '.join(f'{factor:.3g}' for factor in factors)} in the mean, and other factors for "
         "other parameters: each rank scales its own gradients before the exchange.",
@@ -136,6 +140,12 @@ def clipped_by_part(view: View) -> Iterator[Finding]:
                 "(FSDP1: model.clip_grad_norm_), which sums over the ranks",
             )
             return
+
+
+def _lines(view: View, one: Exchange) -> list[str]:
+    step = one.step
+    before = view.lines_before_exchange(step)
+    return unique([*before, *view.gradient_lines(), *reversed(step.lines)])
 
 
 def _are_equal(one: Exchange) -> bool:

@@ -116,13 +116,24 @@ def differ(view: View) -> Iterator[Finding]:
             told.add(ours.kind)
             yield Finding(
                 MISTAKES["state-differs"],
-                unique([ours.line]),
+                unique([*_changes(view, ours), ours.line]),
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}.",
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
             )
+
+
+def _changes(view: View, ours: StateFacts) -> list[str]:
+    """Return the lines that change a state, if it was equal on all ranks before."""
+    same = [
+        [one for one in facts.states if (one.kind, one.name) == (ours.kind, ours.name)]
+        for facts in view.ranks
+    ]
+    if ours.kind == "scaler" and ours is same[0][0]:
+        return []  # made with other values
+    return [one.changed_by for each in same for one in each if one.changed_by]
 
 
 def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> str:

@@ -10,6 +10,7 @@ from ..mistakes import MISTAKES, Certainty, Finding
 from ..relations import add, distance, scaled
 from ..steps import trained
 from ..view import View, unique
+from .clipped_values import hook_factor
 
 EXACT = 2e-3  # relative difference of factors that are equal
 MEASURED = 0.02  # the same of gradients, with their rounding
@@ -158,13 +159,14 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     backwards = one.step.backwards[0]
     if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
         return one.factor, True  # one process would sum over the samples of all ranks, too
+    hooks = hook_factor(one) or 1.0
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
     if ours is not None:
         count = max(len(backwards), 1)
         expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
         known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
-        return one.multiple * known / expected, True
+        return hooks * one.multiple * known / expected, True
     losses = view.replay.loss_ratio(one.step)
     if losses is not None:  # N if the ranks' losses are means, 1 if they are parts of a sum
         return one.factor * losses, False
@@ -210,7 +212,8 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
             f"In step {step.index + 1}, the gradient is the sum of the gradients of {n} ranks: "
             f"{n} times that of one process with the same samples."
         )
-        lines = [*view.gradient_lines(), *_wrapper_lines(view, one), *step.lines]
+        lines = [*view.hook_lines(step), *view.gradient_lines(), *view.change_lines(step)]
+        lines += [*_wrapper_lines(view, one), *step.lines]
         remedy = f"divide the gradients by {n} (the number of ranks) after the all_reduce"
     else:
         text = (
@@ -250,7 +253,8 @@ def _too_small(view: View, one: Exchange) -> Finding:
             text += ", or the loss is a sum over samples"
     else:
         text = "the gradients are averaged, and divided once more"
-        lines = [*view.gradient_lines(), *reversed(step.lines)]
+        lines = [*reversed(view.change_lines(step)), *view.gradient_lines()]
+        lines += [*view.hook_lines(step), *reversed(step.lines)]
         remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
     return Finding(
         MISTAKES["gradients-divided-twice"],

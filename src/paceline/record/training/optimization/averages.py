@@ -7,7 +7,7 @@ run, at its global variables, and at attributes of objects in them.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .models import Model, Models
 
 MAX_OBJECTS = 2000  # that are looked at
 MIN_PARAMETERS = 2
+MAX_WATCHED = 3  # tensors of a copy whose changes are looked at
 
 
 class Averages:
@@ -33,9 +34,30 @@ class Averages:
 
     def __init__(self, observation: Observation, models: Models) -> None:
         self._observation, self._models = observation, models
+        self.lines: dict[str, str] = {}  # that change a copy, by name
+        self._watched: dict[str, Any] = {}  # copies by name
 
     def note(self) -> None:
         """Add the values of all copies that are found now."""
+        for name, _, model, tensors in self._found():
+            self._add(name, model, tensors)
+
+    def watch(self) -> None:
+        """Find the copies whose changes are looked at; later calls do nothing."""
+        if not self._watched:
+            self._watched = {name: value for name, value, _, _ in self._found()}
+
+    def watched(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Yield some tensors of each copy that is looked at."""
+        for name, value in self._watched.items():
+            if isinstance(value, nn.Module):
+                tensors: Iterable[Any] = value.parameters()
+            else:
+                tensors = value.values() if isinstance(value, Mapping) else value
+            yield name, [one for one in tensors if isinstance(one, torch.Tensor)][:MAX_WATCHED]
+
+    def _found(self) -> Iterator[tuple[str, Any, Model, dict[str, torch.Tensor]]]:
+        """Yield name, value, model and tensors of each copy."""
         trained = [one for one in self._models.models if one.has_trained]
         seen: set[int] = {id(one.module()) for one in trained}
         for name, value in _variables():
@@ -45,7 +67,7 @@ class Averages:
             for model in trained:
                 tensors = _copies(value, model)
                 if tensors:
-                    self._add(name, model, tensors)
+                    yield name, value, model, tensors
                     break
 
     def _add(self, name: str, model: Model, tensors: dict[str, torch.Tensor]) -> None:
@@ -55,6 +77,7 @@ class Averages:
             if row is not None:
                 rows[f"{model.facts.key}/{parameter}"] = row
         state = StateFacts("average", name, user_line(), self._observation.step, rows=rows)
+        state.changed_by = self.lines.get(name, "")
         self._observation.facts.states.append(state)
 
 

@@ -15,11 +15,11 @@ from ...hooks.import_hooks import after_import
 from ..facts import ModelFacts, ParameterFacts, Phase
 from ..observation import Observation
 from ..user_lines import user_line
+from .gradients import Gradients
 from .model_names import clean_name, is_own_batch_norm, named_parameters, unwrapped
-from .shards import Shard, shard_of
+from .shards import shard_of
 
 _HOOK = "the models"
-_GRADIENTS = "the gradients"
 _TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
 MAX_LINES = 8  # of a model
 
@@ -65,6 +65,7 @@ class Models:
 
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
+        self.gradients = Gradients(observation, self.name_of, self._add_hook_line)
         self.models: list[Model] = []
         self.last: Model | None = None  # whose forward with gradient was the last one
         self.is_inside = False  # of a forward
@@ -78,8 +79,8 @@ class Models:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by name, by module
         self._wrapping_lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._comm_hook_lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unsynced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # FSDP2 models
-        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._calls: WeakIdKeyDictionary = WeakIdKeyDictionary()  # has parameters, by module
 
     def install(self) -> None:
@@ -108,7 +109,7 @@ class Models:
             }
         )
         kind: Any = DistributedDataParallel
-        make, leave = kind.__init__, kind.no_sync
+        make, leave, add_hook = kind.__init__, kind.no_sync, kind.register_comm_hook
         note = self._observation.guarded(_HOOK, self._note_ddp)
 
         @functools.wraps(make)
@@ -121,26 +122,21 @@ class Models:
             self._observation.guarded(_HOOK, self._note_no_sync)(wrapper)
             return leave(wrapper)
 
+        @functools.wraps(add_hook)
+        def register_comm_hook(wrapper: Any, *args: Any, **options: Any) -> Any:
+            self._comm_hook_lines[wrapper] = user_line()
+            return add_hook(wrapper, *args, **options)
+
         kind.__init__, kind.no_sync = init, no_sync
+        kind.register_comm_hook = register_comm_hook
+        self.gradients.install()
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """Return "MODEL KEY/NAME" of a parameter; None if it is of no model."""
         return self._names.get(parameter)  # type: ignore[no-any-return]
 
-    def hook_gradient(self, parameter: torch.Tensor) -> None:
-        """Observe the gradients of a parameter before any exchange."""
-        if parameter in self._hooked or not parameter.requires_grad or not parameter.is_leaf:
-            return
-        reference = weakref.ref(parameter)
-        note = self._observation.guarded(_GRADIENTS, self.note_gradient)
-
-        def hook(gradient: torch.Tensor) -> None:
-            if self._observation.backward is not None and not self._observation.is_over:
-                note(reference(), gradient)
-
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
-        self._hooked[parameter] = True
-        parameter.register_hook(hook)
+    def _add_hook_line(self, name: str, line: str) -> None:
+        _add_line(self.models[int(name.partition("/")[0])].facts.hook_lines, line)
 
     # Forwards
 
@@ -185,6 +181,7 @@ class Models:
         model.forwards += 1
         if ddp is not None:
             model.is_syncing = bool(ddp.require_backward_grad_sync)
+            _add_line(model.facts.hook_lines, self._comm_hook_lines.get(ddp, ""))
         elif model.facts.is_sharded:
             model.is_syncing = not self._unsynced.get(root, False)
         model.autocast = _autocast()
@@ -197,7 +194,7 @@ class Models:
                 before(model)
             self._note_first(model, root)
         for parameter in root.parameters():
-            self.hook_gradient(parameter)
+            self.gradients.hook(parameter)
 
     def _has_parameters(self, module: nn.Module) -> bool:
         known = self._calls.get(module)
@@ -325,36 +322,6 @@ class Models:
         model = self._roots.get(root)
         if model is not None:
             _add_line(model.facts.no_sync_lines, user_line())
-
-    def note_gradient(self, parameter: Any, gradient: torch.Tensor) -> None:
-        """Note the gradient of a parameter that this rank has computed."""
-        backward = self._observation.backward
-        name = self._names.get(parameter)
-        if backward is None or name is None:
-            return
-        shard = shard_of(gradient)
-        if not isinstance(shard, Shard):
-            self._observation.add_unseen(f"gradient of {name}: {shard}")
-            return
-        rows = self._observation.rows
-        row = rows.add(shard.values, shard.offset)
-        if name in backward.gradients:  # a backward inside of this one, as in checkpointing
-            row = rows.add_sum(backward.gradients[name], row)
-        backward.gradients[name] = row
-
-    def forget_cleared(self) -> None:
-        """Leave out of earlier backwards of this step the gradients that were cleared since."""
-        earlier = self._observation.backwards
-        if not earlier:
-            return
-        for parameter in list(self._hooked):
-            name = self._names.get(parameter)
-            if name is None or not any(name in one.gradients for one in earlier):
-                continue
-            gradient = parameter.grad
-            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
-                for one in earlier:
-                    one.gradients.pop(name, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield "MODEL KEY/NAME" and value of each floating-point buffer of the trained models."""

@@ -20,6 +20,9 @@ _LENGTHS = (
     *("step_size_up", "step_size_down", "_milestones", "patience", "num_warmup_steps"),
 )
 _VALUES = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
+END = "the end of its decay"
+MAX_LENGTH = 20_000  # steps of a schedule of functions
+SAME = 1e-12  # relative difference of equal factors
 MAX_STEPS = 512  # calls of a scheduler's step that are listed
 
 
@@ -108,16 +111,21 @@ class Schedules:
         if len(facts.steps) < MAX_STEPS:
             facts.steps.append(self._observation.step)
         if hasattr(schedule, "num_bad_epochs"):
-            self._add_state("schedule", facts.class_name, facts.line, _numbers(schedule))
+            self._add_state("schedule", facts.class_name, facts.line, _numbers(schedule), line)
 
-    def _add_state(self, kind: str, name: str, line: str, values: dict[str, float]) -> None:
-        state = StateFacts(kind, name, line, self._observation.step, values)
+    def _add_state(
+        self, kind: str, name: str, line: str, values: dict[str, float], changed_by: str
+    ) -> None:
+        step = self._observation.step
+        state = StateFacts(kind, name, line, step, values, changed_by=changed_by)
         self._observation.facts.states.append(state)
 
     def complete(self) -> None:
         """Add the lengths of schedulers that were never stepped."""
         for schedule, facts in list(self._schedules.items()):
             facts.lengths = facts.lengths or _lengths(schedule)
+            if facts.lengths.get(END) is None and (end := _end(schedule)):
+                facts.lengths[END] = [end]
 
     # Gradient scalers
 
@@ -144,14 +152,18 @@ class Schedules:
 
     def _note_scaler(self, scaler: Any) -> None:
         self._lines[scaler] = user_line()
+        self._add_scaler(scaler, "")
 
     def _note_update(self, scaler: Any) -> None:
+        self._add_scaler(scaler, user_line())
+
+    def _add_scaler(self, scaler: Any, changed_by: str) -> None:
         if scaler.is_enabled():
             values = {"scale": float(scaler.get_scale())}
             tracker: Any = getattr(scaler, "_growth_tracker", None)
             values["growth_tracker"] = float(tracker) if tracker is not None else 0.0
             line = self._lines.get(scaler, "")
-            self._add_state("scaler", type(scaler).__name__, line, values)
+            self._add_state("scaler", type(scaler).__name__, line, values, changed_by)
 
 
 def _calls_base(kind: Any) -> bool:
@@ -183,6 +195,22 @@ def _lengths(schedule: Any) -> dict[str, list[int]]:
                 continue
         found |= {n: [v] for n, v in keywords.items() if type(v) is int}
     return found
+
+
+def _end(schedule: Any) -> int:
+    """Return the step at which the functions of a ``LambdaLR`` have decayed; 0 if unknown.
+
+    That is where the factor stops to become smaller, after it has.
+    """
+    for function in vars(schedule).get("lr_lambdas", ()):
+        before, is_falling = float(function(0)), False
+        for step in range(1, MAX_LENGTH):
+            value = float(function(step))
+            if is_falling and value >= before * (1 - SAME):
+                return step - 1
+            is_falling = value < before * (1 - SAME)
+            before = value
+    return 0
 
 
 def _numbers(schedule: Any) -> dict[str, float]:

@@ -54,7 +54,7 @@ class ShardedModels:
         if whole is None or whole in self._hooked or not whole.requires_grad:
             return
         self._hooked[whole] = True
-        note = self._observation.guarded(_HOOK, self._models.note_gradient)
+        note = self._observation.guarded(_HOOK, self._models.gradients.note)
 
         def hook(gradient: Any) -> None:
             if self._observation.backward is not None and not self._observation.is_over:

@@ -34,6 +34,8 @@ class Steps:
 
     Attributes:
         before_step, after_step: Called with the optimizer, and after a step also with its facts.
+        on_optimizer, on_backward, after_backward: Called for a new optimizer, and before and after
+            a backward.
     """
 
     def __init__(self, observation: Observation, models: Models) -> None:
@@ -42,6 +44,7 @@ class Steps:
         self.after_step: list[Callable[[Optimizer, StepFacts], None]] = []
         self.on_optimizer: list[Callable[[], None]] = []
         self.on_backward: list[Callable[[], None]] = []
+        self.after_backward: list[Callable[[], None]] = []
         self.optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by optimizer
         self._counts: dict[int, int] = {}  # steps by key of optimizer
         self._clips: list[ClipFacts] = []
@@ -104,7 +107,7 @@ class Steps:
 
     def _begin_backward(self, args: Any) -> BackwardFacts:
         observation, model = self._observation, self._models.last
-        self._models.forget_cleared()
+        self._models.gradients.forget_cleared()
         batches = observation.unassigned or observation.last_batches
         observation.last_batches, observation.unassigned = batches, []
         observation.phase = Phase.TRAINING
@@ -132,6 +135,8 @@ class Steps:
         observation = self._observation
         observation.loss, observation.scale = None, 1.0
         observation.reduction, observation.elements = "", 0
+        for call in self.after_backward:
+            call()
 
     # Optimizers
 
@@ -151,7 +156,12 @@ class Steps:
         self._observation.facts.optimizers.append(facts)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._models.hook_gradient(parameter)
+                self._models.gradients.hook(parameter)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer's step runs."""
+        return self._step is not None
 
     def count_of(self, optimizer: Optimizer) -> int:
         """Return the number of steps of an optimizer so far."""
@@ -228,6 +238,10 @@ class Steps:
         step.backwards, observation.backwards = observation.backwards, []
         _share_batches(step.backwards)
         step.clips, self._clips = self._clips, []
+        lines = observation.change_lines
+        step.gradient_lines, step.value_lines = list(lines["gradient"]), list(lines["parameter"])
+        lines["gradient"].clear()
+        lines["parameter"].clear()
         self._add_values(optimizer, step.parameters)
         for name, buffer in self._models.buffers():
             row = self._models.add_row(buffer)

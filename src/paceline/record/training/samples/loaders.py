@@ -71,6 +71,7 @@ class Loaders:
         # loader and the open pass.
         self.replace: Callable[[Any, OpenPass], Any] | None = None
         self.before_pass: list[Callable[[], None]] = []
+        self.before_fetch: list[Callable[[], None]] = []
         self.on_batch: list[Callable[[OpenPass, int, Any], None]] = []
 
     def install(self) -> None:
@@ -142,6 +143,8 @@ class Loaders:
         guarded = self._observation.guarded
         if guarded(_HOOK, self._is_enough)(loader):
             self._end()
+        for call in self.before_fetch:
+            guarded(_HOOK, call)()
         if self._observation.step:
             for call in self.before_pass:
                 guarded(_HOOK, call)()
@@ -261,6 +264,8 @@ class Loaders:
         opened = self._passes.get(iterator)
         if opened is None:
             return fetch(iterator)
+        for call in self.before_fetch:
+            self._observation.guarded(_HOOK, call)()
         if opened.is_short is None:
             opened.is_short = bool(self._observation.guarded(_HOOK, is_in_loop)())
         self._fetches, self.fetching = True, opened

@@ -1,0 +1,128 @@
+"""Observe the gradients that this rank computes, before any exchange."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..observation import Observation
+from ..user_lines import user_line
+from .shards import Shard, shard_of
+
+_HOOK = "the gradients"
+
+
+class Gradients:
+    """The gradients of the parameters of this process.
+
+    Args:
+        observation: Receives the rows.
+        name_of: Returns "MODEL KEY/NAME" of a parameter; None if it is of no model.
+        add_hook_line: Called with that name and the line of a hook that changes its gradient.
+    """
+
+    def __init__(
+        self,
+        observation: Observation,
+        name_of: Callable[[torch.Tensor], str | None],
+        add_hook_line: Callable[[str, str], None],
+    ) -> None:
+        self._observation = observation
+        self._name_of, self._add_hook_line = name_of, add_hook_line
+        self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
+        self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
+        self._register: Any = torch.Tensor.register_hook
+
+    def install(self) -> None:
+        """Observe gradients also before the hooks that the script registers."""
+        register = self._register
+        note = self._observation.guarded(_HOOK, self._before_users_hook)
+
+        @functools.wraps(register)
+        def register_hook(tensor: Any, hook: Callable[..., Any]) -> Any:
+            if not (tensor.is_leaf and tensor.requires_grad and self._observation.is_observed):
+                return register(tensor, hook)
+            note(tensor)
+            handle = register(tensor, hook)
+            if tensor in self._hooked:  # the gradient is observed after all hooks of the script
+                self._hooked.pop(tensor).remove()
+                self.hook(tensor)
+            return handle
+
+        kind: Any = torch.Tensor
+        kind.register_hook = register_hook
+
+    def _before_users_hook(self, parameter: torch.Tensor) -> None:
+        if parameter in self._users_hooks:
+            return
+        self._users_hooks[parameter] = user_line()
+        reference = weakref.ref(parameter)
+        note = self._observation.guarded(_HOOK, self._note_raw)
+
+        def hook(gradient: torch.Tensor) -> None:
+            if self._observation.backward is not None and not self._observation.is_over:
+                note(reference(), gradient)
+
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
+        self._register(parameter, hook)
+
+    def hook(self, parameter: torch.Tensor) -> None:
+        """Observe the gradients of a parameter before any exchange."""
+        if parameter in self._hooked or not parameter.requires_grad or not parameter.is_leaf:
+            return
+        reference = weakref.ref(parameter)
+        note = self._observation.guarded(_HOOK, self.note)
+
+        def hook(gradient: torch.Tensor) -> None:
+            if self._observation.backward is not None and not self._observation.is_over:
+                note(reference(), gradient)
+
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
+        self._hooked[parameter] = self._register(parameter, hook)
+
+    def note(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Note the gradient of a parameter that this rank has computed."""
+        backward = self._observation.backward
+        name = self._name_of(parameter)
+        if backward is None or name is None:
+            return
+        shard = shard_of(gradient)
+        if not isinstance(shard, Shard):
+            self._observation.add_unseen(f"gradient of {name}: {shard}")
+            return
+        rows = self._observation.rows
+        row = rows.add(shard.values, shard.offset)
+        raw = backward.raw.get(name)
+        if raw is not None:
+            if rows.are_equal(raw, row):
+                del backward.raw[name]
+            else:
+                self._add_hook_line(name, self._users_hooks.get(parameter, ""))
+        if name in backward.gradients:  # a backward inside of this one, as in checkpointing
+            row = rows.add_sum(backward.gradients[name], row)
+        backward.gradients[name] = row
+
+    def _note_raw(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Note the gradient of a parameter before the hooks of the script."""
+        backward = self._observation.backward
+        name = self._name_of(parameter)
+        shard = shard_of(gradient)
+        if backward is not None and name is not None and isinstance(shard, Shard):
+            backward.raw[name] = self._observation.rows.add(shard.values, shard.offset)
+
+    def forget_cleared(self) -> None:
+        """Leave out of earlier backwards of this step the gradients that were cleared since."""
+        earlier = self._observation.backwards
+        if not earlier:
+            return
+        for parameter in list(self._hooked):
+            name = self._name_of(parameter)
+            if name is None or not any(name in one.gradients for one in earlier):
+                continue
+            gradient = parameter.grad
+            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
+                for one in earlier:
+                    one.gradients.pop(name, None)
