@@ -6,19 +6,17 @@ from .compared import Compared, compared
 from .mistakes import Finding
 from .rules import (
     checkpoints,
-    clipping,
-    gradients,
     outputs,
     printed_losses,
     random_numbers,
     replicas,
+    resumes,
     samples,
     schedules,
     states,
     validation,
-    weights,
-    whole_gradient,
 )
+from .rules.step_gradients import clipping, not_exchanged, weights, whole_gradient
 from .runs_facts import VerifyRuns
 from .view import View
 
@@ -27,8 +25,8 @@ Rule = Callable[[View], Iterator[Finding]]
 # In the order of their consequences: a mistake comes before those that follow from it.
 RULES: tuple[Rule, ...] = (
     replicas.start_different,
-    gradients.not_exchanged,
-    gradients.one_rank_only,
+    not_exchanged.not_exchanged,
+    not_exchanged.one_rank_only,
     samples.same_samples,
     random_numbers.different_split,
     samples.repeated_or_missing,
@@ -53,8 +51,9 @@ RULES: tuple[Rule, ...] = (
     outputs.metric_of_one_rank,
     checkpoints.written_by_all,
     checkpoints.incomplete,
-    checkpoints.resumed_differs,
-    checkpoints.resumed_samples,
+    resumes.resumed_fails,
+    resumes.resumed_differs,
+    resumes.resumed_samples,
     states.batch_norm_of_one_rank,
     printed_losses.loss_of_one_rank,
 )

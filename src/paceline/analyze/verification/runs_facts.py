@@ -5,6 +5,21 @@ from dataclasses import dataclass, field
 from ...record.training.facts import RankFacts
 
 
+@dataclass(frozen=True)
+class ResumeError:
+    """The failure of a script that was started again with its own checkpoint.
+
+    Attributes:
+        short: The error in one line.
+        lines: "FILE:LINE" of the user's code that failed, the innermost first.
+        is_restoring: Whether it failed while it restored a state (``load_state_dict``).
+    """
+
+    short: str
+    lines: list[str]
+    is_restoring: bool
+
+
 @dataclass
 class VerifyRuns:
     """The facts of all runs.
@@ -17,6 +32,7 @@ class VerifyRuns:
             ``replay`` are those of rounding.
         alone: The unchanged script on one rank, with its own batch size.
         resumed: The script started again after it saved a checkpoint, by rank.
+        resume_error: Why that failed; None if it did not.
         interrupted: The run that saved this checkpoint, and ended after one pass; None if
             ``ranks`` did.
         notes: What the runs could not do, each with its reason; sentences without full stop.
@@ -29,6 +45,7 @@ class VerifyRuns:
     permuted: RankFacts | None = None
     alone: RankFacts | None = None
     resumed: list[RankFacts] | None = None
+    resume_error: ResumeError | None = None
     interrupted: list[RankFacts] | None = None
     notes: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)

@@ -11,6 +11,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+SCHEDULE_END = "the end of its decay"
+
 
 class Phase(StrEnum):
     """What the training does at the time of a fact."""
@@ -280,6 +282,7 @@ class OptimizerFacts:
         parameters: Names of its parameters, by parameter group ("MODEL KEY/NAME"; "?" for one of
             no model).
         initial_rates: Learning rate of each group when it was made.
+        rate_lines: Lines of the script that changed learning rates in the first steps.
     """
 
     key: int
@@ -287,6 +290,7 @@ class OptimizerFacts:
     line: str
     parameters: list[list[str]]
     initial_rates: list[float]
+    rate_lines: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -297,7 +301,8 @@ class ScheduleFacts:
         class_name: Its class.
         line: Where it was made.
         optimizer: Key of its optimizer.
-        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...).
+        lengths: Its attributes that count steps (T_max, total_steps, step_size, milestones, ...),
+            and as ``SCHEDULE_END`` where the functions of a LambdaLR have decayed.
         step_lines: Lines that called ``step``.
         steps: Optimizer steps before each call of ``step``.
     """
@@ -439,6 +444,23 @@ class FileFacts:
 
 
 @dataclass
+class RestoreFacts:
+    """A call of ``load_state_dict``.
+
+    Attributes:
+        what: "model", "optimizer" or "schedule".
+        key: Of the optimizer; -1 for others.
+        line: The line that called it.
+        step: Optimizer steps before it.
+    """
+
+    what: str
+    key: int
+    line: str
+    step: int
+
+
+@dataclass
 class SeedFacts:
     """A call that seeded a generator.
 
@@ -465,6 +487,7 @@ class RankFacts:
             exception.
         unseen: What could not be observed, each with its reason.
         seeds: Calls that seeded generators, in order.
+        restores: Calls that restored states, in order.
     """
 
     rank: int
@@ -483,4 +506,5 @@ class RankFacts:
     files: list[FileFacts] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     seeds: list[SeedFacts] = field(default_factory=list)
+    restores: list[RestoreFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))

@@ -27,6 +27,7 @@ from .facts import (
     PassFacts,
     Phase,
     RankFacts,
+    RestoreFacts,
     ScheduleFacts,
     SeedFacts,
     StateFacts,
@@ -81,6 +82,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (RankFacts, "states"): StateFacts,
     (RankFacts, "files"): FileFacts,
     (RankFacts, "seeds"): SeedFacts,
+    (RankFacts, "restores"): RestoreFacts,
 }
 
 

@@ -13,6 +13,7 @@ from ..ring.launcher_messages import notify, send_to_launcher
 from .exchanges.collectives import Collectives
 from .exchanges.files import Files
 from .exchanges.outputs import Outputs
+from .exchanges.restores import Restores
 from .facts import StepFacts
 from .observation import Observation
 from .optimization.averages import Averages
@@ -72,6 +73,7 @@ class TrainingObserver:
         Seeds(self.observation).install()
         Outputs(self.observation).install()
         Files(self.observation, self.models).install()
+        Restores(self.observation, self.steps).install()
         if self.settings.replays:
             replay = Replay(self.observation, self.steps, self.loaders, self._end)
             replay.install()
@@ -102,6 +104,7 @@ class TrainingObserver:
         self.steps.on_backward.insert(0, changes.stop)
         self.models.before_forward.insert(0, changes.stop)
         self.loaders.before_fetch.append(changes.stop)
+        self.loaders.on_batch.append(lambda opened, number, batch: changes.after_batch())
 
     def _after_step(self, optimizer: Any, step: StepFacts) -> None:
         self.loaders.note_step()

@@ -3,19 +3,23 @@ their training (record/training).
 """
 
 import math
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...record.training.facts import RankFacts
 from ...record.training.facts_file import read_facts
 from ...record.training.settings import VARIABLE, VerifySettings
+from ...record.training.user_lines import is_users_file, place
+from ...security.files import open_regular
 from ..script_runs import overlay
-from ..script_runs.run_process import error_line, last_lines, run_process
+from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run_process
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
+CALL = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 
 
 class RunFailedError(ValueError):
@@ -23,11 +27,18 @@ class RunFailedError(ValueError):
 
     Attributes:
         short: The error in one line.
+        calls: Function and "FILE:LINE" of the calls that failed, as far as they were printed, the
+            innermost last.
     """
 
-    def __init__(self, text: str, short: str) -> None:
+    def __init__(self, text: str, short: str, calls: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(text)
-        self.short = short
+        self.short, self.calls = short, list(calls)
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the user's code, the innermost first."""
+        return [line for _, line in reversed(self.calls) if is_users_file(line.rpartition(":")[0])]
 
 
 class ObservedRuns(ScriptRuns):
@@ -87,12 +98,26 @@ class ObservedRuns(ScriptRuns):
         if code is None:
             raise RunFailedError(f"the time was over:{text}", "the time was over")
         short = error_line(last) or f"exit code {code}"
-        raise RunFailedError(f"the script ended with exit code {code}:{text}", short)
+        calls = _failed_calls(log)
+        raise RunFailedError(f"the script ended with exit code {code}:{text}", short, calls)
 
     def clear(self, name: str) -> None:
         """Remove what a failed run has left."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         overlay.remove(self.folder / "files" / name)
+
+
+def _failed_calls(log: Path) -> list[tuple[str, str]]:
+    """Return the calls of the first traceback in a log."""
+    found: list[tuple[str, str]] = []
+    with open(open_regular(log), errors="replace") as file:
+        lines = file.read(MAX_LOG_BYTES).splitlines()
+    for line in lines:
+        if "Traceback (most recent call last)" in line and found:
+            break
+        if (match := CALL.search(line)) is not None:
+            found.append((match[3], place(match[1], int(match[2]))))
+    return found
 
 
 def _facts_in(folder: Path) -> list[RankFacts]:

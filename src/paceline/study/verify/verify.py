@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...analyze.verification.runs_facts import VerifyRuns
+from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
 from ...record.training.facts import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
@@ -111,10 +111,17 @@ def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
         interrupted = runs.run("interrupted", what, settings)
         if any(file.is_save for one in interrupted for file in one.files):
             files_of, found.interrupted = "interrupted", interrupted
+    except RunFailedError as error:
+        found.notes.append(f"the script could not be run again: {error.short}")
+        return
+    try:
         what = "all ranks: start again with the saved checkpoint"
         found.resumed = runs.run("resumed", what, settings, files_of=files_of)
     except RunFailedError as error:
         found.notes.append(f"the script could not be started again: {error.short}")
+        if error.lines:
+            is_restoring = any(name == "load_state_dict" for name, _ in error.calls)
+            found.resume_error = ResumeError(error.short, error.lines, is_restoring)
 
 
 def _try(

@@ -132,11 +132,13 @@ def _own_value(
                     matches.setdefault((kind, at), []).append((output, text, own, mean))
         before = _backwards_before(losses, output.step)
     known = [
-        one for one in outputs if abs(float(t := NUMBER.findall(one.text.replace(",", " "))[number]))
+        one
+        for one in outputs
+        if abs(float(t := NUMBER.findall(one.text.replace(",", " "))[number]))
         >= 10**DIGITS * _precision(t) / 5
     ]
     says_loss = bool(LOSS.search(outputs[0].text))
-    for (kind, at), found in matches.items():
+    for (_, at), found in matches.items():
         different = {one[0].step for one in found}
         needed = max(LEAST, MOSTLY * len(known))
         if not known or found[0][0] not in known:

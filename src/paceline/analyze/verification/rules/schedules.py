@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 
-from ....record.training.facts import OptimizerFacts, RankFacts, ScheduleFacts
+import numpy as np
+
+from ....record.training.facts import SCHEDULE_END, OptimizerFacts, RankFacts, ScheduleFacts
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..view import View, unique
 
 SAME = 1e-6  # relative difference of equal learning rates
 SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
-DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR")
+DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "MultiStepLR", "LambdaLR")
+LEAST_RATES = 5  # of the first steps, from which a schedule is continued
+FITTED = 1e-3  # relative difference of rates that are on a line or a cosine
 ROUND = 10  # lengths that are multiples of it were typed, and not computed from a loader
 
 
@@ -24,7 +28,8 @@ def rates_differ(view: View) -> Iterator[Finding]:
                 schedules = view.ranks[0].schedules
                 made = [line for one in schedules for line in (*one.step_lines[:1], one.line)]
                 same = optimizer is not None and _same_initial(view, step.optimizer)
-                lines = [*made, optimizer.line if optimizer else "", step.steps[0].line]
+                lines = [*_rate_lines(view, step.optimizer), *made]
+                lines += [optimizer.line if optimizer else "", step.steps[0].line]
                 if not same:
                     lines = [optimizer.line if optimizer else "", *made, step.steps[0].line]
                 yield Finding(
@@ -86,9 +91,8 @@ def scaling(view: View) -> Iterator[Finding]:
             yield Finding(
                 MISTAKES["learning-rate-not-scaled"],
                 unique([optimizer.line]),
-                f"The learning rate is {ours:.6g} on {n} ranks, same as on one, and the global "
-                f"batch is {growth:.3g} times as large. Is a scaled one wanted: "
-                f"{ours * growth:.6g} (in proportion) or {ours * growth**0.5:.6g} (square root)?",
+                f"The learning rate is {ours:.6g} on one rank and on {n}, with {growth:.3g} times "
+                f"the global batch: is {ours * growth:.6g} wanted?",
                 values={"rate": ours, "growth": growth, "scaled": ours * growth},
             )
             return
@@ -99,10 +103,12 @@ def schedule_length(view: View) -> Iterator[Finding]:
     single, n = view.single, view.size
     if single is None or n < 2:
         return
-    for at, schedule in enumerate(view.ranks[0].schedules):
-        if at >= len(single.schedules) or single.schedules[at].class_name != schedule.class_name:
-            continue
-        other = single.schedules[at]
+    pairs = [
+        (one, other)
+        for one, other in zip(view.ranks[0].schedules, single.schedules, strict=False)
+        if one.class_name == other.class_name
+    ]
+    for schedule, other in [*pairs, *_own_schedules(view.ranks[0], single)]:
         ours, theirs = _epoch_steps(view.ranks[0]), _epoch_steps(single)
         calls, their_calls = _calls_per_step(schedule), _calls_per_step(other)
         if not ours or not theirs or calls is None or their_calls is None:
@@ -117,11 +123,16 @@ def schedule_length(view: View) -> Iterator[Finding]:
             epochs = length / calls / ours
             single_epochs = single_length / their_calls / theirs
             factor = epochs / single_epochs if single_epochs else 0.0
+            if abs(factor * shrinks - 1) <= 0.1 and _is_computed(length, ours):
+                yield _too_short(view, schedule, (name, length), (epochs, single_epochs))
+                return
             if abs(factor / shrinks - 1) > 0.1:
                 continue
             if single_epochs < 0.95:
                 continue  # shorter than an epoch: a warm-up with a number of steps
             certain = _is_computed(single_length, theirs) and single_length % ROUND != 0
+            if name == SCHEDULE_END and not certain:
+                continue
             yield Finding(
                 MISTAKES["schedule-counts-other-steps"],
                 unique([schedule.line, *schedule.step_lines[:1]]),
@@ -136,6 +147,63 @@ def schedule_length(view: View) -> Iterator[Finding]:
             return
 
 
+def _too_short(
+    view: View, schedule: ScheduleFacts, length: tuple[str, int], epochs: tuple[float, float]
+) -> Finding:
+    return Finding(
+        MISTAKES["schedule-counts-other-steps"],
+        unique([schedule.line, *schedule.step_lines[:1]]),
+        f"{schedule.class_name} has {length[0]} = {length[1]}: that is {epochs[1]:.3g} epochs on "
+        f"one rank and {epochs[0]:.3g} on {view.size}, where it advances "
+        f"{_calls_per_step(schedule):.3g} times in a step.",
+        values={"length": length[1], "epochs": epochs[0], "epochs_of_one": epochs[1]},
+        remedy="count the calls of scheduler.step(): a wrapper may make one for each rank",
+    )
+
+
+def _own_schedules(ours: RankFacts, theirs: RankFacts) -> list[tuple[ScheduleFacts, ScheduleFacts]]:
+    """Return the script's own schedules, whose rates fall to 0 in a line or as a cosine does."""
+    found = []
+    for optimizer in ours.optimizers:
+        other = _optimizer(theirs, optimizer.key)
+        if other is None or any(one.optimizer == optimizer.key for one in ours.schedules):
+            continue
+        made = [_fitted(facts, one) for facts, one in ((ours, optimizer), (theirs, other))]
+        if all(one is not None for one in made):
+            found.append((made[0], made[1]))
+    return found  # type: ignore[return-value]
+
+
+def _fitted(facts: RankFacts, optimizer: OptimizerFacts) -> ScheduleFacts | None:
+    """Return the schedule that continues the first rates of an optimizer to 0."""
+    steps = [one for one in facts.steps if one.optimizer == optimizer.key]
+    rates = np.array([one.learning_rates[0] for one in steps[:LEAST_RATES] if one.learning_rates])
+    if len(rates) < LEAST_RATES or (np.diff(rates) >= 0).any() or rates[-1] <= 0:
+        return None
+    numbers = np.arange(len(rates))
+    for start in (rates[0], optimizer.initial_rates[0]):
+        if start < rates[0]:
+            continue
+        angles = np.arccos(np.clip(2 * rates / start - 1, -1, 1)) / np.pi
+        for values in (1 - rates / start, angles):
+            slope, offset = np.polyfit(numbers, values, 1)
+            if np.abs(values - slope * numbers - offset).max() <= FITTED * values[-1]:
+                end = (1 - offset) / slope
+                length = round(end + (1 if offset > FITTED else 0))
+                lines = optimizer.rate_lines[:1] or [optimizer.line]
+                return ScheduleFacts(
+                    *(
+                        "The learning rate",
+                        lines[0],
+                        optimizer.key,
+                        {SCHEDULE_END: [length]},
+                        lines,
+                    ),
+                    steps=list(range(1, len(steps) + 1)),
+                )
+    return None
+
+
 def schedule_unit(view: View) -> Iterator[Finding]:
     """Find schedules that advance with each step and are as long as a number of epochs."""
     steps = _epoch_steps(view.ranks[0])
@@ -145,6 +213,8 @@ def schedule_unit(view: View) -> Iterator[Finding]:
         if schedule.class_name not in DECAYS or calls is None or epochs < 2 or not steps:
             continue
         for name, lengths in schedule.lengths.items():
+            if schedule.class_name == "LambdaLR" and name != SCHEDULE_END:
+                continue
             length = lengths[-1] if lengths else 0
             if not 1 <= length / calls < SHORT * steps:
                 continue
@@ -168,6 +238,13 @@ def _are_equal(one: float, two: float) -> bool:
 
 def _optimizer(facts: RankFacts, key: int) -> OptimizerFacts | None:
     return next((one for one in facts.optimizers if one.key == key), None)
+
+
+def _rate_lines(view: View, key: int) -> list[str]:
+    """Return lines that change learning rates, those of some ranks first."""
+    found = [one.rate_lines for facts in view.ranks if (one := _optimizer(facts, key)) is not None]
+    every = unique([line for lines in found for line in lines])
+    return sorted(every, key=lambda line: all(line in lines for lines in found))
 
 
 def _same_initial(view: View, key: int) -> bool:

@@ -70,7 +70,6 @@ class Collectives:
             )
         )
 
-
     def _peak(self, name: str, tensors: list[torch.Tensor]) -> float:
         """Return the largest absolute value that is sent in a reduction during the training."""
         is_reduction = name.strip("_").startswith(("allreduce", "reduce"))

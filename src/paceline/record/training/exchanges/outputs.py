@@ -1,21 +1,23 @@
-"""Observe the text that the rank writes."""
+"""Observe the text that the rank writes, and the scalars that it logs for TensorBoard."""
 
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from ...hooks.import_hooks import after_import
 from ..facts import OutputFacts
 from ..observation import Observation
 from ..user_lines import user_line
 
 _HOOK = "the output"
+_WRITERS = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 MAX_LINES = 4096
 MAX_CHARS = 500  # of a line
 
 
 class Outputs:
-    """The standard output and error of this process.
+    """The standard output and error of this process, and its TensorBoard writers.
 
     Args:
         observation: Receives the lines.
@@ -31,6 +33,24 @@ class Outputs:
             stream: Any = getattr(sys, name)
             if stream is not None:
                 stream.write = self._observed(name, stream.write)
+        after_import(dict.fromkeys(_WRITERS, self._patch_writer))
+
+    def _patch_writer(self, module: Any) -> None:
+        """Observe the scalars of TensorBoard."""
+        kind = module.SummaryWriter
+        add = kind.add_scalar
+        note = self._observation.guarded(_HOOK, self._note_scalar)
+
+        @functools.wraps(add)
+        def add_scalar(writer: Any, tag: Any, value: Any, *args: Any, **options: Any) -> Any:
+            if self._observation.is_observed:
+                note(tag, value)
+            return add(writer, tag, value, *args, **options)
+
+        kind.add_scalar = add_scalar
+
+    def _note_scalar(self, tag: Any, value: Any) -> None:
+        self._add([f"{tag}: {float(value):.6e}"])
 
     def _observed(self, name: str, write: Callable[[str], Any]) -> Callable[[str], Any]:
         note = self._observation.guarded(_HOOK, self._note)
@@ -48,8 +68,10 @@ class Outputs:
         lines = (self._parts[name] + text.replace("\r", "\n")).split("\n")
         self._parts[name] = lines.pop()[-MAX_CHARS:]
         lines = [one for one in lines if one.strip()]
-        if not lines:
-            return
+        if lines:
+            self._add(lines)
+
+    def _add(self, lines: list[str]) -> None:
         observation, line = self._observation, user_line()
         facts = observation.facts
         for one in lines[: MAX_LINES - len(facts.outputs)]:

@@ -1,5 +1,5 @@
-"""Find the lines of the script that change gradients after a backward, and what they do between
-steps to parameters and to averaged copies of the model.
+"""Find the lines of the script that change gradients after a backward, and between steps
+parameters, learning rates and averaged copies of the model.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MAX_TENSORS = 6  # of an optimizer
 
 
 class ChangeLines:
-    """Looks after each line between a backward and the next batch, in the first steps.
+    """Looks after each line between a backward and the next forward, in the first steps.
 
     Args:
         observation: Receives the lines.
@@ -44,6 +44,11 @@ class ChangeLines:
             self._averages.watch()
             self._values.start()
 
+    def after_batch(self) -> None:
+        """Go on after a batch was read."""
+        if self._left > 0 and self._observation.step:
+            self._values.start()
+
     def stop(self, *_: Any) -> None:
         """End to look: something else begins."""
         for tracer in (self._gradients, self._values):
@@ -55,6 +60,11 @@ class ChangeLines:
         kind, _, rest = name.partition(" ")
         if kind == "average":
             self._averages.lines.setdefault(rest, line)
+            return
+        if kind == "rate":
+            facts = list(self._steps.optimizers.values())[int(rest)]
+            if line not in facts.rate_lines:
+                facts.rate_lines.append(line)
             return
         lines = self._observation.change_lines[kind]
         if line not in lines:
@@ -76,7 +86,11 @@ class ChangeLines:
         return found
 
     def _value_states(self) -> dict[str, Any]:
-        found = {f"parameter {name}": fingerprint(one) for name, one in self._parameters()}
+        found: dict[str, Any] = {
+            f"parameter {name}": fingerprint(one) for name, one in self._parameters()
+        }
+        for key, optimizer in enumerate(list(self._steps.optimizers)):
+            found[f"rate {key}"] = [group.get("lr") for group in optimizer.param_groups]
         found |= {f"average {n}": list(map(fingerprint, t)) for n, t in self._averages.watched()}
         return found
 

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
-from ..facts import ScheduleFacts, StateFacts
+from ..facts import SCHEDULE_END, ScheduleFacts, StateFacts
 from ..observation import Observation
 from ..user_lines import user_line
 from .steps import Steps
@@ -20,7 +20,6 @@ _LENGTHS = (
     *("step_size_up", "step_size_down", "_milestones", "patience", "num_warmup_steps"),
 )
 _VALUES = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter")
-END = "the end of its decay"
 MAX_LENGTH = 20_000  # steps of a schedule of functions
 SAME = 1e-12  # relative difference of equal factors
 MAX_STEPS = 512  # calls of a scheduler's step that are listed
@@ -124,8 +123,8 @@ class Schedules:
         """Add the lengths of schedulers that were never stepped."""
         for schedule, facts in list(self._schedules.items()):
             facts.lengths = facts.lengths or _lengths(schedule)
-            if facts.lengths.get(END) is None and (end := _end(schedule)):
-                facts.lengths[END] = [end]
+            if end := _end(schedule):
+                facts.lengths[SCHEDULE_END] = [end]
 
     # Gradient scalers
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ....analyze.verification.compared import Compared
-from ....analyze.verification.mistakes import Finding
+from ....analyze.verification.mistakes import Certainty, Finding
 from ...numbers import counted, elapsed
 from ...verdict.of_verification import Verification, answer, verdict_of_verification
 from ...verdict.verdict import begin_sentence
@@ -23,7 +23,9 @@ def render(found: Verification) -> RenderableType:
     for one in mistakes:
         parts += [_finding(one, "MISTAKE", "bold red"), Text()]
     for one in questions:
-        parts += [_finding(one, "QUESTION", "bold yellow"), Text()]
+        is_short = one.mistake.certainty is Certainty.QUESTION
+        shown = _question(one) if is_short else _finding(one, "QUESTION", "bold yellow")
+        parts += [shown, Text()]
     parts += [Text(said) for said in compared_sentences(seen)]
     parts += [Text(f"Not seen: {note}.", style="yellow") for note in seen.notes]
     command = shlex.join(runs.command)
@@ -88,6 +90,15 @@ def _finding(one: Finding, label: str, style: str) -> RenderableType:
             text.append(f" (and {', '.join(one.lines[1:4])})")
         text.append(".")
     text.append(f"\n  {remedy(one)}", style="green")
+    return text
+
+
+def _question(one: Finding) -> Text:
+    """Return a finding that depends on what is wanted in one line."""
+    text = Text()
+    text.append("QUESTION  ", style="bold yellow")
+    text.append(f"{one.lines[0]}: " if one.lines else "", style="bold")
+    text.append(one.text)
     return text
 
 

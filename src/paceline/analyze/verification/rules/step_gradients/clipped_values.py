@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....record.training.facts import BackwardFacts, RankFacts
-from ..exchange import Exchange, Kind
-from ..mistakes import MISTAKES, Finding
-from ..relations import fit, peak, vectors
-from ..steps import JointStep
-from ..view import View, is_reduction, unique
+from .....record.training.facts import BackwardFacts, RankFacts
+from ...exchange import Exchange, Kind
+from ...mistakes import MISTAKES, Finding
+from ...relations import fit, peak, vectors
+from ...steps import JointStep
+from ...view import View, is_reduction, unique
 
 SMALLER = 1 - 1e-3  # a clipped value, relative to the value before, is smaller than this
 LEAST_EQUAL = 3  # clipped values that are equal
@@ -66,8 +66,12 @@ def hook_factor(one: Exchange) -> float | None:
         facts = one.step.ranks[rank]
         for each in backwards[-one.last :]:
             names = [name for name in each.gradients if name in one.step.names]
-            before = vectors(facts, {name: each.raw.get(name, each.gradients[name]) for name in names})
-            found = fit(vectors(facts, {name: each.gradients[name] for name in names}), before, names)
+            before = vectors(
+                facts, {name: each.raw.get(name, each.gradients[name]) for name in names}
+            )
+            found = fit(
+                vectors(facts, {name: each.gradients[name] for name in names}), before, names
+            )
             if found.residual > SCALED:
                 return None
             factors.append(found.factor)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....record.training.facts import BackwardFacts, RankFacts, StepFacts
-from ..exchange import Exchange, Kind
-from ..mistakes import MISTAKES, Certainty, Finding
-from ..relations import add, distance, scaled
-from ..steps import trained
-from ..view import View, unique
+from .....record.training.facts import BackwardFacts, RankFacts, StepFacts
+from ...exchange import Exchange, Kind
+from ...mistakes import MISTAKES, Certainty, Finding
+from ...relations import add, distance, scaled
+from ...steps import trained
+from ...view import View, unique
 from .clipped_values import hook_factor
 
 EXACT = 2e-3  # relative difference of factors that are equal

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from ....record.training.sketch_rows import SKETCH_SIZE
-from ..exchange import Kind
-from ..mistakes import MISTAKES, Certainty, Finding
-from ..relations import distance
-from ..steps import JointStep, shown
-from ..view import View, unique
+from .....record.training.sketch_rows import SKETCH_SIZE
+from ...exchange import Kind
+from ...mistakes import MISTAKES, Certainty, Finding
+from ...relations import distance
+from ...steps import JointStep, shown
+from ...view import View, unique
 
 VISIBLE = 1e-5  # relative difference below which no training notices
 TINY = 1e-4  # of the largest norm: a gradient so small is rounding

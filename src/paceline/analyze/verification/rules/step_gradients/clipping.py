@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....record.training.sketch_rows import SKETCH_SIZE
-from ..exchange import Exchange, Kind
-from ..mistakes import MISTAKES, Finding
-from ..relations import Vectors, distance, solve
-from ..steps import shown
-from ..view import View, unique
+from .....record.training.sketch_rows import SKETCH_SIZE
+from ...exchange import Exchange, Kind
+from ...mistakes import MISTAKES, Finding
+from ...relations import Vectors, distance, solve
+from ...steps import shown
+from ...view import View, unique
 from .clipped_values import by_hooks, by_values
 
 SAME = 1e-5  # relative difference of equal gradients, and of equal norms

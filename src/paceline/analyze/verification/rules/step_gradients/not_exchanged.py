@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from ....record.training.facts import Phase
-from ..exchange import Exchange, Kind
-from ..mistakes import MISTAKES, Finding
-from ..relations import distance, vectors
-from ..steps import JointStep, shown
-from ..view import View, listed, unique
+from .....record.training.facts import Phase
+from ...exchange import Exchange, Kind
+from ...mistakes import MISTAKES, Finding
+from ...relations import distance, vectors
+from ...steps import JointStep, shown
+from ...view import View, listed, unique
 
 ONE_RANK = 0.02  # of the other ranks' coefficients, relative to the largest
 SAME = 1e-6  # relative difference of equal parameters

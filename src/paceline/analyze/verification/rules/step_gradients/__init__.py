@@ -1,0 +1,1 @@
+"""Rules on the gradient of a step: its exchange, weight and clipping."""
