@@ -22,6 +22,7 @@ class View:
         self.ranks: Sequence[RankFacts] = runs.ranks
         self.size = len(runs.ranks)
         self.notes: list[str] = []
+        self.averages_parameters = False  # instead of gradients, between some steps (local SGD)
         self.replay = Replay(runs.ranks, runs.replay, runs.permuted)
 
     @cached_property
@@ -77,6 +78,7 @@ class View:
             {
                 (model.key, p.name): tuple(p.shape)
                 for model in facts.models
+                if not model.is_sharded
                 for p in model.parameters
             }
             for facts in self.ranks

@@ -357,6 +357,8 @@ class CollectiveFacts:
         dtype: Of its tensors; "" if it is not known.
         peak: Largest absolute value that this rank sends in a reduction of floating-point tensors
             during the training; -1 if it is not known.
+        removes_repeated: Whether a library gathers results of an evaluation, and removes those of
+            samples that its sampler has repeated.
     """
 
     kind: str
@@ -368,6 +370,7 @@ class CollectiveFacts:
     line: str
     dtype: str = ""
     peak: float = -1.0
+    removes_repeated: bool = False
 
 
 @dataclass

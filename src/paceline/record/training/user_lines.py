@@ -14,7 +14,7 @@ _PASSING = ("/accelerate/data_loader.py", "/tqdm/", "/torch/utils/data/")
 _COUNTING = "/paceline/data/"  # code of this package that needs all batches
 # Code of libraries that ends its loop if a loader has fewer batches than its length.
 _TOLERANT = (("/transformers/trainer.py", "get_batch_samples"),)
-_NEAR_FRAMES = 12
+_NEAR_FRAMES = 16
 _LOOPS = ("FOR_ITER", "GET_ITER", "GET_YIELD_FROM_ITER", "SEND", "FOR_ITER_TUPLE")
 
 
@@ -82,11 +82,17 @@ def is_in_loop(frame: FrameType | None = None) -> bool:
 
 def is_read_ahead() -> bool:
     """Return whether a library fetches a batch that it passes on with the next fetch only."""
+    return is_called_by("/accelerate/data_loader.py")
+
+
+def is_called_by(file: str, function: str = "") -> bool:
+    """Return whether a function of a file, or any, is among the last callers."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_NEAR_FRAMES):
         if frame is None:
             return False
-        if frame.f_code.co_filename.endswith("/accelerate/data_loader.py"):
+        code = frame.f_code
+        if code.co_filename.endswith(file) and function in ("", code.co_name):
             return True
         frame = frame.f_back
     return False

@@ -83,10 +83,13 @@ def skipped_steps(view: View) -> Iterator[Finding]:
 
 
 def diverge(view: View) -> Iterator[Finding]:
-    """Find parameters that are equal before a step and different after it."""
-    if view.size < 2 or view.is_model_parallel:
+    """Find parameters that become different in a step, or between two steps."""
+    if view.size < 2 or view.is_model_parallel or view.averages_parameters:
         return
     for step in view.steps:
+        if (between := _between_steps(view, step)) is not None:
+            yield between
+            return
         rows = [facts.parameters for facts in step.steps]
         names = [name for name in rows[0] if name not in step.sharded]
         different = _different(
@@ -113,6 +116,30 @@ def diverge(view: View) -> Iterator[Finding]:
             values={"parameters": len(wrong), "of": len(names)},
         )
         return
+
+
+def _between_steps(view: View, step: JointStep) -> Finding | None:
+    """Return a finding if parameters differ before a step that were equal after the one before."""
+    if step.index == 0 or not all(one.before for one in step.steps):
+        return None
+    rows = [{n: r for n, r in one.before.items() if n not in step.sharded} for one in step.steps]
+    different = _different(view.ranks, rows)
+    if not different:
+        return None
+    ranks = sorted({rank for found in different.values() for rank in found})
+    names = [shown(name) for name in different]
+    changed = [line for one in step.steps for line in one.value_lines]
+    return Finding(
+        MISTAKES["replicas-diverge"],
+        unique([*changed, step.steps[0].line, *step.lines]),
+        f"Between steps {step.index} and {step.index + 1}, {listed(names)} become different on "
+        f"rank 0 and {ranks_text(ranks, view.size).lower()}: the script changes them outside of "
+        "the optimizer's step.",
+        ranks=ranks,
+        step=step.index + 1,
+        layer=names[0],
+        values={"parameters": len(different), "of": len(rows[0])},
+    )
 
 
 def _same_model(facts: RankFacts, model: ModelFacts) -> ModelFacts | None:

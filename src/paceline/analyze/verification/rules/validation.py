@@ -64,7 +64,10 @@ def _judged(
         repeated = sum(len(one) for one in plans.values()) - len(union)
     missing = length - len(union)
     known = sampler.lower() in EXACT_SAMPLERS or "distributed" in sampler.lower()
-    if repeated and known and "random" not in sampler.lower():
+    is_mended = any(
+        one.removes_repeated and one.phase is Phase.EVALUATION for one in view.ranks[0].collectives
+    )
+    if repeated and known and "random" not in sampler.lower() and not is_mended:
         gathers = any(
             one.phase is Phase.EVALUATION and one.kind.replace("_", "").startswith(GATHERS)
             for one in view.ranks[0].collectives

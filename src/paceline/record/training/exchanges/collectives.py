@@ -9,9 +9,10 @@ import torch
 from ...hooks.import_hooks import after_import
 from ..facts import CollectiveFacts, Phase
 from ..observation import Observation
-from ..user_lines import user_line
+from ..user_lines import is_called_by, user_line
 
 _HOOK = "the collectives"
+_REMOVES_REPEATED = ("/accelerate/accelerator.py", "gather_for_metrics")
 MAX_COLLECTIVES = 1 << 14
 
 
@@ -67,6 +68,7 @@ class Collectives:
                 line="" if in_backward else user_line(),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
                 peak=self._peak(name, tensors),
+                removes_repeated=not in_backward and is_called_by(*_REMOVES_REPEATED),
             )
         )
 

@@ -73,6 +73,8 @@ class Gradients:
         """Observe the gradients of a parameter before any exchange."""
         if parameter in self._hooked or not parameter.requires_grad or not parameter.is_leaf:
             return
+        if getattr(parameter, "_is_flat_param", False):
+            return  # its gradient is a shard when it is used, at a position that is not known
         reference = weakref.ref(parameter)
         note = self._observation.guarded(_HOOK, self.note)
 

@@ -20,6 +20,7 @@ from .model_names import clean_name, is_own_batch_norm, named_parameters, unwrap
 from .shards import shard_of
 
 _HOOK = "the models"
+FLAT = "FullyShardedDataParallel"  # shards flat parameters, whose gradients are not observed
 _TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
 MAX_LINES = 8  # of a model
 
@@ -234,11 +235,13 @@ class Models:
         key = len(self.models)
         inside = next((m for m in root.modules() if isinstance(m, DistributedDataParallel)), None)
         ddp = ddp or inside
-        is_sharded = any(type(one).__name__.startswith("FSDP") for one in root.modules())
+        is_flat = any(type(one).__name__ == FLAT for one in root.modules())
+        is_sharded = is_flat or any(type(x).__name__.startswith("FSDP") for x in root.modules())
+        sharding = FLAT if is_flat else "FSDP2" * is_sharded
         facts = ModelFacts(
             key=key,
             class_name=type(root).__name__.removeprefix("FSDP") if is_sharded else _class(root),
-            wrapper="DistributedDataParallel" if ddp is not None else "FSDP2" * is_sharded,
+            wrapper="DistributedDataParallel" if ddp is not None else sharding,
             line=self._wrapping_lines.get(ddp if ddp is not None else root) or user_line(),
             is_sharded=is_sharded,
             broadcasts_buffers=bool(ddp is not None and ddp.broadcast_buffers),
@@ -262,7 +265,10 @@ class Models:
             facts.parameters.append(
                 ParameterFacts(
                     name=name,
-                    shape=shard.shape,
+                    # Of a part of a flat parameter, the whole shape is not known.
+                    shape=[shard.values.numel() * self._observation.facts.size]
+                    if is_flat
+                    else shard.shape,
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     requires_grad=wrapped.requires_grad if wrapped else parameter.requires_grad,
                     shard_offset=shard.offset,

@@ -18,6 +18,7 @@ def not_exchanged(view: View) -> Iterator[Finding]:
     """Find steps that use a rank's own gradient, for all parameters or for some."""
     own = [one for one in view.exchanges if (one.kind is Kind.OWN or _is_own(one)) and _differ(one)]
     if own and _averages_parameters(view, own):
+        view.averages_parameters = True
         view.notes.append(
             "the ranks train with their own gradients, and average their parameters between some "
             "steps (local SGD): gradients and parameters of the steps between are not compared"
