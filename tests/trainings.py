@@ -69,6 +69,7 @@ class Training:
             all ranks).
         loss_known: Whether the loss function was seen; it is the mean, or with ``sums`` the sum.
         exchange: Gradients of all ranks to those that the optimizers use.
+        hook: Changes the gradients of a rank in its backward, as hooks on parameters do.
         change: Called with (rank, step, gradients after the exchange); returns those it uses.
         seed: Seed of the model of a rank.
         rate: Learning rate of (rank, ranks, step).
@@ -84,6 +85,7 @@ class Training:
     loss_known: bool = True
     sums: bool = False
     exchange: Callable[[list[Gradients]], list[Gradients]] = mean
+    hook: Callable[[Gradients], Gradients] | None = None
     change: Callable[[int, int, Gradients], Gradients] = lambda rank, step, one: one
     seed: Callable[[int], int] = lambda rank: 0
     rate: Callable[[int, int, int], float] = lambda rank, size, step: 0.1
@@ -213,6 +215,9 @@ def _backward(asked, one, indices, epoch, number, whole, step, x, y) -> None:
     loss = losses.sum() if asked.sums else losses.mean()
     found = torch.autograd.grad(root, list(one.values.values()))
     gradients = dict(zip(one.values, found, strict=True))
+    raw = {}
+    if asked.hook:
+        raw, gradients = one.rows(gradients), asked.hook(gradients)
     contents = [[asked.contents(at) for at in indices]]
     one.facts.batches.append(BatchFacts(0, epoch, number, len(indices), indices, contents, step))
     one.backwards.append(
@@ -221,6 +226,7 @@ def _backward(asked, one, indices, epoch, number, whole, step, x, y) -> None:
             *(loss.item() if asked.loss_known else None, 1.0, True, one.rows(gradients)),
             reduction="sum" if asked.sums else "mean",
             elements=len(indices),
+            raw=raw,
         )
     )
     one.sum = {name: one.sum.get(name, 0) + value for name, value in gradients.items()}

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paceline.analyze.verification.find import find, judge
-from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, verified
+from paceline.record.training.facts import CollectiveFacts, Phase
+from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, train, verified
 
 
 def ids(runs):
@@ -128,7 +129,7 @@ def test_local_sgd_is_said_and_not_accused():
         return runs
 
     found, seen = judge(synchronized(verified(Training(exchange=own))))
-    assert "gradients-not-exchanged" not in [one.mistake.id for one in found]
+    assert not {"gradients-not-exchanged", "replicas-diverge"} & {x.mistake.id for x in found}
     assert any("local SGD" in note for note in seen.notes)
 
 
@@ -182,6 +183,58 @@ def test_clipping_of_each_parameter_is_named():
         )
 
     assert only(verified(Training(exchange=clipped))).mistake.id == "clipped-before-exchange"
+
+
+def test_elements_that_are_clipped_before_the_exchange_are_named():
+    """The largest value that is sent is the limit, on all ranks and in several steps."""
+
+    def clamped(ranks):
+        return mean([{n: v.clamp(-0.01, 0.01) for n, v in one.items()} for one in ranks])
+
+    def with_collectives(runs, peak):
+        for facts in runs.ranks:
+            for number, step in enumerate(facts.steps):
+                step.gradient_lines = ["train.py:21", "train.py:22"]
+                kind = ("allreduce", "sum", 4000, Phase.TRAINING, number, False, "train.py:22")
+                facts.collectives.append(CollectiveFacts(*kind, peak=peak(facts.rank, number)))
+        return runs
+
+    asked = Training(exchange=clamped)
+    found = only(with_collectives(verified(asked, with_replay=False), lambda r, n: 0.01))
+    assert found.mistake.id == "clipped-before-exchange"
+    assert found.lines[0] == "train.py:21"
+    # compression that leaves out small values
+    other = with_collectives(verified(asked, with_replay=False), lambda r, n: 0.01 + r + n)
+    assert ids(other) == []
+
+
+@pytest.mark.parametrize("with_replay", [True, False])
+def test_hooks_that_clip_are_named_with_their_line(with_replay):
+    def hooked(change):
+        runs = verified(Training(hook=change), with_replay)
+        for facts in runs.ranks:
+            facts.models[0].hook_lines = ["train.py:11"]
+        return runs
+
+    found = only(hooked(lambda one: {n: v.clamp(-0.01, 0.01) for n, v in one.items()}))
+    assert found.mistake.id == "clipped-before-exchange"
+    assert found.lines[0] == "train.py:11"
+    by_norm = hooked(lambda one: {n: v * min(1.0, float(0.02 / v.norm())) for n, v in one.items()})
+    assert only(by_norm).mistake.id == "clipped-before-exchange"
+    # a factor of a layer, and elements that are not trained
+    assert ids(hooked(lambda one: {n: v * 0.5 for n, v in one.items()})) == []
+    assert ids(hooked(lambda one: {n: v * (v.shape[0] != 3) for n, v in one.items()})) == []
+
+
+def test_hooks_that_divide_by_the_ranks_are_named():
+    runs = verified(Training(hook=lambda one: {n: v / 2 for n, v in one.items()}), False)
+    assert ids(runs) == []  # may be wanted
+    runs.alone = train(Training(1, hook=lambda one: one))[0]
+    for facts in runs.ranks:
+        facts.models[0].hook_lines = ["train.py:11"]
+    found = only(runs)
+    assert found.mistake.id == "gradients-divided-twice"
+    assert found.lines[0] == "train.py:11"
 
 
 def test_accumulation_of_divided_losses_is_right():
@@ -270,6 +323,20 @@ def test_different_optimizers_are_replicas_that_diverge():
     assert found.step == 4
     assert found.lines[0] == STEP
     assert "Their gradients are equal" in found.text
+
+
+def test_parameters_that_change_between_steps_are_named_with_the_line():
+    runs = verified(Training())
+    facts = runs.ranks[1]
+    for step in facts.steps[3:]:
+        for rows in (step.before, step.parameters):
+            for row in rows.values():
+                facts.sketches[row] *= 1.01
+    facts.steps[3].value_lines = ["train.py:31"]
+    found = only(runs)
+    assert found.mistake.id == "replicas-diverge"
+    assert found.lines[0] == "train.py:31"
+    assert "Between steps 3 and 4" in found.text
 
 
 def test_different_seeds_are_one_mistake():

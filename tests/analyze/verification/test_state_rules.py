@@ -4,7 +4,7 @@ import pytest
 
 from paceline.analyze.verification.find import find, without_consequences
 from paceline.analyze.verification.mistakes import MISTAKES, Finding
-from paceline.analyze.verification.runs_facts import VerifyRuns
+from paceline.analyze.verification.runs_facts import ResumeError, VerifyRuns
 from paceline.record.training.facts import (
     BatchFacts,
     CollectiveFacts,
@@ -14,10 +14,11 @@ from paceline.record.training.facts import (
     OutputFacts,
     PassFacts,
     Phase,
+    RestoreFacts,
     ScheduleFacts,
     StateFacts,
 )
-from trainings import LOADER, LOOP, Training, shuffled, train, verified
+from trainings import LOADER, LOOP, OPTIMIZER, Training, shuffled, train, verified
 
 
 def ids(found, questions=False):
@@ -89,7 +90,10 @@ def test_unscaled_learning_rate_is_a_question():
     (one,) = find(runs)
     assert one.is_question
     assert one.mistake.id == "learning-rate-not-scaled"
-    assert "global batch is 2 times as large" in one.text
+    assert one.text == (
+        "The learning rate is 0.1 on one rank and on 2, with 2 times the global batch: "
+        "is 0.2 wanted?"
+    )
 
 
 def scheduled(length, single_length, per_step=True, class_name="CosineAnnealingLR"):
@@ -123,6 +127,35 @@ def test_schedule_lengths():
     assert short.is_question
 
 
+def test_own_schedules():
+    """Rates that fall by a line to 0, at a step that was computed on one rank."""
+
+    def named(total):
+        rate = lambda rank, size, step: 0.1 * (1 - step / total(size))  # noqa: E731
+        runs = VerifyRuns(train(Training(samples=62, epochs=1, rate=rate)))
+        runs.alone = train(Training(1, samples=62, epochs=1, rate=rate))[0]
+        for facts in runs.ranks:
+            facts.optimizers[0].rate_lines = ["train.py:21"]
+        return [x for x in find(runs) if x.mistake.id == "schedule-counts-other-steps"]
+
+    assert named(lambda size: 3 * (8 if size == 2 else 16)) == []
+    assert named(lambda size: 1000) == []
+    (one,) = named(lambda size: 48)
+    assert one.lines[0] == "train.py:21"
+    assert "The learning rate has the end of its decay = 48" in one.text
+
+
+def test_schedule_of_another_wrapper():
+    """A library that advances the schedule once for each rank."""
+    right, short = scheduled(48, 48), scheduled(24, 48)
+    for runs in (right, short):
+        for facts in runs.ranks:
+            facts.schedules[0].steps = [x for x in facts.schedules[0].steps for _ in range(2)]
+    assert "schedule-counts-other-steps" not in ids(find(right))
+    (one,) = [x for x in find(short) if x.mistake.id == "schedule-counts-other-steps"]
+    assert "3 epochs on one rank and 1.5 on 2" in one.text
+
+
 def test_states_that_differ_are_named():
     def with_scale(scales):
         runs = VerifyRuns(train(Training()))
@@ -135,6 +168,20 @@ def test_states_that_differ_are_named():
     found = find(with_scale([1024.0, 512.0]))
     assert ids(found) == ["state-differs"]
     assert "scale is 1024 and 512" in found[0].text
+
+
+def test_average_that_one_rank_updates_is_named_with_the_line():
+    runs = VerifyRuns(train(Training()))
+    for facts in runs.ranks:
+        row = next(iter(facts.steps[2 if facts.rank else 0].parameters.values()))
+        state = StateFacts("average", "ema", LOOP, 3, rows={"0/first.weight": row})
+        facts.states = [state, StateFacts("average", "ema", LOOP, 6, changed_by="train.py:28")]
+    (one,) = [x for x in find(runs) if not x.is_question]
+    assert one.mistake.id == "state-differs"
+    assert one.lines[0] == "train.py:28"
+    for facts in runs.ranks:  # each rank holds a part of the copy
+        facts.models[0].is_sharded = True
+    assert ids(find(runs)) == []
 
 
 def test_running_statistics():
@@ -204,6 +251,26 @@ def test_training_loss_of_rank_0_is_a_question():
     assert with_text("loss is fine after 3 steps") == []
 
 
+def test_numbers_that_are_rank_0s_losses_need_no_words():
+    runs = VerifyRuns(train(Training(epochs=3)))
+    facts = runs.ranks[0]
+    per_epoch = len(facts.steps) // 3
+
+    def with_epochs(count, ranks):
+        facts.outputs = []
+        for epoch in range(count):
+            steps = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+            losses = [s.backwards[0].root for one in ranks for s in one.steps[steps]]
+            text = f"| {epoch} | {sum(losses) / len(losses):.5f} | 12.5 s |"
+            at = (epoch + 1) * per_epoch
+            facts.outputs.append(OutputFacts(text, "train.py:26", Phase.TRAINING, at, 0, at))
+        return ids(find(runs), questions=True)
+
+    assert with_epochs(3, runs.ranks[:1]) == ["metric-of-one-rank"]
+    assert with_epochs(3, runs.ranks) == []
+    assert with_epochs(1, runs.ranks[:1]) == []  # may be a coincidence
+
+
 def saved(path, rank=0, contains=("model", "optimizer"), step=4, **more):
     return FileFacts(path, True, "train.py:50", step, 1, ["model", "epoch"], list(contains), **more)
 
@@ -239,6 +306,42 @@ def test_resumed_order():
     assert "resume-repeats-samples" in ids(again)
     (one,) = [x for x in again if x.mistake.id == "resume-repeats-samples"]
     assert one.lines == [LOOP, "train.py:9", LOADER]
+
+
+def test_resumed_run_that_leaves_out_an_epoch_is_named():
+    runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 2, 32))
+    runs.ranks = train(Training(epochs=3))
+    runs.ranks[0].files = [saved("model.pt")]
+    (one,) = [x for x in find(runs) if x.mistake.id == "resume-repeats-samples"]
+    assert "begins with batch 1 of epoch 3" in one.text
+    assert "left out" in one.text
+
+
+def test_other_update_of_a_resumed_run_is_named():
+    runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 1, 32))
+    for old, facts in zip(runs.ranks, runs.resumed, strict=True):
+        for name in ("before", "gradients", "parameters"):
+            ours, theirs = getattr(old.steps[4], name), getattr(facts.steps[0], name)
+            for key, row in theirs.items():
+                facts.sketches[row] = old.sketches[ours[key]]
+        facts.restores = [RestoreFacts("optimizer", 0, "train.py:8", 0)]
+    assert "resume-differs" not in ids(find(runs))
+    for facts in runs.resumed:
+        for name, row in facts.steps[0].parameters.items():
+            before = facts.sketches[facts.steps[0].before[name]]
+            facts.sketches[row] = before + 1.5 * (facts.sketches[row] - before)
+    (one,) = [x for x in find(runs) if x.mistake.id == "resume-differs"]
+    assert one.lines == ["train.py:9", "train.py:8", OPTIMIZER]
+    assert "% of the update" in one.text
+
+
+@pytest.mark.parametrize("is_restoring", [True, False])
+def test_script_that_cannot_resume_is_named(is_restoring):
+    runs = VerifyRuns(train(Training()))
+    runs.resume_error = ResumeError("ValueError: no such group", ["train.py:8"], is_restoring)
+    (one,) = find(runs)
+    assert (one.mistake.id, one.is_question) == ("resume-differs", not is_restoring)
+    assert one.lines == ["train.py:8"]
 
 
 def test_model_alone_is_complete_unless_the_training_goes_on():

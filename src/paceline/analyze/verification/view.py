@@ -130,6 +130,15 @@ class View:
             found.append(line)
         return found
 
+    def lines_after_exchange(self, step: JointStep) -> list[str]:
+        """Return lines that may change gradients after their exchange, the most likely first.
+
+        If a script exchanges copies, the line that writes them back is not the one that computes.
+        """
+        exchanges, changes = self.gradient_lines(), self.change_lines(step)[::-1]
+        is_copied = exchanges and not set(exchanges) & set(changes)
+        return [*exchanges, *changes] if is_copied else [*changes, *exchanges]
+
     def hook_lines(self, step: JointStep) -> list[str]:
         """Return the lines that registered hooks on the gradients of a step's model."""
         model = self.model(step.backwards[0][-1].model) if step.backwards[0] else None

@@ -58,25 +58,37 @@ def by_values(view: View) -> Finding | None:
 
 def hook_factor(one: Exchange) -> float | None:
     """Return the number by which hooks multiply all gradients; 1 without hooks; None if none."""
-    raw = _raw(one.step)
-    if not raw:
-        return 1.0
-    factors = []
-    for rank, backwards in enumerate(one.step.backwards):
-        facts = one.step.ranks[rank]
-        for each in backwards[-one.last :]:
-            names = [name for name in each.gradients if name in one.step.names]
-            before = vectors(
-                facts, {name: each.raw.get(name, each.gradients[name]) for name in names}
-            )
-            found = fit(
-                vectors(facts, {name: each.gradients[name] for name in names}), before, names
-            )
-            if found.residual > SCALED:
-                return None
-            factors.append(found.factor)
+    found = [_factors(f, s.backwards) for f, s in zip(one.step.ranks, one.step.steps, strict=True)]
+    factors = [factor for each in found if each is not None for factor in each]
     first = factors[0] if factors else 1.0
-    return first if all(abs(x - first) <= SCALED * abs(first) for x in factors) else None
+    are_known = None not in found
+    return first if are_known and all(abs(x - first) <= SCALED * first for x in factors) else None
+
+
+def hook_ratio(view: View, one: Exchange) -> float:
+    """Return that number, relative to that of the script on one rank; 1 if it is not known."""
+    ours = hook_factor(one)
+    steps = view.single.steps[:1] if view.single is not None else []
+    theirs = [_factors(view.single, step.backwards) for step in steps] if view.single else []
+    if ours is None or not theirs or not theirs[0]:
+        return 1.0
+    return ours / theirs[0][0]
+
+
+def _factors(facts: RankFacts, backwards: Sequence[BackwardFacts]) -> list[float] | None:
+    """Return the factors of hooks in some backwards; None if they are no factors."""
+    found = []
+    for each in backwards:
+        names = list(each.gradients)
+        if not names:
+            continue
+        after = vectors(facts, each.gradients)
+        before = vectors(facts, {name: each.raw.get(name, each.gradients[name]) for name in names})
+        fitted = fit(after, before, names)
+        if fitted.residual > SCALED or fitted.factor <= 0:
+            return None
+        found.append(fitted.factor)
+    return found
 
 
 def _raw(step: JointStep) -> bool:

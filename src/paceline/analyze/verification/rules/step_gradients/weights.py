@@ -10,7 +10,7 @@ from ...mistakes import MISTAKES, Certainty, Finding
 from ...relations import add, distance, scaled
 from ...steps import trained
 from ...view import View, unique
-from .clipped_values import hook_factor
+from .clipped_values import hook_ratio
 
 EXACT = 2e-3  # relative difference of factors that are equal
 MEASURED = 0.02  # the same of gradients, with their rounding
@@ -159,14 +159,13 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     backwards = one.step.backwards[0]
     if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
         return one.factor, True  # one process would sum over the samples of all ranks, too
-    hooks = hook_factor(one) or 1.0
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
     if ours is not None:
         count = max(len(backwards), 1)
         expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
         known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
-        return hooks * one.multiple * known / expected, True
+        return hook_ratio(view, one) * one.multiple * known / expected, True
     losses = view.replay.loss_ratio(one.step)
     if losses is not None:  # N if the ranks' losses are means, 1 if they are parts of a sum
         return one.factor * losses, False
@@ -246,15 +245,17 @@ def _too_small(view: View, one: Exchange) -> Finding:
             step=step.index + 1,
             values={"factor": 1 / n, "ranks": n},
         )
-    if is_near(one.multiple, 1.0):
+    if is_near(hook_ratio(view, one), 1 / n):
+        text = f"a hook divides them by {n}, and they are averaged"
+        lines, remedy = [*view.hook_lines(step), *step.lines], "leave out the division in the hook"
+    elif is_near(one.multiple, 1.0):
         text = f"the loss is divided by {n} on each rank, and the gradients are averaged"
         lines, remedy = step.lines, f"leave out the division of the loss by {n}"
         if _weight(one) is None:
             text += ", or the loss is a sum over samples"
     else:
         text = "the gradients are averaged, and divided once more"
-        lines = [*reversed(view.change_lines(step)), *view.gradient_lines()]
-        lines += [*view.hook_lines(step), *reversed(step.lines)]
+        lines = [*view.lines_after_exchange(step), *view.hook_lines(step), *reversed(step.lines)]
         remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
     return Finding(
         MISTAKES["gradients-divided-twice"],
