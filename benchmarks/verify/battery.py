@@ -8,6 +8,8 @@ kept out while rules are made (kept_out/README.md).
     python benchmarks/verify/battery.py --kinds same-samples,right
     python benchmarks/verify/battery.py --only gan,same-samples/no-sampler --keep folder
     python benchmarks/verify/battery.py --resume                   go on where it was stopped
+    python benchmarks/verify/battery.py --facts folder             keep the facts of each case
+    python benchmarks/verify/battery.py --facts folder --again     judge them with other rules
     python benchmarks/verify/battery.py --half kept-out            once, to publish the figures
 """
 
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import HALVES, SCRIPTS, Planted, path_of, planted, right_scripts, strip
+from kept_facts import answer_of
 from rich.table import Table
 from verdict import SCRIPT, Case, figures, line_of, read_answer
 
@@ -37,6 +40,7 @@ from common import BENCHMARKS, BIN, console, machine, run
 
 RIGHT = "right"  # the kind of right scripts in --kinds
 TIMEOUT_S = 600
+FACTS = Path(__file__).parent / "kept_facts.py"
 NAMED = 0.95  # target: mistakes named with their lines
 
 
@@ -65,14 +69,15 @@ def name_of(one: Planted | str) -> str:
     return one if isinstance(one, str) else one.name
 
 
-def examine(one: Planted | str, more: list[str], keep: Path | None) -> Case:
+def examine(one: Planted | str, args: argparse.Namespace) -> Case:
     """Verify a script.
 
     Args:
         one: A planted mistake, or the name of a right script.
-        more: Further options of ``paceline verify``.
-        keep: Folder in which the case's folder is kept; None: nothing is.
+        args: The options: ``options`` of ``paceline verify``; ``keep``, the folder in which the
+            case's folder is kept; ``facts`` and ``again``.
     """
+    keep = args.keep
     if isinstance(one, str):
         case, words, text = Case(one), SCRIPTS[one].arguments, path_of(one).read_text()
     else:
@@ -82,15 +87,28 @@ def examine(one: Planted | str, more: list[str], keep: Path | None) -> Case:
         words, text = one.words, built.text
     with work_folder(case.name, keep) as folder:
         (folder / SCRIPT).write_text(text)
-        command = [str(BIN / "paceline"), "verify", "-n", str(case.ranks), "--json", *more]
+        command = [str(BIN / "paceline"), "verify", "-n", str(case.ranks), "--json"]
+        command += args.options.split()
+        file = facts_file(args.facts, case.name) if args.facts else None
+        if file:
+            command = [sys.executable, str(FACTS), str(file), "-n", str(case.ranks)]
         start = time.monotonic()
-        answer = outcome([*command, SCRIPT, *words], folder)
+        if args.again and file and file.exists():
+            answer: tuple[int | None, str, str] = (*answer_of(file), "")
+        else:
+            answer = outcome([*command, SCRIPT, *words], folder)
         case.seconds = round(time.monotonic() - start, 1)
         if keep:
             (folder / "answer.json").write_text(answer[1])
             (folder / "errors.txt").write_text(answer[2])
     read_answer(case, *answer)
     return case
+
+
+def facts_file(folder: Path, name: str) -> Path:
+    """Return the file of a case's facts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve() / f"{name.replace('/', '-')}.pickle"
 
 
 @contextlib.contextmanager
@@ -148,7 +166,9 @@ def write(args: argparse.Namespace, facts: dict[str, Any], cases: list[Case]) ->
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": facts,
         "settings": {
-            key: str(value) for key, value in vars(args).items() if key not in ("json", "keep")
+            key: str(value)
+            for key, value in vars(args).items()
+            if key not in ("json", "keep", "facts")
         },
         "figures": figures(cases),
         "cases": [
@@ -234,6 +254,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases, and run none")
     parser.add_argument("--resume", action="store_true", help="keep the answers that --json holds")
     parser.add_argument("--keep", type=Path, help="keep each case's script and answer in it")
+    parser.add_argument("--facts", type=Path, help="keep the facts of each case in it")
+    parser.add_argument("--again", action="store_true", help="judge the facts in --facts, if any")
     parser.add_argument("--json", type=Path, help="default: benchmarks/out/battery-HALF.json")
     parser.add_argument("--options", default="", help="further options of paceline verify")
     args = parser.parse_args()
@@ -242,10 +264,13 @@ def main() -> None:
     if args.list:
         print("\n".join(name_of(one) for one in todo))
         return
-    known = resumed(args.json) if args.resume else {}
+    known = resumed(args.json) if args.resume or args.again else {}
     facts, cases = machine(), []
     for number, one in enumerate(todo, 1):
-        case = known.get(name_of(one)) or examine(one, args.options.split(), args.keep)
+        before = known.get(name_of(one))
+        case = before if before and not args.again else examine(one, args)
+        if args.again and before:
+            case.seconds = before.seconds
         cases.append(case)
         console.print(
             f"{number:3}/{len(todo)} {line_of(case)}",

@@ -122,9 +122,15 @@ class View:
         return [line for line in known.gradient_lines if line not in clips] if known else []
 
     def lines_before_exchange(self, step: JointStep) -> list[str]:
-        """Return the lines that change gradients between the backward and the exchange."""
+        """Return the lines that change gradients between the backward and the exchange.
+
+        If a script exchanges copies, none is known: gradients change when they are written back.
+        """
         exchanges, found = set(self.gradient_lines()), []
-        for line in self.change_lines(step):
+        changes = self.change_lines(step)
+        if exchanges and not exchanges & set(changes):
+            return []
+        for line in changes:
             if line in exchanges:
                 break
             found.append(line)

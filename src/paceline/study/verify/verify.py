@@ -118,10 +118,11 @@ def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
         what = "all ranks: start again with the saved checkpoint"
         found.resumed = runs.run("resumed", what, settings, files_of=files_of)
     except RunFailedError as error:
-        found.notes.append(f"the script could not be started again: {error.short}")
-        if error.lines:
-            is_restoring = any(name == "load_state_dict" for name, _ in error.calls)
-            found.resume_error = ResumeError(error.short, error.lines, is_restoring)
+        if not error.lines:
+            found.notes.append(f"the script could not be started again: {error.short}")
+            return
+        is_restoring = any(name == "load_state_dict" for name, _ in error.calls)
+        found.resume_error = ResumeError(error.short, error.lines, is_restoring)
 
 
 def _try(
