@@ -182,5 +182,7 @@ def usual_backwards(steps: Sequence[JointStep]) -> int:
 
 def shown(name: str) -> str:
     """Return a parameter's name without the key of its model."""
+    if name.startswith("?"):
+        return f"parameter {int(name.rpartition('.')[2]) + 1} of the optimizer (of no module)"
     head, slash, rest = name.partition("/")
     return rest if slash and head.isdigit() else name

@@ -103,6 +103,7 @@ class View:
         for facts in self.ranks:
             seeds = [one for one in facts.seeds if one.step == 0 and one.line]
             kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
+            kinds = ("own", generator.partition(":")[0]) if ":" in generator else kinds
             by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
         found = []
         for line, value in by_rank[0].items():

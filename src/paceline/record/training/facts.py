@@ -145,7 +145,7 @@ class LoaderFacts:
         is_iterable: Whether the dataset is an IterableDataset.
         batch_size: None if a batch sampler decides.
         sampler: Class of the sampler.
-        sampler_has_epoch: Whether the sampler has ``set_epoch``.
+        sampler_has_epoch: Whether the sampler, or the IterableDataset, has ``set_epoch``.
         drops_last: ``drop_last``.
         workers: Number of worker processes.
         passes: Its passes, in order.
@@ -279,8 +279,8 @@ class OptimizerFacts:
         key: Number of the optimizer in this rank.
         class_name: Its class.
         line: Where it was made.
-        parameters: Names of its parameters, by parameter group ("MODEL KEY/NAME"; "?" for one of
-            no model).
+        parameters: Names of its parameters, by parameter group ("MODEL KEY/NAME";
+            "?OPTIMIZER KEY.NUMBER" for one of no model).
         initial_rates: Learning rate of each group when it was made.
         rate_lines: Lines of the script that changed learning rates in the first steps.
     """

@@ -3,11 +3,14 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
+
+from .user_lines import is_users_file
 
 MAX_NESTED_DATASETS = 4
 
@@ -41,7 +44,35 @@ def owned_states(owner: Any) -> dict[str, int]:
             if "transform" in name:
                 for inner, other in list(getattr(value, "__dict__", {}).items()):
                     found |= _state_of(f"{name}.{inner}", other)
+        found |= function_states(getattr(type(owner), "__getitem__", None))
         owner = attributes.get("dataset")
+    return found
+
+
+def function_states(function: Any) -> dict[str, int]:
+    """Return a checksum of the state of each generator among the globals of a user's function."""
+    around = getattr(function, "__globals__", {})
+    if not is_users_file(str(around.get("__file__", ""))):
+        return {}
+    return _states_in(around)
+
+
+def script_states() -> dict[str, int]:
+    """Return the same of the generators among the variables of the script's functions that run."""
+    found: dict[str, int] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            found = _states_in(frame.f_locals) | found
+            found |= _states_in(frame.f_globals)
+        frame = frame.f_back
+    return found
+
+
+def _states_in(variables: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, value in list(variables.items()):
+        found |= _state_of(name, value)
     return found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from ....record.training.facts import DrawFacts, Phase
-from ..mistakes import MISTAKES, Finding
+from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import Stream
 from ..view import View, ranks_text, unique
 
@@ -33,7 +33,7 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
         if one.phase is Phase.TRAINING
     }
     for place in DOINGS:
-        for generator in KINDS:
+        for generator in _generators(view, place):
             by_rank = [
                 {
                     _key(one): one
@@ -53,6 +53,18 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
                 return
 
 
+def _generators(view: View, place: str) -> list[str]:
+    """Return the generators that are used at a place, the global ones first."""
+    used = {one.generator for one in view.ranks[0].draws if one.place == place and one.has_drawn}
+    return sorted(used, key=lambda name: (name not in KINDS, name))
+
+
+def _called(generator: str) -> str:
+    """Return a generator in words: one of the script has the name "KIND:VARIABLE"."""
+    kind, _, variable = generator.partition(":")
+    return f"{variable} ({KINDS.get(kind, kind)})" if variable else KINDS.get(kind, kind)
+
+
 def same_in_workers(view: View) -> Iterator[Finding]:
     """Find workers of a loader, or epochs, whose samples are drawn with the same numbers."""
     for rank, facts in enumerate(view.ranks):
@@ -70,7 +82,7 @@ def same_in_workers(view: View) -> Iterator[Finding]:
                 yield Finding(
                     MISTAKES["same-random-numbers"],
                     lines,
-                    f"On rank {rank}, {text} with the same numbers of {KINDS[generator]}: "
+                    f"On rank {rank}, {text} with the same numbers of {_called(generator)}: "
                     "different samples get the same augmentation or noise.",
                     ranks=[] if rank == 0 else [rank],
                     values={"draws": len(found)},
@@ -170,16 +182,19 @@ def _on_ranks(
         if place == "fetch" and loader.key == found[0].loader
     ]
     text = (
-        f"{ranks_text(ranks, view.size)} draw the same random numbers of {KINDS[generator]} in "
+        f"{ranks_text(ranks, view.size)} draw the same random numbers of {_called(generator)} in "
         f"{DOINGS[place]}, for different samples"
     )
     text += ", in workers with the same number." if workers else "."
+    # Ranks may share numbers of a generator of their own on purpose, but not for samples.
+    is_shared = ":" in generator and place != "fetch"
     return Finding(
         MISTAKES["same-random-numbers"],
         unique([*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders]),
         text,
         ranks=ranks,
         values={"draws": len(found)},
+        certainty=Certainty.QUESTION if is_shared else None,
         remedy="seed with seed + rank after the model is made"
         + (": the seeds of the workers follow from it" if workers else ""),
     )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import JointPass, RankPass, Sample, Stream
@@ -53,17 +54,20 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         orders = []
         for one in stream.passes:
             rank = min(one.ranks)
-            orders.append(_order(one.ranks[rank]))
+            orders.append(_order(stream, one.ranks[rank]))
         known = [order for order in orders if order]
-        if len(known) < 2 or stream.first.loader.is_iterable:
-            continue
-        if any(order != known[0] for order in known[1:]) or _is_regular(known[0]):
-            continue
         loader = stream.first.loader
+        if len(known) < 2 or (loader.is_iterable and not loader.sampler_has_epoch):
+            continue
+        if any(order != known[0] for order in known[1:]):
+            continue
+        if not loader.is_iterable and _is_regular(known[0]):
+            continue
+        what = loader.dataset if loader.is_iterable else loader.sampler
         epochs = f"{len(known)} epochs" if len(known) > 2 else "both epochs"
         has_epoch = loader.sampler_has_epoch
         reason = (
-            f"set_epoch of the {loader.sampler} was not called with another epoch."
+            f"set_epoch of the {what} was not called with another epoch."
             if has_epoch
             else f"the order of {loader.sampler or 'the loader'} does not depend on the epoch."
         )
@@ -221,7 +225,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
-    elif never > allowed and (fixed or _is_regular(_order(stream.first))):
+    elif never > allowed and (fixed or _is_regular(_order(stream, stream.first))):
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
@@ -320,8 +324,15 @@ def _chooses(stream: Stream) -> bool:
     return any(word in stream.first.loader.sampler.lower() for word in CHOOSING)
 
 
-def _order(made: RankPass) -> list[int]:
-    """Return the positions of a pass in order: the planned ones, else those that were read."""
+def _order(stream: Stream, made: RankPass) -> list[Sample]:
+    """Return the samples of a pass in order: the planned ones, else those that were read.
+
+    Samples of a stream are known by their contents, if these differ.
+    """
+    if made.loader.is_iterable:
+        batches = [stream.samples(0, one, made.loader) for one in made.batches]
+        read = [sample for one in batches for sample in one or []]
+        return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
     if made.facts.planned is not None:
         return [at for batch in made.facts.planned for at in batch]
     if any(batch.indices is None for batch in made.batches):
@@ -329,7 +340,7 @@ def _order(made: RankPass) -> list[int]:
     return [at for batch in made.batches for at in batch.indices or []]
 
 
-def _is_regular(order: Sequence[int]) -> bool:
+def _is_regular(order: Sequence[Any]) -> bool:
     """Return whether an order is not random: it goes up, but for a return to the start."""
     if len(order) < LEAST_SAMPLES:
         return True

@@ -33,6 +33,7 @@ class Gradients:
         self._observation = observation
         self._name_of, self._add_hook_line = name_of, add_hook_line
         self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
+        self.loose: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of parameters of no model
         self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
         self._register: Any = torch.Tensor.register_hook
 
@@ -54,6 +55,9 @@ class Gradients:
 
         kind: Any = torch.Tensor
         kind.register_hook = register_hook
+
+    def _name(self, parameter: Any) -> str | None:
+        return self._name_of(parameter) or self.loose.get(parameter)
 
     def _before_users_hook(self, parameter: torch.Tensor) -> None:
         if parameter in self._users_hooks:
@@ -88,7 +92,7 @@ class Gradients:
     def note(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Note the gradient of a parameter that this rank has computed."""
         backward = self._observation.backward
-        name = self._name_of(parameter)
+        name = self._name(parameter)
         if backward is None or name is None:
             return
         shard = shard_of(gradient)
@@ -110,7 +114,7 @@ class Gradients:
     def _note_raw(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Note the gradient of a parameter before the hooks of the script."""
         backward = self._observation.backward
-        name = self._name_of(parameter)
+        name = self._name(parameter)
         shard = shard_of(gradient)
         if backward is not None and name is not None and isinstance(shard, Shard):
             backward.raw[name] = self._observation.rows.add(shard.values, shard.offset)
@@ -121,7 +125,7 @@ class Gradients:
         if not earlier:
             return
         for parameter in list(self._hooked):
-            name = self._name_of(parameter)
+            name = self._name(parameter)
             if name is None or not any(name in one.gradients for one in earlier):
                 continue
             gradient = parameter.grad

@@ -137,7 +137,9 @@ class Models:
         return self._names.get(parameter)  # type: ignore[no-any-return]
 
     def _add_hook_line(self, name: str, line: str) -> None:
-        _add_line(self.models[int(name.partition("/")[0])].facts.hook_lines, line)
+        key = name.partition("/")[0]
+        if key.isdigit():
+            _add_line(self.models[int(key)].facts.hook_lines, line)
 
     # Forwards
 

@@ -154,9 +154,10 @@ class Steps:
             call()
         self.optimizers[optimizer] = facts
         self._observation.facts.optimizers.append(facts)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._models.gradients.hook(parameter)
+        for name, parameter in self.parameters(optimizer):
+            if name.startswith("?"):
+                self._models.gradients.loose.setdefault(parameter, name)
+            self._models.gradients.hook(parameter)
 
     @property
     def is_stepping(self) -> bool:
@@ -168,13 +169,16 @@ class Steps:
         return self._counts.get(self.optimizers[optimizer].key, 0)
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters of an optimizer, each with "MODEL KEY/NAME" ("?N": no model)."""
-        found, number = [], 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found.append((self._models.name_of(parameter) or f"?{number}", parameter))
-                number += 1
-        return found
+        """Return the parameters of an optimizer, each with "MODEL KEY/NAME".
+
+        One of no model has the name "?OPTIMIZER KEY.NUMBER".
+        """
+        key = self.optimizers[optimizer].key
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        return [
+            (self._models.name_of(parameter) or f"?{key}.{number}", parameter)
+            for number, parameter in enumerate(every)
+        ]
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         running = self._running()

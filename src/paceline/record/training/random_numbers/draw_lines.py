@@ -1,8 +1,7 @@
 """Find the line of the user's code that draws random numbers, by looking after each line."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
-from ..generators import generator_states
 from ..line_tracer import LineTracer
 
 MAX_EVENTS = 5000  # lines that are looked at
@@ -18,15 +17,22 @@ class DrawLines:
         self._found: dict[Hashable, dict[str, str]] = {}  # line by generator
         self._done: set[Hashable] = set()
         self._place: Hashable = None
-        self._tracer = LineTracer(generator_states, self._note, MAX_EVENTS)
+        self._states: Callable[[], dict[str, int]] = dict
+        self._tracer = LineTracer(lambda: self._states(), self._note, MAX_EVENTS)
 
     def line(self, place: Hashable, generator: str) -> str:
         """Return the line that draws at a place, or ""."""
         return self._found.get(place, {}).get(generator, "")
 
-    def start(self, place: Hashable) -> None:
-        """Begin to look at a place, if its lines are not known yet."""
-        if place not in self._done and self._tracer.start():
+    def start(self, place: Hashable, states: Callable[[], dict[str, int]]) -> None:
+        """Begin to look at a place, if its lines are not known yet.
+
+        states: Returns checksums of the generators.
+        """
+        if place in self._done or self._tracer.is_running:
+            return
+        self._states = states
+        if self._tracer.start():
             self._done.add(place)
             self._place = place
 

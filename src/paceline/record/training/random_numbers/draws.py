@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from ..facts import DrawFacts
-from ..generators import generator_states, owned_states
+from ..generators import function_states, generator_states, owned_states, script_states
 from ..observation import Observation
 from ..optimization.models import Model
 from ..samples.loaders import Loaders, OpenPass
@@ -66,7 +66,7 @@ class Draws:
         def observed(fetcher: Any, index: Any) -> Any:
             if self._observation.is_over:
                 return fetch(fetcher, index)
-            before = guarded(_HOOK, self._begin_fetch)(fetcher.dataset)
+            before = guarded(_HOOK, self._begin_fetch)(fetcher)
             try:
                 result = fetch(fetcher, index)
             finally:
@@ -77,14 +77,15 @@ class Draws:
 
         return observed
 
-    def _begin_fetch(self, dataset: Any) -> dict[str, int]:
+    def _begin_fetch(self, fetcher: Any) -> dict[str, int]:
         opened = self._loaders.fetching
         if opened is not None and self._fetches_draw:
-            self._lines.start(("fetch", opened.loader.key))
-        return self._states(dataset)
+            self._lines.start(("fetch", opened.loader.key), lambda: self._states(fetcher))
+        return self._states(fetcher)
 
-    def _states(self, dataset: Any) -> dict[str, int]:
-        return generator_states() | owned_states(dataset)
+    def _states(self, fetcher: Any) -> dict[str, int]:
+        owned = owned_states(fetcher.dataset) | function_states(fetcher.collate_fn)
+        return generator_states() | owned
 
     def _note_fetch(self, fetcher: Any, before: dict[str, int]) -> None:
         opened, worker = self._loaders.fetching, get_worker_info()
@@ -100,7 +101,7 @@ class Draws:
             number = self._fetched * worker.num_workers + worker.id
             pass_number += self._passes
             self._fetched += 1
-        after, place = self._states(fetcher.dataset), worker.id if worker is not None else None
+        after, place = self._states(fetcher), worker.id if worker is not None else None
         key = opened.loader.key
         self._fetches_draw |= any(after.get(name) != state for name, state in before.items())
         facts = [
@@ -156,14 +157,14 @@ class Draws:
             return
         states, line = generator_states(), user_line()
         self.end_construction()
-        self._compare_loop(states)
+        self._compare_loop(states | script_states())
         self._loop = None
         self._lines.stop()
         if model.forwards <= MAX_FORWARDS:
             self._forward = (states, line)
             if model.facts.key in self._drawing_models and not model.is_compiled:
                 self._lines.stop()
-                self._lines.start(("forward", model.facts.key))
+                self._lines.start(("forward", model.facts.key), generator_states)
 
     def after_forward(self, model: Model, output: Any) -> None:
         """Note the states after a forward."""
@@ -175,23 +176,23 @@ class Draws:
         if after != before:
             self._drawing_models.add(model.facts.key)
         self._add("forward", before, after, model.facts.key, 0, model.forwards - 1, line)
-        self._loop = after
+        self._loop = after | script_states()
 
     def after_batch(self, opened: OpenPass, number: int, batch: Any) -> None:
         """Note the states when a batch is returned to the script."""
         self._end_loop()
         if number < MAX_FORWARDS:
-            self._loop = self._loop_start = generator_states()
+            self._loop = self._loop_start = _states_of_loop()
             self._loop_drawn = set()
             self._loop_place = (opened.loader.key, opened.facts.number, number)
             if self._has_loop_draws:
-                self._lines.start("loop")
+                self._lines.start("loop", _states_of_loop)
 
     def before_backward(self) -> None:
         """Note the states before a backward."""
         if self._loop_place is not None:
             self._lines.stop()
-            self._compare_loop(generator_states())
+            self._compare_loop(_states_of_loop())
             self._has_loop_draws |= bool(self._loop_drawn)
             self._loop = None
             self._is_trained = True
@@ -200,7 +201,7 @@ class Draws:
     def _compare_loop(self, states: dict[str, int]) -> None:
         """Note which generators the script itself has used since the last note."""
         if self._loop is not None:
-            self._loop_drawn |= {n for n, state in self._loop.items() if states.get(n) != state}
+            self._loop_drawn |= {n for n, x in self._loop.items() if states.get(n, x) != x}
 
     def _end_loop(self) -> None:
         """Add the draws of the script between a batch and its backward."""
@@ -227,3 +228,7 @@ class Draws:
             drawn, where = after.get(name) != state, self._lines.line((place, key), name)
             facts = (place, name, None, key, pass_number, number, state, drawn, where or line)
             self._observation.facts.draws.append(DrawFacts(*facts))
+
+
+def _states_of_loop() -> dict[str, int]:
+    return generator_states() | script_states()

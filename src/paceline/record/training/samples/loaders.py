@@ -120,7 +120,7 @@ class Loaders:
 
     def _describe(self, loader: Any) -> LoaderFacts:
         dataset = _dataset_of(loader)
-        sampler = _sampler_of(loader)
+        sampler, is_stream = _sampler_of(loader), isinstance(dataset, IterableDataset)
         return LoaderFacts(
             key=len(self._observation.facts.loaders),
             line=self._lines.get(loader, ""),
@@ -128,10 +128,10 @@ class Loaders:
             dataset_length=_length(dataset),
             dataset_checksum=checksum_of_indices(dataset, Subset),
             **describe_root(dataset),
-            is_iterable=isinstance(dataset, IterableDataset),
+            is_iterable=is_stream,
             batch_size=loader.batch_size,
             sampler=type(sampler).__name__,
-            sampler_has_epoch=hasattr(sampler, "set_epoch"),
+            sampler_has_epoch=hasattr(dataset if is_stream else sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
             sampler_line=_line_of_iter(sampler),
