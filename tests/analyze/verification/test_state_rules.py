@@ -175,7 +175,7 @@ def test_average_that_one_rank_updates_is_named_with_the_line():
     for facts in runs.ranks:
         row = next(iter(facts.steps[2 if facts.rank else 0].parameters.values()))
         state = StateFacts("average", "ema", LOOP, 3, rows={"0/first.weight": row})
-        facts.states = [state, StateFacts("average", "ema", LOOP, 6, changed_by="train.py:28")]
+        facts.states = [state, StateFacts("average", "ema", LOOP, 6, changed_by=["train.py:28"])]
     (one,) = [x for x in find(runs) if not x.is_question]
     assert one.mistake.id == "state-differs"
     assert one.lines[0] == "train.py:28"

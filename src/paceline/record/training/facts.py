@@ -405,7 +405,7 @@ class StateFacts:
         step: Optimizer steps before this value.
         values: Numbers of the state, such as the loss scale.
         rows: By parameter, the row of its values; empty for states without tensors.
-        changed_by: The line that changes it; "" if it is not known.
+        changed_by: Lines that change it: the one of the training loop, and the innermost one.
     """
 
     kind: str
@@ -414,7 +414,7 @@ class StateFacts:
     step: int
     values: dict[str, float] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
-    changed_by: str = ""
+    changed_by: list[str] = field(default_factory=list)
 
 
 @dataclass

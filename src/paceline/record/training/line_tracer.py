@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from .user_lines import is_users_file, line_of
@@ -17,19 +17,21 @@ class LineTracer:
 
     Args:
         states: Returns the parts of the state by name. A part that is not there did not change.
-        changed: Called with the name of a part and the line that has changed it.
+        changed: Called with the name of a part, the line that has changed it, and the line of the
+            function in which the tracer was started that ran then.
         max_events: Lines that are looked at between ``start`` and ``stop``.
     """
 
     def __init__(
         self,
         states: Callable[[], States],
-        changed: Callable[[str, str], None],
+        changed: Callable[[str, str, str], None],
         max_events: int,
     ) -> None:
         self._states, self._changed, self._max_events = states, changed, max_events
         self._last: States = {}
-        self._line = ""
+        self._line = self._site = ""
+        self._code: CodeType | None = None  # of the function in which the tracer was started
         self._frames: list[FrameType] = []
         self.is_running = False
         self.events = 0  # since the last start
@@ -39,14 +41,16 @@ class LineTracer:
         if self.is_running or sys.gettrace() is not None:
             return False
         self.is_running, self.events = True, 0
-        self._last, self._line = self._states(), ""
+        self._last, self._line, self._code = self._states(), "", None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if is_users_file(frame.f_code.co_filename):
                 self._line = self._line or line_of(frame)
+                self._code = self._code or frame.f_code
                 frame.f_trace = self._in_frame
                 self._frames.append(frame)
             frame = frame.f_back
+        self._site = self._line
         sys.settrace(self._on_call)
         return True
 
@@ -72,6 +76,8 @@ class LineTracer:
         if event in ("line", "return") and self.is_running:
             self._compare()
             self._line = line_of(frame) if event == "line" else _caller(frame) or self._line
+            if frame.f_code is self._code:
+                self._site = self._line
             self.events += 1
             if self.events > self._max_events:
                 self.stop()
@@ -82,7 +88,7 @@ class LineTracer:
         states = self._states()
         for name, state in states.items():
             if self._line and self._last.get(name, state) != state:
-                self._changed(name, self._line)
+                self._changed(name, self._line, self._site)
         self._last = states
 
 

@@ -133,7 +133,7 @@ def _changes(view: View, ours: StateFacts) -> list[str]:
     ]
     if ours.kind == "scaler" and ours is same[0][0]:
         return []  # made with other values
-    return [one.changed_by for each in same for one in each if one.changed_by]
+    return [line for each in same for one in each for line in one.changed_by]
 
 
 def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> str:

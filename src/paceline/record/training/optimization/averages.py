@@ -34,7 +34,7 @@ class Averages:
 
     def __init__(self, observation: Observation, models: Models) -> None:
         self._observation, self._models = observation, models
-        self.lines: dict[str, str] = {}  # that change a copy, by name
+        self.lines: dict[str, list[str]] = {}  # that change a copy, by name
         self._watched: dict[str, Any] = {}  # copies by name
 
     def note(self) -> None:
@@ -77,7 +77,7 @@ class Averages:
             if row is not None:
                 rows[f"{model.facts.key}/{parameter}"] = row
         state = StateFacts("average", name, user_line(), self._observation.step, rows=rows)
-        state.changed_by = self.lines.get(name, "")
+        state.changed_by = list(self.lines.get(name, []))
         self._observation.facts.states.append(state)
 
 

@@ -56,10 +56,10 @@ class ChangeLines:
                 tracer.stop()
                 self._left -= tracer.events
 
-    def _add(self, name: str, line: str) -> None:
+    def _add(self, name: str, line: str, site: str) -> None:
         kind, _, rest = name.partition(" ")
         if kind == "average":
-            self._averages.lines.setdefault(rest, line)
+            self._averages.lines.setdefault(rest, list(dict.fromkeys([site, line])))
             return
         if kind == "rate":
             facts = list(self._steps.optimizers.values())[int(rest)]

@@ -116,7 +116,9 @@ class Schedules:
         self, kind: str, name: str, line: str, values: dict[str, float], changed_by: str
     ) -> None:
         step = self._observation.step
-        state = StateFacts(kind, name, line, step, values, changed_by=changed_by)
+        state = StateFacts(
+            kind, name, line, step, values, changed_by=[changed_by] if changed_by else []
+        )
         self._observation.facts.states.append(state)
 
     def complete(self) -> None:

@@ -40,5 +40,5 @@ class DrawLines:
         """End to look."""
         self._tracer.stop()
 
-    def _note(self, generator: str, line: str) -> None:
+    def _note(self, generator: str, line: str, _: str) -> None:
         self._found.setdefault(self._place, {}).setdefault(generator, line)
