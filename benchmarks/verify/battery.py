@@ -94,10 +94,12 @@ def examine(one: Planted | str, args: argparse.Namespace) -> Case:
             command = [sys.executable, str(FACTS), str(file), "-n", str(case.ranks)]
         start = time.monotonic()
         if args.again and file and file.exists():
-            answer: tuple[int | None, str, str] = (*answer_of(file), "")
+            code, output, seconds = answer_of(file)
+            answer: tuple[int | None, str, str] = (code, output, "")
         else:
             answer = outcome([*command, SCRIPT, *words], folder)
-        case.seconds = round(time.monotonic() - start, 1)
+            seconds = time.monotonic() - start
+        case.seconds = round(seconds, 1)
         if keep:
             (folder / "answer.json").write_text(answer[1])
             (folder / "errors.txt").write_text(answer[2])
@@ -264,13 +266,10 @@ def main() -> None:
     if args.list:
         print("\n".join(name_of(one) for one in todo))
         return
-    known = resumed(args.json) if args.resume or args.again else {}
+    known = resumed(args.json) if args.resume else {}
     facts, cases = machine(), []
     for number, one in enumerate(todo, 1):
-        before = known.get(name_of(one))
-        case = before if before and not args.again else examine(one, args)
-        if args.again and before:
-            case.seconds = before.seconds
+        case = known.get(name_of(one)) or examine(one, args)
         cases.append(case)
         console.print(
             f"{number:3}/{len(todo)} {line_of(case)}",

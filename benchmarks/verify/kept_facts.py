@@ -18,13 +18,13 @@ from paceline.report.terminal.verification.findings import as_json
 from paceline.study.verify.verify import VerifyRequest, run_verification
 
 
-def answer_of(file: Path) -> tuple[int, str]:
-    """Return the exit code and the output of the command, from kept facts."""
+def answer_of(file: Path) -> tuple[int, str, float]:
+    """Return the exit code and the output of the command, and the seconds of its runs."""
     # The files were written by this program.
     runs: VerifyRuns = pickle.loads(file.read_bytes())
     found = (runs, *judge(runs))
     text = json.dumps(as_json(found), indent=1)
-    return int(any(not one.is_question for one in found[1])), text
+    return int(any(not one.is_question for one in found[1])), text, runs.seconds
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"{error}")
     args.file.write_bytes(pickle.dumps(runs))
-    code, text = answer_of(args.file)
+    code, text, _ = answer_of(args.file)
     print(text)
     sys.exit(code)
 

@@ -148,8 +148,15 @@ class View:
 
     def hook_lines(self, step: JointStep) -> list[str]:
         """Return the lines that registered hooks on the gradients of a step's model."""
-        model = self.model(step.backwards[0][-1].model) if step.backwards[0] else None
-        return model.hook_lines if model is not None else []
+        return [line for model in self._models_of(step) for line in model.hook_lines]
+
+    def exchange_hook_lines(self, step: JointStep) -> list[str]:
+        """Return the lines that registered a communication hook of a step's model."""
+        return [line for model in self._models_of(step) for line in model.exchange_hook_lines]
+
+    def _models_of(self, step: JointStep) -> list[ModelFacts]:
+        keys = {name.partition("/")[0] for name in step.names}
+        return [model for model in self.ranks[0].models if str(model.key) in keys]
 
     def gradient_lines(self) -> list[str]:
         """Return the lines of the script that exchange gradients, the largest exchange first."""

@@ -63,7 +63,8 @@ class ModelFacts:
         first: By parameter, the row of its values at the first training forward.
         batch_norms: Names of batch normalization layers that compute statistics of one rank only.
         ignored: Parameters that DistributedDataParallel was told to ignore.
-        hook_lines: Lines that registered hooks on gradients or on their exchange.
+        hook_lines: Lines that registered hooks on gradients.
+        exchange_hook_lines: Lines that registered a communication hook.
     """
 
     key: int
@@ -80,6 +81,7 @@ class ModelFacts:
     batch_norms: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     hook_lines: list[str] = field(default_factory=list)
+    exchange_hook_lines: list[str] = field(default_factory=list)
 
 
 @dataclass

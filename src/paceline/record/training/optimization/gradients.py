@@ -1,6 +1,7 @@
 """Observe the gradients that this rank computes, before any exchange."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..observation import Observation
-from ..user_lines import user_line
+from ..user_lines import is_users_file, user_line
 from .shards import Shard, shard_of
 
 _HOOK = "the gradients"
@@ -35,6 +36,7 @@ class Gradients:
         self._hooked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
         self.loose: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of parameters of no model
         self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
+        self._later_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of summed gradients
         self._register: Any = torch.Tensor.register_hook
 
     def install(self) -> None:
@@ -55,6 +57,15 @@ class Gradients:
 
         kind: Any = torch.Tensor
         kind.register_hook = register_hook
+        add = kind.register_post_accumulate_grad_hook
+
+        @functools.wraps(add)
+        def register_post_accumulate_grad_hook(tensor: Any, hook: Callable[..., Any]) -> Any:
+            if is_users_file(sys._getframe(1).f_code.co_filename):
+                self._later_hooks[tensor] = user_line()
+            return add(tensor, hook)
+
+        kind.register_post_accumulate_grad_hook = register_post_accumulate_grad_hook
 
     def _name(self, parameter: Any) -> str | None:
         return self._name_of(parameter) or self.loose.get(parameter)
@@ -101,6 +112,8 @@ class Gradients:
             return
         rows = self._observation.rows
         row = rows.add(shard.values, shard.offset)
+        if parameter in self._later_hooks:
+            self._add_hook_line(name, self._later_hooks[parameter])
         raw = backward.raw.get(name)
         if raw is not None:
             if rows.are_equal(raw, row):

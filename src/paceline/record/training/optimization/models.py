@@ -184,7 +184,7 @@ class Models:
         model.forwards += 1
         if ddp is not None:
             model.is_syncing = bool(ddp.require_backward_grad_sync)
-            _add_line(model.facts.hook_lines, self._comm_hook_lines.get(ddp, ""))
+            _add_line(model.facts.exchange_hook_lines, self._comm_hook_lines.get(ddp, ""))
         elif model.facts.is_sharded:
             model.is_syncing = not self._unsynced.get(root, False)
         model.autocast = _autocast()

@@ -52,7 +52,7 @@ def by_values(view: View) -> Finding | None:
     if found is None:
         return None
     step = next(one.step for one in odd if one.step.index == found.step)
-    lines = [*view.lines_before_exchange(step), *view.gradient_lines()]
+    lines = [*view.lines_before_exchange(step), *view.hook_lines(step), *view.gradient_lines()]
     return _finding(view, step, found, lines, "each rank")
 
 
@@ -151,7 +151,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         MISTAKES["clipped-before-exchange"],
-        unique([*lines, *reversed(step.lines)]),
+        unique([*lines, *step.lines]),
         f"In step {step.index + 1}, {who} limits the gradient of rank {found.rank} from "
         f"{found.before:.4g} to {found.after:.4g}, and other ranks and steps to the same value, "
         "before the exchange: the mean of clipped gradients is not the clipped mean.",

@@ -144,8 +144,8 @@ def clipped_by_part(view: View) -> Iterator[Finding]:
 
 def _lines(view: View, one: Exchange) -> list[str]:
     step = one.step
-    before = view.lines_before_exchange(step)
-    return unique([*before, *view.gradient_lines(), *reversed(step.lines)])
+    lines = [*view.lines_before_exchange(step), *view.hook_lines(step), *view.gradient_lines()]
+    return unique([*lines, *reversed(step.lines)])
 
 
 def _are_equal(one: Exchange) -> bool:

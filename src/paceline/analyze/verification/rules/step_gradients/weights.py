@@ -211,7 +211,7 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
             f"In step {step.index + 1}, the gradient is the sum of the gradients of {n} ranks: "
             f"{n} times that of one process with the same samples."
         )
-        lines = [*view.hook_lines(step), *view.gradient_lines(), *view.change_lines(step)]
+        lines = [*view.exchange_hook_lines(step), *view.gradient_lines(), *view.change_lines(step)]
         lines += [*_wrapper_lines(view, one), *step.lines]
         remedy = f"divide the gradients by {n} (the number of ranks) after the all_reduce"
     else:
@@ -255,7 +255,8 @@ def _too_small(view: View, one: Exchange) -> Finding:
             text += ", or the loss is a sum over samples"
     else:
         text = "the gradients are averaged, and divided once more"
-        lines = [*view.lines_after_exchange(step), *view.hook_lines(step), *reversed(step.lines)]
+        lines = [*view.lines_after_exchange(step), *view.exchange_hook_lines(step)]
+        lines += reversed(step.lines)
         remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
     return Finding(
         MISTAKES["gradients-divided-twice"],
