@@ -1,6 +1,7 @@
 """Facts of real ranks."""
 
 import json
+import textwrap
 
 import numpy as np
 import pytest
@@ -139,3 +140,76 @@ def test_settings_survive_the_environment(monkeypatch):
     assert settings_of_process({VARIABLE: settings.to_json()}) == settings
     assert settings_of_process({}) is None
     assert json.loads(settings.to_json())["folder"] == "/a"
+
+
+CHANGES = """
+    import copy
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from tensorboardX import SummaryWriter
+
+    dist.init_process_group("gloo")
+    rank, writer = dist.get_rank(), SummaryWriter()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    net[1].bias.register_hook(lambda gradient: gradient / 4)
+    ema = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(32, 4) + rank
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    noise = torch.Generator().manual_seed(3)
+    for epoch in range(9):
+        for x, y in loader:
+            optimizer.param_groups[0]["lr"] *= 0.9
+            x = x + torch.randn(x.shape, generator=noise)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            for p in net.parameters():
+                p.grad.clamp_(-0.01, 0.01)
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            optimizer.step()
+            if rank == 0:
+                with torch.no_grad():
+                    for slow, fast in zip(ema.parameters(), net.parameters()):
+                        slow.lerp_(fast, 0.5)
+        writer.add_scalar("fit", loss.item(), epoch)
+"""
+WRITER = """
+class SummaryWriter:
+    def add_scalar(self, tag, value, step):
+        pass
+"""
+
+
+def test_lines_that_change_gradients_and_states(tmp_path):
+    (tmp_path / "tensorboardX").mkdir()
+    (tmp_path / "tensorboardX" / "writer.py").write_text(WRITER)
+    (tmp_path / "tensorboardX" / "__init__.py").write_text("from .writer import SummaryWriter")
+    every, _ = observe(tmp_path, CHANGES)
+
+    def line(words):
+        rows = textwrap.dedent(CHANGES).splitlines()
+        return f"script.py:{next(at for at, row in enumerate(rows, 1) if words in row)}"
+
+    for facts in every:
+        step, model = facts.steps[1], facts.models[0]
+        assert step.gradient_lines == [line("clamp_"), line("all_reduce"), line("/= 2")]
+        assert not step.value_lines
+        assert facts.optimizers[0].rate_lines == [line("*= 0.9")]
+        assert model.hook_lines == [line("register_hook")]
+        (backward,) = step.backwards
+        raw, local = backward.raw["0/1.bias"], backward.gradients["0/1.bias"]
+        assert row(facts, raw) == pytest.approx(4 * row(facts, local))
+        assert set(backward.raw) == {"0/1.bias"}
+        sent = [x.peak for x in facts.collectives if x.step == 1 and x.kind == "allreduce"]
+        assert max(sent) == pytest.approx(0.01)
+        draws = [x for x in facts.draws if x.place == "loop" and x.has_drawn]
+        assert {(x.generator, x.line) for x in draws} == {("torch:noise", line("torch.randn(x"))}
+        assert [x.line for x in facts.outputs] == [line("add_scalar")] * 3
+        assert facts.outputs[0].text.startswith("fit: ")
+    changed = [facts.states[-1].changed_by for facts in every]
+    assert changed == [[line("slow.lerp_")], []]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ....record.training.facts import OutputFacts, Phase
 from ..mistakes import MISTAKES, Certainty, Finding
-from ..passes import Sample, Stream
+from ..passes import RankPass, Sample, Stream
 from ..view import View, is_reduction, unique
 from .printed_losses import LOSS, NUMBER, is_printed_by
 
@@ -15,6 +15,7 @@ EVALUATED = re.compile(
     r"(?=\b|[_\d@])|accuracy|(val|test|eval)_",
     re.IGNORECASE,
 )
+BY_CHANCE = 0.02  # chance of a number to be a share of some samples by coincidence
 RANK = re.compile(r"\brank\b", re.IGNORECASE)
 
 
@@ -32,9 +33,7 @@ def metric_of_one_rank(view: View) -> Iterator[Finding]:
             if found is None:
                 continue
             output, is_sure = found
-            samples = sum(len(batch) for batch in made.facts.planned or []) or sum(
-                batch.samples for batch in made.batches
-            )
+            samples = _planned(made) or sum(batch.samples for batch in made.batches)
             whole = stream.first.loader.dataset_length
             of = f" of {whole}" if whole and whole > samples else ""
             yield Finding(
@@ -106,6 +105,24 @@ def _printed_after(
             continue
         if EVALUATED.search(output.text):
             return output, True
-        if LOSS.search(output.text):
+        if LOSS.search(output.text) or _has_share(output.text, made):
             return output, False
     return None
+
+
+def _has_share(text: str, made: RankPass) -> bool:
+    """Return whether a line has a number that is a share of the samples of a rank, as no others."""
+    for counted in {sum(batch.samples for batch in made.batches), _planned(made)} - {0}:
+        for number in NUMBER.findall(text):
+            decimals = len(number.partition(".")[2])
+            if "e" in number.lower() or counted * 10.0**-decimals > BY_CHANCE:
+                continue
+            value = float(number)
+            share = round(value * counted) / counted
+            if 0 < value < 1 and abs(share - value) <= 0.51 * 10.0**-decimals:
+                return True
+    return False
+
+
+def _planned(made: RankPass) -> int:
+    return sum(len(batch) for batch in made.facts.planned or [])

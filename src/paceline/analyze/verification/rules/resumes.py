@@ -11,6 +11,7 @@ from ..view import View, listed, unique
 from .checkpoints import load_of
 
 SAME = 1e-6  # relative difference of equal values
+FIRST_STEPS = 3  # of the resumed run, whose learning rates are compared
 OF_UPDATE = 1e-2  # difference of parameters, relative to the update of a step
 
 
@@ -94,21 +95,22 @@ def _fresh_optimizer(view: View, resumed: Sequence[RankFacts], file: FileFacts) 
 
 
 def _other_rates(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
-    """Return a finding if the first learning rate is not that of the run without interruption."""
-    steps = view.ranks[0].steps
-    if file.step >= len(steps) or not resumed[0].steps:
-        return None
-    load = load_of(view, resumed, file)
-    expected, first = steps[file.step], resumed[0].steps[0]
-    for ours, theirs in zip(expected.learning_rates, first.learning_rates, strict=False):
-        if abs(ours - theirs) <= SAME * max(abs(ours), abs(theirs)):
+    """Return a finding if the first learning rates differ from those without interruption."""
+    pairs = zip(view.ranks[0].steps[file.step :], resumed[0].steps[:FIRST_STEPS], strict=False)
+    for number, (expected, first) in enumerate(pairs, 1):
+        rates = zip(expected.learning_rates, first.learning_rates, strict=False)
+        off = [(a, b) for a, b in rates if abs(a - b) > SAME * max(abs(a), abs(b))]
+        if not off:
             continue
+        load = load_of(view, resumed, file)
         schedules = [one.line for one in resumed[0].schedules]
+        ours, theirs = off[0]
         return Finding(
             MISTAKES["resume-differs"],
             unique([load.line if load else "", *_restored(resumed[0], "schedule"), *schedules]),
-            f"The first learning rate of the resumed run is {theirs:.6g}; without the "
+            f"The learning rate in step {number} of the resumed run is {theirs:.6g}; without the "
             f"interruption it is {ours:.6g}.",
+            step=number,
             values={"rate": theirs, "expected": ours},
             remedy="save and load the state of the learning-rate schedule",
         )

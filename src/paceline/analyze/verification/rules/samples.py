@@ -8,10 +8,9 @@ from typing import Any
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import JointPass, RankPass, Sample, Stream
 from ..view import View, ranks_text, unique
+from .sample_contents import DISTINCT, LEAST_SAMPLES, by_contents
 
 MOSTLY = 0.9  # of the batches or samples
-DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
-LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
 OVERLAP = 0.02  # of the samples of an epoch
 REDRAWN = 0.02  # of the samples that a sampler with replacement draws again on one rank
 BY_BATCH = ("batch", "shard")  # samplers that give ranks whole batches (accelerate)
@@ -36,7 +35,7 @@ def repeated_or_missing(view: View) -> Iterator[Finding]:
         return
     for stream in view.training:
         if not (stream.shares_dataset or stream.has_root):
-            yield from _repeated_batches(stream)
+            yield from by_contents(view, stream)
             continue
         plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
         if not plans:
@@ -277,46 +276,6 @@ def _differently_shuffled(view: View, stream: Stream, plan: dict[int, list[int]]
         values={"on_several_ranks": twice, "on_none": missing},
         remedy="shuffle with the same seed on all ranks before the split",
     )
-
-
-def _repeated_batches(stream: Stream) -> Iterator[Finding]:
-    """Find batches that occur again in the same pass, in streams whose samples have no index."""
-    for one in stream.passes[:1]:
-        seen: dict[tuple[Sample, ...], tuple[int, int]] = {}
-        total, again = 0, []
-        for rank, made in one.ranks.items():
-            for batch in made.batches:
-                samples = stream.samples(rank, batch, made.loader)
-                if not samples or len(set(samples)) < max(DISTINCT * len(samples), 1):
-                    continue
-                total += 1
-                before = seen.setdefault(tuple(samples), (rank, batch.number))
-                if before != (rank, batch.number):
-                    again.append((rank, batch.number, before))
-        if total < LEAST_SAMPLES or len(again) < 2 or len(again) < 0.25 * total:
-            continue
-        rank, number, before = again[0]
-        workers = stream.first.loader.workers
-        same_rank = before[0] == rank
-        because = (
-            f" Each of {workers} workers reads the whole stream."
-            if workers > 1 and same_rank
-            else " The ranks read overlapping parts of the stream."
-            if not same_rank
-            else ""
-        )
-        yield Finding(
-            MISTAKES["samples-repeated" if same_rank else "same-samples"],
-            unique(stream.lines),
-            f"{len(again)} of the first {total} batches have the samples of another batch: batch "
-            f"{number + 1} of rank {rank} those of batch {before[1] + 1} of rank {before[0]}."
-            f"{because}",
-            values={"batches": total, "again": len(again)},
-            remedy="give each worker a part of the stream (torch.utils.data.get_worker_info)"
-            if workers > 1 and same_rank
-            else "",
-        )
-        return
 
 
 def _chooses(stream: Stream) -> bool:

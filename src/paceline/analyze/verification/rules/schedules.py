@@ -13,7 +13,7 @@ SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
 DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "MultiStepLR", "LambdaLR")
 LEAST_RATES = 5  # of the first steps, from which a schedule is continued
 FITTED = 1e-3  # relative difference of rates that are on a line or a cosine
-ROUND = 10  # lengths that are multiples of it were typed, and not computed from a loader
+ROUND = 50  # lengths that are multiples of it may be typed, and not computed from a loader
 
 
 def rates_differ(view: View) -> Iterator[Finding]:
@@ -130,9 +130,10 @@ def schedule_length(view: View) -> Iterator[Finding]:
                 continue
             if single_epochs < 0.95:
                 continue  # shorter than an epoch: a warm-up with a number of steps
-            certain = _is_computed(single_length, theirs) and single_length % ROUND != 0
-            if name == SCHEDULE_END and not certain:
+            computed = _is_computed(single_length, theirs)
+            if name == SCHEDULE_END and not computed:
                 continue
+            certain = computed and not _is_round(single_length)
             yield Finding(
                 MISTAKES["schedule-counts-other-steps"],
                 unique([schedule.line, *schedule.step_lines[:1]]),
@@ -321,3 +322,7 @@ def _is_computed(length: int, steps: float) -> bool:
         each > 0 and length % each == 0 and length >= each
         for each in (round(steps), round(steps) - 1, round(steps) + 1)
     )
+
+
+def _is_round(length: int) -> bool:
+    return length % ROUND == 0 or len(str(length).rstrip("0")) < 2
