@@ -177,6 +177,28 @@ def test_streams():
     assert ids(find(streamed(lambda rank, number, at: 1))) == []
 
 
+def test_single_samples_of_a_stream_on_several_ranks():
+    orders = [shuffled(0, 1, 0, 24, seed=100 * rank) for rank in range(2)]
+    (one,) = find(streamed(lambda rank, number, at: orders[rank][4 * number + at]))
+    assert one.mistake.id == "different-random-numbers"
+    assert "equal samples among their first 16 and 16" in one.text
+    (one,) = find(streamed(lambda rank, number, at: 10 * rank + 4 * number + at))
+    assert one.mistake.id == "samples-repeated"
+    assert "their parts overlap" in one.text
+    # samples of few kinds
+    assert ids(find(streamed(lambda rank, number, at: (16 * rank + 4 * number + at) % 7))) == []
+
+
+def test_stream_with_set_epoch_and_one_order_is_named():
+    runs = streamed(lambda rank, number, at: 1000 * rank + 10 * number + at, epochs=2)
+    assert ids(find(runs)) == []  # may be a file that is read in order
+    for facts in runs.ranks:
+        facts.loaders[0].sampler_has_epoch = True
+    (one,) = find(runs)
+    assert one.mistake.id == "epoch-not-set"
+    assert "set_epoch of the TensorDataset" in one.text
+
+
 def validated(plans, samples=20, sampler="SequentialSampler", drops_last=False, kind=""):
     """Return runs whose ranks validate these samples; None: the rank does not validate."""
     ranks = train(Training(epochs=1))
