@@ -189,13 +189,13 @@ def test_single_samples_of_a_stream_on_several_ranks():
     assert ids(find(streamed(lambda rank, number, at: (16 * rank + 4 * number + at) % 7))) == []
 
 
-def test_stream_with_set_epoch_and_one_order_is_named():
+def test_stream_with_set_epoch_and_one_order_is_a_question():
     runs = streamed(lambda rank, number, at: 1000 * rank + 10 * number + at, epochs=2)
     assert ids(find(runs)) == []  # may be a file that is read in order
     for facts in runs.ranks:
         facts.loaders[0].sampler_has_epoch = True
     (one,) = find(runs)
-    assert one.mistake.id == "epoch-not-set"
+    assert (one.mistake.id, one.is_question) == ("epoch-not-set", True)
     assert "set_epoch of the TensorDataset" in one.text
 
 

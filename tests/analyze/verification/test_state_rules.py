@@ -321,6 +321,18 @@ def test_resumed_run_that_leaves_out_an_epoch_is_named():
     assert "left out" in one.text
 
 
+def test_batch_that_the_observed_run_left_out_is_where_a_resumed_run_goes_on():
+    """Of shortened passes, the script has counted four batches, and goes on with the fifth."""
+    runs = resumed(order=lambda r, n, e: shuffled(r, n, e, 80)[16:], samples=80)
+    runs.ranks = train(Training(samples=80, shorter=4))
+    runs.ranks[0].files = [saved("model.pt", step=4)]
+    assert "resume-repeats-samples" not in ids(find(runs))
+    runs.resumed = train(Training(samples=80, order=lambda r, n, e: shuffled(r, n, e, 80)[12:]))
+    for facts in runs.resumed:
+        facts.files = [FileFacts("model.pt", False, "train.py:9", 0, 0, ["model", "epoch"], [])]
+    assert "resume-repeats-samples" in ids(find(runs))
+
+
 def test_other_update_of_a_resumed_run_is_named():
     runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 1, 32))
     for old, facts in zip(runs.ranks, runs.resumed, strict=True):

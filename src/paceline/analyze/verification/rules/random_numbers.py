@@ -25,6 +25,7 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
     """Find ranks whose generators are in the same state when they draw for different samples."""
     if view.size < 2 or view.is_model_parallel:
         return
+    streams = {one.key: max(one.workers, 1) for one in view.ranks[0].loaders if one.is_iterable}
     training = {
         (rank, loader.key, one.number)
         for rank, facts in enumerate(view.ranks)
@@ -40,6 +41,8 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
                     for one in facts.draws
                     if one.place == place and one.generator == generator and one.has_drawn
                     if place != "fetch" or (rank, one.loader, one.pass_number) in training
+                    # In its first batch, a stream may draw an order that all ranks share.
+                    if place != "fetch" or one.number >= streams.get(one.loader, 0)
                 }
                 for rank, facts in enumerate(view.ranks)
             ]
@@ -187,7 +190,9 @@ def _on_ranks(
     )
     text += ", in workers with the same number." if workers else "."
     # Ranks may share numbers of a generator of their own on purpose, but not for samples.
-    is_shared = ":" in generator and place != "fetch"
+    loader = next((x for x in view.ranks[0].loaders if x.key == found[0].loader), None)
+    is_stream = loader is not None and loader.is_iterable
+    is_shared = ":" in generator and (place != "fetch" or is_stream)
     return Finding(
         MISTAKES["same-random-numbers"],
         unique([*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders]),

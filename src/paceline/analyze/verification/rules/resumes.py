@@ -188,7 +188,8 @@ def resumed_samples(view: View) -> Iterator[Finding]:
         if not expected or not first or expected == first or rank >= len(view.training[0].loaders):
             continue
         places, wanted = _places(view, rank, first), _places(view, rank, expected)
-        if not places or not wanted or set(places) & set(wanted):
+        right = {*wanted, *_following(view, rank, file.step)}
+        if not places or not wanted or set(places) & right:
             continue
         place, after = places[0], wanted[0]
         load = load_of(view, resumed, file)
@@ -215,6 +216,25 @@ def _first_samples(facts: RankFacts, step: int) -> list[Sample]:
         return []
     batches = trained(facts, facts.steps[step].backwards[0])
     return _samples(facts.batches[batches[-1]]) if batches else []
+
+
+def _following(view: View, rank: int, step: int) -> list[tuple[int, int]]:
+    """Return epoch and number of the batch after the last one before a step, by the script's count.
+
+    The observed run may have left out this batch, to shorten the epoch.
+    """
+    facts = view.ranks[rank]
+    backwards = facts.steps[step - 1].backwards if 0 < step <= len(facts.steps) else []
+    batches = trained(facts, backwards[-1]) if backwards else []
+    if not batches:
+        return []
+    last = facts.batches[batches[-1]]
+    return [
+        (at, last.number + 1)
+        for at, one in enumerate(view.training[0].passes)
+        if (made := one.ranks.get(rank)) is not None
+        and (made.loader.key, made.facts.number) == (last.loader, last.pass_number)
+    ]
 
 
 def _samples(batch: BatchFacts) -> list[Sample]:

@@ -76,6 +76,8 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             f"{ranks_text(sorted(stream.loaders), view.size)} trained "
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
+            # A stream has set_epoch also if it is read in order.
+            certainty=Certainty.QUESTION if loader.is_iterable else None,
             remedy="" if has_epoch else "make the order depend on the epoch",
         )
         return
