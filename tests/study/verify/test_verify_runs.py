@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ranks
 
+from paceline.analyze.verification.find import find
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
 from paceline.study.verify.verify import run_verification
@@ -86,6 +87,20 @@ def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch)
     assert found.replay is None
     (note,) = found.notes
     assert "the model's forward draws random numbers (script.py:26)" in note
+
+
+@pytest.mark.long
+def test_script_that_fails_when_it_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = SCRIPT.replace('state["net"])', 'state["model"])')
+    script = ranks.write(tmp_path, text)
+    found = run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
+    assert found.resumed is None
+    assert found.resume_error is not None
+    assert "KeyError: 'model'" in found.resume_error.short
+    assert found.resume_error.lines == ["script.py:18"]
+    (one,) = [x for x in find(found) if x.mistake.id == "resume-differs"]
+    assert one.is_question  # other failures may have to do with the observation
 
 
 @pytest.mark.long

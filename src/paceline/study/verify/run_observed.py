@@ -19,7 +19,7 @@ from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
-CALL = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 class RunFailedError(ValueError):
