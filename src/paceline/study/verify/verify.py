@@ -12,6 +12,7 @@ from .run_observed import ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
 FIRST_RUN_SHARE = 0.5  # of the time budget
+FLAT = "FullyShardedDataParallel"
 WHOLE_PASS = 1 << 30  # batches
 ALONE_PASSES, RESUMED_PASSES = 1, 1
 
@@ -82,6 +83,8 @@ def _not_comparable(ranks: list[RankFacts]) -> str:
         return "no step of an optimizer was seen"
     if not any(loader.dataset for one in ranks for loader in one.loaders):
         return "the script reads no DataLoader"
+    if any(model.wrapper == FLAT for one in ranks for model in one.models):
+        return f"{FLAT} flattens the parameters"
     places = {"forward": "the model's forward", "loop": "the training loop"}
     for one in ranks:
         for draw in one.draws:
