@@ -65,6 +65,9 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         what = loader.dataset if loader.is_iterable else loader.sampler
         epochs = f"{len(known)} epochs" if len(known) > 2 else "both epochs"
         has_epoch = loader.sampler_has_epoch
+        set_to = {one.ranks[min(one.ranks)].facts.sampler_epoch for one in stream.passes}
+        # The script sets the epoch of its own sampler, which does not use it.
+        ignored = [loader.sampler_seed_line, loader.sampler_line] if len(set_to) > 1 else []
         reason = (
             f"set_epoch of the {what} was not called with another epoch."
             if has_epoch
@@ -72,7 +75,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         )
         yield Finding(
             MISTAKES["epoch-not-set"],
-            unique([stream.first.facts.line, loader.line]),
+            unique([*ignored, stream.first.facts.line, loader.line]),
             f"{ranks_text(sorted(stream.loaders), view.size)} trained "
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
@@ -101,7 +104,7 @@ def _same_batches(stream: Stream, view: View) -> Finding | None:
     sampler = f" The sampler is {loader.sampler}." if loader.sampler else ""
     return Finding(
         MISTAKES["same-samples"],
-        unique(stream.lines),
+        unique([loader.sampler_return_line, *stream.lines]),
         f"{ranks_text(ranks, view.size)} trained the same samples in the same order{how}, "
         f"{samples} of each in the first epoch as far as it was run: a step computes the gradient "
         f"of one rank's batch several times.{sampler}",
@@ -152,7 +155,7 @@ def _whole_dataset(stream: Stream) -> Finding | None:
     n = len(plans)
     return Finding(
         MISTAKES["same-samples"],
-        unique(stream.lines),
+        unique([loader.sampler_return_line, *stream.lines]),
         f"Each of {n} ranks trains all {length} samples in each epoch, in another order: an epoch "
         f"of {n} ranks trains each sample {n} times. The sampler is {loader.sampler}.",
         ranks=sorted(plans),
@@ -202,7 +205,7 @@ def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
     yield Finding(
         MISTAKES["samples-repeated"],
-        unique(stream.lines),
+        unique([loader.sampler_return_line, *stream.lines]),
         f"An epoch trains {len(counts)} different samples, and {extra} of {total} times a sample "
         f"that was trained before, {where}; sample {_most(counts)} {max(counts.values())} times.",
         values={"different": len(counts), "repeated": extra, "trained": total},
@@ -233,7 +236,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
-        unique(stream.lines),
+        unique([loader.sampler_return_line, *stream.lines]),
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
         f"{example}.",
         values={"missing": missing, "samples": length},
@@ -271,7 +274,7 @@ def _differently_shuffled(view: View, stream: Stream, plan: dict[int, list[int]]
     loader = stream.first.loader
     return Finding(
         MISTAKES["different-random-numbers"],
-        unique([*seeds[:1], *stream.lines]),
+        unique([*seeds[:1], loader.sampler_seed_line, *stream.lines]),
         f"The ranks' parts of an epoch overlap: {twice} samples are on several ranks, and "
         f"{missing} on none. Each rank takes its part of another random order "
         f"({loader.sampler}).",

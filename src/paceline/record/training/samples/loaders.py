@@ -14,8 +14,9 @@ from ...hooks.batch_size import samples_in
 from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..generators import kept_generators
 from ..observation import Observation
-from ..user_lines import is_in_loop, is_read_ahead, is_users_file, place, user_line
+from ..user_lines import is_in_loop, is_read_ahead, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
+from .sampler_lines import lines_of_sampler
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
@@ -134,7 +135,7 @@ class Loaders:
             sampler_has_epoch=hasattr(dataset if is_stream else sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
-            sampler_line=_line_of_iter(sampler),
+            **lines_of_sampler(sampler),
         )
 
     # Passes
@@ -346,14 +347,6 @@ def _sampler_of(loader: Any) -> Any:
     if outer is None or inside is sampler:
         return sampler
     return inside if inside is not None else found
-
-
-def _line_of_iter(sampler: Any) -> str:
-    """Return the line of the user's code that defines how the sampler iterates; "" if none."""
-    code = getattr(getattr(type(sampler), "__iter__", None), "__code__", None)
-    if code is None or not is_users_file(code.co_filename):
-        return ""
-    return place(code.co_filename, code.co_firstlineno)
 
 
 def _dataset_of(loader: Any) -> Any:
