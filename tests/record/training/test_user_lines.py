@@ -3,8 +3,10 @@
 import sys
 
 import pytest
+import torch
 
-from paceline.record.training.user_lines import is_in_loop, user_line
+from paceline.record.training.samples.sampler_lines import lines_of_sampler
+from paceline.record.training.user_lines import is_in_loop, place, user_line
 
 
 class Loader:
@@ -67,3 +69,24 @@ def test_line_of_this_file(monkeypatch, tmp_path):
     name, _, line = user_line().rpartition(":")
     assert name == __file__
     assert int(line) == test_line_of_this_file.__code__.co_firstlineno + 2
+
+
+class Part:
+    """A sampler of a script."""
+
+    def __iter__(self):
+        generator = torch.Generator()
+        generator.manual_seed(0)
+        order = torch.randperm(8, generator=generator)
+        return iter(order[::2].tolist())
+
+
+def test_lines_of_an_own_sampler():
+    first = Part.__iter__.__code__.co_firstlineno
+    here = place(__file__, 0).rpartition(":")[0]
+    assert lines_of_sampler(Part()) == {
+        "sampler_line": f"{here}:{first}",
+        "sampler_seed_line": f"{here}:{first + 2}",
+        "sampler_return_line": f"{here}:{first + 4}",
+    }
+    assert lines_of_sampler(torch.utils.data.SequentialSampler(range(8))) == {}

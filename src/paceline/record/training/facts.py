@@ -155,6 +155,7 @@ class LoaderFacts:
         root_length: Number of samples of the innermost dataset.
         root_checksum: Checksum of the first samples' contents of the innermost dataset, or 0.
         sampler_line: Where the user's code defines ``__iter__`` of the sampler; "" if it does not.
+        split_line: Where a ``Subset`` was made.
         sampler_seed_line, sampler_return_line: Where it seeds or shuffles, and returns the order.
     """
 
@@ -174,6 +175,7 @@ class LoaderFacts:
     root_length: int | None = None
     root_checksum: int = 0
     sampler_line: str = ""
+    split_line: str = ""
     sampler_seed_line: str = ""
     sampler_return_line: str = ""
 

@@ -120,7 +120,7 @@ def different_split(view: View) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["different-random-numbers"],
-            unique([*stream.lines]),
+            unique([*_split_lines(view, stream), *stream.lines]),
             f"The ranks' datasets of {first.dataset_length} samples contain different samples, and "
             f"{first.sampler} divides them as if they were equal: samples are trained several "
             "times or never, and those of one rank's validation are trained by another.",
@@ -148,7 +148,7 @@ def _leak(view: View, stream: Stream) -> Finding | None:
             if mixed and not own:
                 return Finding(
                     MISTAKES["different-random-numbers"],
-                    unique([*stream.lines, *other.lines]),
+                    unique([*_split_lines(view, stream), *stream.lines, *other.lines]),
                     f"Ranks {a} and {b} split the dataset differently: {len(mixed)} samples are "
                     "trained on one of them and validated on the other.",
                     ranks=[a, b],
@@ -157,6 +157,12 @@ def _leak(view: View, stream: Stream) -> Finding | None:
                     "random_split(..., generator=torch.Generator().manual_seed(0))",
                 )
     return None
+
+
+def _split_lines(view: View, stream: Stream) -> list[str]:
+    """Return a line that gave ranks different seeds, and where the dataset was split."""
+    seeds = [*view.seed_lines("torch", False), *view.seed_lines("numpy", False)]
+    return [*seeds[:1], stream.first.loader.split_line]
 
 
 def _key(one: DrawFacts) -> Key:

@@ -233,10 +233,11 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
+    split = [loader.split_line] if _covers_by_rank(stream) else []
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
-        unique([loader.sampler_return_line, *stream.lines]),
+        unique([*split, loader.sampler_return_line, *stream.lines]),
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
         f"{example}.",
         values={"missing": missing, "samples": length},

@@ -92,12 +92,14 @@ def _judged(
         )
     if missing > 0 and known:
         drops = stream.first.loader.drops_last
+        is_by_rank = len({tuple(one.subset or ()) for one in stream.loaders.values()}) > 1
+        split = [stream.first.loader.split_line] if is_by_rank else []
         who = ranks_text(sorted(plans), view.size).lower()
         text = f"A validation pass on {who} leaves out {missing} of {length} samples"
         text += ": drop_last is set." if drops else "."
         yield Finding(
             MISTAKES["validation-misses-samples"],
-            unique(stream.lines),
+            unique([*split, *stream.lines]),
             text,
             values={"samples": length, "missing": missing},
         )

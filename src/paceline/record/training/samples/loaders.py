@@ -61,6 +61,7 @@ class Loaders:
         self._observation, self._end = observation, end
         self.keys: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by loader
         self._lines: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._splits: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by subset
         self._passes: WeakIdKeyDictionary = WeakIdKeyDictionary()  # OpenPass by iterator
         self._open: list[OpenPass] = []  # whose indices are not all known
         self.opening: OpenPass | None = None
@@ -82,6 +83,14 @@ class Loaders:
         init, make = kind.__init__, kind.__iter__
         fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
         note = self._observation.guarded(_HOOK, self._note_loader)
+        split, note_split = Subset.__init__, self._observation.guarded(_HOOK, self._note_split)
+
+        @functools.wraps(split)
+        def new_subset(subset: Any, *args: Any, **options: Any) -> None:
+            split(subset, *args, **options)
+            note_split(subset)
+
+        Subset.__init__ = new_subset  # type: ignore[method-assign]
 
         @functools.wraps(init)
         def new(loader: Any, *args: Any, **options: Any) -> None:
@@ -111,6 +120,9 @@ class Loaders:
     def _note_loader(self, loader: Any) -> None:
         self._lines[loader] = user_line()
 
+    def _note_split(self, subset: Any) -> None:
+        self._splits[subset] = user_line()
+
     def facts_of(self, loader: Any) -> LoaderFacts:
         """Return the facts of a loader; add it if it is new."""
         found = self.keys.get(loader)
@@ -135,6 +147,7 @@ class Loaders:
             sampler_has_epoch=hasattr(dataset if is_stream else sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
+            split_line=self._splits.get(dataset, ""),
             **lines_of_sampler(sampler),
         )
 
