@@ -96,7 +96,7 @@ def without_consequences(found: Sequence[Finding]) -> list[Finding]:
         )
         again = any(
             other.mistake.id == one.mistake.id
-            and (not one.lines or other.lines[:1] == one.lines[:1])
+            and (not one.lines or bool(set(other.lines[:1]) & set(one.lines)))
             for other in kept
         )
         if not explained and not again:

@@ -160,9 +160,9 @@ def _leak(view: View, stream: Stream) -> Finding | None:
 
 
 def _split_lines(view: View, stream: Stream) -> list[str]:
-    """Return a line that gave ranks different seeds, and where the dataset was split."""
+    """Return where the dataset was split, and a line that gave ranks different seeds."""
     seeds = [*view.seed_lines("torch", False), *view.seed_lines("numpy", False)]
-    return [*seeds[:1], stream.first.loader.split_line]
+    return [stream.first.loader.split_line, *seeds[:1]]
 
 
 def _key(one: DrawFacts) -> Key:
