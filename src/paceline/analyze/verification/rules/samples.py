@@ -309,7 +309,7 @@ def _is_regular(order: Sequence[Any]) -> bool:
     """Return whether an order is not random: it goes up, but for a return to the start."""
     if len(order) < LEAST_SAMPLES:
         return True
-    falls = sum(after <= before for before, after in pairwise(order))
+    falls = sum(bool(after <= before) for before, after in pairwise(order))
     return falls <= max(1, len(order) // 20)
 
 

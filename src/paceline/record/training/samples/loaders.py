@@ -83,14 +83,15 @@ class Loaders:
         init, make = kind.__init__, kind.__iter__
         fetch, next_index = iterator_kind.__next__, iterator_kind._next_index
         note = self._observation.guarded(_HOOK, self._note_loader)
-        split, note_split = Subset.__init__, self._observation.guarded(_HOOK, self._note_split)
+        subset_kind: Any = Subset
+        split, note_split = subset_kind.__init__, self._observation.guarded(_HOOK, self._note_split)
 
         @functools.wraps(split)
         def new_subset(subset: Any, *args: Any, **options: Any) -> None:
             split(subset, *args, **options)
             note_split(subset)
 
-        Subset.__init__ = new_subset  # type: ignore[method-assign]
+        subset_kind.__init__ = new_subset
 
         @functools.wraps(init)
         def new(loader: Any, *args: Any, **options: Any) -> None:

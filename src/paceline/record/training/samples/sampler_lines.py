@@ -10,7 +10,7 @@ _SHUFFLES = {"randperm", "shuffle", "permutation", "sample", "permuted"}
 _RETURNS = {"RETURN_VALUE", "YIELD_VALUE", "RETURN_GENERATOR"}
 
 
-def lines_of_sampler(sampler: Any) -> dict[str, str]:
+def lines_of_sampler(sampler: Any) -> dict[str, Any]:
     """Return the fields of ``LoaderFacts`` that are lines of the sampler's ``__iter__``.
 
     They are empty if the sampler is not one of the script.
