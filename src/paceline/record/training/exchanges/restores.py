@@ -31,13 +31,13 @@ class Restores:
 
     def install(self) -> None:
         """Patch ``load_state_dict``."""
-        for what, kind in (
-            ("model", nn.Module),
-            ("optimizer", Optimizer),
-            ("schedule", LRScheduler),
-        ):
-            function = kind.__dict__["load_state_dict"]
-            kind.load_state_dict = self._observed(function, what)
+        kinds: dict[str, Any] = {
+            "model": nn.Module,
+            "optimizer": Optimizer,
+            "schedule": LRScheduler,
+        }
+        for what, kind in kinds.items():
+            kind.load_state_dict = self._observed(kind.__dict__["load_state_dict"], what)
 
     def _observed(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         note = self._observation.guarded(_HOOK, self._note)
