@@ -15,7 +15,8 @@ from pathlib import Path
 from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.report.terminal.verification.findings import as_json
-from paceline.study.verify.verify import VerifyRequest, run_verification
+from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.verify.verify import run_verification
 
 
 def answer_of(file: Path) -> tuple[int, str, float]:
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="script and its arguments")
     args = parser.parse_args()
-    asked = VerifyRequest(args.words[0], args.words[1:], ranks=args.n)
+    asked = ScriptRequest(args.words[0], args.words[1:], ranks=args.n)
     try:
         runs = run_verification(asked, lambda _: None)
     except ValueError as error:

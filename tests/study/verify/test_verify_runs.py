@@ -94,7 +94,7 @@ def test_script_that_fails_when_it_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.replace('state["net"])', 'state["model"])')
     script = ranks.write(tmp_path, text)
-    found = run_verification(VerifyRequest(str(script), [], ranks=2), lambda _: None)
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
     assert found.resumed is None
     assert found.resume_error is not None
     assert "KeyError: 'model'" in found.resume_error.short
