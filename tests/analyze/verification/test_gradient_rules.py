@@ -325,6 +325,15 @@ def test_different_optimizers_are_replicas_that_diverge():
     assert "Their gradients are equal" in found.text
 
 
+def test_shards_of_flat_parameters_are_no_replicas():
+    runs = verified(Training(exchange=own, wrapper="FullyShardedDataParallel"), with_replay=False)
+    for facts in runs.ranks:
+        facts.models[0].is_sharded = True
+        for step in facts.steps:  # gradients before the exchange are not known
+            step.backwards[0].gradients = {}
+    assert ids(runs) == []
+
+
 def test_parameters_that_change_between_steps_are_named_with_the_line():
     runs = verified(Training())
     facts = runs.ranks[1]

@@ -10,7 +10,8 @@ from .replay import Replay
 from .runs_facts import VerifyRuns
 from .steps import JointStep, joint_steps, usual_backwards
 
-SHARDING = {"FSDP2", "FullyShardedDataParallel"}  # wrappers whose ranks train different samples
+FLAT = "FullyShardedDataParallel"  # shards flat parameters: a rank may hold nothing of one
+SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
 REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
 
 
@@ -63,6 +64,11 @@ class View:
     def saving(self) -> Sequence[RankFacts]:
         """The run whose checkpoint the resumed run finds."""
         return self.runs.interrupted or self.ranks
+
+    def is_flat(self, name: str) -> bool:
+        """Return whether a parameter ("MODEL KEY/NAME") is of a model with flat parameters."""
+        key = name.partition("/")[0]
+        return any(str(x.key) == key and x.wrapper == FLAT for x in self.ranks[0].models)
 
     def model(self, key: int, rank: int = 0) -> ModelFacts | None:
         """Return a model of a rank."""

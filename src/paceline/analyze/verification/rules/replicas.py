@@ -91,7 +91,7 @@ def diverge(view: View) -> Iterator[Finding]:
             yield between
             return
         rows = [facts.parameters for facts in step.steps]
-        names = [name for name in rows[0] if name not in step.sharded]
+        names = [n for n in rows[0] if n not in step.sharded and not view.is_flat(n)]
         different = _different(
             view.ranks, [{name: one[name] for name in names if name in one} for one in rows]
         )
@@ -122,7 +122,8 @@ def _between_steps(view: View, step: JointStep) -> Finding | None:
     """Return a finding if parameters differ before a step that were equal after the one before."""
     if step.index == 0 or not all(one.before for one in step.steps):
         return None
-    rows = [{n: r for n, r in one.before.items() if n not in step.sharded} for one in step.steps]
+    own = {n for n in step.steps[0].before if n in step.sharded or view.is_flat(n)}
+    rows = [{n: r for n, r in one.before.items() if n not in own} for one in step.steps]
     different = _different(view.ranks, rows)
     if not different:
         return None
