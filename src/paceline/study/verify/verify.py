@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
+from ...analyze.verification.view import FLAT
 from ...record.training.facts import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
@@ -12,7 +13,6 @@ from .run_observed import ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
 FIRST_RUN_SHARE = 0.5  # of the time budget
-FLAT = "FullyShardedDataParallel"
 WHOLE_PASS = 1 << 30  # batches
 ALONE_PASSES, RESUMED_PASSES = 1, 1
 
