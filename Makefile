@@ -140,6 +140,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/launch/fault_times.py
 	$(BIN)/python benchmarks/launch/host_fault_times.py
 	$(BIN)/python benchmarks/verify/guard.py
+	$(BIN)/python benchmarks/verify/duration.py
 
 # The part of plotly.js that the report page carries; npm is needed for nothing else.
 plotly-bundle:

@@ -375,3 +375,10 @@ def test_guard(tmp_path):
     result = result_of("guard", tmp_path / "guard.json", *few, more={"real_runs"})
     assert [case["fault"] for case in result["measurements"]] == ["none", "rate"]
     assert result["measurements"][1]["told_at"] > result["measurements"][1]["at"]
+
+
+def test_duration_of_verify(tmp_path):
+    result = result_of("duration", tmp_path / "duration.json", "--ranks", "2")
+    assert list(result["medians"]) == ["2"]
+    assert result["measurements"]["step_s"] > 0
+    assert len(result["targets"]) == 1

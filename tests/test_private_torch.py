@@ -180,6 +180,7 @@ INTERFACES = {
 OTHERS = {
     *("_current_frames", "_getframe", "_exit", "_run_exitfuncs", "_fields"),
     *("_grp",),
+    *("_DataFetcher", "_TrainingEpochLoop", "_should_check_val_fx"),  # of Lightning
 }
 # Only users and other libraries set these on a DDP model, or a step with a static graph does.
 OPTIONAL = {"_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"}

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 import ranks
 
+from paceline.analyze.reference.reference_file import read_reference
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -62,3 +64,48 @@ def test_script_that_fails_has_exit_code_2(tmp_path):
     done = run(tmp_path, "raise RuntimeError('no data here')")
     assert done.returncode == 2
     assert "RuntimeError: no data here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--seeds 2", "--seeds is for --make-reference"),
+        ("--metric loss", "--metric is for --make-reference"),
+        ("-n 2 --make-reference r.json", "-n 2: a reference is trained on one rank"),
+        ("--make-reference r.json --json", "--make-reference compares nothing"),
+        ("--make-reference absent/r.json", "absent is not a folder"),
+    ],
+)
+def test_options_that_do_not_fit_together(tmp_path, options, told):
+    script = ranks.write(tmp_path, "print('started')")
+    words = [ranks.PACELINE, "verify", *options.split(), script]
+    done = ranks.run_command(words, tmp_path, ranks.environment())
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "HINT" in done.stderr
+
+
+def test_reference_of_verify_is_one_of_run(tmp_path):
+    """A folder gets the file, and paceline run --reference takes the folder."""
+    script = ranks.write(
+        tmp_path,
+        """
+        import sys, torch
+        torch.manual_seed(int(sys.argv[1]))
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(60):
+            optimizer.zero_grad()
+            x = torch.randn(8, 4)
+            torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+        """,
+    )
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    words = [ranks.PACELINE, "verify", "--make-reference", folder, "--seeds", "2", script, "{seed}"]
+    done = ranks.run_command(words, tmp_path, ranks.environment())
+    assert done.returncode == 0, done.stderr
+    assert len(read_reference(folder).runs) == 2
+    result = ranks.run(script, 3, ranks=1, launcher=f"paceline --reference {folder}")
+    assert "stayed within the band of the reference" in result.stderr

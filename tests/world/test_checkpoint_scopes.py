@@ -83,7 +83,7 @@ def test_state_of_rank_0_is_restored_on_all_ranks(tmp_path):
 NODES = """
     import os, socket, sys
     import paceline
-    from paceline.checkpoint import shared_folder
+    from paceline.security import shared_folder
     shared_folder.SEEN_TIMEOUT_S = 0.2
     world = paceline.init(progress=False)
     socket.gethostname = lambda: f"node{world.rank // 2}"

@@ -10,7 +10,13 @@ import typer
 from ..launch.guard.request import Action
 from ..launch.job import Job
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
-from .common.guard_options import check_reference_options, guard_of, options_of, run_reference
+from .common.guard_options import (
+    SEEDS_WITHOUT_REFERENCE,
+    check_reference_options,
+    guard_of,
+    options_of,
+    run_reference,
+)
 from .common.options import (
     BINDING,
     DATA,
@@ -238,9 +244,9 @@ def run(
             raise ValueError("--show-memory records nothing. HINT: leave out --record")
         guard = guard_of(reference, metric, on_divergence, record)
         if make_reference is not None:
-            check_reference_options(make_reference, reference, ranks, record)
+            make_reference = check_reference_options(make_reference, reference, ranks, record)
         elif seeds is not None:
-            raise ValueError("--seeds is for --make-reference. HINT: --make-reference FILE")
+            raise ValueError(SEEDS_WITHOUT_REFERENCE)
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(

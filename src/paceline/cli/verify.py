@@ -2,12 +2,13 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import STDOUT, print_json
+from .common.guard_options import check_reference_options, run_reference
 from .common.options import (
     Args,
     Bind,
@@ -19,9 +20,12 @@ from .common.options import (
     Hosts,
     Json,
     Launcher,
+    MakeReference,
+    MetricOption,
     Module,
     Ranks,
     Script,
+    Seeds,
     Smt,
     Threads,
     can_be_written,
@@ -29,6 +33,9 @@ from .common.options import (
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
+
+if TYPE_CHECKING:
+    from ..study.script_runs.script_runs import ScriptRequest
 
 MINUTE_S = 60.0
 
@@ -43,6 +50,7 @@ MINUTE_S = 60.0
         ("paceline verify -n 2 --html answer.html train.py", "a page for any browser"),
         ("paceline verify -n 4 --json train.py > answer.json", "for other programs"),
         ("paceline verify -H host1:4,host2:4 train.py", "two hosts over ssh"),
+        ("paceline verify --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
     ),
 )
 def verify(
@@ -77,6 +85,9 @@ def verify(
     smt: Smt = None,
     fresh: Fresh = False,
     hang_timeout: HangTimeout = None,
+    make_reference: MakeReference = None,
+    seeds: Seeds = None,
+    metric: MetricOption = None,
 ) -> None:
     """Find out whether N ranks train what one process would with the same samples.
 
@@ -87,12 +98,12 @@ def verify(
     What depends on your intention is a question, and no mistake. The exit code is 1 if there is a
     mistake, and 0 otherwise.
 
+    On several hosts, TMPDIR has to name a folder that all of them share. --make-reference compares
+    nothing: it makes the reference that paceline run --reference holds a longer training against.
+
     The script and its files are not changed: what the script writes goes to a scratch folder.
     """
-    from ..analyze.verification.find import judge
-    from ..report.terminal.verification import findings as shown
     from ..study.script_runs.script_runs import ScriptRequest
-    from ..study.verify.verify import run_verification
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),
@@ -104,10 +115,30 @@ def verify(
         },
     )
     with exit_on_mistake():
+        if make_reference is not None:
+            if html is not None or json is not None:
+                raise ValueError(
+                    "--make-reference compares nothing. HINT: leave out --html and --json"
+                )
+            file = check_reference_options(make_reference, None, ranks, None)
+            words = ["-m"] * module + [script, *(args or [])]
+            run_reference(file, words, metric, seeds, [one for one in options if one != "-m"])
+        for name, value in (("--seeds", seeds), ("--metric", metric)):
+            if value is not None:
+                raise ValueError(f"{name} is for --make-reference. HINT: --make-reference FILE")
         if html is not None:
             can_be_written(html, "--html")
-        asked = ScriptRequest(script, args or [], where, options, ranks, minutes)
-        end_s = time.monotonic() + MINUTE_S * minutes
+    _answer(ScriptRequest(script, args or [], where, options, ranks, minutes), html, json)
+
+
+def _answer(asked: "ScriptRequest", html: Path | None, json: Path | None) -> NoReturn:
+    """Run the script, print what was found, and end with the exit code."""
+    from ..analyze.verification.find import judge
+    from ..report.terminal.verification import findings as shown
+    from ..study.verify.verify import run_verification
+
+    with exit_on_mistake():
+        end_s = time.monotonic() + MINUTE_S * asked.minutes
         with interruptible() as interruption, StatusLine(end_s) as status:
             runs = run_verification(asked, status.say)
             status.clear()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint import checkpoint_folder, shared_folder, state_tree
+from ..checkpoint import checkpoint_folder, state_tree
 from ..checkpoint.saver import (
     OWN_STATE,
     CheckpointSaver,
@@ -25,6 +25,7 @@ from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
+from ..security import shared_folder
 from ..security.error_reason import error_reason
 from .checkpoint_interval import CheckpointInterval
 from .collectives import Collectives

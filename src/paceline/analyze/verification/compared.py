@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from .exchange import Kind
 from .relations import EPSILONS, ROUNDINGS, distance
+from .replay import significant
 from .view import View
 
 
@@ -19,7 +20,8 @@ class Compared:
         epochs: Passes over training data.
         samples: Samples that the ranks trained.
         evaluated: Samples of the validation passes.
-        replayed: Steps that were compared with one process.
+        replayed: Steps that were compared with a replay.
+        replayed_by: What replayed them: "one process", or "2 ranks" where one can't hold the model.
         largest_residual: Largest relative difference from the relation of a step.
         noise: Median relative rounding noise of a gradient, measured by permuting the samples of a
             step; None if it was not measured.
@@ -36,6 +38,7 @@ class Compared:
     samples: int = 0
     evaluated: int = 0
     replayed: int = 0
+    replayed_by: str = "one process"
     largest_residual: float = 0.0
     noise: float | None = None
     differences: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -69,6 +72,7 @@ def compared(view: View) -> Compared:
 
 
 def _compare_replay(view: View, found: Compared) -> None:
+    found.replayed_by = view.replay.name
     for step in view.steps:
         theirs = view.replay.gradients(step)
         if theirs is None:
@@ -81,8 +85,7 @@ def _compare_replay(view: View, found: Compared) -> None:
             ours, limits = step.unclipped(0), view.replay.tolerances(step)
             found.differences = {
                 name: (distance(ours[name], theirs[name]), limits.get(name, 0.0))
-                for name in ours
-                if name in theirs
+                for name in significant(ours, theirs)
             }
 
 

@@ -1,13 +1,16 @@
 """The training of N ranks beside its replay on one rank with the same samples."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from ...record.training.facts import RankFacts, StepFacts
+from ...record.training.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
 from .steps import JointStep, parameters, trained
 
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
+TINY = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
 CLOSE = 0.05  # residual up to which two gradients are multiples of each other
 
 
@@ -18,12 +21,23 @@ class Replay:
         ranks: The script on N ranks.
         replay: One rank with the samples of all ranks, or None.
         permuted: The same in another order, or None.
+        peers: Further ranks of the replay, where one can't hold the model.
     """
 
     def __init__(
-        self, ranks: list[RankFacts], replay: RankFacts | None, permuted: RankFacts | None
+        self,
+        ranks: list[RankFacts],
+        replay: RankFacts | None,
+        permuted: RankFacts | None,
+        peers: Sequence[RankFacts] = (),
     ) -> None:
         self._ranks, self._replay, self._permuted = ranks, replay, permuted
+        self._peers = list(peers)
+
+    @property
+    def name(self) -> str:
+        """What the ranks are compared with, in words."""
+        return f"{1 + len(self._peers)} ranks" if self._peers else "one process"
 
     @cached_property
     def obstacle(self) -> str:
@@ -55,9 +69,10 @@ class Replay:
         if found is None:
             return None
         own = sum(
-            self._replay.batches[at].samples
-            for one in found.backwards
-            for at in trained(self._replay, one)
+            facts.batches[at].samples
+            for facts in (self._replay, *self._peers)
+            for one in (_step(facts, step.optimizer, step.index) or found).backwards
+            for at in trained(facts, one)
         )
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
@@ -67,8 +82,8 @@ class Replay:
         found = self.step(step)
         if found is None or self.obstacle or not self._starts_equal(step):
             return None
-        assert self._replay is not None
-        return _unclipped(self._replay, found)
+        theirs = self._joint(step.optimizer, step.index)
+        return theirs.unclipped(0) if theirs is not None else None
 
     def multiple(self, step: JointStep, used: Vectors) -> float | None:
         """Return N ranks' gradient as a multiple of the replay's; None if it is none."""
@@ -107,7 +122,7 @@ class Replay:
     def loss_ratio(self, step: JointStep) -> float | None:
         """Return the sum of what the ranks' backwards started from, relative to the replay's."""
         found = self.step(step)
-        if found is None or step.index != 0 or not found.backwards:
+        if found is None or step.index != 0 or not found.backwards or self._peers:
             return None
         theirs = sum(one.root / one.scale for one in found.backwards)
         ours = sum(one.root / one.scale for each in step.backwards for one in each)
@@ -116,17 +131,39 @@ class Replay:
     def _starts_equal(self, step: JointStep) -> bool:
         if step.index == 0:
             return True
-        assert self._replay is not None
-        ours = _step(step.ranks[0], step.optimizer, step.index - 1)
-        theirs = _step(self._replay, step.optimizer, step.index - 1)
-        if ours is None or theirs is None or step.sharded:
+        ours = _joint(step.ranks, step.optimizer, step.index - 1)
+        theirs = self._joint(step.optimizer, step.index - 1)
+        first = _joint(step.ranks, step.optimizer, 0)
+        if ours is None or theirs is None or first is None:
             return False
-        one, two = (
-            vectors(step.ranks[0], ours.parameters),
-            vectors(self._replay, theirs.parameters),
-        )
-        both = [name for name in one if name in two]
+        one, two = ours.values(0), theirs.values(0)
+        # A parameter whose gradient is only rounding (a bias before a softmax) moves at random.
+        gradients = first.used(0)
+        moved = significant(gradients, gradients)
+        both = [n for n in one if n in two and (n in moved or n not in gradients)]
         return bool(both) and all(distance(one[name], two[name]) <= SAME_STATE for name in both)
+
+    def _joint(self, optimizer: int, index: int) -> JointStep | None:
+        """Return a step of all ranks of the replay."""
+        assert self._replay is not None
+        return _joint([self._replay, *self._peers], optimizer, index)
+
+
+def significant(ours: Vectors, theirs: Vectors) -> list[str]:
+    """Return the parameters whose gradients are more than rounding."""
+    norms = {
+        name: max(ours[name][SKETCH_SIZE], theirs[name][SKETCH_SIZE])
+        for name in ours
+        if name in theirs
+    }
+    largest = max(norms.values(), default=0.0)
+    return [name for name, norm in norms.items() if norm > TINY * largest]
+
+
+def _joint(ranks: Sequence[RankFacts], optimizer: int, index: int) -> JointStep | None:
+    """Return a step of all ranks; None if one has not made it."""
+    steps = [found for one in ranks if (found := _step(one, optimizer, index)) is not None]
+    return JointStep(optimizer, index, ranks, steps) if len(steps) == len(ranks) else None
 
 
 def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:

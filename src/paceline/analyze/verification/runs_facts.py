@@ -36,6 +36,8 @@ class VerifyRuns:
         interrupted: The run that saved this checkpoint, and ended after one pass; None if
             ``ranks`` did.
         notes: What the runs could not do, each with its reason; sentences without full stop.
+        replay_peers: The second rank of the replay where one rank can't hold the model.
+        is_too_large: Whether neither one rank nor two can hold the model.
         command: Script and arguments.
         seconds: Duration of all runs.
     """
@@ -48,5 +50,18 @@ class VerifyRuns:
     resume_error: ResumeError | None = None
     interrupted: list[RankFacts] | None = None
     notes: list[str] = field(default_factory=list)
+    replay_peers: list[RankFacts] = field(default_factory=list)
+    is_too_large: bool = False
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def single(self) -> RankFacts | None:
+        """The script on one rank: with its own batch size, else with the global batch.
+
+        A replay in parts or on two ranks has other steps than one process.
+        """
+        replay = self.replay
+        if replay is not None and (self.replay_peers or replay.parts > 1):
+            replay = None
+        return self.alone or replay

@@ -87,6 +87,12 @@ class JointStep:
             rank, [vectors(f, s.gradients) for f, s in zip(self.ranks, self.steps, strict=True)]
         )
 
+    def values(self, rank: int) -> Vectors:
+        """Return the parameters of a rank after the step; whole ones of sharded ones."""
+        return self._whole(
+            rank, [vectors(f, s.parameters) for f, s in zip(self.ranks, self.steps, strict=True)]
+        )
+
     def unclipped(self, rank: int) -> Vectors:
         """Return the gradients before the first clipping; those used where nothing was clipped."""
         found = []

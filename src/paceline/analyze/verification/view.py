@@ -24,7 +24,7 @@ class View:
         self.size = len(runs.ranks)
         self.notes: list[str] = []
         self.averages_parameters = False  # instead of gradients, between some steps (local SGD)
-        self.replay = Replay(runs.ranks, runs.replay, runs.permuted)
+        self.replay = Replay(runs.ranks, runs.replay, runs.permuted, runs.replay_peers)
 
     @cached_property
     def steps(self) -> list[JointStep]:
@@ -58,7 +58,7 @@ class View:
     @cached_property
     def single(self) -> RankFacts | None:
         """The script on one rank: with its own batch size, else with the global batch."""
-        return self.runs.alone or self.runs.replay
+        return self.runs.single
 
     @property
     def saving(self) -> Sequence[RankFacts]:

@@ -1,4 +1,4 @@
-"""The options of the guard of ``paceline run``: --reference, --metric, --make-reference."""
+"""The options of the guard of the loss: --reference, --metric, --make-reference."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ from .base import exit_on_mistake
 from .options import can_be_written
 
 DEFAULT_SEEDS = 3
+SEEDS_WITHOUT_REFERENCE = "--seeds is for --make-reference. HINT: --make-reference FILE"
 
 
 def guard_of(
@@ -39,8 +40,11 @@ def guard_of(
 
 def check_reference_options(
     file: Path, references: list[Path] | None, ranks: int | None, record: Path | None
-) -> None:
-    """Check the options of ``--make-reference``.
+) -> Path:
+    """Check the options of ``--make-reference``; return the file that is written.
+
+    Args:
+        file: The file, or a folder that gets it: --reference accepts both.
 
     Raises:
         ValueError: They do not fit together, or the file can't be written.
@@ -60,7 +64,12 @@ def check_reference_options(
             "--make-reference records nothing else. HINT: leave out --record, or use "
             "--record DIR --metric backward and --reference DIR"
         )
+    if file.is_dir():
+        from ...analyze.reference.reference_file import RECORD_FILE
+
+        file /= RECORD_FILE
     can_be_written(file, "--make-reference")
+    return file
 
 
 def options_of(values: dict[str, Any]) -> list[str]:

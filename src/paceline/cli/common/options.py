@@ -185,11 +185,12 @@ OnDivergence = Annotated[
 MakeReference = Annotated[
     Path | None,
     typer.Option(
-        help="Train SCRIPT on one rank with several seeds, and write its losses to FILE, the "
-        "reference for --reference. {seed} in ARGS becomes the number of the seed; without it, "
-        "the order of samples and random draws differ, and the initial parameters where "
-        "paceline.init sets the seed.",
-        metavar="FILE",
+        help="Train SCRIPT on one rank with several seeds, and write its losses to this file or "
+        "folder, the reference for paceline run --reference. {seed} in ARGS becomes the number of "
+        "the seed; without it, the order of samples and random draws differ, and the initial "
+        "parameters where paceline.init sets the seed. paceline run and paceline verify have this "
+        "option, and do the same.",
+        metavar="PATH",
         show_default=False,
         rich_help_panel=GUARD,
     ),

@@ -253,6 +253,7 @@ class StepFacts:
         parameters: By parameter, the row of its values after the step.
         buffers: By name, the row of the model's floating-point buffers at the step.
         before: By parameter, the row of its values before the step.
+        momenta: Of each parameter group: ``momentum``, or the first of ``betas``; NaN without them.
         state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
             it is not known.
         gradient_lines: Lines of the script that changed gradients after a backward, in order; of
@@ -274,6 +275,7 @@ class StepFacts:
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     state_tensors: int = -1
+    momenta: list[float] = field(default_factory=list)
     gradient_lines: list[str] = field(default_factory=list)
     value_lines: list[str] = field(default_factory=list)
 
@@ -488,6 +490,21 @@ class SeedFacts:
 
 
 @dataclass
+class OperatorFacts:
+    """An operator of the first step of a training.
+
+    Attributes:
+        name: Such as "aten.addmm".
+        line: The line of the script; "" within a backward.
+        checksum: Of the values of its first result; 0 if it has none.
+    """
+
+    name: str
+    line: str
+    checksum: int
+
+
+@dataclass
 class RankFacts:
     """All that was observed in one rank.
 
@@ -497,6 +514,8 @@ class RankFacts:
             exception.
         unseen: What could not be observed, each with its reason.
         seeds: Calls that seeded generators, in order.
+        operators: Operators of the first step, in order; empty unless they were traced.
+        parts: Maximum number of parts in which a replay trains a global batch.
         restores: Calls that restored states, in order.
     """
 
@@ -516,5 +535,7 @@ class RankFacts:
     files: list[FileFacts] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     seeds: list[SeedFacts] = field(default_factory=list)
+    operators: list[OperatorFacts] = field(default_factory=list)
+    parts: int = 1
     restores: list[RestoreFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))

@@ -21,6 +21,7 @@ from .facts import (
     FileFacts,
     LoaderFacts,
     ModelFacts,
+    OperatorFacts,
     OptimizerFacts,
     OutputFacts,
     ParameterFacts,
@@ -83,6 +84,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (RankFacts, "files"): FileFacts,
     (RankFacts, "seeds"): SeedFacts,
     (RankFacts, "restores"): RestoreFacts,
+    (RankFacts, "operators"): OperatorFacts,
 }
 
 

@@ -25,9 +25,11 @@ from .optimization.sharded import ShardedModels
 from .optimization.steps import Steps
 from .random_numbers.draws import Draws
 from .random_numbers.seeds import Seeds
+from .replays.operator_trace import OperatorTrace
 from .replays.replay import Replay
 from .replays.stored_run import StoredRun
 from .samples.inputs import Inputs
+from .samples.lightning import LightningEpochs
 from .samples.loaders import Loaders
 from .settings import VerifySettings
 
@@ -63,8 +65,16 @@ class TrainingObserver:
             self._protection.install()
             self.observation.writing = self._protection.paused
         self.models.install()
+        if self.settings.replays:
+            replay = Replay(self.observation, self.steps, self.loaders, self._end)
+            replay.install()
+            self.models.before_first.append(replay.set_initial)
+            self.loaders.replace = replay.iterator
+        if self.settings.traces:
+            OperatorTrace(self.observation, self._end).install()
         self.steps.install()
         self.loaders.install()
+        LightningEpochs(self.observation, self.loaders).install()
         ShardedModels(self.observation, self.models).install()
         self.draws.install()
         self.losses.install()
@@ -74,11 +84,6 @@ class TrainingObserver:
         Outputs(self.observation).install()
         Files(self.observation, self.models).install()
         Restores(self.observation, self.steps).install()
-        if self.settings.replays:
-            replay = Replay(self.observation, self.steps, self.loaders, self._end)
-            replay.install()
-            self.models.before_first.append(replay.set_initial)
-            self.loaders.replace = replay.iterator
         if self.settings.keeps_mib:
             stored = StoredRun(self.observation)
             self.models.before_first.append(stored.add_initial)

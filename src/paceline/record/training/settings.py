@@ -25,6 +25,10 @@ class VerifySettings:
             for a replay.
         replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
         permutes: Whether the samples of each replayed batch have another order.
+        accumulates: Whether a replay trains each global batch in parts: those of the ranks.
+        traces: Whether the operators of the first step are listed, with checksums of their results.
+        token: Number of a file that each rank looks for in the folder, whether its node shares it;
+            None: it does not.
     """
 
     folder: str
@@ -38,6 +42,9 @@ class VerifySettings:
     keeps_mib: int = 0
     replays: str = ""
     permutes: bool = False
+    accumulates: bool = False
+    traces: bool = False
+    token: int | None = None
 
     def to_json(self) -> str:
         """Return the value of the environment variable ``VARIABLE``."""

@@ -14,6 +14,10 @@ _PASSING = ("/accelerate/data_loader.py", "/tqdm/", "/torch/utils/data/")
 _COUNTING = "/paceline/data/"  # code of this package that needs all batches
 # Code of libraries that ends its loop if a loader has fewer batches than its length.
 _TOLERANT = (("/transformers/trainer.py", "get_batch_samples"),)
+_LIGHTNING = (
+    *("/lightning/pytorch/utilities/combined_loader.py",),
+    *("/pytorch_lightning/utilities/combined_loader.py",),
+)
 _NEAR_FRAMES = 16
 _LOOPS = ("FOR_ITER", "GET_ITER", "GET_YIELD_FROM_ITER", "SEND", "FOR_ITER_TUPLE")
 
@@ -69,6 +73,9 @@ def is_in_loop(frame: FrameType | None = None) -> bool:
         file = frame.f_code.co_filename
         if any(file.endswith(end) and frame.f_code.co_name == name for end, name in _TOLERANT):
             return True
+        if file.endswith(_LIGHTNING) and frame.f_code.co_name == "__next__":
+            # samples/lightning.py tells its loop about the end; several loaders are repeated.
+            return len(getattr(frame.f_locals.get("self"), "iterators", ())) == 1
         if is_internal_file(file) or any(part in file for part in _PASSING):
             if _COUNTING in file:
                 return False

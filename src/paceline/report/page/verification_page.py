@@ -128,7 +128,7 @@ def rates_chart(found: Verification) -> dict[str, Any]:
     """Return the learning rate over the samples trained, on N ranks and on one."""
     runs, _, _ = found
     lines = []
-    single = runs.alone or runs.replay
+    single = runs.single
     size = len(runs.ranks)
     for name, facts, times in ((f"{size} ranks", runs.ranks[0], size), ("1 rank", single, 1)):
         if facts is None:

@@ -143,7 +143,7 @@ class Runner(ScriptRuns):
         self.runs += 1
         record, changes = (self.folder / f"{name}{self.runs}" for name in ("", "overlay-"))
         words = self.command(
-            self._options(rung, count, settings or {}), record, changes, is_alone=alone
+            self._options(rung, count, settings or {}), record, changes, 1 if alone else None
         )
         who = "one rank" if alone else "all ranks"
         what = named or f"{counted(rung.steps, 'step')} of each: {', '.join(rung.phases)}"

@@ -73,28 +73,30 @@ class ScriptRuns:
         """Folders that the overlay covers."""
         return self.overlay.folders if self.overlay is not None else ()
 
-    def command(self, options: list[str], record: Path, changes: Path, is_alone: bool) -> list[str]:
+    def command(
+        self, options: list[str], record: Path, changes: Path, ranks: int | None = None
+    ) -> list[str]:
         """Return the command of a run.
 
         Args:
             options: Options of ``paceline run``, in addition to the user's.
             record: Folder of the record.
             changes: Folder for what the script writes to covered folders.
-            is_alone: Run one rank instead of all.
+            ranks: Number of ranks, on the first host, if not all.
         """
         asked = self.asked
-        where = _one_rank(asked.where) if is_alone else list(asked.where)
-        if asked.ranks is not None or is_alone:
-            where += ["-n", "1" if is_alone else str(asked.ranks)]
+        where = list(asked.where) if ranks is None else _on_first_host(asked.where, ranks)
+        ranks = ranks or asked.ranks
+        where += [] if ranks is None else ["-n", str(ranks)]
         words = [sys.executable, "-m", "paceline", "run", *where, *asked.options, *options]
         words += ["--record", str(record), "--", asked.script, *asked.args]
         return words if self.overlay is None else self.overlay.command(changes, words)
 
 
-def _one_rank(where: list[str]) -> list[str]:
-    """Return the options with only the first host and one rank on it, if they name hosts."""
+def _on_first_host(where: list[str], ranks: int) -> list[str]:
+    """Return the options with only the first host and some ranks on it, if they name hosts."""
     found = list(where)
     for at, word in enumerate(where):
         if word == "-H":
-            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + ":1"
+            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + f":{ranks}"
     return found

@@ -11,15 +11,22 @@ from pathlib import Path
 
 from ...record.training.facts import RankFacts
 from ...record.training.facts_file import read_facts
+from ...record.training.run_folder import NOT_SHARED
 from ...record.training.settings import VARIABLE, VerifySettings
 from ...record.training.user_lines import is_users_file, place
 from ...security.files import open_regular
+from ...security.shared_folder import write_token
 from ..script_runs import overlay
 from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run_process
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
 CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+# What a run prints whose rank has not enough memory: torch, the system, the launcher.
+_NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|MemoryError|(can't|cannot) allocate memory|signal 9\b",
+    re.IGNORECASE,
+)
 
 
 class RunFailedError(ValueError):
@@ -29,11 +36,13 @@ class RunFailedError(ValueError):
         short: The error in one line.
         calls: Function and "FILE:LINE" of the calls that failed, as far as they were printed, the
             innermost last.
+        is_out_of_memory: Whether a rank had not enough memory.
     """
 
     def __init__(self, text: str, short: str, calls: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(text)
         self.short, self.calls = short, list(calls)
+        self.is_out_of_memory = _NO_MEMORY.search(text) is not None
 
     @property
     def lines(self) -> list[str]:
@@ -57,7 +66,7 @@ class ObservedRuns(ScriptRuns):
         name: str,
         what: str,
         settings: VerifySettings,
-        is_alone: bool = False,
+        ranks: int | None = None,
         files_of: str = "",
         limit_s: float = math.inf,
     ) -> list[RankFacts]:
@@ -67,23 +76,28 @@ class ObservedRuns(ScriptRuns):
             name: Name of the run's folder.
             what: Description of the run for the user.
             settings: Settings of the run; its folders are set here.
-            is_alone: Run one rank instead of all.
+            ranks: Number of ranks, if not all.
             files_of: Name of an earlier run whose files the script finds.
             limit_s: Maximum duration, if less than the rest of the time budget is meant.
 
         Raises:
             RunFailedError: The script failed, or its time was over.
+            ValueError: Not all nodes share the folder of the runs.
         """
         folder, files = self.folder / name, self.folder / "files" / (files_of or name)
         if not self.deadline.left_s:
             raise RunFailedError("the time was over before this run", "no time left")
-        settings = replace(
-            settings, folder=str(folder), scratch=str(files / "scratch"), covered=self.covered
-        )
-        options = ["--env", f"{VARIABLE}={settings.to_json()}"]
-        words = self.command(options, folder / "record", files / "overlay", is_alone)
         folder.mkdir()
         files.mkdir(parents=True, exist_ok=True)
+        settings = replace(
+            settings,
+            folder=str(folder),
+            scratch=str(files / "scratch"),
+            covered=self.covered,
+            token=write_token(folder),
+        )
+        options = ["--env", f"{VARIABLE}={settings.to_json()}"]
+        words = self.command(options, folder / "record", files / "overlay", ranks)
         self.say(what)
         log = self.folder / f"{name}.log"
         code = run_process(words, log, min(limit_s, self.deadline.left_s))
@@ -94,6 +108,7 @@ class ObservedRuns(ScriptRuns):
         if found and (ended <= {"limit", "script"} or "limit" in ended):
             return found
         last = last_lines(log)
+        _check_shared(last)
         text = "".join(f"\n    {line}" for line in last)
         if code is None:
             raise RunFailedError(f"the time was over:{text}", "the time was over")
@@ -118,6 +133,14 @@ def _failed_calls(log: Path) -> list[tuple[str, str]]:
         if (match := CALL.search(line)) is not None:
             found.append((match[3], place(match[1], int(match[2]))))
     return found
+
+
+def _check_shared(last: list[str]) -> None:
+    """Raise ValueError if a rank's node does not share the folder of the runs."""
+    for line in last:
+        _, found, rest = line.partition(NOT_SHARED)
+        if found:
+            raise ValueError(f"{found.removeprefix('paceline: ')}{rest}")
 
 
 def _facts_in(folder: Path) -> list[RankFacts]:

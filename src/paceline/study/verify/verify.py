@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
-from ...analyze.verification.view import FLAT
 from ...record.training.facts import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
+from .replay import run_replay
 from .run_observed import ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
@@ -33,8 +33,9 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
         found.command = [asked.script, *asked.args]
         ranks = found.ranks
         if ranks[0].size > 1:
-            _replay(runs, found)
-            _run_alone(runs, found)
+            run_replay(runs, found)
+            if not found.is_too_large:
+                _run_alone(runs, found)
         _resume(runs, found)
     found.seconds = time.monotonic() - start
     return found
@@ -57,41 +58,6 @@ def _run_all(runs: ObservedRuns) -> VerifyRuns:
         raise failed from None
     note = f"passes have their full length: with shorter ones the script failed ({failed.short})"
     return VerifyRuns(ranks, notes=[note, *_incomplete(ranks)])
-
-
-def _replay(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Train the same global batches on one rank, twice: with samples in two orders."""
-    reason = _not_comparable(found.ranks)
-    if reason:
-        found.notes.append(f"one rank was not compared at the same global batches: {reason}")
-        return
-    settings = VerifySettings("", replays=str(runs.folder / "ranks"))
-    what = "one rank: train the batches of all ranks"
-    found.replay = _try(runs, found, "replay", what, settings)
-    if found.replay is not None and found.replay.steps:
-        settings = replace(settings, permutes=True)
-        what = "one rank: the same with the samples in another order"
-        found.permuted = _try(runs, found, "permuted", what, settings)
-    elif found.replay is not None:
-        found.notes += [f"one rank could not be compared: {one}" for one in found.replay.unseen]
-        found.replay = None
-
-
-def _not_comparable(ranks: list[RankFacts]) -> str:
-    """Return why one rank can't train the same as all ranks; "" if it can."""
-    if not any(one.steps for one in ranks):
-        return "no step of an optimizer was seen"
-    if not any(loader.dataset for one in ranks for loader in one.loaders):
-        return "the script reads no DataLoader"
-    if any(model.wrapper == FLAT for one in ranks for model in one.models):
-        return f"{FLAT} flattens the parameters"
-    places = {"forward": "the model's forward", "loop": "the training loop"}
-    for one in ranks:
-        for draw in one.draws:
-            if draw.has_drawn and draw.place in places:
-                where = f" ({draw.line})" if draw.line else ""
-                return f"{places[draw.place]} draws random numbers{where}, others on each rank"
-    return ""
 
 
 def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
@@ -133,7 +99,7 @@ def _try(
 ) -> RankFacts | None:
     """Run one rank; add a note and return None if it fails."""
     try:
-        return runs.run(name, what, settings, is_alone=True)[0]
+        return runs.run(name, what, settings, ranks=1)[0]
     except RunFailedError as error:
         found.notes.append(f"{what}: failed ({error.short})")
         return None

@@ -52,6 +52,11 @@ class Steps:
         self._step: StepFacts | None = None
         self._step_scale: float | None = None  # within GradScaler.step
         self._backwards_before = 0
+        # Of a replay that accumulates: the weight of a backward, whether the step of the optimizer
+        # is held back, and whether gradients are not complete, and so not to be clipped.
+        self.weight: Callable[[BackwardFacts], float] = lambda backward: 1.0
+        self.is_held: Callable[[], bool] = lambda: False
+        self.skips_clipping: Callable[[list[torch.Tensor]], bool] = lambda parameters: False
 
     def install(self) -> None:
         """Patch torch's functions."""
@@ -99,6 +104,10 @@ class Steps:
         observation, guarded = self._observation, self._observation.guarded
         backward = guarded(_BACKWARD, self._begin_backward)(args)
         observation.backward = backward
+        weight = guarded(_BACKWARD, self.weight)(backward) if backward is not None else None
+        if weight is not None and weight != 1:
+            backward.root *= weight
+            args = (args[0], tuple(weight * one for one in args[1]), *args[2:])
         try:
             return run(*args, **kwargs)
         finally:
@@ -164,9 +173,18 @@ class Steps:
         """Whether an optimizer's step runs."""
         return self._step is not None
 
+    def key_of(self, optimizer: Optimizer) -> int:
+        """Return the key of an optimizer."""
+        self._note_optimizer(optimizer)
+        return int(self.optimizers[optimizer].key)
+
+    def count_of_key(self, key: int) -> int:
+        """Return the number of steps so far of the optimizer with this key."""
+        return self._counts.get(key, 0)
+
     def count_of(self, optimizer: Optimizer) -> int:
         """Return the number of steps of an optimizer so far."""
-        return self._counts.get(self.optimizers[optimizer].key, 0)
+        return self.count_of_key(self.optimizers[optimizer].key)
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters of an optimizer, each with "MODEL KEY/NAME".
@@ -184,6 +202,9 @@ class Steps:
         running = self._running()
         if running is not None and (running is not optimizer) and _is_stepping(running):
             return  # an optimizer inside another one's step
+        if self.is_held():
+            self._running, self._step = (lambda: None), None
+            return
         self._note_optimizer(optimizer)
         self._models.is_inside = False  # a module whose forward contains the training loop
         self._running = weakref.ref(optimizer)
@@ -204,6 +225,7 @@ class Steps:
             learning_rates=_rates(optimizer),
             scale=self._step_scale or 1.0,
             state_tensors=_state_tensors(optimizer),
+            momenta=[momentum_of(group) for group in optimizer.param_groups],
         )
 
     def _grouped_names(self, optimizer: Optimizer) -> list[list[str]]:
@@ -272,6 +294,8 @@ class Steps:
             if not self._observation.is_observed:
                 return function(parameters, limit, *args, **options)
             listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if self._observation.guarded(_CLIP, self.skips_clipping)(listed):
+                return function(listed, math.inf, *args, **options)
             note = self._observation.guarded(_CLIP, self._gradient_rows)
             before = note(listed)
             norm = function(listed, limit, *args, **options)
@@ -355,6 +379,11 @@ def _state_tensors(optimizer: Optimizer) -> int:
     """Return the number of tensors of several elements in an optimizer's state."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in values)
+
+
+def momentum_of(group: dict[str, Any]) -> float:
+    """Return the momentum of a parameter group, which some schedules change."""
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", math.nan))
 
 
 def _rates(optimizer: Optimizer) -> list[float]:

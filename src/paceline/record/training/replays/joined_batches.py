@@ -7,6 +7,8 @@ import torch
 
 from ...hooks.batch_size import samples_in
 
+CANNOT_JOIN = "batches of several ranks can't be joined"
+
 
 def join_batches(batches: list[Any]) -> Any:
     """Return one batch with the samples of all, in order.

@@ -1,21 +1,26 @@
 """Train on one rank what several ranks have trained: the same global batches, step by step."""
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
+from ...hooks.batch_size import samples_in
 from ..facts import PassFacts, Phase, RankFacts, StepFacts
 from ..facts_file import read_facts
 from ..observation import Observation
 from ..optimization.models import Model
-from ..optimization.steps import Steps
+from ..optimization.steps import Steps, momentum_of
 from ..samples.loaders import Loaders, OpenPass
-from .joined_batches import join_batches, permute_batch
-from .stored_run import load_batches, restore_initial
+from .accumulation import Accumulation, Part, Place, weights_of
+from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
+from .stored_run import batch_paths, load_batch, restore_initial
 
 _HOOK = "the replay"
 
@@ -24,7 +29,8 @@ class Replay:
     """The replay of a stored run in this process.
 
     The first training forward begins with the stored parameters. Loaders return the stored
-    batches. Each step uses the learning rates of the stored run.
+    batches: each those of all ranks, or of an equal share of them if several ranks replay. Each
+    step uses the learning rates and momenta of the stored run.
 
     Args:
         observation: Its settings have the folder of the stored run.
@@ -43,14 +49,25 @@ class Replay:
         self._observation, self._steps, self._end = observation, steps, end
         self.loaders = loaders
         self._folder = Path(observation.settings.replays)
-        self._stored: RankFacts = read_facts(self._folder, 0)
+        facts = observation.facts
+        ranks = read_facts(self._folder, 0).size
+        self._ranks = [rank for rank in range(ranks) if rank * facts.size // ranks == facts.rank]
+        self._stored: RankFacts = read_facts(self._folder, self._ranks[0])
         self._rates: dict[tuple[int, int], StepFacts] = {
             (one.optimizer, one.index): one for one in self._stored.steps
         }
-        self._own: list[Any] = []
+        self._own: list[tuple[float, float]] = []  # learning rate and momentum of each group
+        self.accumulation: Accumulation | None = None
+        if observation.settings.accumulates:
+            self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
 
     def install(self) -> None:
-        """Set the learning rates of each step, and restore those of the script afterwards."""
+        """Set the learning rates of each step, and restore those of the script afterwards.
+
+        Must precede the installation of the steps.
+        """
+        if self.accumulation is not None:
+            self.accumulation.install()
         self._steps.before_step.append(self._set_rates)
         self._steps.after_step.append(self._restore_rates)
 
@@ -58,7 +75,18 @@ class Replay:
         """Set a model's parameters before its first training forward."""
         reason = restore_initial(self._folder, model)
         if reason:
-            self._stop(f"the replay: {reason}")
+            self._stop_replay(reason)
+        root = model.module()
+        if self.accumulation is not None and root is not None:
+            for name, one in root.named_modules():
+                if isinstance(one, nn.SyncBatchNorm):
+                    self._stop_replay(
+                        f"the statistics of {name} are those of the global batch, of which only "
+                        "parts fit on one rank"
+                    )
+
+    def _stop_replay(self, reason: str) -> None:
+        self._stop(f"the replay: {reason}")
 
     def _stop(self, reason: str) -> None:
         self._observation.add_unseen(reason)
@@ -70,15 +98,17 @@ class Replay:
         if stored is None:
             self._end()
             return
-        self._own = [group.get("lr") for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        self._own = [(float(one.get("lr", math.nan)), momentum_of(one)) for one in groups]
         if len(stored.learning_rates) == len(self._own):
-            for group, rate in zip(optimizer.param_groups, stored.learning_rates, strict=True):
-                _set_rate(group, rate)
+            values = zip(groups, stored.learning_rates, stored.momenta, strict=True)
+            for group, rate, momentum in values:
+                _set_rate(group, rate, momentum)
 
     def _restore_rates(self, optimizer: Optimizer, step: StepFacts) -> None:
         own, self._own = self._own, []
-        for group, rate in zip(optimizer.param_groups, own, strict=False):
-            _set_rate(group, float(rate))
+        for group, (rate, momentum) in zip(optimizer.param_groups, own, strict=False):
+            _set_rate(group, rate, momentum)
 
     # Batches
 
@@ -96,42 +126,61 @@ class Replay:
             return None
         return _StoredBatches(self, loader, opened, passes[pass_number])
 
-    def batch(self, key: int, one: PassFacts, number: int) -> Any:
-        """Return the joined batch of a pass; None after the last one."""
-        place = (key, one.number, number)
-        batches = load_batches(self._folder, place, self._stored.size)
-        if not batches:
-            is_last = (self._stored.ended == "script") or self._went_on(key, one)
-            if number < one.batches or not is_last:
-                self._end()  # not stored, or where the stored run ended
-            return None
-        try:
-            batch = join_batches(batches)
-            samples = self._observation.settings.permutes
-            return permute_batch(batch, number) if samples else batch
-        except ValueError as error:
-            self._stop(f"the replay: batches of several ranks can't be joined: {error}")
+    def batches(self, opened: OpenPass, one: PassFacts) -> Iterator[Any]:
+        """Yield the batches of a pass: joined, or in parts."""
+        key, yielded = opened.loader.key, itertools.count()
+        for number in itertools.count():
+            paths = batch_paths(self._folder, (key, one.number, number), self._ranks)
+            if not paths:
+                if not self._is_over(key, one, number):
+                    self._end()  # not stored, or where the stored run ended
+                return
+            after = batch_paths(self._folder, (key, one.number, number + 1), self._ranks)
+            is_last = not after and self._is_over(key, one, number + 1)
+            try:
+                if self.accumulation is None:
+                    opened.is_at_end = is_last
+                    yield self._permuted(join_batches([load_batch(x) for x in paths]), number)
+                else:
+                    for part in self._parts(paths, (key, one.number, number)):
+                        self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
+                        opened.is_at_end = is_last and part.is_last
+                        yield self._permuted(load_batch(part.path), number)
+            except ValueError as error:
+                self._stop_replay(f"{CANNOT_JOIN}: {error}")
 
-    def _went_on(self, key: int, one: PassFacts) -> bool:
-        """Return whether the stored run went on after this pass."""
+    def _permuted(self, batch: Any, seed: int) -> Any:
+        return permute_batch(batch, seed) if self._observation.settings.permutes else batch
+
+    def _parts(self, paths: list[Path], whole: Place) -> list[Part]:
+        """Return the parts of a global batch."""
+        facts = self._observation.facts
+        facts.parts = max(facts.parts, len(paths))
+        weights = weights_of([samples_in(load_batch(path)) for path in paths])
+        return [
+            Part(path, whole, weight, is_last=path == paths[-1])
+            for path, weight in zip(paths, weights, strict=True)
+        ]
+
+    def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
+        """Return whether the stored run had so many batches of a pass, and went on after it."""
         stored = next(x for x in self._stored.loaders if x.key == key)
-        return one.is_complete or one.planned is not None or one.number + 1 < len(stored.passes)
+        went_on = one.is_complete or one.planned is not None or one.number + 1 < len(stored.passes)
+        return number >= one.batches and (self._stored.ended == "script" or went_on)
 
 
 class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
     """An iterator over stored batches."""
 
     def __init__(self, replay: Replay, loader: Any, opened: OpenPass, one: PassFacts) -> None:
-        self._replay, self._opened, self._pass = replay, opened, one
+        self._replay, self._batches = replay, replay.batches(opened, one)
         self._dataset, self._num_yielded, self._length = loader.dataset, 0, len_of(loader)
 
     def __next__(self) -> Any:
         return self._replay.loaders.fetch(self, _StoredBatches._read)
 
     def _read(self) -> Any:
-        batch = self._replay.batch(self._opened.loader.key, self._pass, self._num_yielded)
-        if batch is None:
-            raise StopIteration
+        batch = next(self._batches)
         self._num_yielded += 1
         return batch
 
@@ -150,7 +199,12 @@ def len_of(loader: Any) -> int:
         return 0
 
 
-def _set_rate(group: dict[str, Any], rate: float) -> None:
+def _set_rate(group: dict[str, Any], rate: float, momentum: float) -> None:
+    if momentum != momentum_of(group):  # also if it is NaN: there is none
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        elif "momentum" in group:
+            group["momentum"] = momentum
     if isinstance(group.get("lr"), torch.Tensor):
         group["lr"].fill_(rate)
     elif "lr" in group:

@@ -74,10 +74,15 @@ def batch_path(folder: Path, place: tuple[int, int, int], rank: int) -> Path:
     return folder / BATCHES / f"{loader}-{pass_number}-{number}-{rank}.pt"
 
 
-def load_batches(folder: Path, place: tuple[int, int, int], ranks: int) -> list[Any]:
-    """Return the batches of all ranks that have stored one."""
-    paths = [batch_path(folder, place, rank) for rank in range(ranks)]
-    return [_read(path) for path in paths if path.exists()]
+def batch_paths(folder: Path, place: tuple[int, int, int], ranks: list[int]) -> list[Path]:
+    """Return the files of the batches that some ranks have stored for a place."""
+    paths = [batch_path(folder, place, rank) for rank in ranks]
+    return [path for path in paths if path.exists()]
+
+
+def load_batch(path: Path) -> Any:
+    """Return a stored batch."""
+    return _read(path)
 
 
 def restore_initial(folder: Path, model: Model) -> str:
@@ -98,8 +103,11 @@ def restore_initial(folder: Path, model: Model) -> str:
                 return f"{name} is another parameter on one rank: {list(tensor.shape)}, {shape}"
             pieces = {offset: values for _, offset, values in found}
             whole = torch.cat([pieces[offset] for offset in sorted(pieces)])
-            target: Any = getattr(tensor, "_local_tensor", tensor)
-            target.copy_(whole[: target.numel()].reshape(target.shape))
+            part = shard_of(tensor)
+            if isinstance(part, str):
+                return f"{name}: {part}"
+            end = part.offset + part.values.numel()
+            part.values.copy_(whole[part.offset : end].reshape(part.values.shape))
     return ""
 
 

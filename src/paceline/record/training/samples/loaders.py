@@ -34,6 +34,7 @@ class OpenPass:
         returned: Number of batches that were returned.
         is_short: Whether the pass may be shortened.
         is_stopped: Whether it was.
+        is_at_end: Whether the batch that was returned last is known to be the last one.
     """
 
     loader: LoaderFacts
@@ -43,6 +44,7 @@ class OpenPass:
     returned: int = 0
     is_short: bool | None = None
     is_stopped: bool = False
+    is_at_end: bool = False
     first_group: int = 0  # batches of the first step of the pass
     planned: list[list[int]] | None = None
     ahead: int | None = None  # a batch that a library has read, but not passed on yet
@@ -218,6 +220,14 @@ class Loaders:
         last = self.last
         if last is not None and not last.first_group and last.facts.phase == Phase.TRAINING:
             last.first_group = max(last.returned - (last.ahead is not None), 1)
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether the batch that was returned last is the last one of a shortened pass."""
+        last = self.last
+        if last is None:
+            return False
+        return last.is_at_end or (last.is_stopped and last.returned >= len(last.indices))
 
     # Indices
 

@@ -57,8 +57,9 @@ def compared_sentences(seen: Compared) -> list[str]:
         )
     if seen.replayed:
         largest = max((value for value, _ in seen.differences.values()), default=0.0)
+        that = "that trains" if seen.replayed_by == "one process" else "that train"
         text = (
-            f"{counted(seen.replayed, 'step')} compared with one process that trains the same "
+            f"{counted(seen.replayed, 'step')} compared with {seen.replayed_by} {that} the same "
             f"samples: largest relative difference of a gradient in the first one {largest:.1g}"
         )
         if seen.noise is not None:

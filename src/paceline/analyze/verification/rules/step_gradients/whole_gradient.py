@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 
-from .....record.training.sketch_rows import SKETCH_SIZE
 from ...exchange import Kind
 from ...mistakes import MISTAKES, Certainty, Finding
 from ...relations import distance
+from ...replay import significant
 from ...steps import JointStep, shown
 from ...view import View, unique
 
 VISIBLE = 1e-5  # relative difference below which no training notices
-TINY = 1e-4  # of the largest norm: a gradient so small is rounding
 
 
 def differs(view: View) -> Iterator[Finding]:
@@ -29,8 +28,8 @@ def differs(view: View) -> Iterator[Finding]:
         related = step_is_mean(view, step)
         text = (
             f"In step {step.index + 1}, the gradient of {shown(layer)} differs by "
-            f"{100 * off[layer]:.2g} % from that of one process with the same samples; so do "
-            f"those of {len(off) - 1} other parameters."
+            f"{100 * off[layer]:.2g} % from that of {view.replay.name} with the same samples; so "
+            f"do those of {len(off) - 1} other parameters."
         )
         if related:
             text += (
@@ -57,15 +56,9 @@ def _differences(view: View, step: JointStep, floor: float) -> dict[str, float]:
         return {}
     ours = step.unclipped(0)
     tolerances = view.replay.tolerances(step, floor)
-    names = [name for name in ours if name in theirs and name in tolerances]
-    largest = max((theirs[name][SKETCH_SIZE] for name in names), default=0.0)
+    names = [name for name in significant(ours, theirs) if name in tolerances]
     found = {name: distance(ours[name], theirs[name]) for name in names}
-    return {
-        name: value
-        for name, value in found.items()
-        if value > max(tolerances[name], VISIBLE)
-        and max(theirs[name][SKETCH_SIZE], ours[name][SKETCH_SIZE]) > TINY * largest
-    }
+    return {name: x for name, x in found.items() if x > max(tolerances[name], VISIBLE)}
 
 
 def step_is_mean(view: View, step: JointStep) -> bool:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ..plurals import named_ranks
-from ..security.files import open_regular
+from .files import open_regular
 
 SEEN_TIMEOUT_S = 5.0  # for file systems that show new files to other nodes late
 _POLL_S = 0.05

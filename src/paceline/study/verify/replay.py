@@ -1,0 +1,161 @@
+"""Train the global batches of all ranks on one rank: in parts, or on two, if it can't hold them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ...analyze.verification.determinism import describe_noise, suspicious_noise
+from ...analyze.verification.runs_facts import VerifyRuns
+from ...analyze.verification.view import FLAT, View
+from ...record.training.facts import RankFacts
+from ...record.training.replays.joined_batches import CANNOT_JOIN
+from ...record.training.settings import VerifySettings
+from .run_observed import ObservedRuns, RunFailedError
+
+LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to train the batches of all ranks on fewer ranks.
+
+    Attributes:
+        ranks: Number of ranks.
+        accumulates: Whether a global batch is trained in parts.
+        what: Description of the run for the user.
+    """
+
+    ranks: int
+    accumulates: bool
+    what: str
+
+
+def _ways(size: int) -> Iterator[_Way]:
+    """Yield the ways: each needs less memory than the one before."""
+    yield _Way(1, False, "one rank: train the batches of all ranks")
+    yield _Way(1, True, "one rank: train the batches of all ranks in parts")
+    if size >= LEAST_RANKS_FOR_TWO and size % 2 == 0:
+        yield _Way(2, True, "2 ranks: train the batches of all ranks in parts")
+
+
+def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
+    """Train the same global batches on one rank, twice: with samples in two orders."""
+    reason = _not_comparable(found.ranks)
+    if reason:
+        found.notes.append(f"one rank was not compared at the same global batches: {reason}")
+        return
+    settings = VerifySettings("", replays=str(runs.folder / "ranks"))
+    way = _first_that_fits(runs, found, settings)
+    if way is None or found.replay is None:
+        return
+    if not found.replay.steps:
+        found.notes += [f"one rank could not be compared: {one}" for one in found.replay.unseen]
+        found.replay, found.replay_peers = None, []
+        return
+    settings = replace(settings, accumulates=way.accumulates)
+    who = "one rank" if way.ranks == 1 else "2 ranks"
+    what = f"{who}: the same with the samples in another order"
+    permuted = replace(settings, permutes=True)
+    try:
+        found.permuted = runs.run("permuted", what, permuted, ranks=way.ranks)[0]
+    except RunFailedError as error:
+        found.notes.append(f"{what}: failed ({error.short})")
+        return
+    noise = suspicious_noise(View(found))
+    if noise:
+        found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
+
+
+def _first_that_fits(
+    runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings
+) -> _Way | None:
+    """Run the replay in the first way that fits in memory; add a note if it is not the usual one.
+
+    Returns:
+        The way; None if the replay failed in all ways.
+    """
+    failed: RunFailedError | None = None
+    unjoined = ""
+    for way in _ways(found.ranks[0].size):
+        try:
+            tried = replace(settings, accumulates=way.accumulates)
+            facts = runs.run("replay", way.what, tried, ranks=way.ranks)
+        except RunFailedError as error:
+            if not error.is_out_of_memory:
+                found.notes.append(f"{way.what}: failed ({error.short})")
+                return None
+            failed = error
+            runs.clear("replay")
+            continue
+        if not (facts[0].steps or way.accumulates):
+            unjoined = next((one for one in facts[0].unseen if CANNOT_JOIN in one), "")
+            if unjoined:
+                runs.clear("replay")
+                continue
+        found.replay, found.replay_peers = facts[0], facts[1:]
+        if facts[0].steps and (failed is not None or unjoined):
+            found.notes.append(_describe_way(way, found.ranks, unjoined, failed))
+        return way
+    assert failed is not None
+    found.is_too_large = True
+    found.notes.append(_too_large(found.ranks, failed))
+    return None
+
+
+def _describe_way(
+    way: _Way, ranks: list[RankFacts], unjoined: str, failed: RunFailedError | None
+) -> str:
+    if way.ranks > 1:
+        assert failed is not None
+        return (
+            f"one rank can't hold the model ({failed.short}): {len(ranks)} ranks were compared "
+            "with 2 that train the same samples, and not with one process. A mistake that 2 ranks "
+            "make as well is found only if it violates a relation between the ranks' gradients"
+        )
+    reason = unjoined
+    if failed is not None:
+        reason = f"one rank can't hold the global batch ({failed.short})"
+    return (
+        f"{reason}: one rank trained the batches of the {len(ranks)} ranks one after the other, and "
+        "added their gradients. What compares samples of different ranks was not compared with "
+        "one process"
+    )
+
+
+def _too_large(ranks: list[RankFacts], failed: RunFailedError) -> str:
+    size = len(ranks)
+    also = " nor do 2 ranks" if size >= LEAST_RANKS_FOR_TWO and size % 2 == 0 else ""
+    sharded = any(one.is_sharded for facts in ranks for one in facts.models)
+    kind = "sharded model" if sharded else "model"
+    hint = "" if also else ". HINT: paceline verify -n 4 compares 4 ranks with 2"
+    return (
+        f"one rank does not hold the {kind}{also} ({failed.short}): the gradients of {size} ranks "
+        "were compared with each other, and not with those of fewer ranks"
+        f"{hint}"
+    )
+
+
+def _trace(runs: ObservedRuns, settings: VerifySettings, ranks: int) -> list[RankFacts]:
+    """Train the first step twice with a list of its operators; nothing if a run fails."""
+    traced = replace(settings, traces=True)
+    what = "train the first batch again: is it the same?"
+    try:
+        return [runs.run(name, what, traced, ranks=ranks)[0] for name in ("again", "again-2")]
+    except RunFailedError:
+        return []
+
+
+def _not_comparable(ranks: list[RankFacts]) -> str:
+    """Return why one rank can't train the same as all ranks; "" if it can."""
+    if not any(one.steps for one in ranks):
+        return "no step of an optimizer was seen"
+    if not any(loader.dataset for one in ranks for loader in one.loaders):
+        return "the script reads no DataLoader"
+    if any(model.wrapper == FLAT for one in ranks for model in one.models):
+        return f"{FLAT} flattens the parameters"
+    places = {"forward": "the model's forward", "loop": "the training loop"}
+    for one in ranks:
+        for draw in one.draws:
+            if draw.has_drawn and draw.place in places:
+                where = f" ({draw.line})" if draw.line else ""
+                return f"{places[draw.place]} draws random numbers{where}, others on each rank"
+    return ""
