@@ -60,7 +60,7 @@ def cpu_s() -> float:
 
 
 def measure_step() -> float:
-    """Return the median time of a step on one rank with one thread, in seconds."""
+    """Return the shortest time of a step on one rank with one thread, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "step.json"
         words = [str(BIN / "paceline"), "run", "-n", "1", "--threads", "1"]
