@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WIDTH, CLASSES, BATCH, STEPS, EPOCHS = 1024, 10, 272, 40, 10
+WIDTH, CLASSES, BATCH, STEPS, EPOCHS = 1024, 10, 544, 40, 10
 
 
 def dataset(samples, seed):
