@@ -115,9 +115,9 @@ def _describe_way(
     if failed is not None:
         reason = f"one rank can't hold the global batch ({failed.short})"
     return (
-        f"{reason}: one rank trained the batches of the {len(ranks)} ranks one after the other, and "
-        "added their gradients. What compares samples of different ranks was not compared with "
-        "one process"
+        f"{reason}: one rank trained the batches of the {len(ranks)} ranks one after the other, "
+        "and added their gradients. What compares samples of different ranks was not compared "
+        "with one process"
     )
 
 
