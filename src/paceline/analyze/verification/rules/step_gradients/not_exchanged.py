@@ -166,7 +166,7 @@ _NO_SYNC = "the last backward of the step runs in no_sync"
 _OUTSIDE = "the model is called without its wrapper"
 _LATE = "a collective runs, but not between the backward and the step"
 _NONE = "no collective runs between the backward and the step"
-_FROZEN = "it did not require a gradient when the model was wrapped"
+_FROZEN = "no gradient was required when the model was wrapped"
 _HOW = {
     _NO_SYNC: "leave no_sync before the last forward and backward of each step",
     _OUTSIDE: "call the wrapper, not the module inside it",
