@@ -114,7 +114,7 @@ def test_frozen_parameters_that_were_thawed_are_named_with_the_wrapper():
             one.requires_grad = False
     found = only(runs)
     assert found.lines[0] == MODEL
-    assert "no gradient was required when the model was wrapped" in found.text
+    assert "No gradient was required when the model was wrapped" in found.text
 
 
 def test_local_sgd_is_said_and_not_accused():

@@ -14,6 +14,7 @@ from paceline.record.training.facts import (
     PassFacts,
     Phase,
 )
+from paceline.record.training.samples.contents import describe_root
 from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 
@@ -175,6 +176,63 @@ def test_streams():
     assert "Each of 2 workers reads the whole stream" in by_worker[0].text
     # samples that look alike prove nothing
     assert ids(find(streamed(lambda rank, number, at: 1))) == []
+
+
+def test_points_of_a_boundary_without_a_loader_are_no_same_samples():
+    """A model that is called with the same points on all ranks, and with others in between."""
+
+    def content(rank, number, at):
+        return at if number % 2 else 1000 * rank + 10 * number + at
+
+    def without_loader(runs):
+        for facts in runs.ranks:
+            facts.loaders[0].dataset = ""
+        return runs
+
+    assert ids(find(without_loader(streamed(content)))) == []
+    same = without_loader(streamed(lambda rank, number, at: 10 * number + at))
+    assert ids(find(same)) == ["same-samples"]
+
+
+def described(datasets, order, augmented=()):
+    """Return runs of ranks that read these datasets; columns that are ``augmented`` differ."""
+    runs = verified(Training(order=order, sampler="RandomSampler"), with_replay=False)
+    for facts, dataset in zip(runs.ranks, datasets, strict=True):
+        loader = facts.loaders[0]
+        loader.dataset, loader.dataset_checksum = type(dataset).__name__, 0
+        loader.root_checksum = describe_root(dataset)["root_checksum"]
+        for batch in facts.batches:
+            labels = [at % 3 for at in batch.indices]
+            images = [9000 * facts.rank + at for at in batch.indices]
+            columns = {"images": images, "labels": [one + 50 * facts.rank for one in labels]}
+            batch.contents = [columns["images"] if "images" in augmented else batch.indices]
+            batch.contents.append(columns["labels"] if "labels" in augmented else labels)
+    return runs
+
+
+class Images:
+    """A dataset with an attribute that has a value for each sample."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return len(self.files)
+
+
+def test_augmented_samples_are_known_by_the_attributes_of_the_dataset():
+    def same(rank, size, epoch):
+        return shuffled(0, 1, epoch, 32)
+
+    files = [f"{n}.png" for n in range(32)]
+    found = find(described([Images(files), Images(list(files))], same, ["images"]))
+    assert ids(found) == ["same-samples"]
+    assert ids(find(described([Images(files)] * 2, same))) == ["same-samples"]
+    # each rank has its own files
+    parts = [Images([f"{rank}/{one}" for one in files]) for rank in range(2)]
+    assert ids(find(described(parts, same, ["images"]))) == []
+    # the dataset reads other samples on each rank: labels differ as well
+    assert ids(find(described([Images(files)] * 2, same, ["images", "labels"]))) == []
 
 
 def test_single_samples_of_a_stream_on_several_ranks():

@@ -96,6 +96,26 @@ def test_unscaled_learning_rate_is_a_question():
     )
 
 
+@pytest.mark.parametrize(
+    ("power", "class_name", "wanted"),
+    [
+        (0, "OneCycleLR", ["learning-rate-not-scaled"]),
+        (0, "LambdaLR", []),  # may scale the rate later
+        (1, "OneCycleLR", []),
+        (2, "OneCycleLR", ["learning-rate-scaled-twice"]),
+    ],
+)
+def test_scale_of_rates_whose_schedule_is_faster_on_more_ranks(power, class_name, wanted):
+    def rate(rank, size, step):
+        return 0.01 * size**power * (1 + step * size / 100)
+
+    runs = verified(Training(4, samples=48, rate=rate), with_replay=False)
+    runs.alone = train(Training(1, samples=48, rate=rate))[0]
+    for facts in (*runs.ranks, runs.alone):
+        facts.schedules = [ScheduleFacts(class_name, "train.py:15", 0, {}, ["train.py:25"], [])]
+    assert [one.mistake.id for one in find(runs)] == wanted
+
+
 def scheduled(length, single_length, per_step=True, class_name="CosineAnnealingLR"):
     """Return runs with a schedule; an epoch has 8 steps on 2 ranks, and 16 on one."""
     runs = VerifyRuns(

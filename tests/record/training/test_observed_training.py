@@ -95,6 +95,45 @@ def test_ddp_script(tmp_path):
     assert seeds == [("torch", 0, "script.py:16")]
 
 
+SHARDED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for step in range(4):
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            (model(torch.randn(5, 4)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_sharded_model_accumulates_gradients_of_all_backwards(tmp_path):
+    every, _ = observe(tmp_path, SHARDED)
+    for steps in zip(*(one.steps for one in every), strict=True):
+        assert [len(one.backwards) for one in steps] == [2, 2]
+        for name in ("0/0.weight", "0/1.bias"):
+            local = [
+                sum(row(facts, one.gradients[name]) for one in step.backwards)
+                for facts, step in zip(every, steps, strict=True)
+            ]
+            parts = [
+                row(facts, step.gradients[name])
+                for facts, step in zip(every, steps, strict=True)
+                if name in step.gradients
+            ]
+            assert np.allclose(np.mean(local, axis=0), sum(parts), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.long
 def test_printed_numbers_do_not_change(tmp_path):
     """Passes of four batches are not shortened: the observed run prints the same losses."""

@@ -9,6 +9,7 @@ KNOWN_SAMPLERS = {
     *("DistributedSampler", "RandomSampler", "SequentialSampler", "BatchSampler"),
     *("SubsetRandomSampler", "WeightedRandomSampler"),
 }
+PLAIN_DATASETS = {"TensorDataset"}  # whose samples depend on their position only
 Sample = int | tuple[int, ...]  # index in a dataset that all ranks share, or checksums of contents
 
 
@@ -83,7 +84,11 @@ class Stream:
         if any(one.is_iterable or one.dataset_length is None for one in loaders):
             return False
         known = {(one.dataset, one.dataset_length, _checksum(one)) for one in loaders}
-        return len(known) == 1 and (_checksum(loaders[0]) != 0 or self._same_contents())
+        if len(known) > 1:
+            return False
+        if _checksum(loaders[0]) == 0:
+            return self._same_contents()
+        return loaders[0].dataset in PLAIN_DATASETS or not self._are_contradicted()
 
     @property
     def has_root(self) -> bool:
@@ -136,6 +141,25 @@ class Stream:
                                 return False
                             equal += 1
         return equal > 0 or self._is_split_by_sampler()
+
+    def _are_contradicted(self) -> bool:
+        """Return whether equal positions of equal datasets have other contents on other ranks.
+
+        Augmentation changes inputs, and not labels: one column with several values suffices.
+        """
+        seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for one in self.passes:
+            for rank, made in one.ranks.items():
+                for batch in made.batches:
+                    contents = zip(*batch.contents, strict=True)
+                    for at, content in zip(batch.indices or [], contents, strict=False):
+                        before = seen.setdefault(at, (rank, content))
+                        if before[0] != rank and len(before[1]) == len(content):
+                            pairs.append((before[1], content))
+        columns = range(min((len(a) for a, _ in pairs), default=0))
+        agreeing = [n for n in columns if all(a[n] == b[n] for a, b in pairs)]
+        return bool(pairs) and not any(len({a[n] for a, _ in pairs}) > 1 for n in agreeing)
 
     def _is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""

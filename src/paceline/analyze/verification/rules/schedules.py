@@ -64,9 +64,11 @@ def scaling(view: View) -> Iterator[Finding]:
         ratios = _ratios(view, single, optimizer, other)
         if not ratios:
             continue
-        largest = max(ratios)
+        # Schedules that depend on the number of steps move at other speeds on N ranks and on one.
+        twice = next((one for one in ratios if one > n * 1.5 and _are_equal(one, n * n)), None)
+        largest = twice or max(ratios)
         ours, theirs = ratios[largest]
-        if largest > n * 1.5 and _are_equal(largest, n * n):
+        if twice is not None:
             yield Finding(
                 MISTAKES["learning-rate-scaled-twice"],
                 unique([optimizer.line, *_schedule_lines(view, optimizer.key)]),
@@ -87,7 +89,9 @@ def scaling(view: View) -> Iterator[Finding]:
                 "number of ranks",
             )
             return
-        if _are_equal(largest, 1.0) and growth is not None and growth > 1.01:
+        is_same = _are_equal(largest, 1.0) or _start_equal(view, single, optimizer, other)
+        if is_same and growth is not None and growth > 1.01:
+            ours = optimizer.initial_rates[0]
             yield Finding(
                 MISTAKES["learning-rate-not-scaled"],
                 unique([optimizer.line]),
@@ -268,6 +272,25 @@ def _ratios(
         if step.optimizer == ours.key and other is not None:
             pairs += list(zip(step.learning_rates, other.learning_rates, strict=False))
     return {a / b: (a, b) for a, b in reversed(pairs) if a > 0 and b > 0}
+
+
+def _start_equal(
+    view: View, single: RankFacts, ours: OptimizerFacts, theirs: OptimizerFacts
+) -> bool:
+    """Return whether the rates are equal when made and in the first step, where the schedules are
+    torch's own: these scale the rate by what they are given, and not by the number of ranks later.
+    """
+    schedules = [one for one in view.ranks[0].schedules if one.optimizer == ours.key]
+    if not schedules or any(one.class_name == "LambdaLR" for one in schedules):
+        return False
+    firsts = [
+        next((one.learning_rates for one in facts.steps if one.optimizer == key), [])
+        for facts, key in ((view.ranks[0], ours.key), (single, theirs.key))
+    ]
+    pairs = [*zip(ours.initial_rates, theirs.initial_rates, strict=False)]
+    return bool(firsts[0]) and all(
+        _are_equal(a, b) for a, b in [*pairs, *zip(*firsts, strict=False)]
+    )
 
 
 def _growth(view: View, single: RankFacts) -> float | None:

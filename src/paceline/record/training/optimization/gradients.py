@@ -37,6 +37,8 @@ class Gradients:
         self.loose: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of parameters of no model
         self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
         self._later_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of summed gradients
+        # By sharded parameter, the gradient that it accumulates before it is reduced.
+        self.whole_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._register: Any = torch.Tensor.register_hook
 
     def install(self) -> None:
@@ -142,6 +144,8 @@ class Gradients:
             if name is None or not any(name in one.gradients for one in earlier):
                 continue
             gradient = parameter.grad
+            if gradient is None and (whole := self.whole_gradients.get(parameter)) is not None:
+                gradient = whole()  # FSDP2: not yet reduced
             if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
                 for one in earlier:
                     one.gradients.pop(name, None)

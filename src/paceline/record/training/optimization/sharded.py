@@ -1,8 +1,10 @@
 """Observe models that FSDP2 shards: their gradients before they are reduced and scattered."""
 
 import functools
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -12,6 +14,14 @@ from ..user_lines import user_line
 from .models import Models
 
 _HOOK = "sharded models"
+
+
+def whole_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of an FSDPParam that it accumulates before it is reduced."""
+    accumulated: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        return accumulated
+    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
 
 
 class ShardedModels:
@@ -54,6 +64,10 @@ class ShardedModels:
         if whole is None or whole in self._hooked or not whole.requires_grad:
             return
         self._hooked[whole] = True
+        reference = weakref.ref(parameter)
+        self._models.gradients.whole_gradients[parameter.sharded_param] = lambda: whole_gradient(
+            reference()
+        )
         note = self._observation.guarded(_HOOK, self._models.gradients.note)
 
         def hook(gradient: Any) -> None:

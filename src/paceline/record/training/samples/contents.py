@@ -1,8 +1,10 @@
 """Checksums of samples, and what is known of a dataset without reading it."""
 
 import zlib
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -36,7 +38,8 @@ def _row_checksums(tensor: torch.Tensor) -> list[int]:
 def describe_root(dataset: Any) -> dict[str, Any]:
     """Return what is known of the innermost dataset: the fields of ``LoaderFacts``.
 
-    Contents are read of tensors only: reading others may draw random numbers.
+    Attributes with a value for each sample are read (tensors, arrays, tables, lists of paths), but
+    no samples: reading these may draw random numbers.
     """
     positions: list[int] | None = None
     for _ in range(MAX_SUBSETS):
@@ -50,14 +53,47 @@ def describe_root(dataset: Any) -> dict[str, Any]:
         length = len(dataset)
     except Exception:  # no length, or a method that fails
         length = None
-    checksum = 0
-    for tensor in getattr(dataset, "tensors", ()):
-        if isinstance(tensor, torch.Tensor) and tensor.ndim:
-            first = _row_checksums(tensor[:ROOT_SAMPLES])
-            checksum = zlib.crc32(repr(first).encode(), checksum)
+    checksum = _state_checksum(dataset, length) if length else 0
     if positions is not None and len(positions) > MAX_POSITIONS:
         positions = None
     return {"subset": positions, "root_length": length, "root_checksum": checksum}
+
+
+def _state_checksum(dataset: Any, length: int) -> int:
+    """Return a checksum of a dataset's attributes with one value for each sample; 0 without any."""
+    checksum = 0
+    rows = list(range(0, length, max(length // ROOT_SAMPLES, 1)))
+    for name, attribute in sorted(getattr(dataset, "__dict__", {}).items()):
+        values = attribute if name == "tensors" else (attribute,)
+        for value in values:
+            text = _rows_as_text(value, rows, length)
+            checksum = zlib.crc32(text.encode(errors="replace"), checksum) if text else checksum
+    return checksum
+
+
+def _rows_as_text(value: Any, rows: list[int], length: int) -> str:
+    """Return some rows of a value that has ``length``; "" if it has not, or they are objects."""
+    try:
+        if len(value) != length:
+            return ""
+        if isinstance(value, torch.Tensor):
+            return repr(_row_checksums(value[rows]))
+        if hasattr(value, "iloc"):  # a table of pandas
+            return repr(value.iloc[rows].to_numpy().tolist())
+        if isinstance(value, np.ndarray):
+            return repr(value[rows].tolist()) if value.dtype != object else ""
+        if isinstance(value, list | tuple):
+            return repr([value[at] for at in rows]) if _is_plain(value[rows[-1]]) else ""
+    except Exception:  # of the script's own class
+        return ""
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether equal values of two processes have the same text."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, str | bytes | int | float | PurePath)
 
 
 def checksum_of_indices(dataset: Any, subset: type) -> int:
