@@ -182,8 +182,12 @@ OTHERS = {
     *("_grp",),
     *("_DataFetcher", "_TrainingEpochLoop", "_should_check_val_fx"),  # of Lightning
 }
-# Only users and other libraries set these on a DDP model, or a step with a static graph does.
-OPTIONAL = {"_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"}
+# Only users and other libraries set these on a DDP model, or a step with a static graph does; FSDP1
+# on its parameters.
+OPTIONAL = {
+    *("_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"),
+    "_is_flat_param",
+}
 
 
 @pytest.fixture(scope="module")
