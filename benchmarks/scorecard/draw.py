@@ -5,7 +5,11 @@
 Of a kind with two ways of injection, one is on each side; of three, two are on a random side.
 """
 
-import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+from halves import kept_out_ways
 
 SEED = 45
 WAYS = {
@@ -45,12 +49,7 @@ WAYS = {
 
 def kept_out() -> dict[str, tuple[str, ...]]:
     """Return the ways of each kind that are kept out."""
-    draw, found = random.Random(SEED), {}
-    for kind, ways in WAYS.items():
-        mixed = draw.sample(ways, len(ways))
-        half = len(ways) // 2 + (len(ways) % 2) * draw.randrange(2)
-        found[kind] = tuple(sorted(mixed[:half]))
-    return found
+    return kept_out_ways(WAYS, SEED)
 
 
 if __name__ == "__main__":

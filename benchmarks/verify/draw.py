@@ -7,6 +7,11 @@ right scripts, which have the same frameworks and different tasks, one is on eac
 """
 
 import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+from halves import kept_out_ways
 
 SEED = 43
 WAYS = {
@@ -61,12 +66,7 @@ PAIRS = (
 
 def kept_out() -> dict[str, tuple[str, ...]]:
     """Return the ways of each kind that are kept out."""
-    draw, found = random.Random(SEED), {}
-    for kind, ways in WAYS.items():
-        mixed = draw.sample(ways, len(ways))
-        half = len(ways) // 2 + (len(ways) % 2) * draw.randrange(2)
-        found[kind] = tuple(sorted(mixed[:half]))
-    return found
+    return kept_out_ways(WAYS, SEED)
 
 
 def scripts_kept_out() -> set[str]:

@@ -52,6 +52,21 @@ SHARDED = CROWDED.replace("#START", FOUR_GATHERED).replace(
     "from torch.distributed.fsdp import fully_shard\n    model = fully_shard(Net())",
 )
 
+# Sequences of different lengths, padded to the longest one of a batch.
+PADDED = (
+    SCRIPT.replace("#FORWARD", "x = x.sum(1)")
+    .replace("batch_size=4, sampler=sampler", "batch_size=4, sampler=sampler, collate_fn=padded")
+    .replace(
+        "#START",
+        """
+    def padded(samples):
+        longer = [x.expand(1 + int(10 * abs(x[0])), 4) for x, _ in samples]
+        labels = torch.stack([y for _, y in samples])
+        return nn.utils.rnn.pad_sequence(longer, batch_first=True), labels
+    """,
+    )
+)
+
 
 def verify(tmp_path, monkeypatch, text, size=2):
     monkeypatch.chdir(tmp_path)
@@ -78,6 +93,18 @@ def test_global_batch_that_one_rank_cannot_hold_is_accumulated(tmp_path, monkeyp
     note = note_with(seen, "one rank can't hold the global batch")
     assert "can't allocate memory" in note
     assert "trained the batches of the 2 ranks one after the other" in note
+
+
+@pytest.mark.long
+def test_batches_that_cannot_be_joined_are_accumulated(tmp_path, monkeypatch):
+    runs, found, seen = verify(tmp_path, monkeypatch, PADDED)
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert runs.replay is not None
+    assert runs.replay.parts == 2
+    assert seen.replayed == seen.steps == 18
+    assert all(difference < 1e-5 for difference, _ in seen.differences.values())
+    note = note_with(seen, "can't be joined")
+    assert "one rank trained the batches of the 2 ranks one after the other" in note
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...record.training.facts import BatchFacts, LoaderFacts, PassFacts, Phase, RankFacts
 
@@ -77,7 +78,7 @@ class Stream:
             lines = [loader.sampler_line, loop, loader.line]
         return [line for line in lines if line]
 
-    @property
+    @cached_property
     def shares_dataset(self) -> bool:
         """Whether equal positions mean equal samples on all ranks, as far as that is known."""
         loaders = list(self.loaders.values())
@@ -90,7 +91,7 @@ class Stream:
             return self._same_contents()
         return loaders[0].dataset in PLAIN_DATASETS or not self._are_contradicted()
 
-    @property
+    @cached_property
     def has_root(self) -> bool:
         """Whether the loaders are parts of one dataset, and it is known which."""
         loaders = list(self.loaders.values())
@@ -126,40 +127,30 @@ class Stream:
 
     def _same_contents(self) -> bool:
         """Return whether samples with the same position were seen to have the same contents."""
-        seen: dict[int, tuple[int, tuple[int, ...]]] = {}
-        equal = 0
-        for one in self.passes:
-            for rank, made in one.ranks.items():
-                for batch in made.batches:
-                    if batch.indices is None or not batch.contents:
-                        continue
-                    contents = zip(*batch.contents, strict=True)
-                    for at, content in zip(batch.indices, contents, strict=False):
-                        before = seen.setdefault(at, (rank, content))
-                        if before[0] != rank:
-                            if before[1] != content:
-                                return False
-                            equal += 1
-        return equal > 0 or self._is_split_by_sampler()
+        pairs = list(self._contents_of_two_ranks())
+        return all(a == b for a, b in pairs) if pairs else self._is_split_by_sampler()
 
     def _are_contradicted(self) -> bool:
         """Return whether equal positions of equal datasets have other contents on other ranks.
 
         Augmentation changes inputs, and not labels: one column with several values suffices.
         """
+        pairs = list(self._contents_of_two_ranks())
+        columns = range(min((len(one) for pair in pairs for one in pair), default=0))
+        agreeing = [n for n in columns if all(a[n] == b[n] for a, b in pairs)]
+        return bool(pairs) and not any(len({a[n] for a, _ in pairs}) > 1 for n in agreeing)
+
+    def _contents_of_two_ranks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield the contents of samples that two ranks read at the same position."""
         seen: dict[int, tuple[int, tuple[int, ...]]] = {}
-        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for one in self.passes:
             for rank, made in one.ranks.items():
                 for batch in made.batches:
                     contents = zip(*batch.contents, strict=True)
                     for at, content in zip(batch.indices or [], contents, strict=False):
                         before = seen.setdefault(at, (rank, content))
-                        if before[0] != rank and len(before[1]) == len(content):
-                            pairs.append((before[1], content))
-        columns = range(min((len(a) for a, _ in pairs), default=0))
-        agreeing = [n for n in columns if all(a[n] == b[n] for a, b in pairs)]
-        return bool(pairs) and not any(len({a[n] for a, _ in pairs}) > 1 for n in agreeing)
+                        if before[0] != rank:
+                            yield before[1], content
 
     def _is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...record.training.facts import CollectiveFacts, ModelFacts, Phase, RankFacts
+from ...record.training.facts import FLAT, CollectiveFacts, ModelFacts, Phase, RankFacts
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replay import Replay
 from .runs_facts import VerifyRuns
 from .steps import JointStep, joint_steps, usual_backwards
 
-FLAT = "FullyShardedDataParallel"  # shards flat parameters: a rank may hold nothing of one
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
 REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
 

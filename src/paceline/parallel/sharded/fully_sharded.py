@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
+from ...record.hooks.sharded.whole_gradients import whole_gradient
 from ..materialization import Materialization
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
@@ -77,7 +77,7 @@ class FullyShardedModel:
             return True
         return any(
             group._partial_reduce_output is not None
-            or any(_whole_gradient(parameter) is not None for parameter in group.fsdp_params)
+            or any(whole_gradient(parameter) is not None for parameter in group.fsdp_params)
             for group in self._groups()
         )
 
@@ -112,14 +112,6 @@ def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """Return FSDP's groups of parameters, one for each block."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for m in modules for group in m._get_fsdp_state()._fsdp_param_groups]
-
-
-def _whole_gradient(parameter: FSDPParam) -> torch.Tensor | None:
-    """Return a parameter's gradient that no exchange has taken yet."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return parameter.unsharded_accumulated_grad
-    whole = getattr(parameter, "_unsharded_param", None)
-    return None if whole is None else whole.grad
 
 
 def shard_model(

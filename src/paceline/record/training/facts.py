@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SCHEDULE_END = "the end of its decay"
+FLAT = "FullyShardedDataParallel"  # shards flat parameters, whose gradients are not observed
 
 
 class Phase(StrEnum):

@@ -91,7 +91,7 @@ def scaling(view: View) -> Iterator[Finding]:
             return
         is_same = _are_equal(largest, 1.0) or _start_equal(view, single, optimizer, other)
         if is_same and growth is not None and growth > 1.01:
-            ours = optimizer.initial_rates[0]
+            ours = next((rate for rate in optimizer.initial_rates if rate > 0), ours)
             yield Finding(
                 MISTAKES["learning-rate-not-scaled"],
                 unique([optimizer.line]),
@@ -173,10 +173,10 @@ def _own_schedules(ours: RankFacts, theirs: RankFacts) -> list[tuple[ScheduleFac
         other = _optimizer(theirs, optimizer.key)
         if other is None or any(one.optimizer == optimizer.key for one in ours.schedules):
             continue
-        made = [_fitted(facts, one) for facts, one in ((ours, optimizer), (theirs, other))]
-        if all(one is not None for one in made):
-            found.append((made[0], made[1]))
-    return found  # type: ignore[return-value]
+        made, of_one = _fitted(ours, optimizer), _fitted(theirs, other)
+        if made is not None and of_one is not None:
+            found.append((made, of_one))
+    return found
 
 
 def _fitted(facts: RankFacts, optimizer: OptimizerFacts) -> ScheduleFacts | None:
@@ -196,15 +196,9 @@ def _fitted(facts: RankFacts, optimizer: OptimizerFacts) -> ScheduleFacts | None
                 end = (1 - offset) / slope
                 length = round(end + (1 if offset > FITTED else 0))
                 lines = optimizer.rate_lines[:1] or [optimizer.line]
+                ends, advances = {SCHEDULE_END: [length]}, list(range(1, len(steps) + 1))
                 return ScheduleFacts(
-                    *(
-                        "The learning rate",
-                        lines[0],
-                        optimizer.key,
-                        {SCHEDULE_END: [length]},
-                        lines,
-                    ),
-                    steps=list(range(1, len(steps) + 1)),
+                    "The learning rate", lines[0], optimizer.key, ends, lines, advances
                 )
     return None
 

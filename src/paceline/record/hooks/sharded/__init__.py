@@ -1,1 +1,1 @@
-"""Sharded models (FSDP2): which block a collective belongs to."""
+"""Sharded models (FSDP2): the block of a collective, and gradients before their reduction."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
-from ..facts import ModelFacts, ParameterFacts, Phase
+from ..facts import FLAT, ModelFacts, ParameterFacts, Phase
 from ..observation import Observation
 from ..user_lines import user_line
 from .gradients import Gradients
@@ -20,7 +20,6 @@ from .model_names import clean_name, is_own_batch_norm, named_parameters, unwrap
 from .shards import shard_of
 
 _HOOK = "the models"
-FLAT = "FullyShardedDataParallel"  # shards flat parameters, whose gradients are not observed
 _TRANSPARENT = ("OptimizedModule", "DataParallel")  # wrappers without a synchronization
 MAX_LINES = 8  # of a model
 

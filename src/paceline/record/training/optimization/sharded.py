@@ -9,19 +9,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
+from ...hooks.sharded.whole_gradients import whole_gradient
 from ..observation import Observation
 from ..user_lines import user_line
 from .models import Models
 
 _HOOK = "sharded models"
-
-
-def whole_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient of an FSDPParam that it accumulates before it is reduced."""
-    accumulated: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
-    if accumulated is not None:
-        return accumulated
-    return getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
 
 
 class ShardedModels:
@@ -65,9 +58,12 @@ class ShardedModels:
             return
         self._hooked[whole] = True
         reference = weakref.ref(parameter)
-        self._models.gradients.whole_gradients[parameter.sharded_param] = lambda: whole_gradient(
-            reference()
-        )
+
+        def accumulated() -> torch.Tensor | None:
+            alive = reference()
+            return None if alive is None else whole_gradient(alive)
+
+        self._models.gradients.whole_gradients[parameter.sharded_param] = accumulated
         note = self._observation.guarded(_HOOK, self._models.gradients.note)
 
         def hook(gradient: Any) -> None:
