@@ -9,19 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts import (
-    BackwardFacts,
-    BatchFacts,
-    ClipFacts,
-    LoaderFacts,
-    ModelFacts,
-    OptimizerFacts,
-    ParameterFacts,
-    PassFacts,
-    Phase,
-    RankFacts,
-    StepFacts,
-)
+from paceline.record.training.facts.models import ModelFacts, ParameterFacts
+from paceline.record.training.facts.ranks import RankFacts
+from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.record.training.facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
 from paceline.record.training.sketch import SketchTable
 
 FEATURES, HIDDEN = 6, 16

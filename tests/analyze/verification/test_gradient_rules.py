@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paceline.analyze.verification.find import find, judge
-from paceline.record.training.facts import CollectiveFacts, Phase
+from paceline.record.training.facts.events import CollectiveFacts
+from paceline.record.training.facts.samples import Phase
 from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, train, verified
 
 

@@ -5,19 +5,16 @@ import pytest
 from paceline.analyze.verification.find import find, without_consequences
 from paceline.analyze.verification.mistakes import MISTAKES, Finding
 from paceline.analyze.verification.runs_facts import ResumeError, VerifyRuns
-from paceline.record.training.facts import (
-    BatchFacts,
+from paceline.record.training.facts.events import (
     CollectiveFacts,
     DrawFacts,
     FileFacts,
-    LoaderFacts,
     OutputFacts,
-    PassFacts,
-    Phase,
     RestoreFacts,
-    ScheduleFacts,
-    StateFacts,
 )
+from paceline.record.training.facts.models import StateFacts
+from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.record.training.facts.steps import ScheduleFacts
 from trainings import LOADER, LOOP, OPTIMIZER, Training, shuffled, train, verified
 
 

@@ -8,7 +8,8 @@ import pytest
 import ranks
 from torch.utils.data import DistributedSampler
 
-from paceline.record.training.facts import Phase, RankFacts
+from paceline.record.training.facts.ranks import RankFacts
+from paceline.record.training.facts.samples import Phase
 from paceline.record.training.facts_file import read_facts
 from paceline.record.training.settings import VARIABLE, VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE

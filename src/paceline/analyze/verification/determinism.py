@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ...record.training.facts import OperatorFacts, RankFacts
+from ...record.training.facts.events import OperatorFacts
+from ...record.training.facts.ranks import RankFacts
 from .relations import epsilon
 from .replay import NOISE_FACTOR
 from .steps import parameters

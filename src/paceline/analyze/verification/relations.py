@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...record.training.facts import RankFacts
+from ...record.training.facts.ranks import RankFacts
 from ...record.training.sketch_rows import CHECKSUM, NONFINITE, PEAK, SKETCH_SIZE, SQUARES
 
 Vector = NDArray[np.float64]

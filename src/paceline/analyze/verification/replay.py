@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...record.training.facts import RankFacts, StepFacts
+from ...record.training.facts.ranks import RankFacts
+from ...record.training.facts.steps import StepFacts
 from ...record.training.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
 from .steps import JointStep, parameters, trained

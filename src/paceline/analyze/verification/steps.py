@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...record.training.facts import BackwardFacts, ParameterFacts, Phase, RankFacts, StepFacts
+from ...record.training.facts.models import ParameterFacts
+from ...record.training.facts.ranks import RankFacts
+from ...record.training.facts.samples import Phase
+from ...record.training.facts.steps import BackwardFacts, StepFacts
 from .relations import Vectors, add, vectors
 
 

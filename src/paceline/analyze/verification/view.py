@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from functools import cached_property
 
-from ...record.training.facts import FLAT, CollectiveFacts, ModelFacts, Phase, RankFacts
+from ...record.training.facts.events import CollectiveFacts
+from ...record.training.facts.models import FLAT, ModelFacts
+from ...record.training.facts.ranks import RankFacts
+from ...record.training.facts.samples import Phase
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replay import Replay

@@ -12,28 +12,19 @@ from typing import Any
 import numpy as np
 
 from ...security.files import read_regular
-from .facts import (
-    BackwardFacts,
-    BatchFacts,
-    ClipFacts,
+from .facts.events import (
     CollectiveFacts,
     DrawFacts,
     FileFacts,
-    LoaderFacts,
-    ModelFacts,
     OperatorFacts,
-    OptimizerFacts,
     OutputFacts,
-    ParameterFacts,
-    PassFacts,
-    Phase,
-    RankFacts,
     RestoreFacts,
-    ScheduleFacts,
     SeedFacts,
-    StateFacts,
-    StepFacts,
 )
+from .facts.models import ModelFacts, ParameterFacts, StateFacts
+from .facts.ranks import RankFacts
+from .facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from .facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, ScheduleFacts, StepFacts
 
 VERSION = 1
 MAX_FACTS_MIB = 512  # of one file

@@ -11,7 +11,9 @@ from typing import Any, ParamSpec
 import torch
 
 from ..hooks.hook_failures import failed_hooks, report_failure
-from .facts import BackwardFacts, BatchFacts, Phase, RankFacts
+from .facts.ranks import RankFacts
+from .facts.samples import BatchFacts, Phase
+from .facts.steps import BackwardFacts
 from .facts_file import write_facts
 from .settings import VerifySettings
 from .sketch import SketchTable

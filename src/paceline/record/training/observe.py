@@ -14,7 +14,7 @@ from .exchanges.collectives import Collectives
 from .exchanges.files import Files
 from .exchanges.outputs import Outputs
 from .exchanges.restores import Restores
-from .facts import StepFacts
+from .facts.steps import StepFacts
 from .observation import Observation
 from .optimization.averages import Averages
 from .optimization.change_lines import ChangeLines

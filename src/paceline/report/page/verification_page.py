@@ -6,7 +6,8 @@ from typing import Any
 from ...analyze.verification.mistakes import Finding
 from ...analyze.verification.passes import Stream, streams
 from ...analyze.verification.steps import trained as in_training
-from ...record.training.facts import Phase, RankFacts
+from ...record.training.facts.ranks import RankFacts
+from ...record.training.facts.samples import Phase
 from ..numbers import counted, elapsed
 from ..terminal.verification.findings import compared_sentences, divided
 from ..verdict.of_verification import Verification, verdict_of_verification

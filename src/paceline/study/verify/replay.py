@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from ...analyze.verification.determinism import describe_noise, suspicious_noise
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.view import View
-from ...record.training.facts import FLAT, RankFacts
+from ...record.training.facts.models import FLAT
+from ...record.training.facts.ranks import RankFacts
 from ...record.training.replays.joined_batches import CANNOT_JOIN
 from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError

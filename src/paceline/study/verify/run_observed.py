@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...record.training.facts import RankFacts
+from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts_file import read_facts
 from ...record.training.run_folder import NOT_SHARED
 from ...record.training.settings import VARIABLE, VerifySettings

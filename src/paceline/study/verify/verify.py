@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
-from ...record.training.facts import RankFacts
+from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
 from .replay import run_replay

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from ....record.training.facts import FileFacts, RankFacts
+from ....record.training.facts.events import FileFacts
+from ....record.training.facts.ranks import RankFacts
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..view import View, unique
 

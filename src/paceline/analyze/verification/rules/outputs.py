@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from ....record.training.facts import OutputFacts, Phase
+from ....record.training.facts.events import OutputFacts
+from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import RankPass, Sample, Stream
 from ..view import View, is_reduction, unique

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ....record.training.facts import OutputFacts, Phase, RankFacts
+from ....record.training.facts.events import OutputFacts
+from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..steps import trained
 from ..view import View, unique

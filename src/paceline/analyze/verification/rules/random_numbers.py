@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from ....record.training.facts import DrawFacts, Phase
+from ....record.training.facts.events import DrawFacts
+from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import Stream
 from ..view import View, ranks_text, unique

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ....record.training.facts import ModelFacts, RankFacts
+from ....record.training.facts.models import ModelFacts
+from ....record.training.facts.ranks import RankFacts
 from ..mistakes import MISTAKES, Finding
 from ..relations import checksum, distance, vectors
 from ..steps import JointStep, misaligned, shown

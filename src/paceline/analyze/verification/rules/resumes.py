@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from ....record.training.facts import BatchFacts, FileFacts, Phase, RankFacts, StepFacts
+from ....record.training.facts.events import FileFacts
+from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.samples import BatchFacts, Phase
+from ....record.training.facts.steps import StepFacts
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import Sample, streams
 from ..relations import distance, vectors

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....record.training.facts import SCHEDULE_END, OptimizerFacts, RankFacts, ScheduleFacts
+from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.steps import SCHEDULE_END, OptimizerFacts, ScheduleFacts
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..view import View, unique
 

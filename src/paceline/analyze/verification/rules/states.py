@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from ....record.training.facts import Phase, StateFacts
+from ....record.training.facts.models import StateFacts
+from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..relations import distance, vectors
 from ..steps import shown

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ....record.training.facts import Phase
+from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import Stream
 from ..view import View, ranks_text, unique

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ...hooks.import_hooks import after_import
-from ..facts import CollectiveFacts, Phase
+from ..facts.events import CollectiveFacts
+from ..facts.samples import Phase
 from ..observation import Observation
 from ..user_lines import is_called_by, user_line
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ...hooks.import_hooks import after_import
-from ..facts import FileFacts, ModelFacts, Phase
+from ..facts.events import FileFacts
+from ..facts.models import ModelFacts
+from ..facts.samples import Phase
 from ..observation import Observation
 from ..optimization.model_names import clean_name
 from ..optimization.models import Models

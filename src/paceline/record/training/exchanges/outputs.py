@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...hooks.import_hooks import after_import
-from ..facts import OutputFacts
+from ..facts.events import OutputFacts
 from ..observation import Observation
 from ..user_lines import user_line
 

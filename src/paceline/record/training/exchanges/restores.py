@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..facts import RestoreFacts
+from ..facts.events import RestoreFacts
 from ..observation import Observation
 from ..optimization.steps import Steps
 from ..user_lines import user_line

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..facts import StateFacts
+from ..facts.models import StateFacts
 from ..observation import Observation
 from ..user_lines import is_users_file, user_line
 from .model_names import clean_name, named_parameters

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
-from ..facts import FLAT, ModelFacts, ParameterFacts, Phase
+from ..facts.models import FLAT, ModelFacts, ParameterFacts
+from ..facts.samples import Phase
 from ..observation import Observation
 from ..user_lines import user_line
 from .gradients import Gradients

@@ -8,7 +8,8 @@ from torch.optim import lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
-from ..facts import SCHEDULE_END, ScheduleFacts, StateFacts
+from ..facts.models import StateFacts
+from ..facts.steps import SCHEDULE_END, ScheduleFacts
 from ..observation import Observation
 from ..user_lines import user_line
 from .steps import Steps

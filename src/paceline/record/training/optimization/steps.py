@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
-from ..facts import BackwardFacts, ClipFacts, OptimizerFacts, Phase, StepFacts
+from ..facts.samples import Phase
+from ..facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
 from ..user_lines import user_line
 from .models import Models

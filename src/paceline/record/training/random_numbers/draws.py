@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from ..facts import DrawFacts
+from ..facts.events import DrawFacts
 from ..generators import function_states, generator_states, owned_states, script_states
 from ..observation import Observation
 from ..optimization.models import Model

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...hooks.import_hooks import after_import
-from ..facts import SeedFacts
+from ..facts.events import SeedFacts
 from ..observation import Observation
 from ..user_lines import user_line
 

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..facts import BackwardFacts, RankFacts
+from ..facts.ranks import RankFacts
+from ..facts.steps import BackwardFacts
 from ..observation import Observation
 from ..optimization.steps import Steps
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..facts import OperatorFacts
+from ..facts.events import OperatorFacts
 from ..observation import Observation
 from ..user_lines import user_line
 

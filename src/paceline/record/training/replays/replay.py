@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
 from ...hooks.batch_size import samples_in
-from ..facts import PassFacts, Phase, RankFacts, StepFacts
+from ..facts.ranks import RankFacts
+from ..facts.samples import PassFacts, Phase
+from ..facts.steps import StepFacts
 from ..facts_file import read_facts
 from ..observation import Observation
 from ..optimization.models import Model

@@ -1,7 +1,7 @@
 """Observe the batches of scripts that read no DataLoader: the inputs of their models."""
 
 from ...hooks.batch_size import samples_in
-from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
+from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..observation import Observation
 from ..optimization.models import Model, Models
 from ..user_lines import user_line

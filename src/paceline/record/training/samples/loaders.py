@@ -11,7 +11,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.batch_size import samples_in
-from ..facts import BatchFacts, LoaderFacts, PassFacts, Phase
+from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..generators import kept_generators
 from ..observation import Observation
 from ..user_lines import is_in_loop, is_read_ahead, user_line

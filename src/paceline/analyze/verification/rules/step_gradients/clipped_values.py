@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .....record.training.facts import BackwardFacts, RankFacts
+from .....record.training.facts.ranks import RankFacts
+from .....record.training.facts.steps import BackwardFacts
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding
 from ...relations import fit, peak, vectors

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from .....record.training.facts import Phase
+from .....record.training.facts.samples import Phase
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding
 from ...relations import distance, vectors

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .....record.training.facts import BackwardFacts, RankFacts, StepFacts
+from .....record.training.facts.ranks import RankFacts
+from .....record.training.facts.steps import BackwardFacts, StepFacts
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Certainty, Finding
 from ...relations import add, distance, scaled
