@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-HALVES = {"open": HERE / "open_half", "kept-out": HERE / "kept_out"}
+HALVES = {
+    "open": (HERE / "open_half", HERE / "formerly_kept_out"),
+    "kept-out": (HERE / "kept_out",),
+}
 MARK = re.compile(r"[ \t]*# <mistake>[ \t]*$")
 
 
@@ -136,13 +139,14 @@ def strip(text: str) -> Built:
 
 def path_of(script: str) -> Path:
     """Return the path of a right script, in whichever half it is."""
-    (found,) = (path for half in HALVES.values() for path in half.glob(f"scripts/{script}.py"))
+    folders = (folder for half in HALVES.values() for folder in half)
+    (found,) = (path for folder in folders for path in folder.glob(f"scripts/{script}.py"))
     return found
 
 
 def right_scripts(half: str) -> list[str]:
     """Return the names of the right scripts of "open" or "kept-out"."""
-    return sorted(path.stem for path in HALVES[half].glob("scripts/*.py"))
+    return sorted(path.stem for folder in HALVES[half] for path in folder.glob("scripts/*.py"))
 
 
 def planted(half: str) -> list[Planted]:
@@ -152,8 +156,9 @@ def planted(half: str) -> list[Planted]:
         ValueError: A mistake is there twice.
     """
     found: dict[str, Planted] = {}
-    for path in sorted(HALVES[half].glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"{HALVES[half].name}_{path.stem}", path)
+    for path in (path for folder in HALVES[half] for path in sorted(folder.glob("*.py"))):
+        name = f"{path.parent.name}_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
