@@ -24,6 +24,7 @@ that its instrumentation finds.
 import argparse
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -265,7 +266,8 @@ def main() -> None:
     parser.add_argument("--python", type=Path, required=True, help="of TrainCheck's environment")
     parser.add_argument("--half", choices=list(HALVES), default="open")
     parser.add_argument("--scripts", help="only cases of these right scripts, with commas")
-    parser.add_argument("--cases", type=int, help="of each script, at most")
+    parser.add_argument("--cases", type=int, default=1000, help="of each script, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--style", choices=["sampler", "proxy", "subclass"], default="sampler")
     parser.add_argument("--limit", type=float, default=300, help="seconds of each command")
     parser.add_argument("--json", type=Path, help="default: benchmarks/out/traincheck-HALF.json")
@@ -281,7 +283,8 @@ def main() -> None:
             references[base], invariants = learn(peer, base, text)
             right = Outcome(base)
             todo = [(right, text)]
-            todo += [(Outcome(c.name, c.kind), strip(c.text()).text) for c in of_base][: args.cases]
+            drawn = random.Random(args.seed).sample(of_base, min(args.cases, len(of_base)))
+            todo += [(Outcome(c.name, c.kind), strip(c.text()).text) for c in drawn]
             for one, source in todo:
                 if invariants is None:
                     one.error = "no reference: " + references[base]["error"]

@@ -20,6 +20,7 @@ import zarr
 
 import paceline
 from paceline.data import Loader, Shards, pack
+from paceline.data.format.shard_format import load_meta
 from paceline.data.packing import export
 from paceline.data.packing.export import WRITABLE_FORMATS, convert
 from paceline.data.shards import ScratchBuffer
@@ -289,6 +290,23 @@ def test_truncated_netcdf3_is_reported(tmp_path, kind, variables):
     path.write_bytes(whole + whole[-100:])
     report = pack(f"{path}:v0", tmp_path / "two")
     assert report.notes == [f"{path} is longer than its 10 records: records may be missing"]
+
+
+@pytest.mark.parametrize("kind", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
+def test_netcdf3_with_a_damaged_dimension_is_reported(tmp_path, kind):
+    """A length of an unlimited dimension is 0 in the header; damage makes it a fixed dimension."""
+    path = tmp_path / "t.nc"
+    with netCDF4.Dataset(path, "w", format=kind) as file:
+        file.createDimension("time", None)
+        file.createDimension("place", 5)
+        file.createVariable("v", "f4", ("time", "place"))[:] = np.arange(50).reshape(10, 5)
+    data, width = bytearray(path.read_bytes()), 8 if kind == "NETCDF3_64BIT_DATA" else 4
+    at = data.index(b"time") + len(b"time")
+    data[at + width - 1] = 4
+    path.write_bytes(data)
+    report = pack(path, tmp_path / "set")
+    assert load_meta(tmp_path / "set").samples == 4
+    assert report.notes == [f"{path} is longer than its header says: values may be missing"]
 
 
 def test_missing_chunks_are_reported(tmp_path):

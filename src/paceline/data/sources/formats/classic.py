@@ -15,6 +15,7 @@ MAGIC = b"CDF"
 VERSIONS = (b"\1", b"\2", b"\5")
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 1024  # the library's limit
+PADDING = 4  # bytes to which values are aligned
 SIZES = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a value, by the type's number
 
 
@@ -88,8 +89,11 @@ def length_note(path: Path) -> str:
         raise ValueError(
             f"{path} is truncated: it has {size:,} bytes of at least {end:,}. HINT: copy it again"
         )
-    more = bool(record_bytes and records and size >= end + record_bytes)
-    return f"{path} is longer than its {records:,} records: records may be missing" if more else ""
+    if record_bytes and records and size >= end + record_bytes:
+        return f"{path} is longer than its {records:,} records: records may be missing"
+    if not record_variables and size >= end + PADDING:
+        return f"{path} is longer than its header says: values may be missing"
+    return ""
 
 
 def _variables(header: _Header) -> tuple[int, list[_Variable]]:
