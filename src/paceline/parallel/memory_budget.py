@@ -47,7 +47,7 @@ def available_bytes(device: torch.device, ranks: int | None = None) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + _free_bytes(device, ranks)
+    return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + free_bytes(device, ranks)
 
 
 def activation_bytes(model: nn.Module, device: torch.device) -> int:
@@ -57,10 +57,10 @@ def activation_bytes(model: nn.Module, device: torch.device) -> int:
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     states = STATES_PER_PARAMETER * sum(local_part(p).nbytes for p in trained)
-    return max(int(USABLE_SHARE * (_free_bytes(device) - states)), 0)
+    return max(int(USABLE_SHARE * (free_bytes(device) - states)), 0)
 
 
-def _free_bytes(device: torch.device, ranks: int | None = None) -> int:
+def free_bytes(device: torch.device, ranks: int | None = None) -> int:
     """Return the bytes that this rank may still allocate.
 
     On a GPU its free memory, and what PyTorch has reserved without using it. On the CPU the rank's

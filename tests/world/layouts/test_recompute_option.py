@@ -62,7 +62,7 @@ SHARDED = """
     from torch.distributed.tensor import DTensor
     import paceline
     from paceline.parallel.materialization import Materialization
-    from paceline.parallel.recomputation import recompute_blocks
+    from paceline.parallel.recompute.recomputation import recompute_blocks
 
     world = paceline.init(progress=False)
 

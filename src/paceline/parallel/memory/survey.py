@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ...cost.layout_memory import LayoutMemory, StepMemory, predict_layouts
 from ..blocks import find_blocks, nbytes_of
 from ..data import Autocast
-from ..recomputation import recompute_blocks
+from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
 from .setup import ModelSetup, empty_as, is_tensor
 from .trace import (

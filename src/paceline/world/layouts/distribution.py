@@ -16,7 +16,7 @@ from ...parallel.distribute import distribute_model
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup
 from ...parallel.offload import check_offload, offload_states
-from ...parallel.recomputation import recompute_blocks
+from ...parallel.recompute.recomputation import recompute_blocks
 from ...parallel.sharded.layouts import ShardingRequest, parse_request
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
@@ -101,7 +101,8 @@ class ModelDistribution:
                 "parameters" all shards of a GPU's model.
             recompute: "blocks" keeps only the inputs of repeated blocks, and computes their
                 activations again in backward. "selective" also keeps products of matrices,
-                convolutions and attention. "auto" chooses for each block in the first forward.
+                convolutions and attention. "auto" chooses for each block in the first forward;
+                on a GPU it also moves activations to the host's memory, where that is faster.
             memory_budget: For "auto": GiB of memory that the training may take on each rank.
                 Default: the memory of the GPU, or the rank's share of the node's free memory;
                 for recompute="auto" 80 % of what the first forward leaves of it.

@@ -10,8 +10,8 @@ from torch import nn
 
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import find_blocks
-from paceline.parallel.recomputation import recompute_blocks
-from paceline.parallel.recompute_choice import Way, choose_ways, least_bytes, peak_bytes
+from paceline.parallel.recompute.choice import Way, choose_ways, least_bytes, peak_bytes
+from paceline.parallel.recompute.recomputation import recompute_blocks
 
 
 class Block(nn.Module):

@@ -16,8 +16,8 @@ class Way(NamedTuple):
 
     Attributes:
         kept: Bytes kept from forward to backward.
-        again: Bytes that its recomputation adds during its backward.
-        cost: Seconds of recomputation.
+        again: Bytes that are added during its backward, recomputed or copied from the host.
+        cost: Seconds of recomputation, or of copies to the host and back.
     """
 
     name: str
