@@ -9,7 +9,8 @@ import pytest
 import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.sampling.shard_loader import ShardedStream, global_batch_size
+from paceline.data.sampling.loader_options import global_batch_size
+from paceline.data.sampling.sharded_stream import ShardedStream
 
 # An epoch has 17 global batches of 12 samples. In the first attempt, the ranks on the host given as
 # an argument stop in the second epoch, one step after a checkpoint; the other ranks wait for them.

@@ -16,8 +16,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ...plurals import counted, ordinal
-from ...record.hooks.batch_size import samples_in
+from ...plurals import counted
+from .loader_options import global_batch_size, loader_options
 from .passes import check_order_repeats, draw_order
 from .rank_batches import RankBatches
 from .sample_order import (
@@ -30,11 +30,7 @@ from .sample_order import (
     shuffled,
 )
 from .samplers import Ordered
-
-_COPIED = (  # options of the user's DataLoader that the sharded loader takes over
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device"),
-)
+from .sharded_stream import ShardedStream
 
 
 class _SeededSamples(Dataset[Any]):
@@ -220,160 +216,8 @@ def _over(loader: DataLoader[Any], batches: RankBatches, seed: int) -> DataLoade
         batch_sampler=batches,
         # DataLoader draws the workers' base seed from this generator, not the training's.
         generator=torch.Generator().manual_seed(seed),
-        **_options(loader),
+        **loader_options(loader),
     )
-
-
-def _options(loader: DataLoader[Any]) -> dict[str, Any]:
-    options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
-    if not options.get("pin_memory_device"):
-        options.pop("pin_memory_device", None)
-    return options
-
-
-class ShardedStream:
-    """One rank's part of an ``IterableDataset``, whose length is not known in advance.
-
-    ``count_all(n)`` returns the number of samples that all ranks together have for the next step.
-    A rank without further samples repeats its last batch with weight zero until all ranks have
-    reached the end.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        ranks: int,
-        seed: int,
-        count_all: Callable[[int], int],
-        full_ranks: int | None = None,
-        global_batch: int | None = None,
-        every_sample_once: bool = False,
-        split: str | None = None,
-    ) -> None:
-        self.every_sample_once = every_sample_once
-        self.seed = seed
-        self._count_all = count_all
-        self._counts_ranks = not every_sample_once
-        self._epoch = 0
-        self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
-        each, more = divmod(self.batch, ranks)
-        options = _options(loader)
-        if hasattr(loader.dataset, "set_epoch"):
-            # Workers that persist have a copy of the dataset, which set_epoch does not reach.
-            options.pop("persistent_workers", None)
-        self.loader: DataLoader[Any] = DataLoader(
-            _own_part(loader.dataset, rank, ranks, split, self.name),
-            batch_size=each + (rank < more),
-            drop_last=loader.drop_last,
-            generator=torch.Generator().manual_seed(seed),
-            **options,
-        )
-
-    def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
-        set_epoch = getattr(self.loader.dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        source = iter(self.loader)
-        batch, position = None, 0
-        ahead = self._next(source)
-        while ahead[2]:
-            # Read one batch ahead, to know whether this batch is the last one before its use.
-            (fresh, count, total), ahead = ahead, self._next(source)
-            if fresh is not None:
-                batch = fresh
-            elif batch is None:
-                raise ValueError(
-                    f"world.batches: this rank's part of {self.name} has no samples. "
-                    "HINT: start fewer ranks, or use a dataset whose shard() gives each rank some"
-                )
-            if position >= start:
-                yield batch, BatchShare(position, count, total, count == 0, not ahead[2])
-            position += 1
-
-    def _next(self, source: Iterator[Any]) -> tuple[Any, int, int]:
-        batch = next(source, None)
-        count = 0 if batch is None else samples_in(batch)
-        return batch, count, self._count_all(count) if self._counts_ranks else count
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return (batch for batch, _ in self.iterate(epoch))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter(loader)``."""
-        self._epoch = epoch
-
-    def give_equal_batches(self) -> None:
-        """Give all ranks the same number of batches also in validation, by fillers at the end."""
-        self._counts_ranks = True
-
-    def group_total(self, share: BatchShare, accumulate: int) -> int | None:
-        """Return the number of samples accumulated together with ``share``, None if unknown.
-
-        With accumulation it is unknown, because later batches may be uneven.
-        """
-        return share.total if accumulate == 1 else None
-
-
-class _EveryNth(IterableDataset[Any]):
-    """Every ``ranks``-th sample of a stream that each rank reads completely (split="stride")."""
-
-    def __init__(self, dataset: Any, rank: int, ranks: int) -> None:
-        self.dataset, self.rank, self.ranks = dataset, rank, ranks
-
-    def __iter__(self) -> Iterator[Any]:
-        return (s for i, s in enumerate(self.dataset) if i % self.ranks == self.rank)
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-
-def _own_part(dataset: Any, rank: int, ranks: int, split: str | None, name: str) -> Any:
-    if ranks == 1:
-        return dataset
-    if split == "stride":
-        return _EveryNth(dataset, rank, ranks)
-    if split is not None:
-        raise ValueError(f"world.shard: split={split!r} must be 'stride'. HINT: split='stride'")
-    if not hasattr(dataset, "shard"):
-        raise ValueError(
-            f"world.shard: {name} is an IterableDataset without a shard(num_shards, index) "
-            f"method, so each of {counted(ranks, 'rank')} would read all of it. HINT: add this "
-            "method (return rank `index`'s part), or pass split='stride': each rank then reads the "
-            f"whole stream and uses every {ordinal(ranks)} sample"
-        )
-    return dataset.shard(num_shards=ranks, index=rank)
-
-
-def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
-    """Return the global batch size in samples: as given, or the loader's batch size times ranks.
-
-    Args:
-        loader: The user's DataLoader.
-        ranks: Number of ranks of the job at its full size.
-        global_batch: Global batch size, or None.
-
-    Raises:
-        ValueError: The loader has no batch size, or ``global_batch`` is not divisible by ``ranks``.
-    """
-    if global_batch is None:
-        if loader.batch_size is None:
-            raise ValueError(
-                "world.shard: the DataLoader has no batch_size. HINT: set batch_size (per "
-                "rank), or call shard(loader, global_batch=...)"
-            )
-        return loader.batch_size * ranks
-    if global_batch < ranks or global_batch % ranks:
-        nearest = max(ranks, round(global_batch / ranks) * ranks)
-        raise ValueError(
-            f"world.shard: global_batch={global_batch} can't be divided by "
-            f"{counted(ranks, 'rank')}. HINT: global_batch={nearest}"
-        )
-    return global_batch
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from ...data.sampling.sample_order import BatchShare
-from ...data.sampling.shard_loader import ShardedLoader, ShardedStream
+from ...data.sampling.shard_loader import ShardedLoader
+from ...data.sampling.sharded_stream import ShardedStream
 from ...parallel.accumulation import LoadedBatch
 from ...parallel.sharded.registry import sharded_of
 from ...plurals import counted
