@@ -54,6 +54,9 @@ ENVIRONMENT = {  # the same for scripts whose settings are environment variables
     "own_each": ({"NUM_EPOCHS": "2", "BATCH_SIZE": "30"}, {"NUM_EPOCHS": "2", "BATCH_SIZE": "20"}),
     "vae_dropout": ({"EPOCHS": "2", "BATCH_SIZE": "32"}, {"EPOCHS": "2", "BATCH_SIZE": "16"}),
 }
+COLORS = re.compile(r"\x1b\[\d+m")
+# TrainCheck writes lines above it, where Python does not allow it.
+FUTURE = re.compile(r"^from __future__ import annotations\n", re.MULTILINE)
 MODEL = "model"  # the variable of the model in all of them
 
 
@@ -115,6 +118,7 @@ def call(command: list[str], folder: Path, limit_s: float, **environment: str) -
     if process.returncode:
         raised = [line for line in output.splitlines() if re.search(r"\w(Error|Exception): ", line)]
         why = raised[0] if raised else output[-700:]  # the first one is the cause of the others
+        why = COLORS.sub("", why)
         raise PeerError(f"{Path(command[0]).name}: exit code {process.returncode}: {why[-700:]}")
     return output
 
@@ -131,7 +135,7 @@ class Peer:
         """Run an instrumented script on two ranks; return its trace's folder and the seconds."""
         work = self.folder / name
         work.mkdir(parents=True)
-        (work / SCRIPT).write_text(text)
+        (work / SCRIPT).write_text(FUTURE.sub("", text))
         words = " ".join(SHORT[base][second])
         start = f"{self.bin}/torchrun --standalone --nproc-per-node 2 {SCRIPT} {words}"
         (work / "run.sh").write_text(f"cd {work}\n{start}\n")
@@ -239,7 +243,7 @@ def write(
     whole = {
         "benchmark": "traincheck",
         "machine": facts,
-        "settings": {key: str(value) for key, value in vars(args).items() if key != "json"},
+        "settings": {k: str(v) for k, v in vars(args).items() if k not in ("json", "python")},
         "figures": figures(outcomes),
         "references": references,
         "cases": cases,
