@@ -42,6 +42,7 @@ class Script:
 # Accelerate draws another order of samples on one process than on several: without shuffling, its
 # scripts print the same on both.
 SCRIPTS = {
+    "bytes_fsdp": Script(""),
     "charlm_resume": Script("--batch_size", 4),
     "classify_trainer": Script("BATCH", 8),
     "cnn_ddp": Script("--batch-size", 8, arguments=("--epochs", "5")),
@@ -55,12 +56,17 @@ SCRIPTS = {
     "mlp_fsdp": Script("--batch", 8, arguments=("--lr", "1e-3")),
     "own_each": Script("BATCH_SIZE", 10),
     "own_flat": Script("--batch", 8),
+    "parts_ddp": Script(""),
     "regress_resume": Script("--batch-size", 8),
     "resnet_ddp": Script("--batch-size", 8, exact=("--no-augment",)),
     "segment_accelerate": Script("--batch_size", 4, equal=False),
+    "sets_accelerate": Script(""),
+    "spectra_lightning": Script(""),
     "stream_iterable": Script("BATCH", 8),
     "stream_workers": Script("BATCH", 8, equal=False),
     "tabular_lightning": Script("BATCH_SIZE", 8),
+    "tagger_flat": Script(""),
+    "teacher_ddp": Script("--batch", 8, equal=False),
     "text_accelerate": Script("--per_device_batch", 8, equal=False),
     "translate_accumulate": Script("BATCH", 4),
     "vae_dropout": Script("BATCH_SIZE", 8, equal=False),

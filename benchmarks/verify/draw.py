@@ -50,8 +50,31 @@ WAYS = {
     "gradients-differ": ("gather-without-gradient", "local-standardization"),
 }
 # Stated on 2026-11-26 by others than those who make rules.
-NEW_WAYS: dict[str, tuple[str, ...]] = {}
-NEW_SCRIPTS: tuple[str, ...] = ()
+NEW_WAYS: dict[str, tuple[str, ...]] = {
+    "replicas-start-different": ("bias-from-own-part",),
+    "replicas-diverge": ("codebook-restart", "embedding-max-norm"),
+    "gradients-summed": ("divide-factor",),
+    "gradients-divided-twice": ("count-of-all-ranks",),
+    "gradients-not-exchanged": ("loss-parameters", "plain-backward"),
+    "clipped-before-exchange": ("each-micro-batch",),
+    "accumulation-divided-wrongly": ("last-group",),
+    "uneven-batches-averaged": ("class-weights",),
+    "loss-summed": ("sum-over-batch-axis",),
+    "same-samples": ("framework-sampler-off", "loader-not-prepared"),
+    "samples-repeated": ("local-stride",),
+    "samples-never-trained": ("cut-to-shortest",),
+    "epoch-not-set": ("cycled-loader", "persistent-workers"),
+    "same-random-numbers": ("own-generator",),
+    "different-random-numbers": ("sampler-seed",),
+}
+NEW_SCRIPTS: tuple[str, ...] = (
+    "bytes_fsdp",
+    "parts_ddp",
+    "sets_accelerate",
+    "spectra_lightning",
+    "tagger_flat",
+    "teacher_ddp",
+)
 # Not drawn, but found while the right scripts were checked: on the open side.
 FOUND = ("gradients-summed/trainer-default",)
 PAIRS = (
