@@ -23,7 +23,7 @@ class Config:
     epochs: int = 3
     lr: float = 4e-3
     warmup: int = 6
-    grad_clip: float = 0.5
+    grad_clip: float = 0.3
     seed: int = 1337
 
 

@@ -46,7 +46,9 @@ class SetBlock(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x, valid):
         mixed, _ = self.attention(x, x, x, key_padding_mask=~valid, need_weights=False)

@@ -50,7 +50,9 @@ class Encoder(nn.Module):
         self.conv1 = nn.Conv1d(2, 24, 5, stride=2, padding=2)
         self.conv2 = nn.Conv1d(24, dim, 5, stride=2, padding=2)
         self.norm = nn.GroupNorm(4, 24)
-        self.project = nn.Sequential(nn.Linear(dim, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 16))
+        self.project = nn.Sequential(
+            nn.Linear(dim, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 16)
+        )
 
     def features(self, x):
         x = F.relu(self.norm(self.conv1(x)))
@@ -64,7 +66,9 @@ class Student(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder = Encoder()
-        self.predict = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 16))
+        self.predict = nn.Sequential(
+            nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 16)
+        )
 
     def forward(self, x):
         return self.predict(self.encoder(x))
@@ -133,9 +137,13 @@ def main():
             losses += torch.tensor([loss.item() * len(one), len(one)])
             step += 1
         dist.all_reduce(losses)
-        near = neighbours(teacher, bank[..., :32], bank_sort, test[..., :32], test_sort, rank, world)
+        near = neighbours(
+            teacher, bank[..., :32], bank_sort, test[..., :32], test_sort, rank, world
+        )
         if rank == 0:
-            print(f"epoch {epoch} loss {losses[0] / losses[1]:.5f} neighbours {near:.3f}", flush=True)
+            print(
+                f"epoch {epoch} loss {losses[0] / losses[1]:.5f} neighbours {near:.3f}", flush=True
+            )
             state = dict(student=student.state_dict(), teacher=teacher.state_dict(), step=step)
             torch.save(state | dict(optimizer=optimizer.state_dict(), epoch=epoch), "last.tmp")
             os.replace("last.tmp", "last.pt")
