@@ -91,7 +91,7 @@ def examine(one: Planted | str, args: argparse.Namespace) -> Case:
         command += args.options.split()
         file = facts_file(args.facts, case.name) if args.facts else None
         if file:
-            command = [sys.executable, str(FACTS), str(file), "-n", str(case.ranks)]
+            command = [sys.executable, str(FACTS), "-n", str(case.ranks), str(file)]
         start = time.monotonic()
         if args.again and file and file.exists():
             code, output, seconds = answer_of(file)

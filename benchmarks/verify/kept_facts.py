@@ -1,6 +1,6 @@
 """Verify a script as ``paceline verify --json`` does, and keep the facts that its rules judge.
 
-    python kept_facts.py FILE -n 2 train.py --epochs 3
+    python kept_facts.py -n 2 FILE train.py --epochs 3
 
 Rules that have changed since can judge the same facts again without running the script
 (``battery.py --facts FOLDER --again``).
