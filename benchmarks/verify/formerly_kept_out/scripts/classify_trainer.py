@@ -27,6 +27,12 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
+def compute_loss(outputs, labels, num_items_in_batch=None):
+    """The mean over all samples of a step: of all accumulated batches, and of all ranks."""
+    losses = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+    return losses / (num_items_in_batch or len(labels))
+
+
 def compute_metrics(prediction):
     logits, labels = prediction
     return {"accuracy": float((np.argmax(logits, -1) == labels).mean()), "count": len(labels)}
@@ -53,7 +59,6 @@ if __name__ == "__main__":
         per_device_train_batch_size=int(os.environ.get("BATCH", "8")),
         per_device_eval_batch_size=8,
         gradient_accumulation_steps=2,
-        average_tokens_across_devices=False,  # the model returns the mean over its own batch
         learning_rate=2e-3,
         weight_decay=0.01,
         lr_scheduler_type="cosine",
@@ -68,5 +73,6 @@ if __name__ == "__main__":
         training_args,
         train_dataset=Sentences(256, 0),
         eval_dataset=Sentences(50, 1),
+        compute_loss_func=compute_loss,
         compute_metrics=compute_metrics,
     ).train()

@@ -36,6 +36,7 @@ def main():
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer = world.distribute(model, optimizer)
+    torch.manual_seed(1 + world.rank)  # other dropout on each rank
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     world.keep(scheduler=scheduler)
     train = world.shard(DataLoader(Patches(200, 0), batch_size=8, shuffle=True))
