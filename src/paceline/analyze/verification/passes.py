@@ -129,7 +129,7 @@ class Stream:
     def _same_contents(self) -> bool:
         """Return whether samples with the same position were seen to have the same contents."""
         pairs = list(self._contents_of_two_ranks())
-        return all(a == b for a, b in pairs) if pairs else self._is_split_by_sampler()
+        return all(a == b for a, b in pairs) if pairs else self.is_split_by_sampler()
 
     def _are_contradicted(self) -> bool:
         """Return whether equal positions of equal datasets have other contents on other ranks.
@@ -143,17 +143,22 @@ class Stream:
 
     def _contents_of_two_ranks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield the contents of samples that two ranks read at the same position."""
-        seen: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for each in self.contents_by_position().values():
+            first, content = each[0]
+            yield from ((content, other) for rank, other in each[1:] if rank != first)
+
+    def contents_by_position(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
+        """Return rank and contents of each time that a position of the dataset was read."""
+        seen: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
         for one in self.passes:
             for rank, made in one.ranks.items():
                 for batch in made.batches:
                     contents = zip(*batch.contents, strict=True)
                     for at, content in zip(batch.indices or [], contents, strict=False):
-                        before = seen.setdefault(at, (rank, content))
-                        if before[0] != rank:
-                            yield before[1], content
+                        seen.setdefault(at, []).append((rank, content))
+        return seen
 
-    def _is_split_by_sampler(self) -> bool:
+    def is_split_by_sampler(self) -> bool:
         """Return whether no position occurs on two ranks: then all index one dataset."""
         positions: dict[int, set[int]] = {}
         for rank, made in self.passes[0].ranks.items():

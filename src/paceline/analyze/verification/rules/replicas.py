@@ -30,13 +30,9 @@ def start_different(view: View) -> Iterator[Finding]:
         ranks = sorted({rank for name in names for rank in different[name]})
         few = len(names) < len(model.first)
         what = listed(names) if few else f"all {len(names)} parameters"
-        made = view.ranks[0].draws
-        drawn = [one.line for one in made if one.place == "construction" and one.line]
         yield Finding(
             MISTAKES["replicas-start-different"],
-            unique(
-                [*view.seed_lines("torch", are_equal=False)[:1], *drawn[:1], model.line, *drawn[1:]]
-            ),
+            unique([*_restored_lines(view), *_made_lines(view, model)]),
             f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
             f"{ranks_text(ranks, view.size).lower()}"
             + (
@@ -50,6 +46,24 @@ def start_different(view: View) -> Iterator[Finding]:
             values={"parameters": len(names), "of": len(model.first)},
         )
         return
+
+
+def _made_lines(view: View, model: ModelFacts) -> list[str]:
+    """Return a line that gave ranks different seeds, and lines that made the model."""
+    made = view.ranks[0].draws
+    drawn = [one.line for one in made if one.place == "construction" and one.line]
+    seeds = view.seed_lines("torch", are_equal=False)[:1]
+    return [*seeds, *drawn[:1], model.line, *drawn[1:]]
+
+
+def _restored_lines(view: View) -> list[str]:
+    """Return lines that restored a model before the training on some ranks only."""
+    by_rank = [
+        {one.line for one in facts.restores if one.what == "model" and one.step == 0}
+        for facts in view.ranks
+    ]
+    everywhere = set.intersection(*by_rank)
+    return sorted(set.union(*by_rank) - everywhere)
 
 
 def skipped_steps(view: View) -> Iterator[Finding]:

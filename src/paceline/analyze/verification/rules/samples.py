@@ -56,7 +56,9 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             orders.append(_order(stream, one.ranks[rank]))
         known = [order for order in orders if order]
         loader = stream.first.loader
-        if len(known) < 2 or (loader.is_iterable and not loader.sampler_has_epoch):
+        is_shuffled_stream = loader.is_iterable and bool(loader.sampler_seed_line)
+        may_differ = loader.sampler_has_epoch or is_shuffled_stream
+        if len(known) < 2 or (loader.is_iterable and not may_differ):
             continue
         if any(order != known[0] for order in known[1:]):
             continue
@@ -68,10 +70,12 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         set_to = {one.ranks[min(one.ranks)].facts.sampler_epoch for one in stream.passes}
         # The script sets the epoch of its own sampler, which does not use it.
         ignored = [loader.sampler_seed_line, loader.sampler_line] if len(set_to) > 1 else []
+        if is_shuffled_stream:
+            ignored = [loader.sampler_seed_line]
         reason = (
             f"set_epoch of the {what} was not called with another epoch."
             if has_epoch
-            else f"the order of {loader.sampler or 'the loader'} does not depend on the epoch."
+            else f"the order of {what or 'the loader'} does not depend on the epoch."
         )
         yield Finding(
             MISTAKES["epoch-not-set"],
@@ -80,7 +84,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
             # A stream has set_epoch also if it is read in order.
-            certainty=Certainty.QUESTION if loader.is_iterable else None,
+            certainty=Certainty.QUESTION if loader.is_iterable and not is_shuffled_stream else None,
             remedy="" if has_epoch else "make the order depend on the epoch",
         )
         return
@@ -229,18 +233,22 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
-    elif never > allowed and (fixed or _is_regular(_order(stream, stream.first))):
+    elif (never > allowed and (fixed or _is_regular(_order(stream, stream.first)))) or (
+        never > 0 and fixed and _covers_by_rank(stream)
+    ):
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
+    is_remainder = missing <= allowed  # left out so that all ranks have as many
     split = [loader.split_line] if _covers_by_rank(stream) else []
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
         unique([*split, loader.sampler_return_line, *stream.lines]),
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
-        f"{example}.",
+        f"{example}." + " They are always the same ones. Is this wanted?" * is_remainder,
         values={"missing": missing, "samples": length},
+        certainty=Certainty.QUESTION if is_remainder else None,
     )
 
 

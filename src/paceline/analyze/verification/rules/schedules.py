@@ -114,8 +114,8 @@ def schedule_length(view: View) -> Iterator[Finding]:
         if one.class_name == other.class_name
     ]
     for schedule, other in [*pairs, *_own_schedules(view.ranks[0], single)]:
-        ours, theirs = _epoch_steps(view.ranks[0]), _epoch_steps(single)
-        calls, their_calls = _calls_per_step(schedule), _calls_per_step(other)
+        ours, theirs = epoch_steps(view.ranks[0]), epoch_steps(single)
+        calls, their_calls = calls_per_step(schedule), calls_per_step(other)
         if not ours or not theirs or calls is None or their_calls is None:
             continue
         shrinks = theirs / ours  # the steps of an epoch are so many times fewer on N ranks
@@ -161,7 +161,7 @@ def _too_short(
         unique([schedule.line, *schedule.step_lines[:1]]),
         f"{schedule.class_name} has {length[0]} = {length[1]}: that is {epochs[1]:.3g} epochs on "
         f"one rank and {epochs[0]:.3g} on {view.size}, where it advances "
-        f"{_calls_per_step(schedule):.3g} times in a step.",
+        f"{calls_per_step(schedule):.3g} times in a step.",
         values={"length": length[1], "epochs": epochs[0], "epochs_of_one": epochs[1]},
         remedy="count the calls of scheduler.step(): a wrapper may make one for each rank",
     )
@@ -206,10 +206,10 @@ def _fitted(facts: RankFacts, optimizer: OptimizerFacts) -> ScheduleFacts | None
 
 def schedule_unit(view: View) -> Iterator[Finding]:
     """Find schedules that advance with each step and are as long as a number of epochs."""
-    steps = _epoch_steps(view.ranks[0])
+    steps = epoch_steps(view.ranks[0])
     epochs = max((len(one.passes) for one in view.training), default=0)
     for schedule in view.ranks[0].schedules:
-        calls = _calls_per_step(schedule)
+        calls = calls_per_step(schedule)
         if schedule.class_name not in DECAYS or calls is None or epochs < 2 or not steps:
             continue
         for name, lengths in schedule.lengths.items():
@@ -311,19 +311,22 @@ def _batch_growth(growth: float | None) -> str:
     )
 
 
-def _epoch_steps(facts: RankFacts) -> float:
+def epoch_steps(facts: RankFacts) -> float:
     """Return the optimizer steps of a whole epoch, also if it was shortened; 0 if unknown."""
     for loader in facts.loaders:
         for one in loader.passes:
-            if one.phase.value != "training" or not one.planned:
+            batches = len(one.planned or [])
+            if one.is_read:  # a stream
+                batches = one.batches + one.skipped
+            if one.phase.value != "training" or not batches:
                 continue
             counts = [len(step.backwards) for step in facts.steps[:8] if step.backwards]
             usual = max(set(counts), key=counts.count) if counts else 1
-            return len(one.planned) / usual
+            return batches / usual
     return 0.0
 
 
-def _calls_per_step(schedule: ScheduleFacts) -> float | None:
+def calls_per_step(schedule: ScheduleFacts) -> float | None:
     """Return how often the schedule advances per optimizer step; None if once per epoch."""
     if len(schedule.steps) < 3:
         return None

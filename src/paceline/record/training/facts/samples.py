@@ -49,6 +49,10 @@ class PassFacts:
             read because ``paceline verify`` shortens epochs; None if they are not known.
         is_complete: Whether all batches of the pass were read.
         first_step: Optimizer steps before the pass.
+        skipped: Batches of a stream that were read, and not returned, before the last one.
+        is_read: Whether a stream was read to its end.
+        epoch, epochs: Position of the loop over a range of numbers in which the pass began, and
+            the length of the range; -1 and 0 if there is none.
     """
 
     number: int
@@ -59,6 +63,10 @@ class PassFacts:
     planned: list[list[int]] | None
     is_complete: bool
     first_step: int
+    skipped: int = 0
+    is_read: bool = False
+    epoch: int = -1
+    epochs: int = 0
 
 
 @dataclass

@@ -9,9 +9,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
 from ..facts.models import StateFacts
-from ..facts.steps import SCHEDULE_END, ScheduleFacts
+from ..facts.steps import SCHEDULE_END, OptimizerFacts, ScheduleFacts
 from ..observation import Observation
 from ..user_lines import user_line
+from .own_schedules import own_schedule
 from .steps import Steps
 
 _HOOK = "the schedules"
@@ -126,8 +127,26 @@ class Schedules:
         """Add the lengths of schedulers that were never stepped."""
         for schedule, facts in list(self._schedules.items()):
             facts.lengths = facts.lengths or _lengths(schedule)
-            if end := _end(schedule):
+            ends = [end_of(one) for one in vars(schedule).get("lr_lambdas", ())]
+            if end := next(filter(None, ends), 0):
                 facts.lengths[SCHEDULE_END] = [end]
+        scheduled = {facts.optimizer for facts in self._schedules.values()}
+        for optimizer, known in list(self._steps.optimizers.items()):
+            if known.key not in scheduled and known.rate_lines:
+                self._add_own(optimizer, known)
+
+    def _add_own(self, optimizer: Any, known: OptimizerFacts) -> None:
+        """Add a function of the script that returns the learning rates of steps."""
+        own = own_schedule(known.rate_lines, optimizer)
+        if own is not None and (end := end_of(own.rate)):
+            steps = [
+                at
+                for at, x in enumerate(self._observation.facts.steps, 1)
+                if x.optimizer == known.key
+            ]
+            lengths, lines = {SCHEDULE_END: [end]}, known.rate_lines[:1]
+            facts = ScheduleFacts(own.name, own.line, known.key, lengths, lines, steps)
+            self._observation.facts.schedules.append(facts)
 
     # Gradient scalers
 
@@ -199,19 +218,18 @@ def _lengths(schedule: Any) -> dict[str, list[int]]:
     return found
 
 
-def _end(schedule: Any) -> int:
-    """Return the step at which the functions of a ``LambdaLR`` have decayed; 0 if unknown.
+def end_of(function: Callable[[int], Any]) -> int:
+    """Return the step at which a function of the step has decayed; 0 if unknown.
 
-    That is where the factor stops to become smaller, after it has.
+    That is where its value stops to become smaller, after it has.
     """
-    for function in vars(schedule).get("lr_lambdas", ()):
-        before, is_falling = float(function(0)), False
-        for step in range(1, MAX_LENGTH):
-            value = float(function(step))
-            if is_falling and value >= before * (1 - SAME):
-                return step - 1
-            is_falling = value < before * (1 - SAME)
-            before = value
+    before, is_falling = float(function(0)), False
+    for step in range(1, MAX_LENGTH):
+        value = float(function(step))
+        if is_falling and value >= before * (1 - SAME):
+            return step - 1
+        is_falling = value < before * (1 - SAME)
+        before = value
     return 0
 
 

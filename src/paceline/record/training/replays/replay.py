@@ -167,7 +167,8 @@ class Replay:
     def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
         """Return whether the stored run had so many batches of a pass, and went on after it."""
         stored = next(x for x in self._stored.loaders if x.key == key)
-        went_on = one.is_complete or one.planned is not None or one.number + 1 < len(stored.passes)
+        went_on = one.is_complete or one.is_read or one.planned is not None
+        went_on = went_on or one.number + 1 < len(stored.passes)
         return number >= one.batches and (self._stored.ended == "script" or went_on)
 
 

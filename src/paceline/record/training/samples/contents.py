@@ -63,6 +63,9 @@ def _state_checksum(dataset: Any, length: int) -> int:
     """Return a checksum of a dataset's attributes with one value for each sample; 0 without any."""
     checksum = 0
     rows = list(range(0, length, max(length // ROOT_SAMPLES, 1)))
+    if isinstance(dataset, list | tuple):
+        text = _rows_as_text(dataset, rows, length)
+        return zlib.crc32(text.encode(errors="replace")) if text else 0
     for name, attribute in sorted(getattr(dataset, "__dict__", {}).items()):
         values = attribute if name == "tensors" else (attribute,)
         for value in values:
@@ -83,17 +86,26 @@ def _rows_as_text(value: Any, rows: list[int], length: int) -> str:
         if isinstance(value, np.ndarray):
             return repr(value[rows].tolist()) if value.dtype != object else ""
         if isinstance(value, list | tuple):
-            return repr([value[at] for at in rows]) if _is_plain(value[rows[-1]]) else ""
+            found = [_plain(value[at]) for at in rows]
+            return "" if None in found else repr(found)
     except Exception:  # of the script's own class
         return ""
     return ""
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether equal values of two processes have the same text."""
+def _plain(value: Any) -> str | None:
+    """Return a text that is equal for equal values of two processes; None for other objects."""
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {_row_checksums(value[None])}"
+    if isinstance(value, np.ndarray):
+        return repr(value.tolist()) if value.dtype != object else None
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
     if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    return isinstance(value, str | bytes | int | float | PurePath)
+        parts = [_plain(one) for one in value]
+        return None if None in parts else repr(parts)
+    is_known = isinstance(value, str | bytes | int | float | PurePath | np.generic | None)
+    return repr(value) if is_known else None
 
 
 def checksum_of_indices(dataset: Any, subset: type) -> int:

@@ -1,7 +1,7 @@
 """Observe the passes and batches of DataLoaders, and shorten passes where that is safe."""
 
 import functools
-import zlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +16,15 @@ from ..generators import kept_generators
 from ..observation import Observation
 from ..user_lines import is_in_loop, is_read_ahead, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
-from .sampler_lines import lines_of_sampler
+from .epochs import epoch_in_loop
+from .loader_parts import dataset_of, known, length_of, listed, sampler_of
+from .sampler_lines import lines_of_sampler, stream_lines
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
 MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
+MAX_SKIPPED = 1024  # batches of a stream that are read to find its end
+SKIPPING_S = 4.0  # of all streams
 
 
 @dataclass
@@ -135,13 +139,13 @@ class Loaders:
         return found  # type: ignore[no-any-return]
 
     def _describe(self, loader: Any) -> LoaderFacts:
-        dataset = _dataset_of(loader)
-        sampler, is_stream = _sampler_of(loader), isinstance(dataset, IterableDataset)
+        dataset = dataset_of(loader)
+        sampler, is_stream = sampler_of(loader), isinstance(dataset, IterableDataset)
         return LoaderFacts(
             key=len(self._observation.facts.loaders),
             line=self._lines.get(loader, ""),
             dataset=type(dataset).__name__,
-            dataset_length=_length(dataset),
+            dataset_length=length_of(dataset),
             dataset_checksum=checksum_of_indices(dataset, Subset),
             **describe_root(dataset),
             is_iterable=is_stream,
@@ -150,8 +154,8 @@ class Loaders:
             sampler_has_epoch=hasattr(dataset if is_stream else sampler, "set_epoch"),
             drops_last=bool(loader.drop_last),
             workers=int(loader.num_workers),
-            split_line=self._splits.get(dataset, ""),
-            **lines_of_sampler(sampler),
+            split_line=self._splits.get(dataset, "") if isinstance(dataset, Subset) else "",
+            **(stream_lines(dataset) if is_stream else lines_of_sampler(sampler)),
         )
 
     # Passes
@@ -195,7 +199,7 @@ class Loaders:
             self._open.remove(opened)
             if opened.facts.planned is None and not facts.is_iterable:
                 self._close(opened)
-        sampler = _sampler_of(loader)
+        sampler = sampler_of(loader)
         epoch = getattr(sampler, "epoch", None)
         one = PassFacts(
             number=len(facts.passes),
@@ -207,6 +211,7 @@ class Loaders:
             is_complete=False,
             first_step=self._observation.step,
         )
+        one.epoch, one.epochs = epoch_in_loop()
         facts.passes.append(one)
         return OpenPass(facts, one, loader, is_short=is_in_loop() or None)
 
@@ -227,28 +232,27 @@ class Loaders:
         last = self.last
         if last is None:
             return False
-        return last.is_at_end or (last.is_stopped and last.returned >= len(last.indices))
+        is_returned = last.loader.is_iterable or last.returned >= len(last.indices)
+        return last.is_at_end or (last.is_stopped and is_returned)
 
     # Indices
 
     def _next_index(self, iterator: Any, opened: OpenPass, request: Callable[[Any], Any]) -> Any:
         if opened.is_stopped:
             raise StopIteration
-        if self._observation.guarded(_HOOK, self._is_last)(opened):
-            if opened.loader.is_iterable:
-                opened.is_stopped = True
-                raise StopIteration
+        is_stream = opened.loader.is_iterable
+        if not is_stream and self._observation.guarded(_HOOK, self._is_last)(opened):
             rest = self._drain(lambda: request(iterator))
             if not rest:
                 raise StopIteration
             opened.is_stopped = len(rest) > 1
-            opened.planned = [*_known(opened.indices), *map(_listed, rest)]
+            opened.planned = [*known(opened.indices), *map(listed, rest)]
             if sum(map(len, opened.planned)) > MAX_PLANNED:
                 opened.planned = None
             index = rest[-1]
         else:
             index = request(iterator)
-        opened.indices.append(None if opened.loader.is_iterable else _listed(index))
+        opened.indices.append(None if is_stream else listed(index))
         return index
 
     def _drain(self, request: Callable[[], Any]) -> list[Any]:
@@ -259,14 +263,19 @@ class Loaders:
                 rest.append(request())
             except StopIteration:
                 break
-            count += len(_listed(rest[-1]))
+            count += len(listed(rest[-1]))
         return rest
 
     def _is_last(self, opened: OpenPass) -> bool:
-        """Return whether the batch that is requested now is the last one of a shortened pass."""
+        """Return whether the batch that is requested now is the last one of a shortened pass.
+
+        The batches of a stream count when they are returned: workers read them before.
+        """
         if opened.is_short is not True:
             return False
         least, number = self._observation.settings.batches, len(opened.indices)
+        if opened.loader.is_iterable:
+            number = opened.returned
         earlier = [one for one in opened.loader.passes[:-1] if one.phase == Phase.TRAINING]
         if opened.loader.passes[:-1] and not earlier:
             return number + 1 >= least  # an evaluation, as before
@@ -289,6 +298,9 @@ class Loaders:
         opened = self._passes.get(iterator)
         if opened is None:
             return fetch(iterator)
+        if opened.is_stopped and opened.loader.is_iterable:
+            self._observation.guarded(_HOOK, self._end_pass)(opened, True)
+            raise StopIteration
         for call in self.before_fetch:
             self._observation.guarded(_HOOK, call)()
         if opened.is_short is None:
@@ -296,6 +308,10 @@ class Loaders:
         self._fetches, self.fetching = True, opened
         try:
             batch = fetch(iterator)
+            is_last = self._observation.guarded(_HOOK, self._is_last)
+            is_own = opened.sampler is not None  # not that of a replay
+            if opened.loader.is_iterable and is_own and is_last(opened):
+                batch = self._last_of_stream(iterator, fetch, opened, batch)
         except StopIteration:
             self._observation.guarded(_HOOK, self._end_pass)(opened, True)
             raise
@@ -303,6 +319,26 @@ class Loaders:
             self._fetches, self.fetching = False, None
         self._observation.guarded(_BATCH, self._note_batch)(opened, batch)
         return batch
+
+    def _last_of_stream(
+        self, iterator: Any, fetch: Callable[[Any], Any], opened: OpenPass, batch: Any
+    ) -> Any:
+        """Return the last batch of a stream, or one that is as far as it is read."""
+        self.fetching, start = None, time.monotonic()
+        for _ in range(MAX_SKIPPED):
+            if self._skipped_s + time.monotonic() - start > SKIPPING_S:
+                break
+            try:
+                batch = fetch(iterator)
+            except StopIteration:
+                opened.facts.is_read = True
+                break
+            opened.facts.skipped += 1
+        self._skipped_s += time.monotonic() - start
+        opened.is_stopped = True
+        return batch
+
+    _skipped_s = 0.0
 
     def _note_batch(self, opened: OpenPass, batch: Any) -> None:
         number, samples = opened.returned, samples_in(batch)
@@ -337,7 +373,7 @@ class Loaders:
         opened.facts.is_complete = is_exhausted and not opened.is_stopped
         if not opened.loader.is_iterable:
             opened.facts.planned = opened.planned or (
-                _known(opened.indices) if opened.facts.is_complete else None
+                known(opened.indices) if opened.facts.is_complete else None
             )
 
     def close(self) -> None:
@@ -354,54 +390,8 @@ class Loaders:
         sampler = opened.sampler
         if sampler is None:
             return
-        with kept_generators(_sampler_of(opened.source)):
+        with kept_generators(sampler_of(opened.source)):
             rest = self._drain(lambda: next(sampler))
-        if sum(len(_listed(one)) for one in rest) <= MAX_PLANNED:
-            opened.facts.planned = [*_known(opened.indices), *map(_listed, rest)]
+        if sum(len(listed(one)) for one in rest) <= MAX_PLANNED:
+            opened.facts.planned = [*known(opened.indices), *map(listed, rest)]
             opened.facts.is_complete = opened.returned == len(opened.facts.planned)
-
-
-def _sampler_of(loader: Any) -> Any:
-    """Return the sampler of a loader that orders samples, also inside of batch samplers."""
-    sampler, outer = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-    found: Any = outer
-    while hasattr(found, "batch_sampler"):
-        found = found.batch_sampler  # as in accelerate's
-    inside = getattr(found, "sampler", None)
-    if outer is None or inside is sampler:
-        return sampler
-    return inside if inside is not None else found
-
-
-def _dataset_of(loader: Any) -> Any:
-    """Return the user's dataset."""
-    dataset = loader.dataset
-    return dataset.dataset if type(dataset).__module__.startswith("paceline.") else dataset
-
-
-def _listed(index: Any) -> list[int]:
-    """Return the indices of a batch as a list, whatever the sampler returns."""
-    if hasattr(index, "tolist"):
-        index = index.tolist()
-    return [_number(one) for one in (index if isinstance(index, list | tuple) else [index])]
-
-
-def _number(index: Any) -> int:
-    """Return an index as a number; a checksum of other keys."""
-    if isinstance(index, tuple) and len(index) == 2 and all(type(x) is int for x in index):
-        return int(index[1])  # world.shard: with the epoch
-    try:
-        return int(index)
-    except (TypeError, ValueError):
-        return zlib.crc32(repr(index).encode())
-
-
-def _known(indices: list[list[int] | None]) -> list[list[int]]:
-    return [one for one in indices if one is not None]
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # no length, or a method that fails
-        return None

@@ -111,7 +111,11 @@ def accumulation(view: View) -> Iterator[Finding]:
 def uneven(view: View) -> Iterator[Finding]:
     """Find ranks with different numbers of samples and equal weight."""
     sizes = [(one, *_sizes(one)) for one in view.exchanges]
-    differing = [(one, size) for one, _, size in sizes if all(size) and len(set(size)) > 1]
+    differing = [
+        (one, size)
+        for one, _, size in sizes
+        if all(size) and len(set(size)) > 1 and _are_at_one_place(one)
+    ]
     wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
     if not wrong:
         return
@@ -288,6 +292,20 @@ def _sizes(one: Exchange) -> tuple[str, list[int]]:
     if len(set(one.step.samples)) == 1 and all(elements):
         return "targets", elements
     return "samples", one.step.samples
+
+
+def _are_at_one_place(one: Exchange) -> bool:
+    """Return whether the ranks' batches have the same position in a pass that was shortened."""
+    places = []
+    for facts, backwards in zip(one.step.ranks, one.step.backwards, strict=True):
+        skipped = {
+            (loader.key, made.number): made.skipped
+            for loader in facts.loaders
+            for made in loader.passes
+        }
+        batches = [facts.batches[at] for each in backwards for at in each.batches]
+        places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
+    return all(place == places[0] for place in places)
 
 
 def _has_equal_weights(view: View, one: Exchange, sizes: list[int]) -> bool:

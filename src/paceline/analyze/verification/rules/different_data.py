@@ -1,0 +1,76 @@
+"""Datasets that are made with other random numbers on each rank, and divided as if equal."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from ..mistakes import MISTAKES, Finding
+from ..passes import Stream
+from ..view import View, unique
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # contents
+LEAST_PAIRS = 8  # samples that were read again, by the same rank and by another one
+
+
+def different_data(view: View) -> Iterator[Finding]:
+    """Find samples that a rank always reads alike, and other ranks always read differently.
+
+    Augmentation differs from epoch to epoch, too, so it is none of these. Nor are datasets that
+    each rank reads alone.
+    """
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for stream in view.training:
+        if len(stream.loaders) < view.size or not _is_divided(stream):
+            continue
+        columns, pairs = _different_columns(stream)
+        if not columns:
+            continue
+        count = len(stream.first.batches[0].contents)
+        what = "contents" if len(columns) == count else f"tensors {_numbers(columns)} of {count}"
+        generators = ("torch", "numpy", "python")
+        seeds = [line for one in generators for line in view.seed_lines(one, are_equal=False)]
+        yield Finding(
+            MISTAKES["different-random-numbers"],
+            unique([*seeds[:1], *stream.lines]),
+            f"The samples of {stream.first.loader.dataset} have other {what} on each rank: in "
+            f"{pairs} of {pairs} cases in which two ranks read the same position, while each rank "
+            "reads a position alike in all epochs. The sampler divides the dataset as if it were "
+            "the same on all ranks.",
+            values={"positions": pairs},
+            remedy="make the dataset with the same seed on all ranks, or on one, and broadcast it; "
+            "an order of a Python set also differs between processes",
+        )
+        return
+
+
+def _is_divided(stream: Stream) -> bool:
+    first = stream.first.loader
+    return (
+        not first.is_iterable
+        and len({(one.dataset, one.dataset_length) for one in stream.loaders.values()}) == 1
+        and all(one.subset is None for one in stream.loaders.values())
+        and stream.is_split_by_sampler()
+    )
+
+
+def _different_columns(stream: Stream) -> tuple[list[int], int]:
+    """Return the tensors of a batch that differ between ranks, and the number of comparisons."""
+    again: list[Pair] = []  # read by one rank
+    across: list[Pair] = []  # read by two
+    for each in stream.contents_by_position().values():
+        for (rank, one), (other, two) in combinations(each, 2):
+            (again if rank == other else across).append((one, two))
+    if min(len(again), len(across)) < LEAST_PAIRS:
+        return [], 0
+    width = min(len(content) for pair in (*again, *across) for content in pair)
+    found = [
+        at
+        for at in range(width)
+        if all(one[at] == two[at] for one, two in again)
+        and all(one[at] != two[at] for one, two in across)
+    ]
+    return found, len(across)
+
+
+def _numbers(columns: list[int]) -> str:
+    return " and ".join(str(at + 1) for at in columns)

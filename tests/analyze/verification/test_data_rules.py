@@ -1,0 +1,97 @@
+"""Rules on what datasets contain, on remainders and on the order of streams."""
+
+import torch
+from test_sample_rules import found_in, ids, streamed
+
+from paceline.analyze.verification.find import find
+from trainings import LOADER, LOOP, Training, shuffled, verified
+
+
+def with_contents(content, **changes):
+    """Return what is found in 4 epochs, with columns of (rank, epoch, position)."""
+    runs = verified(Training(epochs=4, **changes), with_replay=False)
+    for facts in runs.ranks:
+        for batch in facts.batches:
+            rows = [content(facts.rank, batch.pass_number, at) for at in batch.indices]
+            batch.contents = [list(column) for column in zip(*rows, strict=True)]
+        facts.loaders[0].dataset_checksum = 0
+    return find(runs)
+
+
+def test_features_that_each_rank_draws_for_itself_are_named():
+    (one,) = with_contents(lambda rank, epoch, at: (1000 * rank + at, at % 3))
+    assert one.mistake.id == "different-random-numbers"
+    assert "other tensors 1 of 2 on each rank" in one.text
+    assert one.lines == [LOADER, LOOP]
+    (one,) = with_contents(lambda rank, epoch, at: (1000 * rank + at, 500 * rank + at % 3))
+    assert "other contents on each rank" in one.text
+
+
+def test_augmentation_is_no_other_data():
+    assert ids(with_contents(lambda rank, epoch, at: (100 * epoch + at, at % 3))) == []
+    by_rank = with_contents(lambda rank, epoch, at: (7000 * rank + 100 * epoch + at, at % 3))
+    assert ids(by_rank) == []
+
+
+def test_data_that_each_rank_reads_alone_may_differ():
+    found = with_contents(
+        lambda rank, epoch, at: (1000 * rank + at, at % 3),
+        order=lambda r, n, e: shuffled(0, 1, e + 10 * r, 32),
+        sampler="RandomSampler",
+    )
+    assert ids(found) == []
+
+
+def remainder(samples, size, epochs=2):
+    """Return what is found if each rank has an equal part of its own, and shuffles it."""
+    length = samples // size
+
+    def order(rank, ranks, epoch):
+        generator = torch.Generator().manual_seed(10 * epoch + rank)
+        return torch.randperm(length, generator=generator).tolist()
+
+    asked = Training(
+        size, length, epochs=epochs, order=order, sampler="RandomSampler", has_epoch=False
+    )
+    runs = verified(asked, with_replay=False)
+    for facts in runs.ranks:
+        loader = facts.loaders[0]
+        start = facts.rank * length
+        loader.subset, loader.dataset = list(range(start, start + length)), "Subset"
+        loader.root_length, loader.root_checksum = samples, 5
+        loader.split_line = "train.py:8"
+    return find(runs)
+
+
+def test_remainder_that_is_never_trained_is_a_question():
+    (one,) = remainder(43, 4)
+    assert (one.mistake.id, one.is_question) == ("samples-never-trained", True)
+    assert "3 of 43 samples" in one.text
+    assert one.lines[0] == "train.py:8"
+    assert remainder(44, 4) == []
+
+
+def test_dropped_batch_of_another_order_in_each_epoch_is_right():
+    found = found_in(order=lambda r, n, e: shuffled(r, n, e, 46)[:20], samples=46)
+    assert found == []
+
+
+def test_stream_that_shuffles_in_the_same_order_is_named():
+    runs = streamed(lambda rank, number, at: 1000 * rank + 10 * number + at, epochs=2)
+    for facts in runs.ranks:
+        facts.loaders[0].sampler_seed_line = "train.py:5"
+    (one,) = find(runs)
+    assert (one.mistake.id, one.is_question) == ("epoch-not-set", False)
+    assert one.lines == ["train.py:5", LOOP, LOADER]
+    assert "the order of TensorDataset does not depend on the epoch" in one.text
+
+
+def test_ends_of_streams_at_other_places_are_not_compared():
+    """The last batches that ranks trained are of different sizes; both were read to the end."""
+    runs = verified(Training(epochs=1, batch=8, order=lambda r, n, e: list(range(16 - 4 * r))))
+    for facts in runs.ranks:
+        facts.loaders[0].is_iterable = True
+        facts.loaders[0].passes[0].is_read = True
+    assert "uneven-batches-averaged" in ids(find(runs))
+    runs.ranks[0].loaders[0].passes[0].skipped = 1  # it has one batch more
+    assert "uneven-batches-averaged" not in ids(find(runs))
