@@ -62,6 +62,7 @@ class Training:
         exchange: Gradients of all ranks to those that the optimizers use.
         hook: Changes the gradients of a rank in its backward, as hooks on parameters do.
         change: Called with (rank, step, gradients after the exchange); returns those it uses.
+        after_step: Called with the parameters of all ranks after each step.
         seed: Seed of the model of a rank.
         rate: Learning rate of (rank, ranks, step).
     """
@@ -78,6 +79,7 @@ class Training:
     exchange: Callable[[list[Gradients]], list[Gradients]] = mean
     hook: Callable[[Gradients], Gradients] | None = None
     change: Callable[[int, int, Gradients], Gradients] = lambda rank, step, one: one
+    after_step: Callable[[list[Gradients]], None] | None = None
     seed: Callable[[int], int] = lambda rank: 0
     rate: Callable[[int, int, int], float] = lambda rank, size, step: 0.1
     clip: float = 0.0
@@ -263,6 +265,9 @@ def _step(asked: Training, ranks: list[_Rank], step: int) -> None:
             )
         )
         one.backwards, one.sum = [], {}
+    if asked.after_step:
+        with torch.no_grad():
+            asked.after_step([one.values for one in ranks])
 
 
 def verified(asked: Training, with_replay: bool = True) -> VerifyRuns:

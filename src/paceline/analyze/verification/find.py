@@ -49,6 +49,7 @@ RULES: tuple[Rule, ...] = (
     schedules.schedule_length,
     schedule_epochs.schedule_of_training,
     schedules.schedule_unit,
+    states.drawn_buffers,
     states.batch_norm_differs,
     states.differ,
     validation.coverage,

@@ -146,6 +146,7 @@ MISTAKES = {
                 "validation-misses-samples",
                 "validation-repeats-samples",
                 "gradients-differ",
+                "state-differs",
             ),
         ),
         Mistake(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ....record.training.facts.models import ModelFacts
 from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.steps import StepFacts
 from ..mistakes import MISTAKES, Finding
 from ..relations import checksum, distance, vectors
 from ..steps import JointStep, misaligned, shown
@@ -79,8 +80,12 @@ def skipped_steps(view: View) -> Iterator[Finding]:
         least = min(count for count in counts if count)
         ranks = [rank for rank, count in enumerate(counts) if count > least]
         done = [len([s for s in f.steps if s.optimizer == optimizer]) for f in view.ranks]
-        if not ranks or len(set(done)) == 1:
-            continue  # other numbers of batches per step, and not of steps
+        # With as many steps on all ranks, a step may only have other numbers of batches. A gradient
+        # that was computed and cleared, though, is one of a step that was left out.
+        cleared = [one is not None and _clears(one) for one in steps]
+        is_skipped = len(set(done)) > 1 or (any(cleared) and not all(cleared))
+        if not ranks or not is_skipped:
+            continue
         line = next(one.line for one in steps if one is not None)
         yield Finding(
             MISTAKES["replicas-diverge"],
@@ -95,6 +100,12 @@ def skipped_steps(view: View) -> Iterator[Finding]:
             "all ranks",
         )
         return
+
+
+def _clears(step: StepFacts) -> bool:
+    """Return whether gradients of a backward of a step were cleared, and those of others used."""
+    known = [bool(one.gradients) for one in step.backwards]
+    return any(known) and not all(known)
 
 
 def diverge(view: View) -> Iterator[Finding]:

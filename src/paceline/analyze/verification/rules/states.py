@@ -10,6 +10,7 @@ from ..steps import shown
 from ..view import View, listed, unique
 
 SAME = 1e-6  # relative difference of equal values
+LEAST_STEPS = 3  # in which a constant does not change
 STATISTICS = ("running_mean", "running_var")
 KINDS = {
     "scaler": "gradient scaler",
@@ -66,6 +67,42 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             certainty=Certainty.QUESTION if others or not norms else None,
         )
         return
+
+
+def drawn_buffers(view: View) -> Iterator[Finding]:
+    """Find buffers that no step changes, and that each rank has drawn for itself."""
+    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
+    if view.size < 2 or view.is_model_parallel or len(view.steps) < LEAST_STEPS or not seeds:
+        return
+    first, last = view.steps[0], view.steps[-1]
+    names = [
+        name
+        for name in first.steps[0].buffers
+        if all(name in one.buffers for step in (first, last) for one in step.steps)
+        and not name.endswith(STATISTICS)
+    ]
+    found = []
+    for name in names:
+        values = [
+            [
+                vectors(facts, {name: one.buffers[name]})[name]
+                for facts, one in zip(view.ranks, step.steps, strict=True)
+            ]
+            for step in (first, last)
+        ]
+        is_constant = all(distance(a, b) <= SAME for a, b in zip(*values, strict=True))
+        if is_constant and any(distance(values[0][0], other) > SAME for other in values[0][1:]):
+            found.append(name)
+    if found:
+        yield Finding(
+            MISTAKES["different-random-numbers"],
+            unique([*seeds[:1], *_made(view), *(one.line for one in view.ranks[0].models)]),
+            f"The buffers {listed([shown(one) for one in found])} have other values on each rank, "
+            "and no step changes them: each rank trains a model with other constants.",
+            layer=shown(found[0]),
+            values={"buffers": len(found)},
+            remedy="draw them with the same seed on all ranks, or broadcast buffers as well",
+        )
 
 
 def _made(view: View) -> list[str]:

@@ -17,6 +17,10 @@ LARGE = 0.5  # of the bytes of the parameters: a collective that exchanges them
 def not_exchanged(view: View) -> Iterator[Finding]:
     """Find steps that use a rank's own gradient, for all parameters or for some."""
     own = [one for one in view.exchanges if (one.kind is Kind.OWN or _is_own(one)) and _differ(one)]
+    if own and (source := _source_of_parameters(view, own)) is not None:
+        view.averages_parameters = True
+        yield _of_one_rank(view, own[0], source)
+        return
     if own and _averages_parameters(view, own):
         view.averages_parameters = True
         view.notes.append(
@@ -75,6 +79,41 @@ def _is_own(one: Exchange) -> bool:
     largest = max(range(len(one.coefficients)), key=lambda at: abs(one.coefficients[at]))
     others = [abs(v) for at, v in enumerate(one.coefficients) if at != largest]
     return largest == 0 and max(others) <= ONE_RANK * abs(one.coefficients[0])
+
+
+def _source_of_parameters(view: View, own: list[Exchange]) -> int | None:
+    """Return the rank whose parameters all ranks take after a step that made them different."""
+    by_key = {(step.optimizer, step.index): step for step in view.steps}
+    for one in own:
+        after = by_key.get((one.step.optimizer, one.step.index + 1))
+        if after is None or _equal(one.step, before=False) or not _equal(after, before=True):
+            continue
+        made = [
+            vectors(facts, step.parameters)
+            for facts, step in zip(one.step.ranks, one.step.steps, strict=True)
+        ]
+        taken = vectors(after.ranks[0], after.steps[0].before)
+        sources = [
+            rank
+            for rank, values in enumerate(made)
+            if all(distance(values[name], taken[name]) <= SAME for name in values if name in taken)
+        ]
+        return sources[0] if len(sources) == 1 else None
+    return None
+
+
+def _of_one_rank(view: View, one: Exchange, source: int) -> Finding:
+    after = next((x for x in view.steps if x.index == one.step.index + 1), one.step)
+    changed = [line for facts in after.steps for line in facts.value_lines]
+    return Finding(
+        MISTAKES["gradients-not-exchanged"],
+        unique([*changed, *view.gradient_lines(), *one.step.lines]),
+        f"In step {one.step.index + 1}, each rank uses its own gradient, and then all take the "
+        f"parameters of rank {source}. The samples of the other ranks do not contribute.",
+        step=one.step.index + 1,
+        values={"rank": source},
+        remedy="average the gradients with all_reduce before the step, or the parameters after it",
+    )
 
 
 def _averages_parameters(view: View, own: list[Exchange]) -> bool:

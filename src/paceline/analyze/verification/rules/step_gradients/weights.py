@@ -163,7 +163,8 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
     if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
-        return one.factor, True  # one process would sum over the samples of all ranks, too
+        # One process would sum over the samples of all ranks, too. A scale by hand is in both.
+        return one.factor * (1.0 if ours is None else ours), True
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
     if ours is not None:
@@ -240,7 +241,9 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
 def _too_small(view: View, one: Exchange) -> Finding:
     n, step = view.size, one.step
     of_sum = any(b.reduction in SUMS and _is_plain_sum(b) for b in step.backwards[0])
-    if is_near(one.multiple, 1.0) and of_sum:
+    weight = _weight(one) if of_sum else None
+    is_sum = weight is not None and is_near(one.multiple * weight, 1.0)
+    if is_sum or (is_near(one.multiple, 1.0) and _is_like_alone(view, one)):
         return Finding(
             MISTAKES["loss-summed"],
             unique(step.lines),
@@ -272,6 +275,24 @@ def _too_small(view: View, one: Exchange) -> Finding:
         values={"factor": 1 / n, "ranks": n},
         remedy=remedy,
     )
+
+
+def _is_like_alone(view: View, one: Exchange) -> bool:
+    """Return whether ranks and one process start backwards from values of about the same size.
+
+    So do sums over samples that a script computes by hand; a loss that is divided by the number of
+    ranks is larger on one. False if the loss function is known.
+    """
+    alone = view.runs.alone
+    if _weight(one) is not None or one.step.index != 0 or alone is None or not alone.steps:
+        return False
+    backwards = alone.steps[0].backwards
+    samples = [alone.batches[at].samples for b in backwards for at in trained(alone, b)]
+    if len(set(one.step.samples)) > 1 or sum(samples) != one.step.samples[0]:
+        return False
+    theirs = sum(b.root for b in backwards)
+    ours = float(np.mean([sum(b.root for b in each) for each in one.step.backwards]))
+    return theirs > 0 and ours / theirs > view.size**-0.5
 
 
 def _wrapper_lines(view: View, one: Exchange) -> list[str]:

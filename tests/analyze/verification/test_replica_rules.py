@@ -1,0 +1,91 @@
+"""Rules on what ranks share: parameters that one rank sends, steps that one skips, constants."""
+
+from dataclasses import replace
+
+import numpy as np
+from test_gradient_rules import ids, only
+
+from paceline.analyze.verification.find import find
+from paceline.record.training.facts.events import SeedFacts
+from paceline.record.training.facts.steps import BackwardFacts
+from trainings import BACKWARD, Training, own, train, verified
+
+
+def copied(values):
+    for one in values[1:]:
+        for name, value in one.items():
+            value.copy_(values[0][name])
+
+
+def averaged(values):
+    for name in values[0]:
+        mean = sum(one[name] for one in values) / len(values)
+        for one in values:
+            one[name].copy_(mean)
+
+
+def test_parameters_of_one_rank_are_no_average():
+    found = only(verified(Training(exchange=own, after_step=copied), with_replay=False))
+    assert found.mistake.id == "gradients-not-exchanged"
+    assert "all take the parameters of rank 0" in found.text
+    assert ids(verified(Training(exchange=own, after_step=averaged), with_replay=False)) == []
+
+
+def skipping(clears):
+    """Return runs in which rank 0 leaves out a step, and rank 1 one later: both make as many."""
+    runs = verified(Training(epochs=1), with_replay=False)
+    for facts in runs.ranks:
+        step = facts.steps[1 + facts.rank]
+        gradients = {} if clears else step.backwards[0].gradients
+        step.backwards.insert(0, BackwardFacts(BACKWARD, 0, [0], 1.0, 1.0, 1.0, True, gradients))
+    return runs
+
+
+def test_step_that_another_rank_skips_elsewhere_is_named():
+    found = only(skipping(clears=True))
+    assert found.mistake.id == "replicas-diverge"
+    assert found.ranks == [0]
+    assert ids(skipping(clears=False)) == []  # other numbers of accumulated batches
+
+
+def test_sum_over_samples_by_hand_is_named():
+    def asked(root):
+        one = Training(root=root, loss_known=False)
+        runs = verified(one)
+        runs.alone = train(replace(one, size=1, batch=4))[0]
+        return runs
+
+    summed = asked(lambda losses, rank, size, whole: losses.sum())
+    assert only(summed).mistake.id == "loss-summed"
+    divided = asked(lambda losses, rank, size, whole: losses.mean() / size)
+    assert only(divided).mistake.id == "gradients-divided-twice"
+
+
+def test_sum_that_a_scale_by_hand_multiplies_is_named():
+    """A loss scale that the script divides out of the gradients."""
+
+    def unscaled(ranks):
+        mean = {name: sum(one[name] for one in ranks) / len(ranks) / 64 for name in ranks[0]}
+        return [dict(mean) for _ in ranks]
+
+    one = Training(root=lambda x, rank, size, whole: 64 * x.sum(), sums=True, exchange=unscaled)
+    assert only(verified(one, with_replay=False)).mistake.id == "loss-summed"
+    by_ranks = replace(one, root=lambda x, rank, size, whole: 64 * size * x.sum())
+    assert ids(verified(by_ranks, with_replay=False)) == []
+
+
+def with_constants(seeds):
+    runs = verified(Training(), with_replay=False)
+    for facts in runs.ranks:
+        facts.models[0].broadcasts_buffers = False
+        value = seeds[facts.rank]
+        facts.seeds.append(SeedFacts("torch", value, "train.py:4", 0))
+        facts.sketches = np.vstack([facts.sketches, facts.sketches[0] * (1 + value)])
+        for step in facts.steps:
+            step.buffers = {"0/basis": len(facts.sketches) - 1}
+    return [(one.mistake.id, one.lines[0]) for one in find(runs) if not one.is_question]
+
+
+def test_constants_that_each_rank_draws_are_named():
+    assert with_constants([1, 2]) == [("different-random-numbers", "train.py:4")]
+    assert with_constants([1, 1]) == []
