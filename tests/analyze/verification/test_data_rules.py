@@ -4,7 +4,7 @@ import torch
 from test_sample_rules import found_in, ids, streamed
 
 from paceline.analyze.verification.find import find
-from trainings import LOADER, LOOP, Training, shuffled, verified
+from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 
 def with_contents(content, **changes):
@@ -95,3 +95,64 @@ def test_ends_of_streams_at_other_places_are_not_compared():
     assert "uneven-batches-averaged" in ids(find(runs))
     runs.ranks[0].loaders[0].passes[0].skipped = 1  # it has one batch more
     assert "uneven-batches-averaged" not in ids(find(runs))
+
+
+def read_whole(ranks_samples, alone_samples):
+    """Return what is found if ranks and one process read so many samples of a stream."""
+    content = lambda rank, number, at: 1000 * rank + 10 * number + at  # noqa: E731
+    runs = streamed(content)
+    runs.alone = train(Training(size=1, epochs=1, sampler="", has_epoch=False))[0]
+    totals = zip((*runs.ranks, runs.alone), (*ranks_samples, alone_samples), strict=True)
+    for facts, total in totals:
+        loader = facts.loaders[0]
+        loader.is_iterable = True
+        (one,) = loader.passes
+        one.planned, one.is_read = None, True
+        one.skipped_samples = total - sum(batch.samples for batch in facts.batches)
+    return find(runs)
+
+
+def test_stream_that_is_divided_twice_is_named():
+    found = read_whole((50, 50), 200)
+    assert ids(found) == ["samples-never-trained"]
+    assert "2 ranks read 100 samples of the stream (50, 50), and one process reads 200" in (
+        found[0].text
+    )
+    assert ids(read_whole((100, 98), 200)) == []
+    assert ids(read_whole((200, 200), 200)) == []  # each rank has as many steps as one process
+
+
+def test_same_order_again_without_a_loader_is_named():
+    def found(content, line="train.py:7"):
+        runs = streamed(content, epochs=3)
+        for facts in runs.ranks:
+            loader = facts.loaders[0]
+            loader.dataset, loader.sampler_seed_line = "", line
+            loader.passes = loader.passes[:1]
+            for number, batch in enumerate(facts.batches):
+                batch.pass_number, batch.number = 0, number
+        return find(runs)
+
+    again = lambda rank, number, at: 1000 * rank + 10 * number + at  # noqa: E731
+    (one,) = found(again)
+    assert (one.mistake.id, one.lines[0]) == ("epoch-not-set", "train.py:7")
+    assert "the same 4 batches in the same order again, 3 times" in one.text
+    assert found(again, line="") == []  # it does not shuffle
+
+
+def test_same_samples_in_other_orders_without_a_loader_are_named():
+    def found(order):
+        runs = streamed(lambda rank, number, at: 0, epochs=3)
+        for facts in runs.ranks:
+            facts.loaders[0].dataset = ""
+            facts.loaders[0].passes = facts.loaders[0].passes[:1]
+            for number, batch in enumerate(facts.batches):
+                epoch, at = divmod(number, 4)
+                batch.pass_number, batch.number = 0, number
+                batch.contents = [order(facts.rank, epoch)[4 * at : 4 * at + 4]]
+        return ids(find(runs))
+
+    same = lambda rank, epoch: shuffled(0, 1, epoch, 16, seed=50 * rank)  # noqa: E731
+    assert found(same) == ["same-samples"]
+    own = lambda rank, epoch: [100 * rank + one for one in same(rank, epoch)]  # noqa: E731
+    assert found(own) == []

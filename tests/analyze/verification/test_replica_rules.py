@@ -7,8 +7,9 @@ from test_gradient_rules import ids, only
 
 from paceline.analyze.verification.find import find
 from paceline.record.training.facts.events import SeedFacts
+from paceline.record.training.facts.models import StateFacts
 from paceline.record.training.facts.steps import BackwardFacts
-from trainings import BACKWARD, Training, own, train, verified
+from trainings import BACKWARD, LOOP, Training, own, train, verified
 
 
 def copied(values):
@@ -89,3 +90,21 @@ def with_constants(seeds):
 def test_constants_that_each_rank_draws_are_named():
     assert with_constants([1, 2]) == [("different-random-numbers", "train.py:4")]
     assert with_constants([1, 1]) == []
+
+
+def with_tensor(root):
+    """Return runs in which a tensor of the script differs between the ranks."""
+    runs = verified(Training(root=root))
+    for facts in runs.ranks:
+        rows = {"queue.keys": facts.steps[3].backwards[0].gradients["0/head.bias"]}
+        state = StateFacts("tensor", "queue.keys", LOOP, 4, rows=rows, changed_by=["train.py:7"])
+        facts.states = [state]
+    return find(runs)
+
+
+def test_tensor_that_differs_is_a_question_where_gradients_differ():
+    found = with_tensor(lambda losses, rank, size, whole: losses.mean() ** 2)
+    asked = [one for one in found if one.mistake.id == "state-differs"]
+    assert [(one.lines[0], one.is_question) for one in asked] == [("train.py:7", True)]
+    assert "The tensor queue.keys differs between ranks 0 and 1" in asked[0].text
+    assert with_tensor(lambda losses, rank, size, whole: losses.mean()) == []

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.analyze.verification.find import find
 from paceline.record.training.facts.steps import SCHEDULE_END, ScheduleFacts
-from trainings import Training, verified
+from trainings import Training, train, verified
 
 
 def scheduled(name, length, epochs=5, accumulate=2, calls=1, batch=4):
@@ -40,3 +40,17 @@ def test_right_schedules():
     assert scheduled("T_max", 20, epochs=0) == []  # how long the training is, is not known
     assert scheduled("step_size", 20) == []
     assert scheduled("T_max", 14) == []
+
+
+@pytest.mark.parametrize(
+    ("initial", "largest", "wanted"),
+    [(4, 16, ["learning-rate-scaled-twice"]), (4, 4, []), (1, 4, []), (4, 4.1, [])],
+)
+def test_largest_rate_of_a_schedule_on_4_ranks(initial, largest, wanted):
+    """Warm-ups that are longer than the steps that are observed."""
+    runs = verified(Training(4, samples=64), with_replay=False)
+    runs.alone = train(Training(size=1))[0]
+    for facts, first, peak in ((runs.ranks[0], initial, largest), (runs.alone, 1, 1)):
+        facts.optimizers[0].initial_rates = [0.1 * first]
+        facts.schedules = [ScheduleFacts("LambdaLR", "train.py:15", 0, {}, peaks=[0.1 * peak])]
+    assert [one.mistake.id for one in find(runs) if not one.is_question] == wanted

@@ -253,3 +253,40 @@ def test_lines_that_change_gradients_and_states(tmp_path):
         assert facts.outputs[0].text.startswith("fit: ")
     changed = [facts.states[-1].changed_by for facts in every]
     assert changed == [[line("slow.lerp_")], []]
+
+
+STREAM = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            for at in range(dist.get_rank(), 151, 2):
+                yield torch.full((4,), float(at)) / 75 - 0.5, at % 3
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    loader = DataLoader(Stream(), batch_size=4)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2 + 5):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+"""
+
+
+def test_last_batch_of_a_stream_is_trained(tmp_path):
+    every, _ = observe(tmp_path, STREAM)
+    for facts, last in zip(every, (4, 3), strict=True):
+        (loader,) = facts.loaders
+        assert not facts.unseen
+        assert [one.batches for one in loader.passes] == [6] * 3
+        for one in loader.passes:
+            assert (one.skipped, one.skipped_samples, one.is_read) == (13, 52, True)
+            assert (one.epoch, one.epochs) == (one.number, 7)
+            read = [batch for batch in facts.batches if batch.pass_number == one.number]
+            assert [batch.samples for batch in read] == [4] * 5 + [last]

@@ -20,6 +20,7 @@ from .optimization.averages import Averages
 from .optimization.change_lines import ChangeLines
 from .optimization.losses import Losses
 from .optimization.models import Models
+from .optimization.own_tensors import OwnTensors
 from .optimization.schedules import Schedules
 from .optimization.sharded import ShardedModels
 from .optimization.steps import Steps
@@ -54,6 +55,7 @@ class TrainingObserver:
         self.schedules = Schedules(self.observation, self.steps)
         self._limit: SurveyEnd | None = None
         self.averages = Averages(self.observation, self.models)
+        self.tensors = OwnTensors(self.observation, self.models)
         self._protection: FileProtection | None = None
 
     def install(self) -> None:
@@ -94,15 +96,16 @@ class TrainingObserver:
         self.models.before_forward += [inputs.before_forward, self.draws.before_forward]
         self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
         self.loaders.on_batch.append(self.draws.after_batch)
-        self.loaders.before_pass.append(self.averages.note)
+        self.loaders.before_pass += [self.averages.note, self.tensors.note]
         self.steps.on_backward += [self.loaders.note_backward, self.draws.before_backward]
-        self.observation.before_end += [self.schedules.complete, self.averages.note]
+        ends = [self.schedules.complete, self.averages.note, self.tensors.note]
+        self.observation.before_end += ends
         self._observe_changes()
         self.steps.after_step.append(self._after_step)
 
     def _observe_changes(self) -> None:
         """Look for the lines that change gradients and parameters."""
-        changes = ChangeLines(self.observation, self.steps, self.averages)
+        changes = ChangeLines(self.observation, self.steps, self.averages, self.tensors)
         self.steps.after_backward.append(changes.after_backward)
         self.steps.after_step.append(lambda optimizer, step: changes.after_step())
         self.steps.before_step.insert(0, changes.stop)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
+from ....record.training.facts.samples import BatchFacts
 from ..mistakes import MISTAKES, Finding
 from ..passes import Sample, Stream
 from ..view import View, unique
@@ -12,13 +13,82 @@ LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
 UNIQUE = 0.98  # of the samples of a rank: then equal ones on several ranks are no coincidence
 AGAIN = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
+MISSING = 0.1  # of the samples of a stream
+LEAST_PERIOD = 3  # batches of an epoch, without which an order can't be told
 SHARED = 0.1  # of the samples of two ranks
+
+
+def same_order(view: View) -> Iterator[Finding]:
+    """Find scripts without a loader that shuffle, and train batches in the same order again."""
+    for stream in view.training:
+        first, line = stream.first, stream.first.loader.sampler_seed_line
+        if first.loader.dataset or not line:
+            continue
+        batches = [stream.samples(0, one, first.loader) for one in first.batches]
+        read = [tuple(one or ()) for one in batches]
+        period = next((at for at in range(1, len(read)) if read[at] == read[0]), 0)
+        is_known = period >= LEAST_PERIOD and len(set(read[:period])) == period
+        if not is_known or len(read) < 2 * period or () in read:
+            continue
+        if any(after != before for before, after in zip(read, read[period:], strict=False)):
+            continue
+        yield Finding(
+            MISTAKES["epoch-not-set"],
+            unique([line, *stream.lines]),
+            f"Rank 0 trains the same {period} batches in the same order again, "
+            f"{len(read) // period} times in the first {len(read)} batches, although the script "
+            "shuffles in this loop.",
+            values={"batches": period},
+            remedy="seed the order with the epoch, or make its generator before the loop",
+        )
+        return
+
+
+def same_without_loader(view: View) -> Iterator[Finding]:
+    """Find scripts without a loader whose ranks train the same samples in orders of their own."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for stream in view.training:
+        if stream.first.loader.dataset or len(stream.loaders) < view.size:
+            continue
+        epochs = [
+            _until_again(stream, rank, stream.passes[0].ranks[rank].batches)
+            for rank in stream.loaders
+        ]
+        smallest = min(map(len, epochs))
+        common = set.intersection(*map(set, epochs))
+        if not smallest or len(common) < UNIQUE * max(map(len, epochs)):
+            continue
+        yield Finding(
+            MISTAKES["same-samples"],
+            unique([stream.first.loader.sampler_seed_line, *stream.lines]),
+            f"Each of {view.size} ranks trains the same {len(common)} samples before it begins "
+            "again, in another order: an epoch of all ranks trains each sample "
+            f"{view.size} times.",
+            values={"samples": len(common), "times": view.size},
+            remedy="give each rank a part of one order that is the same on all ranks",
+        )
+        return
+
+
+def _until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
+    """Return the samples of the first batches until one occurs again; [] if none does.
+
+    Empty also if there are fewer batches than an epoch has at least.
+    """
+    seen: dict[Sample, None] = {}
+    for number, batch in enumerate(batches):
+        samples = stream.samples(rank, batch, stream.loaders[rank]) or []
+        if any(one in seen for one in samples):
+            return list(seen) if number >= LEAST_PERIOD else []
+        seen.update(dict.fromkeys(samples))
+    return []
 
 
 def by_contents(view: View, stream: Stream) -> Iterator[Finding]:
     """Find samples that occur again in the same pass."""
     found = list(_repeated_batches(stream)) or list(_shared_samples(view, stream))
-    yield from found[:1]
+    yield from (found or list(_missing(view, stream)))[:1]
 
 
 def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
@@ -53,6 +123,48 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
             remedy="" if together else "shuffle with the same seed on all ranks before the split",
         )
         return
+
+
+def _missing(view: View, stream: Stream) -> Iterator[Finding]:
+    """Find streams of which all ranks together read less than one process does."""
+    loader = stream.first.loader
+    made = next(
+        (x for x in (view.single.loaders if view.single else []) if x.line == loader.line), None
+    )
+    first = next((x for x in made.passes if x.phase is stream.phase), None) if made else None
+    ranks = stream.passes[0].ranks
+    are_read = all(one.facts.is_read for one in ranks.values()) and len(ranks) == stream.size
+    if (
+        view.runs.alone is None
+        or first is None
+        or not first.is_read
+        or not are_read
+        or stream.size < 2
+    ):
+        return
+    assert view.single is not None
+    assert made is not None
+    whole = first.skipped_samples + sum(
+        one.samples
+        for one in view.single.batches
+        if (one.loader, one.pass_number) == (made.key, first.number)
+    )
+    read = {
+        rank: one.facts.skipped_samples + sum(batch.samples for batch in one.batches)
+        for rank, one in ranks.items()
+    }
+    total = sum(read.values())
+    if whole - total <= max(stream.size * (loader.batch_size or 1), MISSING * whole):
+        return
+    yield Finding(
+        MISTAKES["samples-never-trained"],
+        unique([loader.sampler_seed_line, *stream.lines]),
+        f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
+        f"({', '.join(map(str, read.values()))}), and one process reads {whole}: "
+        f"{whole - total} samples are on no rank.",
+        values={"missing": whole - total, "samples": whole},
+        remedy="divide the stream once: by the number of ranks times the number of workers",
+    )
 
 
 def _are_together(order: Sequence[Sample], common: set[Sample]) -> bool:

@@ -14,6 +14,7 @@ SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
 DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "MultiStepLR", "LambdaLR")
 LEAST_RATES = 5  # of the first steps, from which a schedule is continued
 FITTED = 1e-3  # relative difference of rates that are on a line or a cosine
+LARGER = 1.5  # largest rates of a schedule differ a little where they fall between two steps
 ROUND = 50  # lengths that are multiples of it may be typed, and not computed from a loader
 
 
@@ -259,13 +260,17 @@ def _schedule_lines(view: View, key: int) -> list[str]:
 def _ratios(
     view: View, single: RankFacts, ours: OptimizerFacts, theirs: OptimizerFacts
 ) -> dict[float, tuple[float, float]]:
-    """Return ratios of learning rates with both values: when made, and in the same steps."""
+    """Return ratios of learning rates with both values: when made, in the same steps, largest."""
     pairs = list(zip(ours.initial_rates, theirs.initial_rates, strict=False))
     by_index = {one.index: one for one in single.steps if one.optimizer == theirs.key}
     for step in view.ranks[0].steps:
         other = by_index.get(step.index)
         if step.optimizer == ours.key and other is not None:
             pairs += list(zip(step.learning_rates, other.learning_rates, strict=False))
+    for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False):
+        if (one.optimizer, two.optimizer) == (ours.key, theirs.key):
+            peaks = zip(one.peaks, two.peaks, strict=False)
+            pairs += [(a, b) for a, b in peaks if a > LARGER * b]
     return {a / b: (a, b) for a, b in reversed(pairs) if a > 0 and b > 0}
 
 

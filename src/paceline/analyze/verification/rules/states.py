@@ -8,6 +8,7 @@ from ..mistakes import MISTAKES, Certainty, Finding
 from ..relations import distance, vectors
 from ..steps import shown
 from ..view import View, listed, unique
+from .step_gradients.whole_gradient import differs
 
 SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
@@ -16,6 +17,7 @@ KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
     "average": "averaged copy of the model",
+    "tensor": "tensor",
 }
 
 
@@ -142,7 +144,7 @@ def differ(view: View) -> Iterator[Finding]:
         {(one.kind, one.name, one.line, one.step): one for one in facts.states}
         for facts in view.ranks
     ]
-    told: set[str] = set()
+    told: set[str] = set() if _has_other_gradients(view) else {"tensor"}
     for key, ours in by_rank[0].items():
         for rank in range(1, view.size):
             theirs = by_rank[rank].get(key)
@@ -156,11 +158,19 @@ def differ(view: View) -> Iterator[Finding]:
                 MISTAKES["state-differs"],
                 unique([*_changes(view, ours), ours.line]),
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
-                f"{rank} after {ours.step} steps: {what}.",
+                f"{rank} after {ours.step} steps: {what}."
+                + " Does the loss depend on it? Then it must agree."
+                * (ours.kind == "tensor"),
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
+                certainty=Certainty.QUESTION if ours.kind == "tensor" else None,
             )
+
+
+def _has_other_gradients(view: View) -> bool:
+    """Return whether gradients differ from those of one process: a state may be the reason."""
+    return next(differs(view), None) is not None
 
 
 def _changes(view: View, ours: StateFacts) -> list[str]:

@@ -50,6 +50,7 @@ class PassFacts:
         is_complete: Whether all batches of the pass were read.
         first_step: Optimizer steps before the pass.
         skipped: Batches of a stream that were read, and not returned, before the last one.
+        skipped_samples: Samples of these batches.
         is_read: Whether a stream was read to its end.
         epoch, epochs: Position of the loop over a range of numbers in which the pass began, and
             the length of the range; -1 and 0 if there is none.
@@ -64,6 +65,7 @@ class PassFacts:
     is_complete: bool
     first_step: int
     skipped: int = 0
+    skipped_samples: int = 0
     is_read: bool = False
     epoch: int = -1
     epochs: int = 0

@@ -139,6 +139,7 @@ class ScheduleFacts:
             and as ``SCHEDULE_END`` where the functions of a LambdaLR have decayed.
         step_lines: Lines that called ``step``.
         steps: Optimizer steps before each call of ``step``.
+        peaks: Largest learning rate of parameter groups that the schedule sets, as far as known.
     """
 
     class_name: str
@@ -147,3 +148,4 @@ class ScheduleFacts:
     lengths: dict[str, list[int]]
     step_lines: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    peaks: list[float] = field(default_factory=list)

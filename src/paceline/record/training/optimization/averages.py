@@ -60,7 +60,7 @@ class Averages:
         """Yield name, value, model and tensors of each copy."""
         trained = [one for one in self._models.models if one.has_trained]
         seen: set[int] = {id(one.module()) for one in trained}
-        for name, value in _variables():
+        for name, value, _ in users_variables():
             if id(value) in seen or value is None:
                 continue
             seen.add(id(value))
@@ -81,8 +81,11 @@ class Averages:
         self._observation.facts.states.append(state)
 
 
-def _variables() -> Iterator[tuple[str, Any]]:
-    """Yield the script's variables, and the attributes of its objects, each with a name."""
+def users_variables() -> Iterator[tuple[str, Any, Any]]:
+    """Yield name and value of the script's variables, and of the attributes of its objects.
+
+    The third value is the object; None for a variable.
+    """
     scopes: list[Mapping[str, Any]] = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -96,14 +99,14 @@ def _variables() -> Iterator[tuple[str, Any]]:
         for name, value in list(scope.items()):
             if name.startswith("__"):
                 continue
-            yield name, value
+            yield name, value, None
             if not _is_users_object(value):
                 continue
             for inner, other in list(vars(value).items()):
                 count += 1
                 if count > MAX_OBJECTS:
                     return
-                yield f"{name}.{inner}", other
+                yield f"{name}.{inner}", other, value
 
 
 def _is_users_object(value: Any) -> bool:

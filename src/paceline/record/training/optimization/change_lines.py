@@ -1,5 +1,5 @@
 """Find the lines of the script that change gradients after a backward, and between steps
-parameters, learning rates and averaged copies of the model.
+parameters, learning rates, averaged copies of the model and tensors of the script.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import torch
 from ..line_tracer import LineTracer
 from ..observation import Observation
 from .averages import Averages
+from .own_tensors import OwnTensors
 from .steps import Steps
 
 _HOOK = "the lines that change gradients"
@@ -25,11 +26,14 @@ class ChangeLines:
     Args:
         observation: Receives the lines.
         steps: Know the optimizers.
-        averages: Know the averaged copies.
+        averages, tensors: Know the averaged copies, and tensors of the script.
     """
 
-    def __init__(self, observation: Observation, steps: Steps, averages: Averages) -> None:
-        self._observation, self._steps, self._averages = observation, steps, averages
+    def __init__(
+        self, observation: Observation, steps: Steps, averages: Averages, tensors: OwnTensors
+    ) -> None:
+        self._observation, self._steps = observation, steps
+        self._averages, self._tensors = averages, tensors
         self._gradients = LineTracer(self._gradient_states, self._add, MAX_EVENTS_PER_STEP)
         self._values = LineTracer(self._value_states, self._add, MAX_EVENTS_PER_STEP)
         self._left = MAX_EVENTS
@@ -43,6 +47,7 @@ class ChangeLines:
         """Begin to look at parameters and averaged copies."""
         if self._left > 0:
             self._averages.watch()
+            self._tensors.watch()
             self._values.start()
 
     def after_batch(self) -> None:
@@ -61,6 +66,9 @@ class ChangeLines:
         kind, _, rest = name.partition(" ")
         if kind == "average":
             self._averages.lines.setdefault(rest, list(dict.fromkeys([site, line])))
+            return
+        if kind == "tensor":
+            self._tensors.lines.setdefault(rest, list(dict.fromkeys([site, line])))
             return
         if kind == "rate":
             facts = list(self._steps.optimizers.values())[int(rest)]
@@ -92,6 +100,7 @@ class ChangeLines:
         }
         for key, optimizer in enumerate(list(self._steps.optimizers)):
             found[f"rate {key}"] = [group.get("lr") for group in optimizer.param_groups]
+        found |= {f"tensor {name}": fingerprint(one) for name, one in self._tensors.watched()}
         found |= {f"average {n}": list(map(fingerprint, t)) for n, t in self._averages.watched()}
         return found
 

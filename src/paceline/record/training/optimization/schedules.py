@@ -130,6 +130,7 @@ class Schedules:
             ends = [end_of(one) for one in vars(schedule).get("lr_lambdas", ())]
             if end := next(filter(None, ends), 0):
                 facts.lengths[SCHEDULE_END] = [end]
+            facts.peaks = _peaks(schedule)
         scheduled = {facts.optimizer for facts in self._schedules.values()}
         for optimizer, known in list(self._steps.optimizers.items()):
             if known.key not in scheduled and known.rate_lines:
@@ -145,7 +146,8 @@ class Schedules:
                 if x.optimizer == known.key
             ]
             lengths, lines = {SCHEDULE_END: [end]}, known.rate_lines[:1]
-            facts = ScheduleFacts(own.name, own.line, known.key, lengths, lines, steps)
+            peaks = [max(own.rate(step) for step in range(end + 1))]
+            facts = ScheduleFacts(own.name, own.line, known.key, lengths, lines, steps, peaks)
             self._observation.facts.schedules.append(facts)
 
     # Gradient scalers
@@ -231,6 +233,20 @@ def end_of(function: Callable[[int], Any]) -> int:
         is_falling = value < before * (1 - SAME)
         before = value
     return 0
+
+
+def _peaks(schedule: Any) -> list[float]:
+    """Return the largest learning rate of parameter groups, as far as it is known.
+
+    Of functions, only that of the first group is evaluated.
+    """
+    groups = schedule.optimizer.param_groups
+    if all("max_lr" in group for group in groups):
+        return [float(group["max_lr"]) for group in groups]
+    bases, functions = getattr(schedule, "base_lrs", []), vars(schedule).get("lr_lambdas")
+    if not functions or not bases or not (end := end_of(functions[0])):
+        return []
+    return [float(bases[0]) * max(float(functions[0](step)) for step in range(end + 1))]
 
 
 def _numbers(schedule: Any) -> dict[str, float]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 from ..expressions import UnknownValueError, parsed, value_of, variable
-from ..user_lines import is_users_file
+from ..user_lines import is_users_file, place
+from .sampler_lines import SHUFFLES
 
 _RANGES = ("range", "trange")
 _WRAPPERS = ("tqdm", "tqdm.tqdm", "track")  # of a range
@@ -28,8 +29,26 @@ def epoch_in_loop() -> tuple[int, int]:
     return -1, 0
 
 
+def shuffle_line() -> str:
+    """Return the line that shuffles in a loop which runs now; "" if there is none.
+
+    The loops are those of the script's functions on this thread's stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            for loop in _loops_around(frame):
+                calls = [one for one in ast.walk(loop) if isinstance(one, ast.Call)]
+                found = [c for c in calls if ast.unparse(c.func).rpartition(".")[2] in SHUFFLES]
+                if found:
+                    return place(file, found[0].lineno)
+        frame = frame.f_back
+    return ""
+
+
 def _loops_around(frame: FrameType) -> Iterator[ast.For]:
-    """Yield the loops over ranges whose bodies a frame runs, the innermost first."""
+    """Yield the loops whose bodies a frame runs, the innermost first."""
     tree = parsed(frame.f_code.co_filename)
     if tree is None:
         return

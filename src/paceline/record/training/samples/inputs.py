@@ -6,6 +6,7 @@ from ..observation import Observation
 from ..optimization.models import Model, Models
 from ..user_lines import user_line
 from .contents import sample_checksums
+from .epochs import shuffle_line
 from .loaders import Loaders
 
 MAX_BATCHES = 256
@@ -65,6 +66,7 @@ class Inputs:
             drops_last=False,
             workers=0,
             passes=[PassFacts(0, Phase.TRAINING, line, None, 0, None, False, 0)],
+            sampler_seed_line=shuffle_line(),
         )
         self._observation.facts.loaders.append(loader)
         return loader

@@ -222,8 +222,7 @@ class Loaders:
 
     def note_step(self) -> None:
         """Note an optimizer step."""
-        last = self.last
-        if last is not None and not last.first_group and last.facts.phase == Phase.TRAINING:
+        if (last := self.last) and not last.first_group and last.facts.phase == Phase.TRAINING:
             last.first_group = max(last.returned - (last.ahead is not None), 1)
 
     @property
@@ -232,7 +231,9 @@ class Loaders:
         last = self.last
         if last is None:
             return False
-        is_returned = last.loader.is_iterable or last.returned >= len(last.indices)
+        is_returned = last.returned >= len(last.indices)
+        if last.loader.is_iterable:  # without a length, libraries read one batch ahead
+            is_returned = last.loader.dataset_length is not None
         return last.is_at_end or (last.is_stopped and is_returned)
 
     # Indices
@@ -329,11 +330,13 @@ class Loaders:
             if self._skipped_s + time.monotonic() - start > SKIPPING_S:
                 break
             try:
-                batch = fetch(iterator)
+                after = fetch(iterator)
             except StopIteration:
                 opened.facts.is_read = True
                 break
             opened.facts.skipped += 1
+            opened.facts.skipped_samples += samples_in(batch)
+            batch = after
         self._skipped_s += time.monotonic() - start
         opened.is_stopped = True
         return batch

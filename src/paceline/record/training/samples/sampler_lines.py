@@ -8,7 +8,8 @@ from typing import Any
 from ..user_lines import is_users_file, place
 
 _SEEDS = {"manual_seed", "seed", "default_rng", "Random", "RandomState"}
-_SHUFFLES = {"randperm", "shuffle", "permutation", "sample", "permuted"}
+SHUFFLES = {"randperm", "shuffle", "permutation", "permuted"}
+_SAMPLES = {"sample"}  # which may be a method with another meaning
 _RETURNS = {"RETURN_VALUE", "YIELD_VALUE", "RETURN_GENERATOR"}
 
 
@@ -44,7 +45,7 @@ def stream_lines(dataset: Any) -> dict[str, Any]:
         code = _code(kind, name)
         if code is None:
             continue
-        if any(one.argval in _SHUFFLES - {"sample"} for one, _ in _instructions(code)):
+        if any(one.argval in SHUFFLES for one, _ in _instructions(code)):
             return _order_line(code)
         names += [x for x in code.co_names if x not in seen and _code(kind, x) is not None]
     return {}
@@ -62,7 +63,7 @@ def _order_line(code: CodeType) -> dict[str, Any]:
     for one, line in _instructions(code):
         if one.argval in _SEEDS and "LOAD" in one.opname:
             seeds.append(line)
-        elif one.argval in _SHUFFLES and "LOAD" in one.opname:
+        elif one.argval in SHUFFLES | _SAMPLES and "LOAD" in one.opname:
             shuffles.append(line)
     first = (seeds or shuffles)[:1]
     return {"sampler_seed_line": place(code.co_filename, first[0])} if first else {}

@@ -1,0 +1,63 @@
+"""Find tensors in the script's objects that may be states of the training: queues, centers, sums.
+
+Models, their averaged copies and datasets are none of these.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Dataset
+
+from ..facts.models import StateFacts
+from ..observation import Observation
+from ..user_lines import user_line
+from .averages import users_variables
+from .models import Models
+
+MIN_ELEMENTS, MAX_ELEMENTS = 4, 1 << 20
+MAX_TENSORS = 8
+
+
+class OwnTensors:
+    """The tensors of this script's objects.
+
+    Args:
+        observation: Receives the facts.
+        models: Make rows of tensors.
+    """
+
+    def __init__(self, observation: Observation, models: Models) -> None:
+        self._observation, self._models = observation, models
+        self.lines: dict[str, list[str]] = {}  # that change a tensor, by name
+        self._watched: dict[str, torch.Tensor] = {}
+
+    def note(self) -> None:
+        """Add the values of all tensors that are found now."""
+        for name, tensor in self._found().items():
+            row = self._models.add_row(tensor)
+            if row is not None:
+                step, rows = self._observation.step, {name: row}
+                state = StateFacts("tensor", name, user_line(), step, rows=rows)
+                state.changed_by = list(self.lines.get(name, []))
+                self._observation.facts.states.append(state)
+
+    def watch(self) -> None:
+        """Find the tensors whose changes are looked at; later calls do nothing."""
+        if not self._watched:
+            self._watched = self._found()
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that are looked at."""
+        yield from self._watched.items()
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, value, owner in users_variables():
+            if owner is None or isinstance(owner, Dataset) or not isinstance(value, torch.Tensor):
+                continue
+            is_state = value.is_floating_point() and not value.requires_grad
+            if is_state and MIN_ELEMENTS <= value.numel() <= MAX_ELEMENTS:
+                found.setdefault(name, value)
+            if len(found) == MAX_TENSORS:
+                break
+        return found
