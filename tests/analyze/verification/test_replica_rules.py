@@ -108,3 +108,12 @@ def test_tensor_that_differs_is_a_question_where_gradients_differ():
     assert [(one.lines[0], one.is_question) for one in asked] == [("train.py:7", True)]
     assert "The tensor queue.keys differs between ranks 0 and 1" in asked[0].text
     assert with_tensor(lambda losses, rank, size, whole: losses.mean()) == []
+
+
+def test_sum_with_other_terms_is_named():
+    def root(losses, rank, size, whole):
+        return losses.sum() + losses.square().sum()  # as the divergence of an autoencoder
+
+    assert only(verified(Training(root=root, sums=True), with_replay=False)).mistake.id == (
+        "loss-summed"
+    )

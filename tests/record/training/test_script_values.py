@@ -9,6 +9,7 @@ import torch
 from paceline.record.training import expressions, user_lines
 from paceline.record.training.expressions import Scope, UnknownValueError, value_of
 from paceline.record.training.optimization.own_schedules import own_schedule
+from paceline.record.training.optimization.schedules import end_of, peak_of
 from paceline.record.training.samples.contents import describe_root
 from paceline.record.training.samples.epochs import epoch_in_loop
 from paceline.record.training.samples.sampler_lines import stream_lines
@@ -151,3 +152,10 @@ def test_line_where_a_stream_shuffles(script):
     found = script(STREAMS)
     assert stream_lines(found["Ordered"]()) == {}
     assert stream_lines(found["Shuffled"]()) == {"sampler_seed_line": "train.py:12"}
+
+
+def test_end_and_peak_of_a_function_of_the_step():
+    warm_up = lambda step: min(step / 5, 1.0) * max(0.0, 1 - step / 50)  # noqa: E731
+    assert (end_of(warm_up), peak_of(warm_up)) == (50, pytest.approx(0.9))
+    falling = lambda step: min(step / 5, 3.0) * 0.9 ** max(0, step - 15)  # noqa: E731
+    assert peak_of(falling) == 3.0

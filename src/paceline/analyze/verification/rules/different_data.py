@@ -20,7 +20,7 @@ def different_data(view: View) -> Iterator[Finding]:
     if view.size < 2 or view.is_model_parallel:
         return
     for stream in view.training:
-        if len(stream.loaders) < view.size or not _is_divided(stream):
+        if len(stream.loaders) < view.size or not _is_divided(stream) or _draws(view, stream):
             continue
         columns, pairs = _different_columns(stream)
         if not columns:
@@ -50,6 +50,15 @@ def _is_divided(stream: Stream) -> bool:
         and len({(one.dataset, one.dataset_length) for one in stream.loaders.values()}) == 1
         and all(one.subset is None for one in stream.loaders.values())
         and stream.is_split_by_sampler()
+    )
+
+
+def _draws(view: View, stream: Stream) -> bool:
+    """Return whether samples are read with random numbers: a cache may keep what they were."""
+    return any(
+        one.has_drawn and one.place == "fetch" and one.loader == stream.loaders[rank].key
+        for rank in stream.loaders
+        for one in view.ranks[rank].draws
     )
 
 

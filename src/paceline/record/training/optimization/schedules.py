@@ -146,7 +146,7 @@ class Schedules:
                 if x.optimizer == known.key
             ]
             lengths, lines = {SCHEDULE_END: [end]}, known.rate_lines[:1]
-            peaks = [max(own.rate(step) for step in range(end + 1))]
+            peaks = [peak_of(own.rate)]
             facts = ScheduleFacts(own.name, own.line, known.key, lengths, lines, steps, peaks)
             self._observation.facts.schedules.append(facts)
 
@@ -235,6 +235,17 @@ def end_of(function: Callable[[int], Any]) -> int:
     return 0
 
 
+def peak_of(function: Callable[[int], Any]) -> float:
+    """Return the value of a function of the step from which on it becomes smaller."""
+    largest = float(function(0))
+    for step in range(1, MAX_LENGTH):
+        value = float(function(step))
+        if value < largest * (1 - SAME):
+            break
+        largest = value
+    return largest
+
+
 def _peaks(schedule: Any) -> list[float]:
     """Return the largest learning rate of parameter groups, as far as it is known.
 
@@ -244,9 +255,7 @@ def _peaks(schedule: Any) -> list[float]:
     if all("max_lr" in group for group in groups):
         return [float(group["max_lr"]) for group in groups]
     bases, functions = getattr(schedule, "base_lrs", []), vars(schedule).get("lr_lambdas")
-    if not functions or not bases or not (end := end_of(functions[0])):
-        return []
-    return [float(bases[0]) * max(float(functions[0](step)) for step in range(end + 1))]
+    return [float(bases[0]) * peak_of(functions[0])] if functions and bases else []
 
 
 def _numbers(schedule: Any) -> dict[str, float]:

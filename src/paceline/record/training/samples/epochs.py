@@ -4,28 +4,40 @@ import ast
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from ..expressions import UnknownValueError, parsed, value_of, variable
 from ..user_lines import is_users_file, place
 from .sampler_lines import SHUFFLES
 
 _RANGES = ("range", "trange")
+_LIGHTNING = "/pytorch/loops/fit_loop.py"
 _WRAPPERS = ("tqdm", "tqdm.tqdm", "track")  # of a range
 
 
 def epoch_in_loop() -> tuple[int, int]:
     """Return position and length of the innermost loop over a range that runs now.
 
-    Loops over numbers of which the script's functions on this thread's stack are in; (-1, 0) if
-    there is none, or its numbers are not known.
+    Such loops are those of the script's functions on this thread's stack, and Lightning's epochs.
+    (-1, 0) if there is none, or its numbers are not known.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        if frame.f_code.co_filename.endswith(_LIGHTNING):
+            return _position_in_lightning(frame)
         if is_users_file(frame.f_code.co_filename):
             for loop in _loops_around(frame):
                 if (found := _position(loop, frame)) is not None:
                     return found
         frame = frame.f_back
+    return -1, 0
+
+
+def _position_in_lightning(frame: FrameType) -> tuple[int, int]:
+    loop: Any = frame.f_locals.get("self")
+    epochs, epoch = getattr(loop, "max_epochs", None), getattr(loop, "epoch_progress", None)
+    if isinstance(epochs, int) and epochs > 0 and epoch is not None:
+        return int(epoch.current.processed), epochs
     return -1, 0
 
 

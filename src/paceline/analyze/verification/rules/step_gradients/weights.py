@@ -164,7 +164,7 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     backwards = one.step.backwards[0]
     if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
         # One process would sum over the samples of all ranks, too. A scale by hand is in both.
-        return one.factor * (1.0 if ours is None else ours), True
+        return one.factor * _scale_by_hand(one), True
     if ours is not None and theirs is not None and theirs > 0:
         return one.multiple * ours / theirs, True
     if ours is not None:
@@ -183,6 +183,14 @@ def _weight(one: Exchange) -> float | None:
     found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
     known = [value for value in found if value is not None]
     return float(np.mean(known)) if len(known) == len(found) else None
+
+
+def _scale_by_hand(one: Exchange) -> float:
+    """Return the number by which all ranks multiply their losses; 1 if other terms are added."""
+    found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
+    known = [value for value in found if value is not None]
+    is_scale = len(known) == len(found) and max(known) - min(known) <= EXACT * abs(known[0])
+    return known[0] if is_scale else 1.0
 
 
 def _replayed_weight(view: View, one: Exchange) -> float | None:
@@ -241,8 +249,7 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
 def _too_small(view: View, one: Exchange) -> Finding:
     n, step = view.size, one.step
     of_sum = any(b.reduction in SUMS and _is_plain_sum(b) for b in step.backwards[0])
-    weight = _weight(one) if of_sum else None
-    is_sum = weight is not None and is_near(one.multiple * weight, 1.0)
+    is_sum = of_sum and is_near(one.multiple * _scale_by_hand(one), 1.0)
     if is_sum or (is_near(one.multiple, 1.0) and _is_like_alone(view, one)):
         return Finding(
             MISTAKES["loss-summed"],
