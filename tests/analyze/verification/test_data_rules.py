@@ -21,10 +21,10 @@ def with_contents(content, **changes):
 def test_features_that_each_rank_draws_for_itself_are_named():
     (one,) = with_contents(lambda rank, epoch, at: (1000 * rank + at, at % 3))
     assert one.mistake.id == "different-random-numbers"
-    assert "other tensors 1 of 2 on each rank" in one.text
+    assert "differ between the ranks in number 1 of 2 tensors: in" in one.text
     assert one.lines == [LOADER, LOOP]
     (one,) = with_contents(lambda rank, epoch, at: (1000 * rank + at, 500 * rank + at % 3))
-    assert "other contents on each rank" in one.text
+    assert "differ between the ranks: in" in one.text
 
 
 def test_augmentation_is_no_other_data():

@@ -26,13 +26,13 @@ def different_data(view: View) -> Iterator[Finding]:
         if not columns:
             continue
         count = len(stream.first.batches[0].contents)
-        what = "contents" if len(columns) == count else f"tensors {_numbers(columns)} of {count}"
+        where = "" if len(columns) == count else f" in {_numbers(columns)} of {count} tensors"
         generators = ("torch", "numpy", "python")
         seeds = [line for one in generators for line in view.seed_lines(one, are_equal=False)]
         yield Finding(
             MISTAKES["different-random-numbers"],
             unique([*seeds[:1], *stream.lines]),
-            f"The samples of {stream.first.loader.dataset} have other {what} on each rank: in "
+            f"The samples of {stream.first.loader.dataset} differ between the ranks{where}: in "
             f"{pairs} of {pairs} cases in which two ranks read the same position, while each rank "
             "reads a position alike in all epochs. The sampler divides the dataset as if it were "
             "the same on all ranks.",
@@ -82,4 +82,4 @@ def _different_columns(stream: Stream) -> tuple[list[int], int]:
 
 
 def _numbers(columns: list[int]) -> str:
-    return " and ".join(str(at + 1) for at in columns)
+    return " and ".join(f"number {at + 1}" for at in columns)
