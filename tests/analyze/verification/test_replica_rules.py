@@ -111,9 +111,11 @@ def test_tensor_that_differs_is_a_question_where_gradients_differ():
 
 
 def test_sum_with_other_terms_is_named():
-    def root(losses, rank, size, whole):
-        return losses.sum() + losses.square().sum()  # as the divergence of an autoencoder
+    for weight in (1.0, 3e-3):  # as the divergence of an autoencoder
 
-    assert only(verified(Training(root=root, sums=True), with_replay=False)).mistake.id == (
-        "loss-summed"
-    )
+        def root(losses, rank, size, whole, weight=weight):
+            return losses.sum() + weight * losses.square().sum()
+
+        for with_replay in (False, True):
+            runs = verified(Training(root=root, sums=True), with_replay)
+            assert only(runs).mistake.id == "loss-summed"

@@ -18,6 +18,7 @@ MEASURED = 0.02  # the same of gradients, with their rounding
 LOOSE = 0.15  # the same of losses of models that draw random numbers
 PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
 SUMS = ("sum", "none")  # reductions whose value is known as the sum over the elements
+SAME_SCALE = 1e-5  # relative difference of factors that a script multiplies losses by
 RARE = 0.5  # of the steps: more often, batches differ on purpose
 
 
@@ -189,7 +190,7 @@ def _scale_by_hand(one: Exchange) -> float:
     """Return the number by which all ranks multiply their losses; 1 if other terms are added."""
     found = [loss_weight(backwards[-one.last :]) for backwards in one.step.backwards]
     known = [value for value in found if value is not None]
-    is_scale = len(known) == len(found) and max(known) - min(known) <= EXACT * abs(known[0])
+    is_scale = len(known) == len(found) and max(known) - min(known) <= SAME_SCALE * abs(known[0])
     return known[0] if is_scale else 1.0
 
 
