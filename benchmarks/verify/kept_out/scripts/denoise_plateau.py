@@ -83,14 +83,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images-per-rank", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--to", type=Path, default=Path("denoiser.pt"))
     args = parser.parse_args()
     dist.init_process_group("gloo")
 
     torch.manual_seed(15)
     model = DDP(Denoiser())
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.8)
+    optimizer = torch.optim.Adam(model.parameters(), args.lr)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, factor=0.3, patience=0, threshold=0.3
     )

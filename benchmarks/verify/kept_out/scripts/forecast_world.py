@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.02, help="tuned for a batch of 12")
+    parser.add_argument("--lr", type=float, default=0.1, help="tuned for a batch of 12")
     args = parser.parse_args()
 
     world = paceline.init(seed=6)
