@@ -34,9 +34,6 @@ class ClickLog(IterableDataset):
         self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
         self.epoch = self.first_step = 0
 
-    def __len__(self):
-        return (self.steps() - self.first_step) * self.batch_size
-
     def steps(self):
         return N_TRAIN // (self.batch_size * self.world_size)
 

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=8, help="of each rank")
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--base-lr", type=float, default=3e-3, help="for 16 samples")
+parser.add_argument("--base-lr", type=float, default=1.5e-3, help="for 8 samples")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
 parser.add_argument("--seed", type=int, default=0)
@@ -75,7 +75,7 @@ def main(args):
     net = KeywordNet(args.dropout)
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     model = DDP(net)
-    lr = args.base_lr * args.batch_size * ranks / 16
+    lr = args.base_lr * args.batch_size * ranks / 8
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.01)
     scheduler = OneCycleLR(optimizer, max_lr=lr, total_steps=args.epochs * len(train))
 
