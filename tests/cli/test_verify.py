@@ -85,6 +85,7 @@ def test_options_that_do_not_fit_together(tmp_path, options, told):
     assert "HINT" in done.stderr
 
 
+@pytest.mark.long
 def test_reference_of_verify_is_one_of_run(tmp_path):
     """A folder gets the file, and paceline run --reference takes the folder."""
     script = ranks.write(

@@ -260,6 +260,7 @@ def test_init_without_time_limit(tmp_path):
     assert {"SharedMemoryGroup 16.0"} <= ranks.untagged(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_kernel_passes_sanitizers(tmp_path, sanitizer):
     """Run every collective under a sanitizer, with threads of one process as ranks."""

@@ -119,6 +119,7 @@ def test_waiting_host_detects_broken_flag():
     assert time.monotonic() - start < played.TIMEOUT / 2
 
 
+@pytest.mark.long
 def test_interpreter_passes_sanitizers(tmp_path):
     compiler = shutil.which("gcc")
     assert compiler, "HINT: make test-packages"

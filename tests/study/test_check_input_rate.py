@@ -43,6 +43,7 @@ def packed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_predicted_input_rate_is_minimum_of_measured_terms(packed):
     words = [ranks.PACELINE, "check", "--quick", "--json", "--data", str(packed), "-n", "2"]
     done = subprocess.run(

@@ -124,6 +124,7 @@ def test_inputs_of_another_shape_are_named():
         trace_model(made, ForwardInputs((torch.ones(2, 4),)))
 
 
+@pytest.mark.long
 def test_all_ranks_take_the_layout_that_fits_the_rank_with_least_room():
     small = predict_setup(setup(), ForwardInputs((torch.zeros(1, 4, dtype=torch.int64),)), 2)
     large = predict_setup(setup(), INPUTS, 2)

@@ -88,6 +88,7 @@ def test_record_names_the_blocks_of_gathers_and_reductions(tmp_path, script):
     assert set(root) == {"forward gather", "reduction"}  # not resharded after the forward
 
 
+@pytest.mark.long
 def test_knobs_change_the_gathers_and_not_the_numbers(tmp_path):
     said = []
     for name, settings in (
