@@ -1,12 +1,13 @@
 """Rules on gradients: trainings with one mistake, and right ones that look similar."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from paceline.analyze.verification.find import find, judge
-from paceline.record.training.facts.events import CollectiveFacts
+from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
 from paceline.record.training.facts.samples import Phase
 from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, train, verified
 
@@ -55,6 +56,19 @@ def test_sum_of_divided_losses_is_right():
         sums=True,
     )
     assert "gradients-summed" not in ids(verified(by_whole, with_replay=False))
+
+
+def test_loss_weights_of_a_replay_in_parts_are_added():
+    """One rank trained the batches of both ranks one after the other, each with half the weight."""
+    runs = verified(Training())
+    runs.replay.parts = 2
+    # Gradients of models that draw random numbers can't be compared.
+    runs.replay.draws.append(DrawFacts("forward", "torch", None, 0, 0, 0, 1, True, "train.py:1"))
+    for step in runs.replay.steps:
+        (whole,) = step.backwards
+        half = replace(whole, root=whole.root / 2)
+        step.backwards = [replace(half, gradients={}, batches=[]), half]
+    assert "gradients-summed" not in ids(runs)
 
 
 def test_second_division_is_named():

@@ -135,6 +135,53 @@ def test_sharded_model_accumulates_gradients_of_all_backwards(tmp_path):
             assert np.allclose(np.mean(local, axis=0), sum(parts), rtol=1e-4, atol=1e-7)
 
 
+NESTED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Trained(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def forward(self, batches):
+            for (x,) in batches:
+                y = nn.functional.linear(x, self.net.weight, self.net.bias)
+                (y.square().mean() / len(batches)).backward()
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(16, 4)), 4, shuffle=True)
+    held_out = DataLoader(TensorDataset(torch.randn(8, 4)), 4)
+    for epoch in range(3):
+        with torch.no_grad():
+            for (x,) in held_out:
+                model.net(x)
+        batches = iter(loader)
+        for step in range(2):
+            model([next(batches), next(batches)])
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_forward_that_contains_its_backwards(tmp_path):
+    """The loaders draw random numbers, and the forward does not; each backward has one batch."""
+    every, _ = observe(tmp_path, NESTED)
+    for facts in every:
+        assert not [one for one in facts.draws if one.place == "forward" and one.has_drawn]
+        trained = [[one.batches for one in step.backwards] for step in facts.steps]
+        assert trained
+        assert all(len(batches) == 1 for step in trained for batches in step)
+        read = [at for step in trained for (at,) in step]
+        assert len(set(read)) == len(read)
+        assert {facts.batches[at].loader for at in read} == {facts.batches[read[0]].loader}
+
+
 @pytest.mark.long
 def test_printed_numbers_do_not_change(tmp_path):
     """Passes of four batches are not shortened: the observed run prints the same losses."""

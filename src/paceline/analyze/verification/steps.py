@@ -8,7 +8,6 @@ from functools import cached_property
 
 from ...record.training.facts.models import ParameterFacts
 from ...record.training.facts.ranks import RankFacts
-from ...record.training.facts.samples import Phase
 from ...record.training.facts.steps import BackwardFacts, StepFacts
 from .relations import Vectors, add, vectors
 
@@ -124,17 +123,7 @@ class JointStep:
 
 def trained(facts: RankFacts, backward: BackwardFacts) -> list[int]:
     """Return the numbers of a backward's batches without those that were only evaluated."""
-    evaluated = {
-        (loader.key, one.number)
-        for loader in facts.loaders
-        for one in loader.passes
-        if one.phase is Phase.EVALUATION
-    }
-    return [
-        at
-        for at in backward.batches
-        if (facts.batches[at].loader, facts.batches[at].pass_number) not in evaluated
-    ]
+    return facts.without_evaluated(backward.batches)
 
 
 def numel(shape: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """All facts of one rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from .events import (
     SeedFacts,
 )
 from .models import ModelFacts, StateFacts
-from .samples import BatchFacts, LoaderFacts
+from .samples import BatchFacts, LoaderFacts, Phase
 from .steps import OptimizerFacts, ScheduleFacts, StepFacts
 
 
@@ -54,3 +55,14 @@ class RankFacts:
     parts: int = 1
     restores: list[RestoreFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
+
+    def without_evaluated(self, batches: Sequence[int]) -> list[int]:
+        """Return those of some batches (numbers in ``batches``) that were not only evaluated."""
+        evaluated = {
+            (loader.key, one.number)
+            for loader in self.loaders
+            for one in loader.passes
+            if one.phase is Phase.EVALUATION
+        }
+        places = {at: (self.batches[at].loader, self.batches[at].pass_number) for at in batches}
+        return [at for at in batches if places[at] not in evaluated]

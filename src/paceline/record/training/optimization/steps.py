@@ -20,6 +20,7 @@ from ..facts.samples import Phase
 from ..facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
 from ..user_lines import user_line
+from .backward_batches import share_batches
 from .models import Models
 
 _BACKWARD, _STEP = "the backward", "the optimizer step"
@@ -263,7 +264,7 @@ class Steps:
     def _end_step(self, optimizer: Optimizer, step: StepFacts) -> None:
         observation = self._observation
         step.backwards, observation.backwards = observation.backwards, []
-        _share_batches(step.backwards)
+        share_batches(step.backwards, observation.facts)
         step.clips, self._clips = self._clips, []
         lines = observation.change_lines
         step.gradient_lines, step.value_lines = list(lines["gradient"]), list(lines["parameter"])
@@ -362,14 +363,6 @@ class Steps:
         step.scale, step.is_skipped = _scale_of(scaler), True
         self._add_gradients(optimizer, step)
         self._end_step(optimizer, step)
-
-
-def _share_batches(backwards: list[BackwardFacts]) -> None:
-    """Give each backward one batch if as many were fetched at once as backwards followed."""
-    fetched = backwards[0].batches if backwards else []
-    if len(fetched) == len(backwards) > 1 and all(x.batches == fetched for x in backwards):
-        for one, batch in zip(backwards, fetched, strict=True):
-            one.batches = [batch]
 
 
 def _scale_of(scaler: Any) -> float:

@@ -35,7 +35,7 @@ class Draws:
     def __init__(self, observation: Observation, loaders: Loaders) -> None:
         self._observation, self._loaders = observation, loaders
         self._construction: tuple[dict[str, int], str] | None = None  # states and line
-        self._forward: tuple[dict[str, int], str] | None = None  # the same of a running one
+        self._forward: tuple[Model, dict[str, int], str] | None = None  # of a running forward
         # Of a batch: its place, the states when it was returned, those after the last note, the
         # generators that were used, the line of its backward.
         self._loop_place: tuple[int, int, int] | None = None
@@ -161,16 +161,19 @@ class Draws:
         self._loop = None
         self._lines.stop()
         if model.forwards <= MAX_FORWARDS:
-            self._forward = (states, line)
+            self._forward = (model, states, line)
             if model.facts.key in self._drawing_models and not model.is_compiled:
                 self._lines.stop()
                 self._lines.start(("forward", model.facts.key), generator_states)
 
     def after_forward(self, model: Model, output: Any) -> None:
         """Note the states after a forward."""
+        self._end_forward()
+
+    def _end_forward(self) -> None:
         if self._forward is None:
             return
-        (before, line), self._forward = self._forward, None
+        (model, before, line), self._forward = self._forward, None
         self._lines.stop()
         after = generator_states()
         if after != before:
@@ -189,7 +192,8 @@ class Draws:
                 self._lines.start("loop", _states_of_loop)
 
     def before_backward(self) -> None:
-        """Note the states before a backward."""
+        """Note the states before a backward, which a forward may contain (Lightning)."""
+        self._end_forward()
         if self._loop_place is not None:
             self._lines.stop()
             self._compare_loop(_states_of_loop())

@@ -195,8 +195,13 @@ def _scale_by_hand(one: Exchange) -> float:
 
 
 def _replayed_weight(view: View, one: Exchange) -> float | None:
-    step = view.replay.step(one.step)
-    return None if step is None or not step.backwards else _of_step(step, one.last)
+    step, replay = view.replay.step(one.step), view.runs.replay
+    if step is None or not step.backwards:
+        return None
+    parts = replay.parts if replay is not None else 1
+    if parts > 1:  # of each batch: their gradients are added, and only the last one has them
+        return loss_weight(step.backwards[-one.last * parts :])
+    return _of_step(step, one.last)
 
 
 def _of_step(step: StepFacts, last: int) -> float | None:
