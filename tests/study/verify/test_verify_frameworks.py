@@ -11,9 +11,9 @@ from paceline.study.verify.verify import run_verification
 SCRIPTS = Path(__file__).parents[3] / "benchmarks" / "verify" / "open_half" / "scripts"
 
 
-def verify(tmp_path, monkeypatch, name):
+def verify(tmp_path, monkeypatch, name, edit=("", "")):
     script = tmp_path / "train.py"
-    script.write_text((SCRIPTS / f"{name}.py").read_text())
+    script.write_text((SCRIPTS / f"{name}.py").read_text().replace(*edit))
     monkeypatch.chdir(tmp_path)
     request = ScriptRequest(str(script), [], options=["--threads", "1"], ranks=2)
     runs = run_verification(request, lambda _: None)
@@ -34,3 +34,13 @@ def test_training_of_a_framework_is_compared_with_one_process(tmp_path, monkeypa
     assert seen.replayed == seen.steps == 18
     assert all(difference < 1e-4 for difference, _ in seen.differences.values())
     assert not seen.notes
+
+
+@pytest.mark.long
+def test_metric_that_lightning_does_not_combine_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    edit = ("self.val_mse, on_epoch", "nn.functional.mse_loss(self(x), y), on_epoch")
+    _, found, _ = verify(tmp_path, monkeypatch, "tabular_lightning", edit)
+    (one,) = [one for one in found if not one.is_question]
+    assert one.mistake.id == "metric-of-one-rank"
+    assert "logged without sync_dist" in one.text

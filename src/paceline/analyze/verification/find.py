@@ -7,6 +7,7 @@ from .mistakes import Finding
 from .rules import (
     checkpoints,
     different_data,
+    logged_metrics,
     outputs,
     printed_losses,
     random_numbers,
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     states.batch_norm_differs,
     states.differ,
     validation.coverage,
+    logged_metrics.logged_metric_of_one_rank,
     outputs.metric_of_one_rank,
     checkpoints.written_by_all,
     checkpoints.incomplete,

@@ -16,6 +16,7 @@ from .facts.events import (
     CollectiveFacts,
     DrawFacts,
     FileFacts,
+    MetricFacts,
     OperatorFacts,
     OutputFacts,
     RestoreFacts,
@@ -75,6 +76,7 @@ _NESTED: dict[tuple[type, str], type] = {
     (RankFacts, "files"): FileFacts,
     (RankFacts, "seeds"): SeedFacts,
     (RankFacts, "restores"): RestoreFacts,
+    (RankFacts, "metrics"): MetricFacts,
     (RankFacts, "operators"): OperatorFacts,
 }
 

@@ -12,6 +12,7 @@ from ..experiments.survey_end import SurveyEnd
 from ..ring.launcher_messages import notify, send_to_launcher
 from .exchanges.collectives import Collectives
 from .exchanges.files import Files
+from .exchanges.logged_metrics import LoggedMetrics
 from .exchanges.outputs import Outputs
 from .exchanges.restores import Restores
 from .facts.steps import StepFacts
@@ -84,6 +85,7 @@ class TrainingObserver:
         Collectives(self.observation).install()
         Seeds(self.observation).install()
         Outputs(self.observation).install()
+        LoggedMetrics(self.observation).install()
         Files(self.observation, self.models).install()
         Restores(self.observation, self.steps).install()
         if self.settings.keeps_mib:

@@ -8,6 +8,7 @@ from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Certainty, Finding
 from ..passes import RankPass, Sample, Stream
 from ..view import View, is_reduction, unique
+from .logged_metrics import own_metrics
 from .printed_losses import LOSS, NUMBER, is_printed_by
 
 EVALUATED = re.compile(
@@ -22,6 +23,8 @@ RANK = re.compile(r"\brank\b", re.IGNORECASE)
 
 def metric_of_one_rank(view: View) -> Iterator[Finding]:
     """Find values of a divided validation that are printed before any exchange."""
+    if own_metrics(view):
+        return  # Lightning's are known by name
     for stream in view.evaluation:
         if len(stream.loaders) < view.size or not _is_divided(stream):
             continue

@@ -56,7 +56,7 @@ def resumed_differs(view: View) -> Iterator[Finding]:
                 values={"parameters": len(wrong), "path": file.path},
             )
             return
-    for test in (_fresh_optimizer, _other_rates, _other_update):
+    for test in (_fresh_optimizer, _other_rates, _other_update, _other_average):
         if (found := test(view, resumed, file)) is not None:
             yield found
             return
@@ -155,6 +155,35 @@ def _other_update(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> 
             values={"difference": off[name]},
             remedy="save and load the whole state of the optimizer",
         )
+    return None
+
+
+def _other_average(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
+    """Return a finding if averaged weights of the resumed run differ, and its parameters do not."""
+    for rank, facts in enumerate(resumed):
+        ours = view.ranks[rank]
+        expected = {(x.name, x.step): x for x in ours.states if x.kind == "average"}
+        for state in facts.states:
+            at = file.step + state.step
+            known = expected.get((state.name, at)) if state.kind == "average" else None
+            if known is None or not 0 < state.step <= len(facts.steps) or at > len(ours.steps):
+                continue
+            rows, others = ours.steps[at - 1].parameters, facts.steps[state.step - 1].parameters
+            if not rows or not _are_equal(ours, rows, facts, others):
+                continue
+            if _are_equal(ours, known.rows, facts, state.rows):
+                continue
+            load = load_of(view, resumed, file)
+            return Finding(
+                MISTAKES["checkpoint-incomplete"],
+                unique([load.line if load else "", file.line, state.line]),
+                f"After {state.step} steps of the resumed run, the parameters are those of the "
+                f"run without interruption, and the averaged weights {state.name} are not: they "
+                f"are not saved in {file.path}, or not loaded.",
+                ranks=[] if rank == 0 else [rank],
+                values={"path": file.path},
+                remedy="save and load the state of the averaged weights as well",
+            )
     return None
 
 

@@ -85,6 +85,25 @@ class OutputFacts:
 
 
 @dataclass
+class MetricFacts:
+    """A value that a LightningModule logs.
+
+    Attributes:
+        name: Of the metric.
+        value: On this rank, in this batch.
+        is_reduced: Whether Lightning or the metric itself combines the values of all ranks.
+        line: The line that logs it.
+        phase: Training with gradients, or evaluation without.
+    """
+
+    name: str
+    value: float
+    is_reduced: bool
+    line: str
+    phase: Phase
+
+
+@dataclass
 class FileFacts:
     """A checkpoint that was saved or loaded.
 

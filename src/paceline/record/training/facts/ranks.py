@@ -10,6 +10,7 @@ from .events import (
     CollectiveFacts,
     DrawFacts,
     FileFacts,
+    MetricFacts,
     OperatorFacts,
     OutputFacts,
     RestoreFacts,
@@ -33,6 +34,7 @@ class RankFacts:
         operators: Operators of the first step, in order; empty unless they were traced.
         parts: Maximum number of parts in which a replay trains a global batch.
         restores: Calls that restored states, in order.
+        metrics: Values that Lightning logs, in order.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class RankFacts:
     operators: list[OperatorFacts] = field(default_factory=list)
     parts: int = 1
     restores: list[RestoreFacts] = field(default_factory=list)
+    metrics: list[MetricFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
     def without_evaluated(self, batches: Sequence[int]) -> list[int]:
