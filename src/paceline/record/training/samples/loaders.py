@@ -75,6 +75,7 @@ class Loaders:
         self.has_batches = False  # whether any loader has returned one
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
+        self._skipped_s = 0.0  # in which streams were read to their ends
         # Returns the iterator of a training pass in a replay, None for others: called with the
         # loader and the open pass.
         self.replace: Callable[[Any, OpenPass], Any] | None = None
@@ -340,8 +341,6 @@ class Loaders:
         self._skipped_s += time.monotonic() - start
         opened.is_stopped = True
         return batch
-
-    _skipped_s = 0.0
 
     def _note_batch(self, opened: OpenPass, batch: Any) -> None:
         number, samples = opened.returned, samples_in(batch)
