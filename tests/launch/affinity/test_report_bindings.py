@@ -87,12 +87,13 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
         assert (one["torch"], one["omp"]) == (1, "1")
         cells = row(said, rank)
         assert cells[4] == str(rank)
-        assert cells[-3:] == ["1", "on", "same"]  # "cores" is in the next line
+        assert " ".join(cells).removesuffix(" cores").endswith("1 on same")  # or the next line
     assert re.search(r"socket 0 +NUMA 0 +01\b", said)
     assert "not to the planned cores" not in said
 
 
 @two_cores
+@pytest.mark.alone  # bindings are read 10 s after the start if no step is recorded until then
 def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
