@@ -64,6 +64,7 @@ def script(tmp_path):
     return ranks.write(tmp_path, TRAIN)
 
 
+@pytest.mark.long
 def test_slow_loader_is_reported_without_changing_files(script, monkeypatch, tmp_path):
     monkeypatch.setattr(ladder, "REPETITIONS", (2, 2))
     monkeypatch.chdir(tmp_path)

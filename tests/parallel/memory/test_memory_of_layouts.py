@@ -50,6 +50,7 @@ def test_copies_have_no_data_and_the_original_stays_unchanged():
     assert "forward" not in vars(original.model.encoder.layers[0])  # not recomputed
 
 
+@pytest.mark.long
 def test_prediction_is_within_5_percent_of_the_measured_peak():
     def build():
         made = setup()
