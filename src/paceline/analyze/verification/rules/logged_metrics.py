@@ -28,7 +28,7 @@ def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
         f"samples of its own ({first} is {told}). What rank 0 prints, logs and compares is the "
         "value of its own samples, and checkpoints and early stopping may differ between ranks.",
         values={"metrics": len(names), "rank 0": values[0][number], "rank 1": values[1][number]},
-        remedy="self.log(..., sync_dist=True), or a metric of torchmetrics",
+        remedy="log them with self.log(..., sync_dist=True), or use metrics of torchmetrics",
     )
 
 
