@@ -24,6 +24,9 @@ def test_metric_that_is_logged_without_sync_dist_is_named():
     assert one.mistake.id == "metric-of-one-rank"
     assert one.lines == ["train.py:30"]
     assert "val_loss is 0.75 on rank 0 and 0.5 on rank 1" in one.text
+    assert [x.mistake.id for x in find(logged([0.75, float("nan")])) if not x.is_question] == [
+        "metric-of-one-rank"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ def test_metric_that_is_logged_without_sync_dist_is_named():
     [
         logged([0.75, 0.5], is_reduced=True),
         logged([0.75, 0.75]),  # combined by hand
+        logged([float("nan"), float("nan")]),
         logged([0.75, 0.5], phase=Phase.TRAINING),
     ],
 )

@@ -43,4 +43,4 @@ def test_metric_that_lightning_does_not_combine_is_named(tmp_path, monkeypatch):
     _, found, _ = verify(tmp_path, monkeypatch, "tabular_lightning", edit)
     (one,) = [one for one in found if not one.is_question]
     assert one.mistake.id == "metric-of-one-rank"
-    assert "logged without sync_dist" in one.text
+    assert "without sync_dist" in one.text

@@ -1,7 +1,9 @@
 """Metrics of a validation that Lightning logs with the value of each rank."""
 
+import math
 from collections.abc import Iterator
 
+from ....record.training.facts.events import MetricFacts
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding
@@ -15,26 +17,27 @@ def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
     names = own_metrics(view)
     if not names:
         return
-    first, facts = names[0], view.ranks[0]
+    first = names[0]
     values = [_values(one, first) for one in view.ranks]
     number = next(at for at, each in enumerate(zip(*values, strict=False)) if not _agree(each))
-    logged = [one.line for one in facts.metrics if one.name in names]
-    printed = [one.line for one in facts.outputs if any(name in one.text for name in names)]
-    told = " and ".join(f"{each[number]:.4g} on rank {r}" for r, each in enumerate(values[:2]))
+    logged = [one.line for one in _evaluated(view.ranks[0]) if one.name in names]
+    printed = [one.line for one in view.ranks[0].outputs if any(name in one.text for name in names)]
+    ours, theirs = values[0][number], values[1][number]
     yield Finding(
         MISTAKES["metric-of-one-rank"],
         unique([*logged, *printed]),
-        f"{listed(names)}: logged without sync_dist in the validation, where each rank evaluates "
-        f"samples of its own ({first} is {told}). What rank 0 prints, logs and compares is the "
-        "value of its own samples, and checkpoints and early stopping may differ between ranks.",
-        values={"metrics": len(names), "rank 0": values[0][number], "rank 1": values[1][number]},
+        f"The validation logs {listed(names)} without sync_dist, and each rank evaluates its own "
+        f"samples: {first} is {ours:.4g} on rank 0 and {theirs:.4g} on rank 1. Rank 0 prints and "
+        "logs the value of its own samples. Checkpoints and early stopping may differ between "
+        "ranks.",
+        values={"metrics": len(names), "rank 0": ours, "rank 1": theirs},
         remedy="log them with self.log(..., sync_dist=True), or use metrics of torchmetrics",
     )
 
 
 def own_metrics(view: View) -> list[str]:
     """Return the metrics of a validation whose values no rank combines with those of others."""
-    logged = [one for one in view.ranks[0].metrics if one.phase is Phase.EVALUATION]
+    logged = _evaluated(view.ranks[0])
     reduced = {one.name for one in logged if one.is_reduced}
     names = unique([one.name for one in logged if one.name not in reduced])
     return [
@@ -45,9 +48,15 @@ def own_metrics(view: View) -> list[str]:
     ]
 
 
+def _evaluated(facts: RankFacts) -> list[MetricFacts]:
+    return [one for one in facts.metrics if one.phase is Phase.EVALUATION]
+
+
 def _values(facts: RankFacts, name: str) -> list[float]:
-    return [one.value for one in facts.metrics if one.name == name]
+    return [one.value for one in _evaluated(facts) if one.name == name]
 
 
 def _agree(values: tuple[float, ...]) -> bool:
-    return all(abs(one - values[0]) <= SAME * abs(values[0]) for one in values[1:])
+    if any(map(math.isnan, values)):
+        return all(map(math.isnan, values))
+    return all(math.isclose(one, values[0], rel_tol=SAME) for one in values)

@@ -82,17 +82,7 @@ def _printed_after(
     if not positions:
         return None
     start, end = positions[0], positions[-1]
-    evaluated = {
-        (loader.key, one.number)
-        for loader in facts.loaders
-        for one in loader.passes
-        if one.phase is Phase.EVALUATION
-    }
-    after = [
-        at
-        for at, b in enumerate(facts.batches)
-        if at > end and (b.loader, b.pass_number) not in evaluated
-    ]
+    after = facts.without_evaluated(range(end + 1, len(facts.batches)))
     limit = after[0] if after else len(facts.batches)
     before = [one.collectives for one in facts.outputs if one.batches <= start]
     reduced = [
