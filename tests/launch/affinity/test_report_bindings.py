@@ -14,7 +14,10 @@ import ranks
 
 from paceline.cluster.binding.binding_plan import RankBinding
 from paceline.cluster.binding.process_affinity import read_process
-from paceline.launch.affinity.report_bindings import report_host
+from paceline.launch.affinity import report_bindings
+from paceline.launch.affinity.report_bindings import BindingsReport, report_host
+from paceline.launch.layout import Seat
+from paceline.launch.monitor.progress import ProgressReport
 from paceline.report.terminal.bindings import render
 
 BOTH = {0, 1} <= os.sched_getaffinity(0)
@@ -73,8 +76,8 @@ def train(folder, options, *, before=(), number=2, more="pass", **env):
 
 
 def row(said, rank):
-    """Return the cells of a rank's row in the table of bindings."""
-    return re.search(rf"^{rank} .*$", said, re.M)[0].split()
+    """Return the cells of a rank's row in the last table of bindings."""
+    return re.findall(rf"^{rank} .*$", said, re.M)[-1].split()
 
 
 @two_cores
@@ -93,7 +96,6 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
 
 
 @two_cores
-@pytest.mark.alone  # bindings are read 10 s after the start if no step is recorded until then
 def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
@@ -157,6 +159,35 @@ def test_auto_binding_under_slurm(hosts, slurm, shared_folder):
     assert [one["rank"] for one in found] == [[0], [1], [0], [1]]
     assert [row(said, rank)[1] for rank in range(4)] == ["host1", "host1", "host2", "host2"]
     assert [row(said, rank)[4] for rank in range(4)] == ["0", "1", "0", "1"]
+
+
+class SlowHost:
+    """A host whose ranks have not trained yet."""
+
+    name, stepped = "host1", False
+
+    def progress(self):
+        return ProgressReport(has_stepped=self.stepped)
+
+    def bindings(self):
+        return report_host([RankBinding(cpus=(), threads=1)], {0: (os.getpid(), 0)})
+
+
+def test_report_before_the_first_step_is_repeated_after_it(monkeypatch):
+    host, said = SlowHost(), []
+    report = BindingsReport(said.append)
+    monkeypatch.setattr(report_bindings, "EVERY_SECONDS", 0.0)
+    report.check([host], [Seat(0, 0, 0)])
+    assert said == []
+    monkeypatch.setattr(report_bindings, "EARLY_SECONDS", 0.0)
+    for _ in range(2):
+        report.check([host], [Seat(0, 0, 0)])
+    assert ["Bindings before the first step" in text for text in said] == [True]
+    host.stepped = True
+    for _ in range(2):
+        report.check([host], [Seat(0, 0, 0)])
+    report.end()
+    assert ["Bindings reported by the kernel" in text for text in said] == [False, True]
 
 
 def test_ended_rank_is_reported_as_missing_from_binding_table():

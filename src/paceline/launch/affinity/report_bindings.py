@@ -17,7 +17,7 @@ from ...cluster.topology.visible_gpus import visible_devices
 from ..layout import Seat
 from ..monitor.progress import ProgressReport
 
-UNRECORDED_SECONDS = 10.0  # after the start, if the script records no steps
+EARLY_SECONDS = 10.0  # after the start: a first report, if no step has been recorded by then
 # Between two polls; one interval after the first step, loader workers and threads exist.
 EVERY_SECONDS = 0.25
 
@@ -105,35 +105,43 @@ def _gpu(place: RankBinding, names: Sequence[str]) -> str:
 
 
 class BindingsReport:
-    """The report of the bindings, printed once, after the ranks have begun to train."""
+    """The report of the bindings, printed after the first step.
+
+    A script that records no steps, or starts slowly, gets a report after EARLY_SECONDS. It is
+    repeated after the first step, because threads and loader workers may have started since.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._begun = self._looked = time.monotonic()
         self._stepped: float | None = None
-        self._told = False
+        self._early = self._told = False
 
     def check(self, hosts: Sequence[Host], seats: Sequence[Seat]) -> None:
-        """Print the report if it is due: after the first step, or after UNRECORDED_SECONDS."""
+        """Print the report if it is due: after the first step, and after EARLY_SECONDS without."""
         now = time.monotonic()
         if self._told or now - self._looked < EVERY_SECONDS:
             return
         self._looked = now
         if self._stepped is None and all(host.progress().has_stepped for host in hosts):
             self._stepped = now
-        waited = self._stepped is not None and now - self._stepped >= EVERY_SECONDS
-        if not (waited or now - self._begun > UNRECORDED_SECONDS):
+        if self._stepped is not None:
+            self._told = now - self._stepped >= EVERY_SECONDS
+            due = self._told
+        else:
+            due = not self._early and now - self._begun > EARLY_SECONDS
+            self._early = self._early or due
+        if not due:
             return
-        self._told = True
         from ...report.terminal.bindings import render
 
         used = sorted({seat.host for seat in seats})
         told = [(hosts[number].name, hosts[number].bindings()) for number in used]
-        self._say(render(told, len(seats)))
+        self._say(render(told, len(seats), stepped=self._told))
 
     def end(self) -> None:
         """Print a message if the ranks ended before the report."""
-        if not self._told:
+        if not (self._told or self._early):
             self._say(
                 "paceline: --report-bindings: the ranks ended before their bindings were read, "
                 "half a second after the first step. HINT: run more steps\n"

@@ -23,17 +23,19 @@ _EVERY = 8  # cores in a drawing between two gaps
 Host = tuple[str, dict[str, Any]]
 
 
-def render(hosts: Sequence[Host], ranks: int) -> str:
+def render(hosts: Sequence[Host], ranks: int, *, stepped: bool = True) -> str:
     """Return the table and the drawings as text.
 
     Args:
         hosts: Name of each host, and the result of ``launch.affinity.report_bindings.report_host``.
         ranks: Number of ranks of the job. Ranks that no host reports have ended.
+        stepped: Whether the ranks have begun to train. Until then, threads and loader workers may
+            be missing.
     """
     width = max(80, min(160, shutil.get_terminal_size((100, 24)).columns))
     console = PlainConsole(width=width, file=None, force_terminal=None, stderr=True)
     with console.capture() as taken:
-        console.print(_table(hosts))
+        console.print(_table(hosts, stepped))
         seen: dict[tuple[str, ...], list[str]] = {}
         for name, told in hosts:
             seen.setdefault(tuple(draw_host(told)), []).append(name)
@@ -53,8 +55,9 @@ def render(hosts: Sequence[Host], ranks: int) -> str:
     return taken.get()
 
 
-def _table(hosts: Sequence[Host]) -> Table:
-    table = Table(box=None, pad_edge=False, title="Bindings reported by the kernel")
+def _table(hosts: Sequence[Host], stepped: bool) -> Table:
+    title = "Bindings reported by the kernel" if stepped else "Bindings before the first step"
+    table = Table(box=None, pad_edge=False, title=title)
     for heading in ("rank", "node", "socket", "NUMA", "hardware threads", "GPU", "network"):
         table.add_column(heading)
     for heading in ("memory", "threads", "workers"):
