@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 HALVES = {
-    "open": (HERE / "open_half", HERE / "formerly_kept_out"),
+    "open": (HERE / "open_half", HERE / "first_kept_out", HERE / "second_kept_out"),
     "kept-out": (HERE / "kept_out",),
 }
 MARK = re.compile(r"[ \t]*# <mistake>[ \t]*$")
