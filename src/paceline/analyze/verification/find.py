@@ -6,20 +6,17 @@ from .compared import Compared, compared
 from .mistakes import Finding
 from .rules import (
     checkpoints,
-    different_data,
     logged_metrics,
     outputs,
     printed_losses,
     random_numbers,
     replicas,
     resumes,
-    sample_contents,
-    samples,
     schedule_epochs,
     schedules,
     states,
-    validation,
 )
+from .rules.samples import contents, coverage, different_data, epochs, validation
 from .rules.step_gradients import clipping, not_exchanged, weights, whole_gradient
 from .runs_facts import VerifyRuns
 from .view import View
@@ -31,13 +28,15 @@ RULES: tuple[Rule, ...] = (
     replicas.start_different,
     not_exchanged.not_exchanged,
     not_exchanged.one_rank_only,
-    samples.same_samples,
-    sample_contents.same_without_loader,
+    epochs.same_samples,
+    contents.same_without_loader,
     random_numbers.different_split,
     different_data.different_data,
-    samples.repeated_or_missing,
-    samples.epoch_not_set,
-    sample_contents.same_order,
+    epochs.repeated_or_missing,
+    coverage.never_trained,
+    epochs.epoch_not_set,
+    contents.same_order,
+    contents.kept_batches,
     weights.exchanged_weight,
     weights.accumulation,
     weights.uneven,
@@ -55,8 +54,10 @@ RULES: tuple[Rule, ...] = (
     schedules.schedule_unit,
     states.drawn_buffers,
     states.batch_norm_differs,
+    states.evaluated_statistics,
     states.differ,
     validation.coverage,
+    coverage.evaluated,
     logged_metrics.logged_metric_of_one_rank,
     outputs.metric_of_one_rank,
     checkpoints.written_by_all,

@@ -72,8 +72,7 @@ class Replay:
         own = sum(
             facts.batches[at].samples
             for facts in (self._replay, *self._peers)
-            for one in (_step(facts, step.optimizer, step.index) or found).backwards
-            for at in trained(facts, one)
+            for at in _trained(facts, _step(facts, step.optimizer, step.index) or found)
         )
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
@@ -148,6 +147,11 @@ class Replay:
         """Return a step of all ranks of the replay."""
         assert self._replay is not None
         return _joint([self._replay, *self._peers], optimizer, index)
+
+
+def _trained(facts: RankFacts, step: StepFacts) -> set[int]:
+    """Return the batches of a step: several backwards may train the same one."""
+    return {at for one in step.backwards for at in trained(facts, one)}
 
 
 def significant(ours: Vectors, theirs: Vectors) -> list[str]:

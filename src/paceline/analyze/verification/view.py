@@ -13,6 +13,7 @@ from .replay import Replay
 from .runs_facts import VerifyRuns
 from .steps import JointStep, joint_steps, usual_backwards
 
+MOSTLY = 0.5  # of the steps
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
 REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
 
@@ -54,8 +55,13 @@ class View:
 
     @cached_property
     def evaluation(self) -> list[Stream]:
-        """Streams of evaluation batches."""
-        return streams(self.ranks, Phase.EVALUATION)
+        """Streams of evaluation batches.
+
+        A model without gradient that is called in most steps is part of the training (a teacher).
+        """
+        limit = MOSTLY * max((len(one.steps) for one in self.ranks), default=0)
+        every = streams(self.ranks, Phase.EVALUATION)
+        return [x for x in every if x.first.loader.dataset or len(x.passes) <= max(limit, 1)]
 
     @cached_property
     def single(self) -> RankFacts | None:

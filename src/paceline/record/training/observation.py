@@ -47,6 +47,7 @@ class Observation:
         self.scale = 1.0
         self.loss: float | None = None
         self.reduction, self.elements = "", 0  # of the function that has computed it
+        self.class_weight = 0.0
         # Lines that changed gradients since the last step, and parameters, until the next one.
         self.change_lines: dict[str, list[str]] = {"gradient": [], "parameter": []}
         self.is_over = False

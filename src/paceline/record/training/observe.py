@@ -21,6 +21,7 @@ from .optimization.averages import Averages
 from .optimization.change_lines import ChangeLines
 from .optimization.losses import Losses
 from .optimization.models import Models
+from .optimization.norms import Norms
 from .optimization.own_tensors import OwnTensors
 from .optimization.schedules import Schedules
 from .optimization.sharded import ShardedModels
@@ -95,7 +96,9 @@ class TrainingObserver:
         self.models.on_wrapping.append(self.draws.end_construction)
         self.steps.on_optimizer.append(self.draws.end_construction)
         inputs = Inputs(self.observation, self.models, self.loaders)
+        norms = Norms(self.observation, self.models)
         self.models.before_forward += [inputs.before_forward, self.draws.before_forward]
+        self.models.before_forward.append(norms.before_forward)
         self.models.after_forward += [self.draws.after_forward, self.losses.note_output]
         self.loaders.on_batch.append(self.draws.after_batch)
         self.loaders.before_pass += [self.averages.note, self.tensors.note]

@@ -12,6 +12,7 @@ from ..view import View, unique
 SAME = 1e-6  # relative difference of equal learning rates
 SHORT = 0.95  # of an epoch: a schedule of the whole training is not shorter
 DECAYS = ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "MultiStepLR", "LambdaLR")
+CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
 LEAST_RATES = 5  # of the first steps, from which a schedule is continued
 FITTED = 1e-3  # relative difference of rates that are on a line or a cosine
 LARGER = 1.5  # largest rates of a schedule differ a little where they fall between two steps
@@ -93,12 +94,14 @@ def scaling(view: View) -> Iterator[Finding]:
             return
         is_same = _are_equal(largest, 1.0) or _start_equal(view, single, optimizer, other)
         if is_same and growth is not None and growth > 1.01:
-            ours = next((rate for rate in optimizer.initial_rates if rate > 0), ours)
+            cycles = [one.line for one in _cycles(view, optimizer)]
+            if not cycles:
+                ours = next((rate for rate in optimizer.initial_rates if rate > 0), ours)
             yield Finding(
                 MISTAKES["learning-rate-not-scaled"],
-                unique([optimizer.line]),
-                f"The learning rate is {ours:.6g} on one rank and on {n}, with {growth:.3g} times "
-                f"the global batch: is {ours * growth:.6g} wanted?",
+                unique([*cycles, optimizer.line]),
+                f"The {'largest ' * bool(cycles)}learning rate is {ours:.6g} on one rank and on "
+                f"{n}, with {growth:.3g} times the global batch: is {ours * growth:.6g} wanted?",
                 values={"rate": ours, "growth": growth, "scaled": ours * growth},
             )
             return
@@ -260,7 +263,19 @@ def _schedule_lines(view: View, key: int) -> list[str]:
 def _ratios(
     view: View, single: RankFacts, ours: OptimizerFacts, theirs: OptimizerFacts
 ) -> dict[float, tuple[float, float]]:
-    """Return ratios of learning rates with both values: when made, in the same steps, largest."""
+    """Return ratios of learning rates with both values: when made, in the same steps, largest.
+
+    Of a schedule that sets all rates itself, only its largest rates count.
+    """
+    peaks = [
+        (a, b)
+        for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False)
+        if (one.optimizer, two.optimizer) == (ours.key, theirs.key) and one.class_name in CYCLES
+        for a, b in zip(one.peaks, two.peaks, strict=False)
+        if a > 0 and b > 0
+    ]
+    if peaks:
+        return {a / b: (a, b) for a, b in peaks}
     pairs = list(zip(ours.initial_rates, theirs.initial_rates, strict=False))
     by_index = {one.index: one for one in single.steps if one.optimizer == theirs.key}
     for step in view.ranks[0].steps:
@@ -269,9 +284,15 @@ def _ratios(
             pairs += list(zip(step.learning_rates, other.learning_rates, strict=False))
     for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False):
         if (one.optimizer, two.optimizer) == (ours.key, theirs.key):
-            peaks = zip(one.peaks, two.peaks, strict=False)
-            pairs += [(a, b) for a, b in peaks if a > LARGER * b]
+            largest = zip(one.peaks, two.peaks, strict=False)
+            pairs += [(a, b) for a, b in largest if a > LARGER * b]
     return {a / b: (a, b) for a, b in reversed(pairs) if a > 0 and b > 0}
+
+
+def _cycles(view: View, optimizer: OptimizerFacts) -> list[ScheduleFacts]:
+    """Return the schedules of an optimizer that set all rates themselves."""
+    of_optimizer = [one for one in view.ranks[0].schedules if one.optimizer == optimizer.key]
+    return [one for one in of_optimizer if one.class_name in CYCLES and one.peaks]
 
 
 def _start_equal(

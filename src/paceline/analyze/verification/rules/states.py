@@ -13,6 +13,7 @@ from .step_gradients.whole_gradient import differs
 SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
 STATISTICS = ("running_mean", "running_var")
+STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
@@ -69,6 +70,57 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             certainty=Certainty.QUESTION if others or not norms else None,
         )
         return
+
+
+def evaluated_statistics(view: View) -> Iterator[Finding]:
+    """Find a model that is evaluated with other running statistics on each rank."""
+    if view.size < 2 or view.is_model_parallel:
+        return
+    for (kind, name, line, step), states in _on_all_ranks(view).items():
+        if kind != STATISTICS_KIND:
+            continue
+        ours, theirs = states[0], states[1:]
+        off = [
+            row
+            for row in ours.rows
+            for rank, other in enumerate(theirs, 1)
+            if row in other.rows and _are_apart(view, row, ours, other, rank)
+        ]
+        if not off:
+            continue
+        layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in off))
+        yield Finding(
+            MISTAKES["batch-norm-differs"],
+            unique([*ours.changed_by, line]),
+            f"{name} is evaluated after {step} steps with running statistics of {listed(layers)} "
+            "that differ between the ranks: each rank has computed them from its own batches.",
+            step=step or None,
+            layer=layers[0],
+            values={"buffers": len(off)},
+            remedy="compute the statistics from the batches of all ranks, or broadcast those of "
+            "one rank",
+        )
+        return
+
+
+def _on_all_ranks(view: View) -> dict[tuple[str, str, str, int], list[StateFacts]]:
+    """Return the states that all ranks have, by kind, name, line and step."""
+    by_rank = [
+        {(one.kind, one.name, one.line, one.step): one for one in facts.states}
+        for facts in view.ranks
+    ]
+    return {
+        key: [one[key] for one in by_rank]
+        for key in by_rank[0]
+        if all(key in one for one in by_rank)
+    }
+
+
+def _are_apart(view: View, row: str, ours: StateFacts, theirs: StateFacts, rank: int) -> bool:
+    """Return whether a tensor of a state differs between rank 0 and another rank."""
+    one = vectors(view.ranks[0], {row: ours.rows[row]})[row]
+    two = vectors(view.ranks[rank], {row: theirs.rows[row]})[row]
+    return distance(one, two) > SAME
 
 
 def drawn_buffers(view: View) -> Iterator[Finding]:
@@ -140,15 +192,11 @@ def differ(view: View) -> Iterator[Finding]:
     """Find scalers, schedules and averages whose values differ between the ranks."""
     if view.size < 2 or view.is_model_parallel:
         return
-    by_rank = [
-        {(one.kind, one.name, one.line, one.step): one for one in facts.states}
-        for facts in view.ranks
-    ]
-    told: set[str] = set() if _has_other_gradients(view) else {"tensor"}
-    for key, ours in by_rank[0].items():
-        for rank in range(1, view.size):
-            theirs = by_rank[rank].get(key)
-            if theirs is None or ours.kind in told:
+    told = {STATISTICS_KIND, *(() if _has_other_gradients(view) else ("tensor",))}
+    for states in _on_all_ranks(view).values():
+        ours = states[0]
+        for rank, theirs in enumerate(states[1:], 1):
+            if ours.kind in told:
                 continue
             what = _difference(view, ours, theirs, rank)
             if not what:
@@ -190,12 +238,10 @@ def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> 
         if other is not None and abs(other - value) > SAME * max(abs(value), abs(other)):
             return f"{name} is {value:.6g} and {other:.6g}"
     sharded = {str(one.key) for one in view.ranks[0].models if one.is_sharded}
-    for name, row in ours.rows.items():
-        if name in theirs.rows and name.partition("/")[0] not in sharded:
-            one = vectors(view.ranks[0], {name: row})[name]
-            two = vectors(view.ranks[rank], {name: theirs.rows[name]})[name]
-            if distance(one, two) > SAME:
-                return f"the values of {shown(name)} differ"
+    for name in ours.rows:
+        is_compared = name in theirs.rows and name.partition("/")[0] not in sharded
+        if is_compared and _are_apart(view, name, ours, theirs, rank):
+            return f"the values of {shown(name)} differ"
     return ""
 
 

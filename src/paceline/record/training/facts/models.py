@@ -72,7 +72,9 @@ class StateFacts:
     """A state besides model and optimizer that ranks have to agree on.
 
     Attributes:
-        kind: "scaler", "schedule" or "average" (a copy of the model whose values are averaged).
+        kind: "scaler", "schedule", "average" (a copy of the model whose values are averaged),
+            "tensor" (of the script's objects) or "statistics" (the running statistics of a model
+            that is evaluated and not trained).
         name: Its class, and a name if it has one.
         line: Where it was made.
         step: Optimizer steps before this value.

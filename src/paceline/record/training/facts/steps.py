@@ -23,6 +23,7 @@ class BackwardFacts:
             another backward of the same step.
         reduction: "mean", "sum" or "none" of that loss function; "" if it is not known.
         elements: Number of targets that it counted; 0 if it is not known.
+        class_weight: Sum of the weights of their classes; 0 if classes have no weights.
         autocast: dtype of autocast in the forward; "" without autocast.
         raw: By parameter whose gradient a hook of the script has changed before any exchange, the
             row of the gradient before.
@@ -38,6 +39,7 @@ class BackwardFacts:
     gradients: dict[str, int] = field(default_factory=dict)
     reduction: str = ""
     elements: int = 0
+    class_weight: float = 0.0
     autocast: str = ""
     raw: dict[str, int] = field(default_factory=dict)
 

@@ -68,13 +68,16 @@ class Losses:
             return
         observation = self._observation
         target: Any = options.get("target", args[1] if len(args) > 1 else None)
-        elements = target.numel() if isinstance(target, torch.Tensor) else 0
+        elements, class_weight = target.numel() if isinstance(target, torch.Tensor) else 0, 0.0
         if has_indices and elements and not target.is_floating_point():
-            ignored = options.get("ignore_index", -100)
-            elements = int((target != ignored).sum())
+            counted = target[target != options.get("ignore_index", -100)]
+            elements = counted.numel()
+            weight: Any = options.get("weight", args[2] if len(args) > 2 else None)
+            if isinstance(weight, torch.Tensor) and weight.ndim == 1:
+                class_weight = float(weight.detach()[counted].sum())
         observation.loss = float(value.detach().sum()) if value.numel() else None
         observation.reduction = str(options.get("reduction", "mean"))
-        observation.elements = elements
+        observation.elements, observation.class_weight = elements, class_weight
 
     def note_output(self, model: Model, output: Any) -> None:
         """Note the attribute ``loss`` of a model's output."""

@@ -135,6 +135,7 @@ class Steps:
             is_syncing=model.is_syncing if model is not None else True,
             reduction=observation.reduction,
             elements=observation.elements,
+            class_weight=observation.class_weight,
             autocast=model.autocast if model is not None else "",
         )
         observation.backwards.append(backward)
@@ -146,6 +147,7 @@ class Steps:
         observation = self._observation
         observation.loss, observation.scale = None, 1.0
         observation.reduction, observation.elements = "", 0
+        observation.class_weight = 0.0
         for call in self.after_backward:
             call()
 

@@ -59,6 +59,18 @@ def shuffle_line() -> str:
     return ""
 
 
+def loop_line() -> str:
+    """Return the line of the innermost ``for`` loop of the script that runs now; "" without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users_file(file):
+            for loop in _loops_around(frame):
+                return place(file, loop.lineno)
+        frame = frame.f_back
+    return ""
+
+
 def _loops_around(frame: FrameType) -> Iterator[ast.For]:
     """Yield the loops whose bodies a frame runs, the innermost first."""
     tree = parsed(frame.f_code.co_filename)

@@ -1,4 +1,10 @@
-"""Observe the batches of scripts that read no DataLoader: the inputs of their models."""
+"""Observe batches that no DataLoader returns: the inputs of models.
+
+Scripts that index tensors themselves have no loader, or one for the training only. The batches of a
+loader may also be kept and trained again (``itertools.cycle``, a list of all batches).
+"""
+
+import torch
 
 from ...hooks.batch_size import samples_in
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
@@ -6,16 +12,18 @@ from ..observation import Observation
 from ..optimization.models import Model, Models
 from ..user_lines import user_line
 from .contents import sample_checksums
-from .epochs import shuffle_line
+from .epochs import loop_line, shuffle_line
 from .loaders import Loaders
 
-MAX_BATCHES = 256
+MAX_BATCHES = 256  # of the training, and as many of evaluations
+LEAST_STEPS = 2  # after the end of a loader, from which on its batches are trained again
 
 
 class Inputs:
-    """The inputs of training forwards before which no loader was read.
+    """The inputs of forwards before which no loader was read.
 
-    They count as batches of a loader without a dataset, whose indices are not known.
+    They count as batches of a loader without a dataset, whose indices are not known. There is one
+    for the training, and one for each line that evaluates.
 
     Args:
         observation: Receives the facts.
@@ -25,23 +33,75 @@ class Inputs:
 
     def __init__(self, observation: Observation, models: Models, loaders: Loaders) -> None:
         self._observation, self._models, self._loaders = observation, models, loaders
-        self._facts: LoaderFacts | None = None
+        self._training: LoaderFacts | None = None
+        self._evaluations: dict[str, LoaderFacts] = {}  # by line
+        self._trained = self._evaluated = 0  # batches
 
     def before_forward(self, model: Model, is_training: bool) -> None:
         """Add the inputs of a forward as a batch."""
-        facts = self._observation.facts
-        if not is_training or self._loaders.has_batches or len(facts.batches) >= MAX_BATCHES:
-            return
+        if is_training:
+            if self._trained < MAX_BATCHES and self._trains_without_loader():
+                self._add_trained()
+        elif self._is_evaluated(model):
+            self._add_evaluated()
+
+    def _trains_without_loader(self) -> bool:
+        loaders = self._loaders
+        if not loaders.has_batches:
+            return True
+        ended = loaders.ended_at_step
+        return ended is not None and self._observation.step >= ended + LEAST_STEPS
+
+    def _is_evaluated(self, model: Model) -> bool:
+        """Return whether a forward without gradient evaluates samples that are of no loader.
+
+        A model that computes targets of the training does so after a batch was read.
+        """
+        module, last = model.module(), self._loaders.last
+        is_of_loader = last is not None and last.facts.phase is not Phase.TRAINING
+        return (
+            module is not None
+            and not module.training
+            and not is_of_loader
+            and not self._observation.unassigned
+        )
+
+    def _add_trained(self) -> None:
+        if self._training is None:
+            line = user_line()
+            self._training = self._new_loader(line)
+            self._training.passes.append(
+                PassFacts(0, Phase.TRAINING, line, None, 0, None, False, 0)
+            )
+        if (added := self._add(self._training)) is not None:
+            self._trained += 1
+            self._observation.unassigned.append(added)
+
+    def _add_evaluated(self) -> None:
+        line, step = user_line(), self._observation.step
+        loader = self._evaluations.get(line)
+        if loader is None:
+            loader = self._evaluations[line] = self._new_loader(loop_line() or line)
+        passes = loader.passes
+        if not passes or passes[-1].first_step != step:
+            passes.append(PassFacts(len(passes), Phase.EVALUATION, line, None, 0, None, True, step))
+        if self._evaluated >= MAX_BATCHES:
+            passes[-1].is_complete = False
+        elif self._add(loader) is not None:
+            self._evaluated += 1
+            self._observation.phase = Phase.EVALUATION
+
+    def _add(self, loader: LoaderFacts) -> int | None:
+        """Add the inputs to the loader's last pass; return their number, or None without any."""
         inputs = self._models.inputs
         samples = samples_in(inputs) if inputs else 0
         contents = sample_checksums(inputs, samples) if samples else []
         if not contents:
-            return
-        loader = self._facts = self._facts or self._new_loader()
-        one = loader.passes[0]
+            return None
+        one = loader.passes[-1]
         batch = BatchFacts(
             loader=loader.key,
-            pass_number=0,
+            pass_number=one.number,
             number=one.batches,
             samples=samples,
             indices=None,
@@ -49,10 +109,9 @@ class Inputs:
             step=self._observation.step,
         )
         one.batches += 1
-        self._observation.unassigned.append(self._observation.add_batch(batch))
+        return self._observation.add_batch(batch)
 
-    def _new_loader(self) -> LoaderFacts:
-        line = user_line()
+    def _new_loader(self, line: str) -> LoaderFacts:
         loader = LoaderFacts(
             key=len(self._observation.facts.loaders),
             line=line,
@@ -65,8 +124,7 @@ class Inputs:
             sampler_has_epoch=False,
             drops_last=False,
             workers=0,
-            passes=[PassFacts(0, Phase.TRAINING, line, None, 0, None, False, 0)],
-            sampler_seed_line=shuffle_line(),
+            sampler_seed_line=shuffle_line() if torch.is_grad_enabled() else "",
         )
         self._observation.facts.loaders.append(loader)
         return loader

@@ -73,6 +73,7 @@ class Loaders:
         self.opening: OpenPass | None = None
         self.last: OpenPass | None = None  # whose batch was returned last
         self.has_batches = False  # whether any loader has returned one
+        self.ended_at_step: int | None = None  # of the last training pass; None if another began
         self.fetching: OpenPass | None = None  # also in the workers that are started for it
         self._fetches = False
         self._skipped_s = 0.0  # in which streams were read to their ends
@@ -196,6 +197,7 @@ class Loaders:
 
     def _begin_pass(self, loader: Any) -> OpenPass:
         facts = self.facts_of(loader)
+        self.ended_at_step = None
         for opened in [one for one in self._open if one.loader is facts]:
             self._open.remove(opened)
             if opened.facts.planned is None and not facts.is_iterable:
@@ -302,6 +304,7 @@ class Loaders:
             return fetch(iterator)
         if opened.is_stopped and opened.loader.is_iterable:
             self._observation.guarded(_HOOK, self._end_pass)(opened, True)
+            self._note_end(opened)
             raise StopIteration
         for call in self.before_fetch:
             self._observation.guarded(_HOOK, call)()
@@ -316,6 +319,7 @@ class Loaders:
                 batch = self._last_of_stream(iterator, fetch, opened, batch)
         except StopIteration:
             self._observation.guarded(_HOOK, self._end_pass)(opened, True)
+            self._note_end(opened)
             raise
         finally:
             self._fetches, self.fetching = False, None
@@ -365,6 +369,10 @@ class Loaders:
             self._observation.unassigned.append(added)
         for call in self.on_batch:
             call(opened, number, batch)
+
+    def _note_end(self, opened: OpenPass) -> None:
+        if opened.facts.phase is Phase.TRAINING or not self._observation.step:
+            self.ended_at_step = self._observation.step
 
     def _end_pass(self, opened: OpenPass, is_exhausted: bool = False) -> None:
         if opened.ahead is not None:

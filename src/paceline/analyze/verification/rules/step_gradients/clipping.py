@@ -4,14 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from .....record.training.facts.steps import ClipFacts
 from .....record.training.sketch_rows import SKETCH_SIZE
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding
-from ...relations import Vectors, distance, solve
-from ...steps import shown
+from ...relations import Vectors, distance, solve, vectors
+from ...steps import JointStep, shown
 from ...view import View, unique
 from .clipped_values import by_hooks, by_values
 
+OWN = 1e-3  # relative difference of gradients that are those of a rank, or were clipped
 SAME = 1e-5  # relative difference of equal gradients, and of equal norms
 PART = 1e-4  # residual of a parameter's combination of the ranks' gradients
 MOSTLY = 0.8  # of the parameters whose combination is known
@@ -37,10 +39,12 @@ def clipped_before_exchange(view: View) -> Iterator[Finding]:
 def _by_call(view: View, one: Exchange) -> Finding | None:
     """Test calls of ``clip_grad_norm_``: were the gradients those of the rank alone?"""
     step = one.step
-    if one.kind not in (Kind.OWN, Kind.LINEAR) or not _are_equal(one):
+    clips = _own_clips(step)
+    if not clips and one.kind in (Kind.OWN, Kind.LINEAR):
+        clips = [facts.clips[0] for facts in step.steps if facts.clips]
+    if not clips or not _are_equal(one):
         return None
-    clip = step.steps[0].clips[0]
-    norms = [facts.clips[0].norm for facts in step.steps if facts.clips]
+    clip, norms = clips[0], [one.norm for one in clips]
     text = (
         f"In step {step.index + 1}, each rank clips its own gradient at {clip.limit:g}, and the "
         "ranks exchange what is left."
@@ -55,6 +59,23 @@ def _by_call(view: View, one: Exchange) -> Finding | None:
         step=step.index + 1,
         values={"limit": clip.limit, **{f"norm_{r}": v for r, v in enumerate(known)}},
     )
+
+
+def _own_clips(step: JointStep) -> list[ClipFacts]:
+    """Return the first call on each rank that clips, where the gradients of the ranks differ."""
+    for clips in zip(*(facts.clips for facts in step.steps), strict=False):
+        names = set.intersection(*(set(clip.gradients) for clip in clips)) - step.sharded.keys()
+        pairs = list(zip(step.ranks, clips, strict=True))
+        before = [vectors(facts, clip.gradients) for facts, clip in pairs]
+        after = [vectors(facts, clip.clipped) for facts, clip in pairs]
+        clipped = any(
+            distance(one[name], two[name]) > OWN
+            for one, two in zip(before, after, strict=True)
+            for name in names & two.keys()
+        )
+        if clipped and any(distance(before[0][n], one[n]) > OWN for one in before for n in names):
+            return list(clips)
+    return []
 
 
 def _by_hand(view: View, one: Exchange) -> Finding | None:

@@ -1,6 +1,6 @@
 """How much weight the gradient of a step has: sums, means, and divisions of the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ MEASURED = 0.02  # the same of gradients, with their rounding
 LOOSE = 0.15  # the same of losses of models that draw random numbers
 PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
 SUMS = ("sum", "none")  # reductions whose value is known as the sum over the elements
+WEIGHTED = "targets (as weighted by their classes)"
 SAME_SCALE = 1e-5  # relative difference of factors that a script multiplies losses by
 RARE = 0.5  # of the steps: more often, batches differ on purpose
 
@@ -115,7 +116,7 @@ def uneven(view: View) -> Iterator[Finding]:
     differing = [
         (one, size)
         for one, _, size in sizes
-        if all(size) and len(set(size)) > 1 and _are_at_one_place(one)
+        if all(size) and not is_near(min(size), max(size)) and _are_at_one_place(one)
     ]
     wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
     if not wrong:
@@ -131,11 +132,11 @@ def uneven(view: View) -> Iterator[Finding]:
         unique(first.step.lines),
         f"In step {first.step.index + 1}, the losses of the ranks are means over "
         f"{_numbers(samples)} {what}, and the gradient is the plain mean of the ranks: each of "
-        f"{least} {what} counts {weight:.3g} times as much as in one batch of {whole}."
+        f"{least:.4g} {what} counts {weight:.3g} times as much as in one batch of {whole:.4g}."
         + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
         step=first.step.index + 1,
         values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
-        certainty=Certainty.QUESTION if varies or what == "targets" else None,
+        certainty=Certainty.QUESTION if varies or what != "samples" else None,
     )
 
 
@@ -150,8 +151,9 @@ def rate_ratio(view: View) -> float:
     return ours.initial_rates[0] / theirs.initial_rates[0]
 
 
-def _numbers(values: list[int]) -> str:
-    return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"
+def _numbers(values: Sequence[float]) -> str:
+    shown = [f"{one:.6g}" for one in values]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
@@ -320,8 +322,11 @@ def _is_plain_sum(one: BackwardFacts) -> bool:
     return one.reduction not in ("mean", *SUMS) or (one.reduction in SUMS and not is_divided)
 
 
-def _sizes(one: Exchange) -> tuple[str, list[int]]:
+def _sizes(one: Exchange) -> tuple[str, Sequence[float]]:
     """Return what the losses are means over, in words, and how many each rank has."""
+    weights = [sum(b.class_weight for b in each[-one.last :]) for each in one.step.backwards]
+    if all(weights) and all(b.reduction == "mean" for each in one.step.backwards for b in each):
+        return WEIGHTED, weights
     elements = [sum(b.elements for b in each[-one.last :]) for each in one.step.backwards]
     if len(set(one.step.samples)) == 1 and all(elements):
         return "targets", elements
@@ -342,7 +347,7 @@ def _are_at_one_place(one: Exchange) -> bool:
     return all(place == places[0] for place in places)
 
 
-def _has_equal_weights(view: View, one: Exchange, sizes: list[int]) -> bool:
+def _has_equal_weights(view: View, one: Exchange, sizes: Sequence[float]) -> bool:
     """Return whether ranks count equally although one process would count samples equally."""
     if one.kind is not Kind.UNIFORM:
         return False

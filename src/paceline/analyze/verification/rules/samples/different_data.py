@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from itertools import combinations
 
-from ..mistakes import MISTAKES, Finding
-from ..passes import Stream
-from ..view import View, unique
+from ...mistakes import MISTAKES, Finding
+from ...passes import Stream
+from ...view import View, unique
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # contents
 LEAST_PAIRS = 8  # samples that were read again, by the same rank and by another one

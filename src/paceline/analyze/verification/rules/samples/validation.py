@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
-from ..passes import Stream
-from ..view import View, ranks_text, unique
+from .....record.training.facts.samples import Phase
+from ...mistakes import MISTAKES, Certainty, Finding
+from ...passes import Stream
+from ...view import View, ranks_text, unique
 
 EXACT_SAMPLERS = ("sequentialsampler", "randomsampler")  # mean the whole dataset
 GATHERS = ("allgather", "gather")

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
-from ....record.training.facts.samples import BatchFacts
-from ..mistakes import MISTAKES, Finding
-from ..passes import Sample, Stream
-from ..view import View, unique
+from .....record.training.facts.samples import BatchFacts
+from ...mistakes import MISTAKES, Finding
+from ...passes import Sample, Stream
+from ...view import View, unique
 
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
@@ -14,6 +15,7 @@ UNIQUE = 0.98  # of the samples of a rank: then equal ones on several ranks are 
 AGAIN = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
 MISSING = 0.1  # of the samples of a stream
+LEAST_KEPT = 4  # batches that are trained again
 LEAST_PERIOD = 3  # batches of an epoch, without which an order can't be told
 SHARED = 0.1  # of the samples of two ranks
 
@@ -44,6 +46,35 @@ def same_order(view: View) -> Iterator[Finding]:
         return
 
 
+def kept_batches(view: View) -> Iterator[Finding]:
+    """Find scripts that keep the batches of a shuffled pass, and train these again."""
+    loaders = [one for one in view.training if one.first.loader.dataset]
+    again = [one for one in view.training if not one.first.loader.dataset]
+    for stream in loaders:
+        made = stream.first
+        order = [at for batch in made.facts.planned or () for at in batch]
+        if len(stream.passes) > 1 or not again or is_regular(order):
+            continue
+        rank = min(stream.passes[0].ranks)
+        kept = {tuple(column) for batch in made.batches for column in batch.contents}
+        later = again[0].passes[0].ranks.get(rank)
+        trained = later.batches if later is not None else []
+        equal = [one for one in trained if kept & {tuple(column) for column in one.contents}]
+        if len(equal) < max(LEAST_KEPT, AGAIN * len(made.batches), NEARLY_ALL * len(trained)):
+            continue
+        yield Finding(
+            MISTAKES["epoch-not-set"],
+            unique([made.facts.line, *again[0].lines, made.loader.line]),
+            f"Rank {rank} reads one pass of {len(made.batches)} batches, and then trains the same "
+            f"batches again, {len(equal)} in the steps that were observed: later epochs have the "
+            "order and the augmentation of the first one. itertools.cycle and a list of a loader's "
+            "batches do so.",
+            values={"batches": len(made.batches), "again": len(equal)},
+            remedy="iterate over the loader in each epoch, after set_epoch of its sampler",
+        )
+        return
+
+
 def same_without_loader(view: View) -> Iterator[Finding]:
     """Find scripts without a loader whose ranks train the same samples in orders of their own."""
     if view.size < 2 or view.is_model_parallel:
@@ -52,7 +83,7 @@ def same_without_loader(view: View) -> Iterator[Finding]:
         if stream.first.loader.dataset or len(stream.loaders) < view.size:
             continue
         epochs = [
-            _until_again(stream, rank, stream.passes[0].ranks[rank].batches)
+            until_again(stream, rank, stream.passes[0].ranks[rank].batches)
             for rank in stream.loaders
         ]
         smallest = min(map(len, epochs))
@@ -71,7 +102,7 @@ def same_without_loader(view: View) -> Iterator[Finding]:
         return
 
 
-def _until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
+def until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
     """Return the samples of the first batches until one occurs again; [] if none does.
 
     Empty also if there are fewer batches than an epoch has at least.
@@ -216,3 +247,11 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
             else "",
         )
         return
+
+
+def is_regular(order: Sequence[Any]) -> bool:
+    """Return whether an order is not random: it goes up, but for a return to the start."""
+    if len(order) < LEAST_SAMPLES:
+        return True
+    falls = sum(bool(after <= before) for before, after in pairwise(order))
+    return falls <= max(1, len(order) // 20)

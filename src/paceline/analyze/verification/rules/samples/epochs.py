@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
-from typing import Any
+from itertools import combinations
 
-from ..mistakes import MISTAKES, Certainty, Finding
-from ..passes import JointPass, RankPass, Sample, Stream
-from ..view import View, ranks_text, unique
-from .sample_contents import DISTINCT, LEAST_SAMPLES, by_contents
+from ...mistakes import MISTAKES, Certainty, Finding
+from ...passes import JointPass, RankPass, Sample, Stream
+from ...view import View, ranks_text, unique
+from .contents import DISTINCT, LEAST_SAMPLES, by_contents, is_regular
 
 MOSTLY = 0.9  # of the batches or samples
 OVERLAP = 0.02  # of the samples of an epoch
@@ -62,7 +61,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             continue
         if any(order != known[0] for order in known[1:]):
             continue
-        if not loader.is_iterable and _is_regular(known[0]):
+        if not loader.is_iterable and is_regular(known[0]):
             continue
         what = loader.dataset if loader.is_iterable else loader.sampler
         epochs = f"{len(known)} epochs" if len(known) > 2 else "both epochs"
@@ -233,7 +232,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     fixed = len(sets) > 1 and all(one == sets[0] for one in sets)
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
-    elif (never > allowed and (fixed or _is_regular(_order(stream, stream.first)))) or (
+    elif (never > allowed and (fixed or is_regular(_order(stream, stream.first)))) or (
         never > 0 and fixed and _covers_by_rank(stream)
     ):
         missing, when, trained = never, "in any epoch that was planned", ever
@@ -267,7 +266,7 @@ def _split_differs(stream: Stream, plan: dict[int, list[int]]) -> bool:
     sizes = {len(one) for one in plan.values()}
     within = sum(len(one) - len(set(one)) for one in plan.values())
     missing = length - len({at for one in plan.values() for at in one})
-    is_random = not any(_is_regular(order) for order in plan.values())
+    is_random = not any(is_regular(order) for order in plan.values())
     whole = sum(map(len, plan.values()))
     is_split = within == 0 and is_random and abs(whole - length) <= _padding(stream)
     by_chance = length * (1 - 1 / len(plan)) ** len(plan)  # samples that are on no rank
@@ -311,14 +310,6 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     if any(batch.indices is None for batch in made.batches):
         return []
     return [at for batch in made.batches for at in batch.indices or []]
-
-
-def _is_regular(order: Sequence[Any]) -> bool:
-    """Return whether an order is not random: it goes up, but for a return to the start."""
-    if len(order) < LEAST_SAMPLES:
-        return True
-    falls = sum(bool(after <= before) for before, after in pairwise(order))
-    return falls <= max(1, len(order) // 20)
 
 
 def _most(counts: Counter[int]) -> int:

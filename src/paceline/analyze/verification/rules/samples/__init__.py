@@ -1,0 +1,1 @@
+"""Which samples are trained and evaluated, by whom, and how often."""
