@@ -3,12 +3,16 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.analyze.verification.find import find, judge
+from paceline.analyze.verification.relations import vectors
 from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
 from paceline.record.training.facts.samples import Phase
+from paceline.record.training.facts.steps import ClipFacts
+from paceline.record.training.sketch_rows import SKETCH_SIZE, SQUARES
 from trainings import BACKWARD, MODEL, STEP, Training, mean, own, total, train, verified
 
 
@@ -89,7 +93,9 @@ def test_sum_over_samples_that_is_averaged_is_named():
         sums=True,
         rate=lambda rank, size, step: 0.01 * size,
     )
-    assert ids(verified(scaled)) == []  # the learning rate makes up for it
+    assert ids(verified(scaled)) == []  # the learning rate may make up for it
+    (asked,) = [one for one in find(verified(scaled)) if one.mistake.id == "loss-summed"]
+    assert "Does it depend on the number of ranks only?" in asked.text
     summed = Training(
         root=lambda losses, rank, size, whole: losses.sum(), sums=True, exchange=total
     )
@@ -179,6 +185,23 @@ def test_clipping_before_the_exchange_is_named():
     assert only(verified(Training(clip=1e3, clip_before=True))).mistake.id == (
         "clipped-before-exchange"
     )
+
+
+def test_clipping_after_each_of_several_backwards_is_named():
+    runs = verified(Training(clip=0.05), with_replay=False)
+    assert ids(runs) == []
+    for facts in runs.ranks:
+        for step in facts.steps:  # the rank's own gradient, which a clip halves
+            own = step.backwards[0].gradients
+            rows = dict(zip(own, range(len(facts.sketches), 10**9), strict=False))
+            halves = facts.sketches[list(own.values())] / 2
+            halves[:, SQUARES] /= 2
+            facts.sketches = np.concatenate([facts.sketches, halves])
+            step.clips.insert(0, ClipFacts("train.py:77", 0.05, 1.0, own, rows))
+    found = only(runs)
+    assert found.mistake.id == "clipped-before-exchange"
+    assert found.lines[0] == "train.py:77"
+    assert "each rank clips its own gradient at 0.05" in found.text
 
 
 def test_clipping_by_hand_is_named():
@@ -316,6 +339,34 @@ def test_uneven_batches_with_weights_are_right():
     )
     assert ids(verified(weighted)) == []
     assert ids(verified(weighted, with_replay=False)) == []
+
+
+def test_means_over_class_weights_are_asked():
+    """A class weight counts twice as much in the loss of one process as in the mean of ranks."""
+    runs = verified(Training(), with_replay=False)
+    for facts in runs.ranks:
+        for step in facts.steps:
+            step.backwards[0].class_weight = 3.0 + facts.rank
+    (found,) = [one for one in find(runs) if one.mistake.id == "uneven-batches-averaged"]
+    assert found.is_question
+    assert "over 3 and 4 targets (as weighted by their classes)" in found.text
+
+
+def test_other_weights_in_one_process_are_asked():
+    def weighted(losses, rank, size, whole):  # as if the first sample had the weight of three
+        weights = torch.tensor([3.0 if rank == 0 and size > 1 else 1.0] * len(losses))
+        return (losses * weights).sum() / weights.sum()
+
+    runs = verified(Training(root=weighted, loss_known=False))
+    for step in runs.replay.steps:  # rank 0's samples weigh three times as much in one process
+        facts = runs.ranks
+        joint = [vectors(f, f.steps[step.index].backwards[0].gradients) for f in facts]
+        for name, row in step.gradients.items():
+            one, two = (each[name][:SKETCH_SIZE] for each in joint)
+            runs.replay.sketches[row][:SKETCH_SIZE] = 0.75 * one + 0.25 * two
+    (found,) = [one for one in find(runs) if one.mistake.id == "uneven-batches-averaged"]
+    assert found.is_question
+    assert "theirs have the weights 0.75 and 0.25" in found.text
 
 
 def test_loss_that_depends_on_the_rank_is_asked():

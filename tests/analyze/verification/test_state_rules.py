@@ -1,6 +1,8 @@
 """Rules on random numbers, schedules, outputs, states and checkpoints."""
 
+import numpy as np
 import pytest
+import torch
 
 from paceline.analyze.verification.find import find, without_consequences
 from paceline.analyze.verification.mistakes import MISTAKES, Finding
@@ -15,6 +17,7 @@ from paceline.record.training.facts.events import (
 from paceline.record.training.facts.models import StateFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.record.training.facts.steps import ScheduleFacts
+from paceline.record.training.sketch import SketchTable
 from trainings import LOADER, LOOP, OPTIMIZER, Training, shuffled, train, verified
 
 
@@ -111,6 +114,42 @@ def test_scale_of_rates_whose_schedule_is_faster_on_more_ranks(power, class_name
     for facts in (*runs.ranks, runs.alone):
         facts.schedules = [ScheduleFacts(class_name, "train.py:15", 0, {}, ["train.py:25"], [])]
     assert [one.mistake.id for one in find(runs)] == wanted
+
+
+def test_rate_of_an_optimizer_that_a_schedule_replaces_does_not_count():
+    runs = verified(Training(rate=lambda rank, size, step: 0.01 * size), with_replay=False)
+    runs.alone = train(Training(1, rate=lambda rank, size, step: 0.01))[0]
+    for facts in (*runs.ranks, runs.alone):
+        facts.schedules = [ScheduleFacts("OneCycleLR", "train.py:15", 0, {}, peaks=[0.02])]
+    (one,) = find(runs)
+    assert one.mistake.id == "learning-rate-not-scaled"
+    assert one.lines[0] == "train.py:15"
+    assert one.text.startswith("The largest learning rate is 0.02 on one rank and on 2, with 2")
+
+
+def statistics(*means):
+    """Return what is found if ranks evaluate an averaged model with these running means."""
+    runs = verified(Training(), with_replay=False)
+    for facts, value in zip(runs.ranks, means, strict=True):
+        table = SketchTable()
+        row = len(facts.sketches) + table.add(torch.full((4,), value))
+        facts.sketches = np.concatenate([facts.sketches, table.array()])
+        state = StateFacts(
+            "statistics", "Average", "train.py:50", 4, rows={"1/norm.running_mean": row}
+        )
+        state.changed_by = ["train.py:48"]
+        facts.states.append(state)
+    return find(runs)
+
+
+def test_statistics_of_an_averaged_model_that_differ_are_named():
+    (one,) = statistics(1.0, 2.0)
+    assert one.mistake.id == "batch-norm-differs"
+    assert one.lines == ["train.py:48", "train.py:50"]
+    assert (
+        "Average is evaluated after 4 steps with running statistics of norm that differ" in one.text
+    )
+    assert statistics(1.0, 1.0) == []
 
 
 def scheduled(length, single_length, per_step=True, class_name="CosineAnnealingLR"):

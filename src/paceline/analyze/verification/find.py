@@ -17,7 +17,7 @@ from .rules import (
     states,
 )
 from .rules.samples import contents, coverage, different_data, epochs, validation
-from .rules.step_gradients import clipping, not_exchanged, weights, whole_gradient
+from .rules.step_gradients import clipping, not_exchanged, uneven_weights, weights, whole_gradient
 from .runs_facts import VerifyRuns
 from .view import View
 
@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     contents.kept_batches,
     weights.exchanged_weight,
     weights.accumulation,
-    weights.uneven,
+    uneven_weights.uneven,
     clipping.clipped_before_exchange,
     clipping.clipped_by_part,
     schedules.rates_differ,

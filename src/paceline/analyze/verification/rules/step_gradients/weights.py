@@ -1,6 +1,7 @@
 """How much weight the gradient of a step has: sums, means, and divisions of the loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,7 +9,6 @@ from .....record.training.facts.ranks import RankFacts
 from .....record.training.facts.steps import BackwardFacts, StepFacts
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Certainty, Finding
-from ...relations import add, distance, scaled
 from ...steps import trained
 from ...view import View, unique
 from .clipped_values import hook_ratio
@@ -16,11 +16,8 @@ from .clipped_values import hook_ratio
 EXACT = 2e-3  # relative difference of factors that are equal
 MEASURED = 0.02  # the same of gradients, with their rounding
 LOOSE = 0.15  # the same of losses of models that draw random numbers
-PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
 SUMS = ("sum", "none")  # reductions whose value is known as the sum over the elements
-WEIGHTED = "targets (as weighted by their classes)"
 SAME_SCALE = 1e-5  # relative difference of factors that a script multiplies losses by
-RARE = 0.5  # of the steps: more often, batches differ on purpose
 
 
 def is_near(value: float, expected: float, limit: float = EXACT) -> bool:
@@ -38,7 +35,7 @@ def loss_weight(backwards: list[BackwardFacts]) -> float | None:
         if one.loss is None or one.loss == 0 or not np.isfinite(one.loss):
             return None
         share = one.root / (one.loss * one.scale)
-        if one.reduction in SUMS and not _is_plain_sum(one):
+        if one.reduction in SUMS and not is_plain_sum(one):
             if not one.elements:
                 return None
             share *= one.elements
@@ -63,7 +60,12 @@ def exchanged_weight(view: View) -> Iterator[Finding]:
         if is_near(ratio, 1 / n, limit):
             found = _too_small(view, one)
             if found.mistake.id == "loss-summed" and is_near(rates, n):
-                continue  # the learning rate makes up for it
+                text = (
+                    f"{found.text} The learning rate is {n} times that of one rank. Does it depend "
+                    "on the number of ranks only? Then it makes up for this; if it depends on the "
+                    "global batch size, it does not."
+                )
+                found = replace(found, text=text, certainty=Certainty.QUESTION)
             yield found
             return
 
@@ -110,36 +112,6 @@ def accumulation(view: View) -> Iterator[Finding]:
         return
 
 
-def uneven(view: View) -> Iterator[Finding]:
-    """Find ranks with different numbers of samples and equal weight."""
-    sizes = [(one, *_sizes(one)) for one in view.exchanges]
-    differing = [
-        (one, size)
-        for one, _, size in sizes
-        if all(size) and not is_near(min(size), max(size)) and _are_at_one_place(one)
-    ]
-    wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
-    if not wrong:
-        return
-    first = wrong[0]
-    what, samples = _sizes(first)
-    varies = len({tuple(size) for _, _, size in sizes}) > 2 and len(differing) > RARE * len(sizes)
-    whole = sum(samples)
-    least = min(samples)
-    weight = whole / (least * view.size)
-    yield Finding(
-        MISTAKES["uneven-batches-averaged"],
-        unique(first.step.lines),
-        f"In step {first.step.index + 1}, the losses of the ranks are means over "
-        f"{_numbers(samples)} {what}, and the gradient is the plain mean of the ranks: each of "
-        f"{least:.4g} {what} counts {weight:.3g} times as much as in one batch of {whole:.4g}."
-        + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
-        step=first.step.index + 1,
-        values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
-        certainty=Certainty.QUESTION if varies or what != "samples" else None,
-    )
-
-
 def rate_ratio(view: View) -> float:
     """Return the first learning rate on N ranks, relative to that on one; 1 if unknown."""
     single = view.single
@@ -151,11 +123,6 @@ def rate_ratio(view: View) -> float:
     return ours.initial_rates[0] / theirs.initial_rates[0]
 
 
-def _numbers(values: Sequence[float]) -> str:
-    shown = [f"{one:.6g}" for one in values]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
 def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     """Return the gradient as a multiple of that of one process, and whether it was measured."""
     measured = view.replay.multiple(one.step, one.step.unclipped(0))
@@ -165,7 +132,7 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
         return None, False  # another gradient, and no multiple
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
-    if all(b.reduction in SUMS and _is_plain_sum(b) for b in backwards):
+    if all(b.reduction in SUMS and is_plain_sum(b) for b in backwards):
         # One process would sum over the samples of all ranks, too. A scale by hand is in both.
         return one.factor * _scale_by_hand(one), True
     if ours is not None and theirs is not None and theirs > 0:
@@ -256,7 +223,7 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
 
 def _too_small(view: View, one: Exchange) -> Finding:
     n, step = view.size, one.step
-    of_sum = any(b.reduction in SUMS and _is_plain_sum(b) for b in step.backwards[0])
+    of_sum = any(b.reduction in SUMS and is_plain_sum(b) for b in step.backwards[0])
     is_sum = of_sum and is_near(one.multiple * _scale_by_hand(one), 1.0)
     if is_sum or (is_near(one.multiple, 1.0) and _is_like_alone(view, one)):
         return Finding(
@@ -315,58 +282,8 @@ def _wrapper_lines(view: View, one: Exchange) -> list[str]:
     return [model.line] if model is not None and model.wrapper else []
 
 
-def _is_plain_sum(one: BackwardFacts) -> bool:
+def is_plain_sum(one: BackwardFacts) -> bool:
     """Return whether a backward starts from a sum over samples, or from an unknown loss."""
     loss = (one.loss or 0.0) * one.scale
     is_divided = abs(one.root) < (1 - EXACT) * abs(loss)  # other terms may be added to the sum
     return one.reduction not in ("mean", *SUMS) or (one.reduction in SUMS and not is_divided)
-
-
-def _sizes(one: Exchange) -> tuple[str, Sequence[float]]:
-    """Return what the losses are means over, in words, and how many each rank has."""
-    weights = [sum(b.class_weight for b in each[-one.last :]) for each in one.step.backwards]
-    if all(weights) and all(b.reduction == "mean" for each in one.step.backwards for b in each):
-        return WEIGHTED, weights
-    elements = [sum(b.elements for b in each[-one.last :]) for each in one.step.backwards]
-    if len(set(one.step.samples)) == 1 and all(elements):
-        return "targets", elements
-    return "samples", one.step.samples
-
-
-def _are_at_one_place(one: Exchange) -> bool:
-    """Return whether the ranks' batches have the same position in a pass that was shortened."""
-    places = []
-    for facts, backwards in zip(one.step.ranks, one.step.backwards, strict=True):
-        skipped = {
-            (loader.key, made.number): made.skipped
-            for loader in facts.loaders
-            for made in loader.passes
-        }
-        batches = [facts.batches[at] for each in backwards for at in each.batches]
-        places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
-    return all(place == places[0] for place in places)
-
-
-def _has_equal_weights(view: View, one: Exchange, sizes: Sequence[float]) -> bool:
-    """Return whether ranks count equally although one process would count samples equally."""
-    if one.kind is not Kind.UNIFORM:
-        return False
-    step = one.step
-    shares = np.array(sizes) / np.mean(sizes)
-    weights = [loss_weight(backwards[-one.last :]) for backwards in step.backwards]
-    backwards = [b for each in step.backwards for b in each]
-    theirs = view.replay.gradients(step)
-    if theirs is not None:
-        local = [step.local(rank, one.last) for rank in range(step.size)]
-        mean = scaled(add(local), 1 / step.size)
-        weighted = add([scaled(v, s / step.size) for v, s in zip(local, shares, strict=True)])
-        names = [name for name in weighted if name in theirs]
-        off = max((distance(mean[name], theirs[name]) for name in names), default=0.0)
-        near = max((distance(weighted[name], theirs[name]) for name in names), default=1.0)
-        return near < 0.1 * off
-    if any(value is None for value in weights) or any(_is_plain_sum(b) for b in backwards):
-        return False
-    relative = np.array(weights, dtype=float) / np.mean(np.array(weights, dtype=float))
-    proportional = np.abs(relative - shares).max() <= PROPORTIONAL
-    equal = np.abs(relative - 1).max() <= PROPORTIONAL
-    return bool(equal and not proportional)
