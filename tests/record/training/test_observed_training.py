@@ -337,3 +337,60 @@ def test_last_batch_of_a_stream_is_trained(tmp_path):
             assert (one.epoch, one.epochs) == (one.number, 7)
             read = [batch for batch in facts.batches if batch.pass_number == one.number]
             assert [batch.samples for batch in read] == [4] * 5 + [last]
+
+
+LOOPS = """
+    import itertools
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    held, labels = torch.randn(10, 4), torch.arange(10) % 3
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = itertools.cycle(loader)
+    for step in range(12):
+        x, y = next(batches)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = nn.functional.cross_entropy(model(x) + wanted, y, torch.tensor([1.0, 2.0, 4.0]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 6 == 5:
+            model.eval()
+            with torch.no_grad():
+                for part in held[dist.get_rank()::2].split(3):
+                    model.module(part)
+            model.train()
+"""
+
+
+def test_batches_that_no_loader_returns(tmp_path):
+    every, _ = observe(tmp_path, LOOPS)
+    for facts in every:
+        loader, teacher, kept, evaluation = facts.loaders
+        assert teacher.line == "script.py:17"  # of the steps whose batches no loader returned
+        assert (evaluation.dataset, evaluation.line) == ("", "script.py:28")
+        assert [one.phase for one in evaluation.passes] == [Phase.EVALUATION] * 2
+        assert [(one.batches, one.is_complete) for one in evaluation.passes] == [(2, True)] * 2
+        sizes = [b.samples for b in facts.batches if b.loader == evaluation.key]
+        assert sizes == [3, 2, 3, 2]
+        read = [b.contents[0] for b in facts.batches if b.loader == loader.key]
+        again = [b.contents[0] for b in facts.batches if b.loader == kept.key]
+        assert (len(read), len(again)) == (3, 7)  # those of two steps after the end are not known
+        assert again == [read[at % 3] for at in range(5, 12)]
+        of_classes = {0: 1.0, 1: 2.0, 2: 4.0}
+        weights = [step.backwards[0].class_weight for step in facts.steps[:3]]
+        first = [at for one in loader.passes[0].planned for at in one]
+        assert weights == [
+            sum(of_classes[at % 3] for at in first[4 * n : 4 * n + 4]) for n in range(3)
+        ]
+        statistics = [one for one in facts.states if one.kind == "statistics"]
+        assert statistics[0].rows.keys() == {"0/1.running_mean", "0/1.running_var"}

@@ -13,7 +13,7 @@ from .replay import Replay
 from .runs_facts import VerifyRuns
 from .steps import JointStep, joint_steps, usual_backwards
 
-MOSTLY = 0.5  # of the steps
+MOSTLY = 0.5  # of the steps, or of the batches
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
 REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
 
@@ -55,13 +55,27 @@ class View:
 
     @cached_property
     def evaluation(self) -> list[Stream]:
-        """Streams of evaluation batches.
-
-        A model without gradient that is called in most steps is part of the training (a teacher).
-        """
-        limit = MOSTLY * max((len(one.steps) for one in self.ranks), default=0)
+        """Streams of evaluation batches."""
         every = streams(self.ranks, Phase.EVALUATION)
-        return [x for x in every if x.first.loader.dataset or len(x.passes) <= max(limit, 1)]
+        return [one for one in every if one.first.loader.dataset or not self._is_teacher(one)]
+
+    def _is_teacher(self, stream: Stream) -> bool:
+        """Return whether a model without gradient is part of the training.
+
+        It is called in most steps, or with the batches of the training.
+        """
+        facts = self.ranks[min(stream.loaders)]
+        if len(stream.passes) > max(MOSTLY * len(facts.steps), 1):
+            return True
+        used = facts.without_evaluated(range(len(facts.batches)))
+        trained = {tuple(column) for at in used for column in facts.batches[at].contents}
+        read = [
+            {tuple(column) for column in batch.contents}
+            for one in stream.passes
+            if facts.rank in one.ranks
+            for batch in one.ranks[facts.rank].batches
+        ]
+        return sum(bool(one & trained) for one in read) > MOSTLY * len(read)
 
     @cached_property
     def single(self) -> RankFacts | None:
