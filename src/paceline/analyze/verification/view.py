@@ -187,8 +187,13 @@ class View:
         return [model for model in self.ranks[0].models if str(model.key) in keys]
 
     def gradient_lines(self) -> list[str]:
-        """Return the lines of the script that exchange gradients, the largest exchange first."""
+        """Return the lines of the script that exchange gradients, the largest exchange first.
+
+        FSDP2 gathers parameters in lines of the forward, and reduces gradients in the backward.
+        """
         nbytes: dict[str, int] = {}
+        if any(model.wrapper in SHARDING for model in self.ranks[0].models):
+            return []
         for one in self.ranks[0].collectives:
             if one.line and one.phase is Phase.TRAINING and is_reduction(one):
                 nbytes[one.line] = nbytes.get(one.line, 0) + one.nbytes

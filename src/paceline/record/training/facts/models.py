@@ -47,7 +47,8 @@ class ModelFacts:
         batch_norms: Names of batch normalization layers that compute statistics of one rank only.
         ignored: Parameters that DistributedDataParallel was told to ignore.
         hook_lines: Lines that registered hooks on gradients.
-        exchange_hook_lines: Lines that registered a communication hook.
+        exchange_hook_lines: Lines that registered a communication hook, or changed the factor with
+            which FSDP2 reduces.
     """
 
     key: int

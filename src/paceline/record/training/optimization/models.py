@@ -125,7 +125,7 @@ class Models:
 
         @functools.wraps(add_hook)
         def register_comm_hook(wrapper: Any, *args: Any, **options: Any) -> Any:
-            self._comm_hook_lines[wrapper] = user_line()
+            self.note_exchange_hook(wrapper, user_line())
             return add_hook(wrapper, *args, **options)
 
         kind.__init__, kind.no_sync = init, no_sync
@@ -258,6 +258,8 @@ class Models:
             for prefix, owner in root.named_modules()
             for name, wrapping in self._wrapped.get(owner, {}).items()
         }
+        for module in root.modules() if is_sharded else ():
+            _add_line(facts.exchange_hook_lines, self._comm_hook_lines.get(module, ""))
         for name, parameter in named_parameters(root):
             wrapped = wrappings.get(name)
             shard = shard_of(parameter)
@@ -324,6 +326,10 @@ class Models:
         model = self._roots.get(module)
         if model is not None and not is_on:
             _add_line(model.facts.no_sync_lines, line)
+
+    def note_exchange_hook(self, module: nn.Module, line: str) -> None:
+        """Note that a line of the script changed how a wrapper exchanges gradients."""
+        self._comm_hook_lines[module] = line
 
     def _note_no_sync(self, wrapper: Any) -> None:
         root, _ = unwrapped(wrapper)

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from ..user_lines import user_line
 from .models import Models
 
 _HOOK = "sharded models"
+# Methods of FSDPModule that change how gradients are reduced.
+REDUCTIONS = (
+    *("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
+    *("set_force_sum_reduction_for_comms", "set_all_reduce_hook", "set_custom_reduce_scatter"),
+)
 
 
 class ShardedModels:
@@ -93,6 +99,20 @@ class ShardedModels:
             return switch(model, is_on, *args, **options)
 
         kind.set_requires_gradient_sync = set_requires_gradient_sync
+        for name in REDUCTIONS:
+            if hasattr(kind, name):
+                setattr(kind, name, self._noting(getattr(kind, name)))
+
+    def _noting(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that changes how gradients are reduced, and notes the line."""
+        note = self._observation.guarded(_HOOK, self._models.note_exchange_hook)
+
+        @functools.wraps(change)
+        def call(model: Any, *args: Any, **options: Any) -> Any:
+            note(model, user_line())
+            return change(model, *args, **options)
+
+        return call
 
     def _patch_name(self, module: Any) -> None:
         """Replace the function in a package that has imported it."""

@@ -69,7 +69,7 @@ class Inputs:
     def _add_trained(self) -> None:
         if self._training is None:
             line = user_line()
-            self._training = self._new_loader(line)
+            self._training = self._new_loader(loop_line() or line)
             self._training.passes.append(
                 PassFacts(0, Phase.TRAINING, line, None, 0, None, False, 0)
             )
