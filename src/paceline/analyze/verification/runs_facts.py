@@ -35,6 +35,8 @@ class VerifyRuns:
         resume_error: Why that failed; None if it did not.
         interrupted: The run that saved this checkpoint, and ended after one pass; None if
             ``ranks`` did.
+        is_continued: Whether ``interrupted``, and not ``ranks``, is the run without a break with
+            which the resumed run is compared.
         notes: What the runs could not do, each with its reason; sentences without full stop.
         replay_peers: The second rank of the replay where one rank can't hold the model.
         is_too_large: Whether neither one rank nor two can hold the model.
@@ -49,6 +51,7 @@ class VerifyRuns:
     resumed: list[RankFacts] | None = None
     resume_error: ResumeError | None = None
     interrupted: list[RankFacts] | None = None
+    is_continued: bool = False
     notes: list[str] = field(default_factory=list)
     replay_peers: list[RankFacts] = field(default_factory=list)
     is_too_large: bool = False

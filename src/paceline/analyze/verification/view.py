@@ -83,6 +83,17 @@ class View:
         return self.runs.single
 
     @property
+    def unbroken(self) -> Sequence[RankFacts]:
+        """The run without a break with which the resumed run is compared."""
+        interrupted = self.runs.interrupted if self.runs.is_continued else None
+        return interrupted or self.ranks
+
+    @cached_property
+    def unbroken_training(self) -> list[Stream]:
+        """Streams of training batches of the run without a break."""
+        return streams(self.unbroken, Phase.TRAINING)
+
+    @property
     def saving(self) -> Sequence[RankFacts]:
         """The run whose checkpoint the resumed run finds."""
         return self.runs.interrupted or self.ranks
@@ -131,7 +142,7 @@ class View:
         for facts in self.ranks:
             seeds = [one for one in facts.seeds if one.step == 0 and one.line]
             kinds = ("torch", "own") if generator in ("torch", "cuda") else (generator,)
-            kinds = ("own", generator.partition(":")[0]) if ":" in generator else kinds
+            kinds = ("own",) if ":" in generator else kinds  # an object of the script
             by_rank.append({one.line: one.value for one in seeds if one.generator in kinds})
         found = []
         for line, value in by_rank[0].items():

@@ -21,6 +21,7 @@ from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
+WHOLE_PASS = 1 << 30  # batches: passes are not shortened
 CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # What a run prints whose rank has not enough memory: torch, the system, the launcher.
 _NO_MEMORY = re.compile(

@@ -4,17 +4,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...analyze.verification.runs_facts import ResumeError, VerifyRuns
+from ...analyze.verification.runs_facts import VerifyRuns
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
 from .replay import run_replay
-from .run_observed import ObservedRuns, RunFailedError
+from .resume import run_resumed
+from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
 FIRST_RUN_SHARE = 0.5  # of the time budget
-WHOLE_PASS = 1 << 30  # batches
-ALONE_PASSES, RESUMED_PASSES = 1, 1
+ALONE_PASSES = 1
 
 
 def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> VerifyRuns:
@@ -36,7 +36,7 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
             run_replay(runs, found)
             if not found.is_too_large:
                 _run_alone(runs, found)
-        _resume(runs, found)
+        run_resumed(runs, found)
     found.seconds = time.monotonic() - start
     return found
 
@@ -65,33 +65,6 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     what = "one rank: the unchanged script"
     settings = VerifySettings("", passes=ALONE_PASSES)
     found.alone = _try(runs, found, "alone", what, settings)
-
-
-def _resume(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Start the script again with a checkpoint of its first pass.
-
-    The steps after it can be compared with those of the first run, which went on without a break.
-    """
-    if not any(file.is_save for one in found.ranks for file in one.files):
-        return
-    settings, files_of = VerifySettings("", passes=RESUMED_PASSES), "ranks"
-    try:
-        what = "all ranks: one pass, to resume after it"
-        interrupted = runs.run("interrupted", what, settings)
-        if any(file.is_save for one in interrupted for file in one.files):
-            files_of, found.interrupted = "interrupted", interrupted
-    except RunFailedError as error:
-        found.notes.append(f"the script could not be run again: {error.short}")
-        return
-    try:
-        what = "all ranks: start again with the saved checkpoint"
-        found.resumed = runs.run("resumed", what, settings, files_of=files_of)
-    except RunFailedError as error:
-        if not error.lines:
-            found.notes.append(f"the script could not be started again: {error.short}")
-            return
-        is_restoring = any(name == "load_state_dict" for name, _ in error.calls)
-        found.resume_error = ResumeError(error.short, error.lines, is_restoring)
 
 
 def _try(

@@ -65,7 +65,7 @@ def resumed_differs(view: View) -> Iterator[Finding]:
 def _fresh_optimizer(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
     """Return a finding if the resumed run begins with an optimizer without its state."""
     load = load_of(view, resumed, file)
-    before = {one.optimizer: one.state_tensors for one in view.ranks[0].steps[: file.step]}
+    before = {one.optimizer: one.state_tensors for one in view.unbroken[0].steps[: file.step]}
     for rank, facts in enumerate(resumed):
         for step in facts.steps:
             if step.index or step.state_tensors or before.get(step.optimizer, -1) <= 0:
@@ -99,7 +99,7 @@ def _fresh_optimizer(view: View, resumed: Sequence[RankFacts], file: FileFacts) 
 
 def _other_rates(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
     """Return a finding if the first learning rates differ from those without interruption."""
-    pairs = zip(view.ranks[0].steps[file.step :], resumed[0].steps[:FIRST_STEPS], strict=False)
+    pairs = zip(view.unbroken[0].steps[file.step :], resumed[0].steps[:FIRST_STEPS], strict=False)
     for number, (expected, first) in enumerate(pairs, 1):
         rates = zip(expected.learning_rates, first.learning_rates, strict=False)
         off = [(a, b) for a, b in rates if abs(a - b) > SAME * max(abs(a), abs(b))]
@@ -123,11 +123,11 @@ def _other_rates(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> F
 def _other_update(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
     """Return a finding if the first step changes parameters otherwise, with the same gradient."""
     for rank, facts in enumerate(resumed):
-        steps = view.ranks[rank].steps
+        steps = view.unbroken[rank].steps
         if file.step >= len(steps) or not facts.steps:
             continue
         expected, first = steps[file.step], facts.steps[0]
-        ours, theirs = view.ranks[rank], facts
+        ours, theirs = view.unbroken[rank], facts
         if not _are_equal(ours, expected.before, theirs, first.before):
             continue
         if not _are_equal(ours, expected.gradients, theirs, first.gradients):
@@ -161,7 +161,7 @@ def _other_update(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> 
 def _other_average(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
     """Return a finding if averaged weights of the resumed run differ, and its parameters do not."""
     for rank, facts in enumerate(resumed):
-        ours = view.ranks[rank]
+        ours = view.unbroken[rank]
         expected = {(x.name, x.step): x for x in ours.states if x.kind == "average"}
         for state in facts.states:
             at = file.step + state.step
@@ -215,9 +215,14 @@ def resumed_samples(view: View) -> Iterator[Finding]:
     if not resumed or (file := loaded_file(view, resumed)) is None:
         return
     for rank, facts in enumerate(resumed):
-        expected = _first_samples(view.ranks[rank], file.step)
+        expected = _first_samples(view.unbroken[rank], file.step)
         first = _first_samples(facts, 0)
-        if not expected or not first or expected == first or rank >= len(view.training[0].loaders):
+        if (
+            not expected
+            or not first
+            or expected == first
+            or rank >= len(view.unbroken_training[0].loaders)
+        ):
             continue
         places, wanted = _places(view, rank, first), _places(view, rank, expected)
         right = {*wanted, *_following(view, rank, file.step)}
@@ -255,7 +260,7 @@ def _following(view: View, rank: int, step: int) -> list[tuple[int, int]]:
 
     The observed run may have left out this batch, to shorten the epoch.
     """
-    facts = view.ranks[rank]
+    facts = view.unbroken[rank]
     backwards = facts.steps[step - 1].backwards if 0 < step <= len(facts.steps) else []
     batches = trained(facts, backwards[-1]) if backwards else []
     if not batches:
@@ -263,7 +268,7 @@ def _following(view: View, rank: int, step: int) -> list[tuple[int, int]]:
     last = facts.batches[batches[-1]]
     return [
         (at, last.number + 1)
-        for at, one in enumerate(view.training[0].passes)
+        for at, one in enumerate(view.unbroken_training[0].passes)
         if (made := one.ranks.get(rank)) is not None
         and (made.loader.key, made.facts.number) == (last.loader, last.pass_number)
     ]
@@ -278,7 +283,7 @@ def _samples(batch: BatchFacts) -> list[Sample]:
 def _places(view: View, rank: int, samples: list[Sample]) -> list[tuple[int, int]]:
     """Return epoch and batch of all batches that have these samples."""
     found = set()
-    for at, one in enumerate(view.training[0].passes):
+    for at, one in enumerate(view.unbroken_training[0].passes):
         made = one.ranks.get(rank)
         if made is None:
             continue
