@@ -7,6 +7,7 @@ import ranks
 from paceline.analyze.verification.find import find
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
 
 SCRIPT = """
@@ -109,3 +110,71 @@ def test_script_that_fails_is_reported_with_its_error(tmp_path, monkeypatch):
     script = ranks.write(tmp_path, "raise RuntimeError('no data')")
     with pytest.raises(ValueError, match=r"ended with exit code 1(.|\n)*RuntimeError: no data"):
         run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
+
+
+EVERY = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    x = torch.randn(160, 4)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    start = {"step": 0}
+    if os.path.exists("state.pt"):
+        start = torch.load("state.pt")
+        net.load_state_dict(start["net"])
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = start["step"]
+    for epoch in range(9):
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            if dist.get_rank() == 0 and (number + 1) % INTERVAL == 0:
+                torch.save({"net": net.state_dict(), "step": step}, "state.pt")
+"""
+
+
+@pytest.mark.long
+def test_script_that_saves_every_some_steps_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, EVERY.replace("INTERVAL", "8"))
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
+    assert max(len(one.steps) for one in found.ranks) == 18  # of shortened epochs
+    assert found.is_continued
+    repeats = [one for one in find(found) if one.mistake.id == "resume-repeats-samples"]
+    assert "begins with batch 1 of epoch 1; without" in repeats[0].text
+    assert "batch 17 of epoch 1 comes after" in repeats[0].text
+
+
+@pytest.mark.long
+def test_script_that_saves_too_late_is_said_not_to_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, EVERY.replace("INTERVAL", "5000"))
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
+    assert found.resumed is None
+    (note,) = found.notes
+    assert "saved no checkpoint in 20 steps, so that it was not resumed" in note
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("if step % 100 == 0: torch.save(state, path)", True),
+        ("if rank == 0 and step % every == 0:\n    save_checkpoint(model)", True),
+        ("if epoch % 10 == 0: print(epoch)", False),
+        ("torch.save(model, path)", False),
+        ("if x % 2: (", False),
+    ],
+)
+def test_scripts_that_save_every_some_steps(tmp_path, line, wanted):
+    (tmp_path / "script.py").write_text(line)
+    assert saves_every_some_steps(tmp_path / "script.py") is wanted
