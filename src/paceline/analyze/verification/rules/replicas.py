@@ -31,9 +31,10 @@ def start_different(view: View) -> Iterator[Finding]:
         ranks = sorted({rank for name in names for rank in different[name]})
         few = len(names) < len(model.first)
         what = listed(names) if few else f"all {len(names)} parameters"
+        was_equal = _were_equal(view, models, names)
         yield Finding(
             MISTAKES["replicas-start-different"],
-            unique([*_restored_lines(view), *_made_lines(view, model)]),
+            unique([*_restored_lines(view), *_made_lines(view, model, was_equal)]),
             f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
             f"{ranks_text(ranks, view.size).lower()}"
             + (
@@ -41,7 +42,8 @@ def start_different(view: View) -> Iterator[Finding]:
                 if few
                 else ": the ranks train from different starting points, and nothing makes them "
                 "equal."
-            ),
+            )
+            + " They were equal when it was wrapped, and changed later." * was_equal,
             ranks=ranks,
             layer=names[0],
             values={"parameters": len(names), "of": len(model.first)},
@@ -49,8 +51,21 @@ def start_different(view: View) -> Iterator[Finding]:
         return
 
 
-def _made_lines(view: View, model: ModelFacts) -> list[str]:
-    """Return a line that gave ranks different seeds, and lines that made the model."""
+def _were_equal(view: View, models: Sequence[ModelFacts], names: Sequence[str]) -> bool:
+    """Return whether parameters were equal on all ranks before the model was wrapped."""
+    before = [one.initial for one in models]
+    are_known = all(name in one for one in before for name in names)
+    is_wrapped = bool(models[0].wrapper)
+    return is_wrapped and are_known and not set(_different(view.ranks, before)) & set(names)
+
+
+def _made_lines(view: View, model: ModelFacts, was_equal: bool) -> list[str]:
+    """Return a line that gave ranks different seeds, and lines that made the model.
+
+    was_equal: Whether it was equal on all ranks when it was made.
+    """
+    if was_equal:
+        return [model.line]
     made = view.ranks[0].draws
     drawn = [one.line for one in made if one.place == "construction" and one.line]
     seeds = view.seed_lines("torch", are_equal=False)[:1]
