@@ -389,6 +389,16 @@ def test_batch_that_the_observed_run_left_out_is_where_a_resumed_run_goes_on():
     assert "resume-repeats-samples" in ids(find(runs))
 
 
+def test_resumed_run_that_leaves_out_the_rest_of_an_epoch_is_named():
+    runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 7, 32))
+    runs.ranks[0].files = [saved("model.pt", step=3)]
+    (one,) = [x for x in find(runs) if x.mistake.id == "resume-repeats-samples"]
+    assert "batch 4 of epoch 1 comes after model.pt is written" in one.text
+    assert "begins with other samples" in one.text
+    runs.ranks[0].files = [saved("model.pt", step=4)]  # the next epoch is not known
+    assert "resume-repeats-samples" not in ids(find(runs))
+
+
 def test_other_update_of_a_resumed_run_is_named():
     runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 1, 32))
     for old, facts in zip(runs.ranks, runs.resumed, strict=True):

@@ -226,15 +226,27 @@ def resumed_samples(view: View) -> Iterator[Finding]:
             continue
         places, wanted = _places(view, rank, first), _places(view, rank, expected)
         right = {*wanted, *_following(view, rank, file.step)}
+        load = load_of(view, resumed, file)
+        stream = streams(resumed, Phase.TRAINING)[0]
+        lines = unique([stream.first.facts.line, load.line if load else "", *stream.lines])
+        if not places and wanted and _is_elsewhere(view, rank, wanted[0], first):
+            yield Finding(
+                MISTAKES["resume-repeats-samples"],
+                lines,
+                f"Without the interruption, batch {wanted[0][1] + 1} of epoch {wanted[0][0] + 1} "
+                f"comes after {file.path} is written. The resumed run begins with other samples: "
+                "the rest of the epoch is left out, or divided otherwise.",
+                ranks=[] if rank == 0 else [rank],
+                values={"epoch": wanted[0][0] + 1, "expected": wanted[0][1] + 1},
+            )
+            return
         if not places or not wanted or set(places) & right:
             continue
         place, after = places[0], wanted[0]
-        load = load_of(view, resumed, file)
-        stream = streams(resumed, Phase.TRAINING)[0]
         again = place < after
         yield Finding(
             MISTAKES["resume-repeats-samples"],
-            unique([stream.first.facts.line, load.line if load else "", *stream.lines]),
+            lines,
             f"The resumed run begins with batch {place[1] + 1} of epoch {place[0] + 1}; without "
             f"the interruption, batch {after[1] + 1} of epoch {after[0] + 1} comes after "
             f"{file.path} is written: samples are " + ("trained again." if again else "left out."),
@@ -242,6 +254,19 @@ def resumed_samples(view: View) -> Iterator[Finding]:
             values={"epoch": place[0] + 1, "batch": place[1] + 1, "expected": after[0] + 1},
         )
         return
+
+
+def _is_elsewhere(
+    view: View, rank: int, wanted: tuple[int, int], samples: Sequence[Sample]
+) -> bool:
+    """Return whether most samples of a batch are not of the rest of an epoch, as far as known."""
+    made = view.unbroken_training[0].passes[wanted[0]].ranks[rank]
+    plan = made.facts.planned
+    if plan is None and not made.facts.is_complete:
+        return False
+    batches: Sequence[Sequence[Sample]] = plan or [*map(_samples, made.batches)]
+    rest = {one for batch in batches[wanted[1] :] for one in batch}
+    return sum(one in rest for one in samples) < len(samples) / 2
 
 
 def _first_samples(facts: RankFacts, step: int) -> list[Sample]:
