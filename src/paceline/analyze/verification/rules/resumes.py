@@ -259,10 +259,13 @@ def resumed_samples(view: View) -> Iterator[Finding]:
 def _is_elsewhere(
     view: View, rank: int, wanted: tuple[int, int], samples: Sequence[Sample]
 ) -> bool:
-    """Return whether most samples of a batch are not of the rest of an epoch, as far as known."""
+    """Return whether most samples of a batch are not of the rest of an epoch, as far as known.
+
+    wanted: Epoch and batch that begin the rest.
+    """
     made = view.unbroken_training[0].passes[wanted[0]].ranks[rank]
     plan = made.facts.planned
-    if plan is None and not made.facts.is_complete:
+    if wanted[1] == 0 or (plan is None and not made.facts.is_complete):
         return False
     batches: Sequence[Sequence[Sample]] = plan or [*map(_samples, made.batches)]
     rest = {one for batch in batches[wanted[1] :] for one in batch}
