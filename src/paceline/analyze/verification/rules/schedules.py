@@ -268,24 +268,21 @@ def _ratios(
     Of a schedule that sets all rates itself, only its largest rates count.
     """
     peaks = [
-        (a, b)
+        (one.class_name in CYCLES, a, b)
         for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False)
-        if (one.optimizer, two.optimizer) == (ours.key, theirs.key) and one.class_name in CYCLES
+        if (one.optimizer, two.optimizer) == (ours.key, theirs.key)
         for a, b in zip(one.peaks, two.peaks, strict=False)
         if a > 0 and b > 0
     ]
-    if peaks:
-        return {a / b: (a, b) for a, b in peaks}
+    if any(is_cycle for is_cycle, _, _ in peaks):
+        return {a / b: (a, b) for is_cycle, a, b in peaks if is_cycle}
     pairs = list(zip(ours.initial_rates, theirs.initial_rates, strict=False))
     by_index = {one.index: one for one in single.steps if one.optimizer == theirs.key}
     for step in view.ranks[0].steps:
         other = by_index.get(step.index)
         if step.optimizer == ours.key and other is not None:
             pairs += list(zip(step.learning_rates, other.learning_rates, strict=False))
-    for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False):
-        if (one.optimizer, two.optimizer) == (ours.key, theirs.key):
-            largest = zip(one.peaks, two.peaks, strict=False)
-            pairs += [(a, b) for a, b in largest if a > LARGER * b]
+    pairs += [(a, b) for _, a, b in peaks if a > LARGER * b]
     return {a / b: (a, b) for a, b in reversed(pairs) if a > 0 and b > 0}
 
 

@@ -39,8 +39,8 @@ def uneven(view: View) -> Iterator[Finding]:
         unique(first.step.lines),
         f"In step {first.step.index + 1}, the losses of the ranks are means over "
         f"{_numbers(samples)} {what}, and the gradient is the plain mean of the ranks: each of "
-        f"{least:.4g} {what} counts {weight:.3g} times as much as in one batch of {whole:.4g}."
-        + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
+        f"{_number(least)} {what} counts {weight:.3g} times as much as in one batch of "
+        f"{_number(whole)}." + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
         step=first.step.index + 1,
         values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
         certainty=Certainty.QUESTION if varies or what != "samples" else None,
@@ -127,5 +127,9 @@ def _has_equal_weights(view: View, one: Exchange, sizes: Sequence[float]) -> boo
 
 
 def _numbers(values: Sequence[float]) -> str:
-    shown = [f"{one:.6g}" for one in values]
+    shown = [_number(one) for one in values]
     return f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:.4g}"
