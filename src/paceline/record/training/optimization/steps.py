@@ -1,6 +1,7 @@
 """Observe backwards, clipping, gradient scalers and the steps of optimizers."""
 
 import functools
+import inspect
 import math
 import sys
 import weakref
@@ -293,16 +294,23 @@ class Steps:
             setattr(utils, name, clip)
 
     def _observed_clip(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        parameters_name, limit_name = list(signature.parameters)[:2]
+
         @functools.wraps(function)
-        def clip(parameters: Any, limit: Any, *args: Any, **options: Any) -> Any:
+        def clip(*args: Any, **options: Any) -> Any:
             if not self._observation.is_observed:
-                return function(parameters, limit, *args, **options)
-            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                return function(*args, **options)
+            call = signature.bind(*args, **options)
+            given, limit = call.arguments[parameters_name], call.arguments[limit_name]
+            listed = [given] if isinstance(given, torch.Tensor) else list(given)
+            call.arguments[parameters_name] = listed
             if self._observation.guarded(_CLIP, self.skips_clipping)(listed):
-                return function(listed, math.inf, *args, **options)
+                call.arguments[limit_name] = math.inf
+                return function(*call.args, **call.kwargs)
             note = self._observation.guarded(_CLIP, self._gradient_rows)
             before = note(listed)
-            norm = function(listed, limit, *args, **options)
+            norm = function(*call.args, **call.kwargs)
             self._observation.guarded(_CLIP, self._note_clip)(before, note(listed), limit, norm)
             return norm
 
