@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     replicas.start_different,
     not_exchanged.not_exchanged,
     not_exchanged.one_rank_only,
+    not_exchanged.returned,
     epochs.same_samples,
     contents.same_without_loader,
     random_numbers.different_split,

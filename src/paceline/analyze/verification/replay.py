@@ -10,6 +10,7 @@ from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vector
 from .steps import JointStep, parameters, trained
 
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
+UNMEASURED = 5e-5  # rounding noise that is not measured, relative to the gradient
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
 TINY = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
 CLOSE = 0.05  # residual up to which two gradients are multiples of each other
@@ -114,6 +115,8 @@ class Replay:
         usual = sorted(noise.values())[len(noise) // 2] if noise else EPSILONS["float32"]
         casts = {one.autocast for facts in step.steps for one in facts.backwards if one.autocast}
         least = max([floor, usual, *(epsilon(dtype) for dtype in casts)])
+        if self._permuted is None:
+            least = max(least, UNMEASURED)
         return {
             name: NOISE_FACTOR * max(noise.get(name, 0.0), least, 4 * epsilon(one.dtype))
             for name, one in known.items()

@@ -12,6 +12,7 @@ from ...record.training.replays.joined_batches import CANNOT_JOIN
 from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError
 
+NOT_COMPARED = "one rank was not compared at the same global batches"
 LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
 
 
@@ -42,7 +43,7 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
     """Train the same global batches on one rank, twice: with samples in two orders."""
     reason = _not_comparable(found.ranks)
     if reason:
-        found.notes.append(f"one rank was not compared at the same global batches: {reason}")
+        found.notes.append(f"{NOT_COMPARED}: {reason}")
         return
     settings = VerifySettings("", replays=str(runs.folder / "ranks"))
     way = _first_that_fits(runs, found, settings)

@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from ...analyze.verification.replay import Replay
 from ...analyze.verification.runs_facts import VerifyRuns
+from ...analyze.verification.same_batches import trains_same_batches
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
-from .replay import run_replay
+from .replay import NOT_COMPARED, run_replay
 from .resume import run_resumed
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 
@@ -36,6 +38,7 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
             run_replay(runs, found)
             if not found.is_too_large:
                 _run_alone(runs, found)
+                _compare_with_alone(found)
         run_resumed(runs, found)
     found.seconds = time.monotonic() - start
     return found
@@ -65,6 +68,16 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     what = "one rank: the unchanged script"
     settings = VerifySettings("", passes=ALONE_PASSES)
     found.alone = _try(runs, found, "alone", what, settings)
+
+
+def _compare_with_alone(found: VerifyRuns) -> None:
+    """Let the unchanged script on one rank stand for a replay, if it trains the same samples."""
+    alone = found.alone
+    if found.replay is not None or alone is None or Replay(found.ranks, alone, None).obstacle:
+        return
+    if trains_same_batches(found.ranks, alone):
+        found.replay = alone
+        found.notes = [one for one in found.notes if not one.startswith(NOT_COMPARED)]
 
 
 def _try(

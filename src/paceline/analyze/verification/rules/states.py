@@ -14,11 +14,13 @@ SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
 STATISTICS = ("running_mean", "running_var")
 STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
+OWN = ("tensor", "buffer")  # of the script, which may mean them to differ
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
     "average": "averaged copy of the model",
     "tensor": "tensor",
+    "buffer": "buffer",
 }
 
 
@@ -208,11 +210,11 @@ def differ(view: View) -> Iterator[Finding]:
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
                 + " Does the loss depend on it? Then it must agree."
-                * (ours.kind == "tensor"),
+                * (ours.kind in OWN),
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
-                certainty=Certainty.QUESTION if ours.kind == "tensor" else None,
+                certainty=Certainty.QUESTION if ours.kind in OWN else None,
             )
 
 

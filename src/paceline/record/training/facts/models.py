@@ -74,8 +74,8 @@ class StateFacts:
 
     Attributes:
         kind: "scaler", "schedule", "average" (a copy of the model whose values are averaged),
-            "tensor" (of the script's objects) or "statistics" (the running statistics of a model
-            that is evaluated and not trained).
+            "tensor" (of the script's objects), "buffer" (of its modules without parameters) or
+            "statistics" (running statistics of a model that is evaluated and not trained).
         name: Its class, and a name if it has one.
         line: Where it was made.
         step: Optimizer steps before this value.

@@ -25,6 +25,8 @@ class BackwardFacts:
         elements: Number of targets that it counted; 0 if it is not known.
         class_weight: Sum of the weights of their classes; 0 if classes have no weights.
         autocast: dtype of autocast in the forward; "" without autocast.
+        is_returned: Whether ``torch.autograd.grad`` returned the gradients. They are not added to
+            ``grad``, and DistributedDataParallel does not exchange them.
         raw: By parameter whose gradient a hook of the script has changed before any exchange, the
             row of the gradient before.
     """
@@ -41,6 +43,7 @@ class BackwardFacts:
     elements: int = 0
     class_weight: float = 0.0
     autocast: str = ""
+    is_returned: bool = False
     raw: dict[str, int] = field(default_factory=dict)
 
 

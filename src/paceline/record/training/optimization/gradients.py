@@ -136,7 +136,7 @@ class Gradients:
 
     def forget_cleared(self) -> None:
         """Leave out of earlier backwards of this step the gradients that were cleared since."""
-        earlier = self._observation.backwards
+        earlier = [one for one in self._observation.backwards if not one.is_returned]
         if not earlier:
             return
         for parameter in list(self._hooked):

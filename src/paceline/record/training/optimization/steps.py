@@ -20,11 +20,13 @@ from ...hooks.import_hooks import after_import
 from ..facts.samples import Phase
 from ..facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
-from ..user_lines import user_line
+from ..user_lines import is_called_by, user_line
 from .backward_batches import share_batches
 from .models import Models
 
 _BACKWARD, _STEP = "the backward", "the optimizer step"
+# Steps without gradients and with a learning rate of 0, so that optimizers have a state to load.
+_MAKES_STATES = "/torch/distributed/checkpoint/state_dict.py"
 _CLIP, _SCALER = "the clipping of gradients", "the gradient scaler"
 
 
@@ -64,18 +66,19 @@ class Steps:
     def install(self) -> None:
         """Patch torch's functions."""
         module: Any = torch.autograd
+        guarded = self._observation.guarded
         run = module._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             observation = self._observation
             if observation.backward is not None or not observation.is_observed:
                 return run(*args, **kwargs)
-            if not kwargs.get("accumulate_grad"):
+            is_returned = not kwargs.get("accumulate_grad")
+            if is_returned and not guarded(_BACKWARD, self._are_of_training)(args):
                 return run(*args, **kwargs)
-            return self._run_backward(run, args, kwargs)
+            return self._run_backward(run, args, kwargs, is_returned)
 
         module._engine_run_backward = run_backward
-        guarded = self._observation.guarded
         register_optimizer_step_pre_hook(self._if_observed(guarded(_STEP, self._before)))
         register_optimizer_step_post_hook(self._after_hook)
         kind: Any = Optimizer
@@ -103,9 +106,24 @@ class Steps:
 
     # Backwards
 
-    def _run_backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _are_of_training(self, args: Any) -> bool:
+        """Return whether ``torch.autograd.grad`` computes gradients that an optimizer may use.
+
+        Those of a few parameters, or of gradients, are for something else.
+        """
+        creates_graph, inputs = args[3:5]
+        names = [self._models.name_of(one) for one in inputs if isinstance(one, torch.Tensor)]
+        model = self._models.last
+        if creates_graph or model is None:
+            return False
+        every = [one for one in model.facts.parameters if one.requires_grad]
+        return 2 * sum(name is not None for name in names) >= max(len(every), len(names), 1)
+
+    def _run_backward(
+        self, run: Callable[..., Any], args: Any, kwargs: Any, is_returned: bool
+    ) -> Any:
         observation, guarded = self._observation, self._observation.guarded
-        backward = guarded(_BACKWARD, self._begin_backward)(args)
+        backward = guarded(_BACKWARD, self._begin_backward)(args, is_returned)
         observation.backward = backward
         weight = guarded(_BACKWARD, self.weight)(backward) if backward is not None else None
         if weight is not None and weight != 1:
@@ -117,7 +135,7 @@ class Steps:
             observation.backward = None
             guarded(_BACKWARD, self._end_backward)()
 
-    def _begin_backward(self, args: Any) -> BackwardFacts:
+    def _begin_backward(self, args: Any, is_returned: bool) -> BackwardFacts:
         observation, model = self._observation, self._models.last
         self._models.gradients.forget_cleared()
         batches = observation.unassigned or observation.last_batches
@@ -138,6 +156,7 @@ class Steps:
             elements=observation.elements,
             class_weight=observation.class_weight,
             autocast=model.autocast if model is not None else "",
+            is_returned=is_returned,
         )
         observation.backwards.append(backward)
         for call in self.on_backward:
@@ -207,7 +226,7 @@ class Steps:
         running = self._running()
         if running is not None and (running is not optimizer) and _is_stepping(running):
             return  # an optimizer inside another one's step
-        if self.is_held():
+        if self.is_held() or is_called_by(_MAKES_STATES):
             self._running, self._step = (lambda: None), None
             return
         self._note_optimizer(optimizer)

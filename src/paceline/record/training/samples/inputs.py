@@ -4,7 +4,10 @@ Scripts that index tensors themselves have no loader, or one for the training on
 loader may also be kept and trained again (``itertools.cycle``, a list of all batches).
 """
 
+from typing import Any
+
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...hooks.batch_size import samples_in
 from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
@@ -34,6 +37,9 @@ class Inputs:
     def __init__(self, observation: Observation, models: Models, loaders: Loaders) -> None:
         self._observation, self._models, self._loaders = observation, models, loaders
         self._training: LoaderFacts | None = None
+        # The tensors of the first training forward, until those that hold samples are known.
+        self._first: list[torch.Tensor] | None = None
+        self._positions: list[int] | None = None
         self._evaluations: dict[str, LoaderFacts] = {}  # by line
         self._trained = self._evaluated = 0  # batches
 
@@ -73,9 +79,33 @@ class Inputs:
             self._training.passes.append(
                 PassFacts(0, Phase.TRAINING, line, None, 0, None, False, 0)
             )
+        self._find_samples()
         if (added := self._add(self._training)) is not None:
             self._trained += 1
             self._observation.unassigned.append(added)
+
+    def _find_samples(self) -> None:
+        """Find the inputs that hold samples: those that change, if others do not (a graph)."""
+        tensors = _tensors(self._models.inputs)
+        if self._positions is not None:
+            return
+        if self._first is None:
+            self._first = [one.detach().clone() for one in tensors]
+            return
+        pairs = list(zip(self._first, tensors, strict=False))
+        self._positions = [at for at, (a, b) in enumerate(pairs) if not _are_equal(a, b)]
+        first, self._first = self._first, None
+        if self._positions and self._training is not None:
+            key = self._training.key
+            batch = next(x for x in self._observation.facts.batches if x.loader == key)
+            batch.samples, batch.contents = self._samples(first)
+
+    def _samples(self, tensors: list[torch.Tensor]) -> tuple[int, list[list[int]]]:
+        """Return the number of samples of inputs, and their checksums."""
+        if self._positions:
+            tensors = [tensors[at] for at in self._positions if at < len(tensors)]
+        samples = samples_in(tensors) if tensors else 0
+        return samples, sample_checksums(tensors, samples) if samples else []
 
     def _add_evaluated(self) -> None:
         line, step = user_line(), self._observation.step
@@ -93,9 +123,7 @@ class Inputs:
 
     def _add(self, loader: LoaderFacts) -> int | None:
         """Add the inputs to the loader's last pass; return their number, or None without any."""
-        inputs = self._models.inputs
-        samples = samples_in(inputs) if inputs else 0
-        contents = sample_checksums(inputs, samples) if samples else []
+        samples, contents = self._samples(_tensors(self._models.inputs))
         if not contents:
             return None
         one = loader.passes[-1]
@@ -128,3 +156,11 @@ class Inputs:
         )
         self._observation.facts.loaders.append(loader)
         return loader
+
+
+def _tensors(inputs: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor) and one.ndim]
+
+
+def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and one.dtype == two.dtype and bool(torch.equal(one, two))

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from .....record.training.facts.samples import BatchFacts
-from ...mistakes import MISTAKES, Finding
+from ...mistakes import MISTAKES, Certainty, Finding
 from ...passes import Sample, Stream
 from ...view import View, unique
 
@@ -15,6 +15,7 @@ UNIQUE = 0.98  # of the samples of a rank: then equal ones on several ranks are 
 AGAIN = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
 MISSING = 0.1  # of the samples of a stream
+MOST_OF_RANKS = 0.75  # of N times the samples of one process
 LEAST_KEPT = 4  # batches that are trained again
 LEAST_PERIOD = 3  # batches of an epoch, without which an order can't be told
 SHARED = 0.1  # of the samples of two ranks
@@ -185,6 +186,18 @@ def _missing(view: View, stream: Stream) -> Iterator[Finding]:
         for rank, one in ranks.items()
     }
     total = sum(read.values())
+    # Each rank may read a number of batches that does not depend on the number of ranks.
+    if 1 + MISSING < total / max(whole, 1) < MOST_OF_RANKS * stream.size:
+        yield Finding(
+            MISTAKES["samples-repeated"],
+            unique([loader.sampler_seed_line, *stream.lines]),
+            f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
+            f"({', '.join(map(str, read.values()))}), and one process reads {whole}. Do some "
+            "occur several times?",
+            values={"trained": total, "samples": whole},
+            certainty=Certainty.QUESTION,
+        )
+        return
     if whole - total <= max(stream.size * (loader.batch_size or 1), MISSING * whole):
         return
     yield Finding(

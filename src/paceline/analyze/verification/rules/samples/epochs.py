@@ -233,7 +233,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     if each > allowed and is_split:
         missing, when, trained = each, "in an epoch", sets[0]
     elif (never > allowed and (fixed or is_regular(_order(stream, stream.first)))) or (
-        never > 0 and fixed and _covers_by_rank(stream)
+        never > 0 and fixed and (_covers_by_rank(stream) or _is_shuffled(stream))
     ):
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
@@ -249,6 +249,13 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
         values={"missing": missing, "samples": length},
         certainty=Certainty.QUESTION if is_remainder else None,
     )
+
+
+def _is_shuffled(stream: Stream) -> bool:
+    """Return whether the epochs have different random orders."""
+    orders = [_order(stream, one.ranks[min(one.ranks)]) for one in stream.passes]
+    are_random = all(order and not is_regular(order) for order in orders)
+    return are_random and any(order != orders[0] for order in orders)
 
 
 def _covers_by_rank(stream: Stream) -> bool:

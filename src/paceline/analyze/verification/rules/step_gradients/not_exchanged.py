@@ -10,6 +10,7 @@ from ...steps import JointStep, shown
 from ...view import View, listed, unique
 
 ONE_RANK = 0.02  # of the other ranks' coefficients, relative to the largest
+APART = 1e-3  # relative difference of gradients of different samples
 SAME = 1e-6  # relative difference of equal parameters
 LARGE = 0.5  # of the bytes of the parameters: a collective that exchanges them
 
@@ -56,6 +57,34 @@ def one_rank_only(view: View) -> Iterator[Finding]:
             step=one.step.index + 1,
             values={"rank": rank, "coefficient": largest},
             remedy="exchange gradients with all_reduce, and divide by the number of ranks",
+        )
+        return
+
+
+def returned(view: View) -> Iterator[Finding]:
+    """Find gradients of ``torch.autograd.grad`` that are not exchanged."""
+    if view.size < 2 or view.is_model_parallel or view.averages_parameters:
+        return
+    for step in view.steps[:1]:
+        backwards = [one for each in step.steps for one in each.backwards]
+        if not backwards or not all(one.is_returned for one in backwards):
+            continue
+        used = [step.used(rank) for rank in range(step.size)]
+        names = [n for n in used[0] if n not in step.sharded and all(n in one for one in used)]
+        apart = [n for n in names if any(distance(used[0][n], one[n]) > APART for one in used)]
+        if len(apart) <= len(names) / 2:
+            continue
+        yield Finding(
+            MISTAKES["gradients-not-exchanged"],
+            unique([*(one.line for one in reversed(step.steps[0].backwards)), *step.lines]),
+            f"In step {step.index + 1}, {len(apart)} of {len(names)} parameters have another "
+            "gradient on each rank. torch.autograd.grad returns the gradients of this rank: no "
+            "wrapper exchanges them.",
+            step=step.index + 1,
+            layer=shown(apart[0]),
+            values={"parameters": len(apart), "of": len(names)},
+            remedy="exchange the gradients with all_reduce before the step, and divide by the "
+            "number of ranks",
         )
         return
 
