@@ -111,6 +111,22 @@ def test_gradients_of_one_rank_are_named():
     assert "the gradient of rank 0" in first.text
 
 
+def test_returned_gradients_that_are_not_exchanged_are_named():
+    """A script changes what torch.autograd.grad returns, and assigns it to grad."""
+
+    def changed(ranks):
+        return [{name: value.abs() for name, value in one.items()} for one in ranks]
+
+    runs = verified(Training(exchange=changed), with_replay=False)
+    assert ids(runs) == ["replicas-diverge"]
+    for facts in runs.ranks:
+        for step in facts.steps:
+            step.backwards[0].is_returned = True
+    found = only(runs)
+    assert found.mistake.id == "gradients-not-exchanged"
+    assert "torch.autograd.grad returns the gradients of this rank" in found.text
+
+
 def test_parameter_that_is_not_exchanged_is_named():
     def partly(ranks):
         return [

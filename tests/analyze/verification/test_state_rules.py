@@ -152,6 +152,20 @@ def test_statistics_of_an_averaged_model_that_differ_are_named():
     assert statistics(1.0, 1.0) == []
 
 
+def test_buffers_of_a_loss_that_differ_are_asked():
+    runs = verified(Training(), with_replay=False)
+    for facts in runs.ranks:
+        row = len(facts.sketches)
+        facts.sketches = np.concatenate([facts.sketches, facts.sketches[:1] * (1 + facts.rank)])
+        state = StateFacts("buffer", "loss_of.center", "train.py:60", 4, rows={"center": row})
+        state.changed_by = ["train.py:33"]
+        facts.states.append(state)
+    (one,) = find(runs)
+    assert (one.mistake.id, one.is_question) == ("state-differs", True)
+    assert one.lines == ["train.py:33", "train.py:60"]
+    assert "The buffer loss_of.center differs between ranks 0 and 1 after 4 steps" in one.text
+
+
 def scheduled(length, single_length, per_step=True, class_name="CosineAnnealingLR"):
     """Return runs with a schedule; an epoch has 8 steps on 2 ranks, and 16 on one."""
     runs = VerifyRuns(

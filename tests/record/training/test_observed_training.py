@@ -8,6 +8,7 @@ import pytest
 import ranks
 from torch.utils.data import DistributedSampler
 
+from paceline.analyze.verification.same_batches import trains_same_batches
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.facts_file import read_facts
@@ -47,13 +48,13 @@ DDP = """
 RANKS = 2
 
 
-def observe(tmp_path, script, **more):
+def observe(tmp_path, script, size=RANKS, **more):
     """Run a script on observed ranks; return their facts, and what they printed."""
     path = ranks.write(tmp_path, script)
     settings = VerifySettings(str(tmp_path / "facts"), str(tmp_path / "scratch"), **more)
     launcher = f"paceline --record {tmp_path / 'record'}"
-    done = ranks.run(path, ranks=RANKS, launcher=launcher, **{VARIABLE: settings.to_json()})
-    return [read_facts(tmp_path / "facts", rank) for rank in range(RANKS)], done.stdout
+    done = ranks.run(path, ranks=size, launcher=launcher, **{VARIABLE: settings.to_json()})
+    return [read_facts(tmp_path / "facts", rank) for rank in range(size)], done.stdout
 
 
 def row(facts: RankFacts, number: int) -> np.ndarray:
@@ -394,3 +395,68 @@ def test_batches_that_no_loader_returns(tmp_path):
         ]
         statistics = [one for one in facts.states if one.kind == "statistics"]
         assert statistics[0].rows.keys() == {"0/1.running_mean", "0/1.running_var"}
+
+
+RETURNED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+        def forward(self, nodes, pairs):
+            h = self.first(nodes).tanh()
+            return self.last(h[pairs[:, 0]] * h[pairs[:, 1]]).squeeze(1)
+
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(4))
+
+        def forward(self, scores):
+            self.center.mul_(0.9).add_(0.1 * scores.detach().mean())
+            return (scores - self.center.mean()).square().mean()
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    nodes, pairs = torch.randn(30, 4), torch.randint(30, (48, 2))
+    model, loss_of = Net(), Centered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for start in range(0, 48, 8):
+            mine = pairs[start : start + 8][rank::world]
+            loss = loss_of(model(nodes, mine))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients):
+                dist.all_reduce(gradient)
+                parameter.grad = gradient / world
+            nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=0.01)
+            optimizer.step()
+"""
+
+
+def test_gradients_that_autograd_returns(tmp_path):
+    every, _ = observe(tmp_path, RETURNED)
+    for facts in every:
+        assert not facts.unseen
+        assert [one.samples for one in facts.batches] == [4] * 12  # pairs, and not nodes
+        assert len({tuple(one.contents[0]) for one in facts.batches}) == 6
+        for step in facts.steps:
+            (backward,) = step.backwards
+            assert backward.is_returned
+            assert backward.gradients.keys() == step.gradients.keys()
+            assert [clip.limit for clip in step.clips] == [0.01]
+        assert {one.name for one in facts.states if one.kind == "buffer"} == {"loss_of.center"}
+    local = [row(f, f.steps[0].backwards[0].gradients["0/last.weight"]) for f in every]
+    exchanged = row(every[0], every[0].steps[0].clips[0].gradients["0/last.weight"])
+    assert np.allclose(np.mean(local, axis=0), exchanged, rtol=1e-5, atol=1e-7)
+    (tmp_path / "alone").mkdir()
+    (alone,), _ = observe(tmp_path / "alone", RETURNED, size=1)
+    assert trains_same_batches(every, alone)
+    for batch in alone.batches:
+        batch.contents = [[1 + one for one in column] for column in batch.contents]
+    assert not trains_same_batches(every, alone)
