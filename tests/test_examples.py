@@ -138,6 +138,7 @@ def patches(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_patches_from_files_and_packed_dataset_are_equal(patches, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     case = importlib.import_module("patches")

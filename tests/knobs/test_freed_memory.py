@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import ranks
 
 SCRIPT = """
@@ -34,6 +35,7 @@ def found(*words, **variables):
     return changed == "True", int(mib)
 
 
+@pytest.mark.long
 def test_freed_blocks_leave_no_gaps():
     changed, returned = found("return")
     assert changed
@@ -41,6 +43,7 @@ def test_freed_blocks_leave_no_gaps():
     assert found()[1] > returned
 
 
+@pytest.mark.long
 def test_settings_of_the_user_remain():
     assert found("return", MALLOC_TRIM_THRESHOLD_="1000000")[0] is False
     assert found("return", GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0] is False

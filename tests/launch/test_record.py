@@ -136,6 +136,7 @@ def test_script_with_init_is_recorded_once_and_prints_summary(tmp_path):
     assert report.samples == 16 * 2 * 39
 
 
+@pytest.mark.long
 def test_paceline_record_under_torchrun(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"

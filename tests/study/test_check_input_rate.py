@@ -109,6 +109,7 @@ def test_input_rate_of_image_files_of_several_sizes(tmp_path):
     assert f"{found['measured']['memory']:,.0f} (" in text
 
 
+@pytest.mark.long
 def test_loader_processes_exit_when_check_is_killed(packed):
     words = [ranks.PACELINE, "check", "--data", str(packed), "-n", "2", "--json"]
     checking = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=ranks.environment())

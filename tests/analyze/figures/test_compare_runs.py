@@ -69,7 +69,10 @@ def fails_gate(before, after):
     return check_gate(before, after, 0.05).verdict == "slower"
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 2), (3, 1), (5, 5)])
+LARGE = pytest.param((5, 5), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 2), (3, 1), LARGE])
 def test_equal_runs_rarely_differ(base, sizes):
     runs, cases = Runs(base, 1), 400
     most = 0.05 + 2 * (0.05 * 0.95 / cases) ** 0.5

@@ -137,6 +137,7 @@ def namespaces():
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not namespaces(), reason="needs unshare --time, as root")
 def test_real_clock_offset_between_two_ranks_is_estimated(tmp_path):
     """Start two real ranks, one of them with a clock that is 5000 s ahead."""

@@ -253,6 +253,7 @@ print(f"rank {world.rank} saw {seen}, whole {whole()}")
 """
 
 
+@pytest.mark.long
 def test_run_stages_dataset_during_training(packed, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(STAGED)

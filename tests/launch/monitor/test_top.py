@@ -101,6 +101,7 @@ def read_until(outer, what, seconds=20):
     return text.decode(errors="replace")
 
 
+@pytest.mark.long
 def test_top_shows_running_stopped_and_ended_job(tmp_path):
     with training(tmp_path) as (job, record):
         # The slowest rank, the waits of the other ranks and the speed, with and without DIR.

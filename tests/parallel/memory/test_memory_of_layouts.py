@@ -67,6 +67,7 @@ def test_prediction_is_within_5_percent_of_the_measured_peak():
     assert predicted.memory.total == pytest.approx(measure_peak(build), rel=0.05)
 
 
+@pytest.mark.long
 def test_recomputation_keeps_fewer_activations():
     found = {one.name: one for one in predict_setup(setup(), INPUTS, 4)}
     assert list(found) == [*LAYOUTS, *(f"{layout} + recompute" for layout in LAYOUTS)]
@@ -83,6 +84,7 @@ def test_model_on_the_device_meta():
     assert trace_model(made, INPUTS).gradient_bytes == trace_model(setup(), INPUTS).gradient_bytes
 
 
+@pytest.mark.long
 def test_autocast_keeps_activations_in_16_bits():
     plain, autocast = setup(), setup(autocast_dtype=torch.bfloat16)
     of = [predict_setup(one, INPUTS, 1)[0].memory.total for one in (plain, autocast)]

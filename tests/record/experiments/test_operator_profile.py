@@ -409,6 +409,7 @@ def distances(x):
     return (x[:, None, :] - x[None, :, :]).square().sum(-1)
 
 
+@pytest.mark.long
 def test_small_operators_of_a_recurrent_layer_are_not_a_loop_of_the_script(profile):
     gru = nn.GRU(8, 8, batch_first=True)
     found = profile(gru, lambda out: out[0].square().mean(), data=torch.randn(4, 300, 8))

@@ -29,6 +29,7 @@ SCRIPT = """
 VERIFY = [ranks.PACELINE, "verify", "-H", "host1:1,host2:1", "--threads", "1", "--fresh"]
 
 
+@pytest.mark.long
 def test_folder_that_nodes_do_not_share_is_refused_before_the_script_runs(hosts, shared_folder):
     ranks.write(shared_folder, "raise SystemExit('the script ran')")
     done = hosts.run(
