@@ -159,7 +159,14 @@ class Inputs:
 
 
 def _tensors(inputs: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor) and one.ndim]
+    """Return the tensors of inputs whose rows can be compared; no sparse or sharded ones."""
+    every = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+    return [one for one in every if one.ndim and _is_plain(one)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_whole = not hasattr(tensor, "placements") and not tensor.is_nested
+    return is_whole and not tensor.is_meta and tensor.layout == torch.strided
 
 
 def _are_equal(one: torch.Tensor, two: torch.Tensor) -> bool:
