@@ -1,10 +1,10 @@
 """Choose the slow tests (bench, long, soak) of one CI run: those that the change can affect, and
-one sixth of all. Tests in REQUIRED always run if a file that they use has changed.
+one tenth of all. Tests in REQUIRED always run if a file that they use has changed.
 
     python tests/select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
     python tests/select_slow.py measure XML ...     write tests/durations.json from JUnit reports
 
-The sixth is ``crc32(salt and test id) % 6 == run number % 6``, so six consecutive run numbers run
+The tenth is ``crc32(salt and test id) % 10 == run number % 10``, so ten consecutive run numbers run
 every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
 a counter in the user's cache directory that every CI run increments and that starts at the number
 of commits. Changed files are those since the commit PACELINE_CI_BASE, else of the last day (at most
@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
 DURATIONS = ROOT / "tests" / "durations.json"
 
-SLICES = 6
-SALT = 1028  # of the hash, chosen so that the sixths take about the same time
+SLICES = 10
+SALT = 3092  # of the hash, chosen so that the tenths take about the same time
 BUDGET_S = 900  # test seconds of a CI run: about 8 minutes of two workers
-MIN_TOUCHED_S = 180  # of touched tests, even if the sixth leaves less of the budget
+MIN_TOUCHED_S = 180  # of touched tests, even if the tenth leaves less of the budget
 UNMEASURED_S = 20  # assumed duration of a test that is not in durations.json
 MAX_COMMITS = 20
 FAR = 99  # distance of tests that no import connects to the change: soak tests, examples
@@ -176,9 +176,9 @@ def choose(
     number: int,
     always: Iterable[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """Return the touched tests that fit into the budget, and the tests of this run's sixth.
+    """Return the touched tests that fit into the budget, and the tests of this run's tenth.
 
-    The sixth and the tests of ``always`` run completely. The touched tests get what they leave of
+    The tenth and the tests of ``always`` run completely. The touched tests get what they leave of
     BUDGET_S, but at least MIN_TOUCHED_S: nearest first, and among equals in an order that differs
     between runs.
     """
