@@ -17,12 +17,8 @@ from .exchanges.outputs import Outputs
 from .exchanges.restores import Restores
 from .facts.steps import StepFacts
 from .observation import Observation
-from .optimization.averages import Averages
-from .optimization.change_lines import ChangeLines
 from .optimization.losses import Losses
 from .optimization.models import Models
-from .optimization.norms import Norms
-from .optimization.own_tensors import OwnTensors
 from .optimization.schedules import Schedules
 from .optimization.sharded import ShardedModels
 from .optimization.steps import Steps
@@ -35,6 +31,10 @@ from .samples.inputs import Inputs
 from .samples.lightning import LightningEpochs
 from .samples.loaders import Loaders
 from .settings import VerifySettings
+from .states.averages import Averages
+from .states.change_lines import ChangeLines
+from .states.norms import Norms
+from .states.own_tensors import OwnTensors
 
 WAIT_FOR_RANKS_S = 5.0  # at the end, so that no rank loses a peer inside of a collective
 

@@ -1,7 +1,6 @@
 """Observe backwards, clipping, gradient scalers and the steps of optimizers."""
 
 import functools
-import inspect
 import math
 import sys
 import weakref
@@ -18,16 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...hooks.import_hooks import after_import
 from ..facts.samples import Phase
-from ..facts.steps import BackwardFacts, ClipFacts, OptimizerFacts, StepFacts
+from ..facts.steps import BackwardFacts, OptimizerFacts, StepFacts
 from ..observation import Observation
 from ..user_lines import is_called_by, user_line
 from .backward_batches import share_batches
+from .clipping import Clipping
 from .models import Models
 
 _BACKWARD, _STEP = "the backward", "the optimizer step"
 # Steps without gradients and with a learning rate of 0, so that optimizers have a state to load.
 _MAKES_STATES = "/torch/distributed/checkpoint/state_dict.py"
-_CLIP, _SCALER = "the clipping of gradients", "the gradient scaler"
+_SCALER = "the gradient scaler"
 
 
 class Steps:
@@ -52,16 +52,15 @@ class Steps:
         self.after_backward: list[Callable[[], None]] = []
         self.optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # facts by optimizer
         self._counts: dict[int, int] = {}  # steps by key of optimizer
-        self._clips: list[ClipFacts] = []
+        self.clipping = Clipping(observation, models)
         self._running: Callable[[], Optimizer | None] = lambda: None
         self._step: StepFacts | None = None
         self._step_scale: float | None = None  # within GradScaler.step
         self._backwards_before = 0
-        # Of a replay that accumulates: the weight of a backward, whether the step of the optimizer
-        # is held back, and whether gradients are not complete, and so not to be clipped.
+        # Of a replay that accumulates: the weight of a backward, and whether the step of the
+        # optimizer is held back.
         self.weight: Callable[[BackwardFacts], float] = lambda backward: 1.0
         self.is_held: Callable[[], bool] = lambda: False
-        self.skips_clipping: Callable[[list[torch.Tensor]], bool] = lambda parameters: False
 
     def install(self) -> None:
         """Patch torch's functions."""
@@ -92,7 +91,7 @@ class Steps:
         kind.__init__ = init
         after_import(
             {
-                "torch.nn.utils.clip_grad": self._patch_clipping,
+                "torch.nn.utils.clip_grad": self.clipping.install,
                 "torch.amp.grad_scaler": self._patch_scaler,
             }
         )
@@ -287,7 +286,7 @@ class Steps:
         observation = self._observation
         step.backwards, observation.backwards = observation.backwards, []
         share_batches(step.backwards, observation.facts)
-        step.clips, self._clips = self._clips, []
+        step.clips = self.clipping.take()
         lines = observation.change_lines
         step.gradient_lines, step.value_lines = list(lines["gradient"]), list(lines["parameter"])
         lines["gradient"].clear()
@@ -301,56 +300,6 @@ class Steps:
         observation.facts.steps.append(step)
         for call in self.after_step:
             call(optimizer, step)
-
-    # Clipping
-
-    def _patch_clipping(self, module: Any) -> None:
-        import torch.nn.utils as utils
-
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            clip = self._observed_clip(getattr(module, name))
-            setattr(module, name, clip)
-            setattr(utils, name, clip)
-
-    def _observed_clip(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        parameters_name, limit_name = list(signature.parameters)[:2]
-
-        @functools.wraps(function)
-        def clip(*args: Any, **options: Any) -> Any:
-            if not self._observation.is_observed:
-                return function(*args, **options)
-            call = signature.bind(*args, **options)
-            given, limit = call.arguments[parameters_name], call.arguments[limit_name]
-            listed = [given] if isinstance(given, torch.Tensor) else list(given)
-            call.arguments[parameters_name] = listed
-            if self._observation.guarded(_CLIP, self.skips_clipping)(listed):
-                call.arguments[limit_name] = math.inf
-                return function(*call.args, **call.kwargs)
-            note = self._observation.guarded(_CLIP, self._gradient_rows)
-            before = note(listed)
-            norm = function(*call.args, **call.kwargs)
-            self._observation.guarded(_CLIP, self._note_clip)(before, note(listed), limit, norm)
-            return norm
-
-        return clip
-
-    def _gradient_rows(self, parameters: list[torch.Tensor]) -> dict[str, int]:
-        rows = {}
-        for parameter in parameters:
-            name = self._models.name_of(parameter)
-            if name is not None and parameter.grad is not None:
-                row = self._models.add_row(parameter.grad)
-                if row is not None:
-                    rows[name] = row
-        return rows
-
-    def _note_clip(
-        self, before: dict[str, int] | None, after: dict[str, int] | None, limit: Any, norm: Any
-    ) -> None:
-        # The norm of sharded gradients is a DTensor, whose value needs a collective.
-        value = float(norm) if norm is not None and not hasattr(norm, "placements") else None
-        self._clips.append(ClipFacts(user_line(), float(limit), value, before or {}, after or {}))
 
     # Gradient scalers
 

@@ -68,7 +68,7 @@ class Accumulation:
         """Register the hooks. Must precede those of the steps."""
         self._steps.weight = self._weight
         self._steps.is_held = lambda: self._is_held
-        self._steps.skips_clipping = self._skips_clipping
+        self._steps.clipping.skips = self._skips_clipping
         register_optimizer_step_pre_hook(self._before_step)
 
     def add_part(self, place: Place, part: Part) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from ..facts.models import StateFacts
 from ..observation import Observation
+from ..optimization.model_names import clean_name, named_parameters
+from ..optimization.models import Model, Models
 from ..user_lines import is_users_file, user_line
-from .model_names import clean_name, named_parameters
-from .models import Model, Models
 
 MAX_OBJECTS = 2000  # that are looked at
 MIN_PARAMETERS = 2

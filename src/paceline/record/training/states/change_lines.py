@@ -9,9 +9,9 @@ import torch
 
 from ..line_tracer import LineTracer
 from ..observation import Observation
+from ..optimization.steps import Steps
 from .averages import Averages
 from .own_tensors import OwnTensors
-from .steps import Steps
 
 _HOOK = "the lines that change gradients"
 MAX_EVENTS = 4000  # lines that are looked at, in all steps

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from ..facts.models import StateFacts
 from ..observation import Observation
+from ..optimization.models import Models
 from ..user_lines import user_line
 from .averages import users_variables
-from .models import Models
 
 MIN_ELEMENTS, MAX_ELEMENTS = 4, 1 << 20
 MAX_TENSORS = 8

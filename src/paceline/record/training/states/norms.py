@@ -4,9 +4,9 @@ from torch import nn
 
 from ..facts.models import StateFacts
 from ..observation import Observation
+from ..optimization.model_names import clean_name
+from ..optimization.models import Model, Models
 from ..user_lines import user_line
-from .model_names import clean_name
-from .models import Model, Models
 
 KIND = "statistics"  # of StateFacts
 _NORMS = nn.modules.batchnorm._BatchNorm
