@@ -15,7 +15,8 @@ from ..facts.events import DrawFacts
 from ..generators import function_states, generator_states, owned_states, script_states
 from ..observation import Observation
 from ..optimization.models import Model
-from ..samples.loaders import Loaders, OpenPass
+from ..samples.loaders import Loaders
+from ..samples.open_pass import OpenPass
 from ..user_lines import user_line
 from .draw_lines import DrawLines
 

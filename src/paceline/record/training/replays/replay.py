@@ -19,7 +19,8 @@ from ..facts_file import read_facts
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
-from ..samples.loaders import Loaders, OpenPass
+from ..samples.loaders import Loaders
+from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
 from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
 from .stored_run import batch_paths, load_batch, restore_initial

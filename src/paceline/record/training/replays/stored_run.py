@@ -13,7 +13,7 @@ from ..observation import Observation
 from ..optimization.model_names import clean_name, named_parameters
 from ..optimization.models import Model
 from ..optimization.shards import Shard, shard_of
-from ..samples.loaders import OpenPass
+from ..samples.open_pass import OpenPass
 
 BATCHES, INITIAL = "batches", "initial"  # folders
 

@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -18,6 +17,7 @@ from ..user_lines import is_in_loop, is_read_ahead, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
 from .epochs import epoch_in_loop
 from .loader_parts import dataset_of, known, length_of, listed, sampler_of
+from .open_pass import OpenPass
 from .sampler_lines import lines_of_sampler, stream_lines
 
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
@@ -25,34 +25,6 @@ MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
 MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
 MAX_SKIPPED = 1024  # batches of a stream that are read to find its end
 SKIPPING_S = 4.0  # of all streams
-
-
-@dataclass
-class OpenPass:
-    """A pass that is not over.
-
-    Attributes:
-        loader, facts: The loader's facts, and those of the pass.
-        source: The loader.
-        indices: Indices of each batch that was requested so far; None: not known.
-        returned: Number of batches that were returned.
-        is_short: Whether the pass may be shortened.
-        is_stopped: Whether it was.
-        is_at_end: Whether the batch that was returned last is known to be the last one.
-    """
-
-    loader: LoaderFacts
-    facts: PassFacts
-    source: Any
-    indices: list[list[int] | None] = field(default_factory=list)
-    returned: int = 0
-    is_short: bool | None = None
-    is_stopped: bool = False
-    is_at_end: bool = False
-    first_group: int = 0  # batches of the first step of the pass
-    planned: list[list[int]] | None = None
-    ahead: int | None = None  # a batch that a library has read, but not passed on yet
-    sampler: Any = None  # the iterator over the rest of the batches' indices
 
 
 class Loaders:
