@@ -49,6 +49,9 @@ def uneven(view: View) -> Iterator[Finding]:
 
 def _other_weights(view: View) -> Iterator[Finding]:
     """Find a mean of the ranks' gradients where one process weights them otherwise."""
+    replay = view.runs.replay
+    if replay is None or replay.parts > 1:
+        return  # in parts, a script may weight each part by what it contains
     for one in view.exchanges:
         theirs = view.replay.gradients(one.step)
         if theirs is None or one.kind is not Kind.UNIFORM or not is_near(one.multiple, 1.0):
