@@ -181,6 +181,7 @@ def test_patches_train_from_files_and_packed_dataset(patches, source):
     assert float(last) < 0.9 * float(first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "samples", "shape", "kinds"),
     [

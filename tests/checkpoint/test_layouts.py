@@ -111,6 +111,7 @@ def reads(folder, script_folder, ranks):
     return [line.split()[-4:] for line in out.splitlines() if "reads" in line]
 
 
+@pytest.mark.long
 def test_one_process_reads_what_sharded_ranks_wrote(saved):
     states = []
     for layout in ("plain", "sharded", "hsdp"):

@@ -131,7 +131,7 @@ def test_minimum_and_maximum_between_hosts_keep_nan(name, how):
 
 
 @KINDS
-@pytest.mark.parametrize("count", [0, 1, 3, 1000])
+@pytest.mark.parametrize("count", [0, 1, 3, pytest.param(1000, marks=pytest.mark.long)])
 def test_reduce_scatter_with_many_ranks_for_a_slot(kind, count):
     """A rank's chunk is shorter than a cache line, or the slot fits fewer lines than ranks."""
     size, slot = 20, 1024

@@ -30,6 +30,7 @@ def test_repeated_checks_of_one_machine_show_no_change(count):
         assert sentences(compare(before, after)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("repeats", [3, 5, 40])
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 def test_unchanged_machine_has_a_change_in_at_most_the_stated_share_of_comparisons(noise, repeats):

@@ -30,6 +30,7 @@ class Hosts:
         return [one.named.hosts[0] for one in found if one is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 64])
 def test_equal_hosts_are_rarely_slow(count):
     hosts, cases = Hosts(1), 300

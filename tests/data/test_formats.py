@@ -372,6 +372,7 @@ def command(*words):
     return subprocess.run(made, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.long
 def test_pack_command_exports_to_another_format(tmp_path):
     images = sets.images(tmp_path / "in", 12)
     done = command(images, tmp_path / "tars", "--to", "webdataset", "--resize", "10", "--json")

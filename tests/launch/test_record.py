@@ -165,6 +165,7 @@ def test_record_of_killed_torchrun_rank_is_saved_by_later_run(tmp_path):
     assert not ranks.in_memory(tmp_path)
 
 
+@pytest.mark.long
 def test_record_with_fresh_interpreters(tmp_path):
     script = ranks.write(tmp_path, TRAIN)
     record = tmp_path / "record"

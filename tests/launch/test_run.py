@@ -43,6 +43,7 @@ def test_ranks_have_same_environment_as_under_torchrun(tmp_path, launcher):
         assert ours == other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"])
 def test_openmp_affinity_variables_disable_forking(tmp_path, name):
     value = {"OMP_PLACES": "cores", "KMP_AFFINITY": "none", "GOMP_CPU_AFFINITY": "0"}[name]
@@ -177,6 +178,7 @@ def test_threads_option_overrides_omp_num_threads(tmp_path):
     assert result.stdout == "2 2\n"
 
 
+@pytest.mark.long
 def test_omp_num_threads_may_list_nested_levels(tmp_path):
     script = ranks.write(
         tmp_path, "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.get_num_threads())"

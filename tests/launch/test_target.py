@@ -185,6 +185,7 @@ def test_env_option_forwards_or_sets_variables(tmp_path):
     assert "--env must be NAME or NAME=VALUE; this is 'a b=1'. HINT" in result.stderr
 
 
+@pytest.mark.long
 def test_default_number_of_ranks_is_explained_in_one_line(tmp_path):
     script = ranks.write(tmp_path, "print('here')")
     cores = len(topology().cores(set(allowed_threads())))

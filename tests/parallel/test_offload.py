@@ -317,6 +317,7 @@ def end_of(folder, layout, number, *runs):
     return torch.load(folder / "end.pt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "number"),
     [

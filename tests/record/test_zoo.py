@@ -165,6 +165,7 @@ def test_process_groups_are_named_and_add_up(recorded):
         assert groups == pytest.approx(sum(rank[kind] for rank in report.states), abs=1e-9)
 
 
+@pytest.mark.long
 def test_profiler_session_of_script_gets_all_events(recorded):
     plain = ranks.run(path_of("profiled")).stdout
     result, _ = recorded("profiled", started=2)

@@ -114,6 +114,7 @@ def test_gate_ends_with_exit_code_for_a_nightly_job(tmp_path):
     assert gate["slower"] - gate["noise"] > 0.05
 
 
+@pytest.mark.long
 def test_gate_refuses_what_it_cannot_compare(tmp_path):
     before = made(tmp_path / "before")
     others = {

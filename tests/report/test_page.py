@@ -239,6 +239,7 @@ def test_printed_charts_fit_the_paper(tmp_path, opened):
     assert page.evaluate(widths) == on_screen
 
 
+@pytest.mark.long
 def test_512_ranks_are_aggregated_and_outliers_kept(tmp_path, opened):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -146,6 +146,7 @@ def test_tar_is_unpacked_and_node_commands_are_printed(environment, tmp_path):
     assert import_torch(1, interpreter, count=False).file.startswith(str(tmp_path / "there"))
 
 
+@pytest.mark.long
 def test_squashfs_is_unpacked_or_only_written_if_mount_is_impossible(
     environment, tmp_path, squashfs
 ):
@@ -211,6 +212,7 @@ def test_failing_mksquashfs_leaves_no_file(environment, tmp_path, monkeypatch, t
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.long
 def test_signal_leaves_no_mount_and_no_partial_file(environment, tmp_path, squashfs):
     tools, temporary = tmp_path / "tools", tmp_path / "temporary"
     tools.mkdir()

@@ -115,6 +115,7 @@ def whole_pieces(folder):
     return len(list((folder / "out" / ".packing").glob("piece-*")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "count", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
 )

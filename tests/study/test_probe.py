@@ -188,6 +188,7 @@ def test_read_only_and_full_folder_are_reported(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_import_torch_is_timed_and_its_file_calls_counted(monkeypatch):
     found = import_torch(1)
     assert found.seconds.n == 1

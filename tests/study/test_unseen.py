@@ -33,6 +33,7 @@ def test_halves_are_as_drawn_and_every_kind_is_on_both_sides(half):
     assert {one.kind for one in found} == set(KINDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", ["open", "kept-out"])
 def test_every_injector_gives_valid_scripts(half, tmp_path):
     for injector in load_half(half):

@@ -69,6 +69,7 @@ def test_init_under_srun_with_explicit_master_addr(started):
     assert joined(result) == EVEN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher", [bed.mpirun, pytest.param(bed.mpiexec, marks=pytest.mark.long)]
 )

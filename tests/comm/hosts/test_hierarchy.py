@@ -124,6 +124,7 @@ def test_process_groups_within_and_across_hosts(hosts, shared_folder):
     assert expected <= ranks.untagged(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where", [pytest.param("host1:1,host2:1", marks=pytest.mark.long), "host1:2,host2:2"]
 )

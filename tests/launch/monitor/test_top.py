@@ -223,6 +223,7 @@ def test_top_reports_why_job_cannot_be_shown(tmp_path):
     assert "--job none: you have no job of this name on this node." in top("--job", "none").stderr
 
 
+@pytest.mark.long
 def test_top_lists_several_jobs_without_taking_locks(tmp_path):
     """Use jobs without a record and without torch, which have no rings; the output says so."""
     text = "import sys, time; open(sys.argv[1], 'w'); time.sleep(60)"

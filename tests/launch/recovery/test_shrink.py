@@ -152,6 +152,7 @@ WAIT = """
     """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "told"),
     [

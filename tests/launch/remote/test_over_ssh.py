@@ -138,6 +138,7 @@ def test_ssh_errors_are_reported_with_hint(hosts, shared_folder):
     assert hosts.left_over() == []
 
 
+@pytest.mark.long
 def test_host_with_missing_files_or_other_version_is_reported(hosts, shared_folder):
     ranks.write(shared_folder, "")
     words = ["-H", "host1:1,host2:1", "script.py"]
@@ -219,7 +220,8 @@ def test_failed_attempt_is_restarted_on_all_hosts(hosts, shared_folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"]
+    "name",
+    [*(pytest.param(one, marks=pytest.mark.long) for one in ("SIGINT", "SIGTERM")), "SIGKILL"],
 )
 def test_no_leftovers_on_hosts_after_launcher_ends(hosts, shared_folder, name):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
@@ -376,6 +378,7 @@ TRAIN = """
     """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.long), False])
 def test_records_of_all_hosts_are_copied_to_record_folder(hosts, shared_folder, shared):
     ranks.write(shared_folder, TRAIN)

@@ -216,6 +216,7 @@ def test_lsf_job_starts_agents_with_blaunch(tmp_path, job):
     assert all(secret is None for *_, secret in made)  # blaunch does not need it
 
 
+@pytest.mark.long
 def test_coral_job_starts_agents_with_jsrun_except_on_launch_node(tmp_path, job):
     ((_, name, words, secret),) = start(tmp_path, job, "CORAL")
     assert name == "jsrun"
@@ -236,6 +237,7 @@ def test_pbs_job_with_pals_starts_agents_with_mpiexec(tmp_path, job):
     assert len(secret) == 64
 
 
+@pytest.mark.long
 def test_flux_job_starts_agents_with_flux_run(tmp_path, job):
     ((_, name, words, secret),) = start(tmp_path, job, "Flux")
     assert name == "flux"

@@ -34,6 +34,7 @@ WANTED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", [pytest.param("srun", marks=pytest.mark.long), bed.mpi.MPIRUN])
 def test_job_starts_while_launcher_port_is_flooded(request, hosts, shared_folder, program):
     """Flood the launcher's port from the host of one agent.

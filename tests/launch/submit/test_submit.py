@@ -397,6 +397,7 @@ WHO = """
     """
 
 
+@pytest.mark.long
 def test_slurm_runs_jobs_submitted_with_sbatch_and_qsub(slurm):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as shared:  # /tmp is separate on each host
         script = ranks.write(Path(shared), WHO)

@@ -78,6 +78,7 @@ def test_recomputation_keeps_fewer_activations():
     assert [one.name for one in predict_setup(already, INPUTS, 4)] == list(LAYOUTS)
 
 
+@pytest.mark.long
 def test_model_on_the_device_meta():
     with torch.device("meta"):
         made = setup()

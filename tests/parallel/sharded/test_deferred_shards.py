@@ -103,6 +103,7 @@ def check(folder, layout, number, shard_over="job", *more):
         assert torch.equal(result["trained"][name], tensor), name
 
 
+@pytest.mark.long
 def test_shards_have_the_numbers_of_an_ordinary_construction(tmp_path):
     check(tmp_path, "zero3", 3)
 

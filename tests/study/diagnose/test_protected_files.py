@@ -190,6 +190,7 @@ def run(folder, code, *covered):
     )
 
 
+@pytest.mark.long
 def test_files_stay_as_they_are_and_the_script_finds_what_it_wrote(folder):
     before = fingerprint(folder)
     for name, code in OPERATIONS.items():
