@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
-from .relations import distance, vectors
-from .steps import trained
+from .relations import distance
+from .steps import joint_steps, trained
 
 LEAST_STEPS = 2
 SAME = 1e-6  # relative difference of equal parameters
@@ -19,7 +19,7 @@ SAME = 1e-6  # relative difference of equal parameters
 def trains_same_batches(ranks: Sequence[RankFacts], alone: RankFacts) -> bool:
     """Return whether one rank begins with the same parameters and trains the same samples."""
     steps = [one.steps[:LEAST_STEPS] for one in (*ranks, alone)]
-    if any(len(one) < LEAST_STEPS for one in steps) or not _start_equal(ranks[0], alone):
+    if any(len(one) < LEAST_STEPS for one in steps) or not _start_equal(ranks, alone):
         return False
     for number, theirs in enumerate(steps[-1]):
         counts = [_samples(f, one[number]) for f, one in zip(ranks, steps, strict=False)]
@@ -37,14 +37,11 @@ def _samples(facts: RankFacts, step: StepFacts) -> Counter[tuple[int, ...]]:
     )
 
 
-def _start_equal(ours: RankFacts, theirs: RankFacts) -> bool:
-    models = [one for one in ours.models if one.first and not one.is_sharded]
-    others = {(one.key, one.class_name): one for one in theirs.models}
-    for model in models:
-        other = others.get((model.key, model.class_name))
-        if other is None or other.first.keys() != model.first.keys():
-            return False
-        one, two = vectors(ours, model.first), vectors(theirs, other.first)
-        if any(distance(one[name], two[name]) > SAME for name in one):
-            return False
-    return bool(models)
+def _start_equal(ranks: Sequence[RankFacts], alone: RankFacts) -> bool:
+    """Return whether the parameters before the first step are equal."""
+    first, other = next(joint_steps(ranks), None), next(joint_steps([alone]), None)
+    if first is None or other is None:
+        return False
+    ours, theirs = first.before(0), other.before(0)
+    are_same = bool(ours) and ours.keys() == theirs.keys()
+    return are_same and all(distance(ours[name], theirs[name]) <= SAME for name in ours)

@@ -89,6 +89,12 @@ class JointStep:
             rank, [vectors(f, s.gradients) for f, s in zip(self.ranks, self.steps, strict=True)]
         )
 
+    def before(self, rank: int) -> Vectors:
+        """Return the parameters of a rank before the step; whole ones of sharded ones."""
+        return self._whole(
+            rank, [vectors(f, s.before) for f, s in zip(self.ranks, self.steps, strict=True)]
+        )
+
     def values(self, rank: int) -> Vectors:
         """Return the parameters of a rank after the step; whole ones of sharded ones."""
         return self._whole(
