@@ -70,7 +70,7 @@ def _judged(
             MISTAKES["validation-misses-samples"],
             unique(stream.lines),
             f"{who} evaluate{'s' * (len(read) == 1)} {len(union)} of the {whole} samples that one "
-            f"process evaluates: {missing} are left out.",
+            f"process evaluates: {missing} {'is' if missing == 1 else 'are'} left out.",
             values={"samples": whole, "missing": missing},
         )
     elif is_divided and repeated:
