@@ -12,9 +12,11 @@ import pytest
 import ranks
 
 from paceline.analyze.records.read_record import parse_record
+from paceline.record.ring import recorder as recorder_module
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.ring import HEADER_BYTES, Ring
 from paceline.record.ring.states import Op, State
+from paceline.record.ring.tail import read_progress
 
 META = {
     "rank": 3,
@@ -181,3 +183,19 @@ def test_header_holds_100_groups():
         recorder.new_group(f"group {number}", 4, 1)
     assert len(parse_record(recorder.snapshot()).meta["groups"]) == 100
     assert HEADER_BYTES == 16384
+
+
+def test_measuring_the_cost_of_an_event_is_no_step(tmp_path, monkeypatch):
+    """The launcher may read the record while the recorder measures itself."""
+    seen = []
+
+    def measure(plain, recorded):
+        recorded()
+        seen.extend(read_progress(path)[2] for path in tmp_path.glob("rank-*.ring"))
+        return 1.0
+
+    monkeypatch.setattr(recorder_module, "measure_difference_ns", measure)
+    recorder = Recorder(0, 1, folder=tmp_path)
+    recorder.event(State.STEP, 1, 2)
+    seen.extend(read_progress(path)[2] for path in tmp_path.glob("rank-*.ring"))
+    assert seen == [0, 0, 1]
