@@ -81,7 +81,6 @@ def row(said, rank):
 
 
 @two_cores
-@pytest.mark.alone  # beside other tests, the report may come before workers have started
 def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
     found, said = train(tmp_path, "--bind core")
     for rank, one in enumerate(found):
@@ -97,7 +96,6 @@ def test_bind_core_pins_rank_threads_and_loader_workers(tmp_path):
 
 
 @two_cores
-@pytest.mark.alone
 def test_rank_that_changes_its_affinity_is_reported(tmp_path):
     more = "world.rank == 1 and os.sched_setaffinity(0, {0, 1})"
     _, said = train(tmp_path, "--bind core", more=more)
