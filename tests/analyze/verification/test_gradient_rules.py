@@ -9,6 +9,7 @@ import torch
 
 from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.relations import vectors
+from paceline.analyze.verification.view import View
 from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.facts.steps import ClipFacts
@@ -73,6 +74,21 @@ def test_loss_weights_of_a_replay_in_parts_are_added():
         half = replace(whole, root=whole.root / 2)
         step.backwards = [replace(half, gradients={}, batches=[]), half]
     assert "gradients-summed" not in ids(runs)
+
+
+def test_samples_of_two_backwards_of_one_batch_are_counted_once():
+    """Two losses of the same batch, each with a backward: the step trains the batch once."""
+    runs = verified(Training())
+    for facts in (*runs.ranks, runs.replay, runs.permuted):
+        for step in facts.steps:
+            (one,) = step.backwards
+            names = (("first.weight", "first.bias"), ("head.weight", "head.bias"))
+            parts = [{f"0/{n}": one.gradients[f"0/{n}"] for n in part} for part in names]
+            step.backwards = [replace(one, gradients=part, loss=None) for part in parts]
+    (first, *_) = View(runs).steps
+    assert first.samples == [4, 4]
+    assert View(runs).replay.gradients(first) is not None
+    assert ids(runs) == []
 
 
 def test_second_division_is_named():

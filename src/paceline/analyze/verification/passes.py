@@ -112,6 +112,11 @@ class Stream:
             return None
         return [tuple(each) for each in zip(*batch.contents, strict=True)]
 
+    def read(self, rank: int, made: RankPass) -> list[Sample]:
+        """Return the samples of all batches of a pass that were read, as far as they are known."""
+        batches = [self.samples(rank, batch, made.loader) or [] for batch in made.batches]
+        return [sample for one in batches for sample in one]
+
     def plan(self, made: RankPass) -> list[list[int]] | None:
         """Return the samples of all batches of a pass, or None.
 

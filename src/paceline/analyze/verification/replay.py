@@ -7,7 +7,7 @@ from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
 from ...record.training.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
-from .steps import JointStep, parameters, trained
+from .steps import JointStep, parameters, trained_by
 
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
 UNMEASURED = 5e-5  # rounding noise that is not measured, relative to the gradient
@@ -73,7 +73,9 @@ class Replay:
         own = sum(
             facts.batches[at].samples
             for facts in (self._replay, *self._peers)
-            for at in _trained(facts, _step(facts, step.optimizer, step.index) or found)
+            for at in trained_by(
+                facts, (_step(facts, step.optimizer, step.index) or found).backwards
+            )
         )
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
@@ -150,11 +152,6 @@ class Replay:
         """Return a step of all ranks of the replay."""
         assert self._replay is not None
         return _joint([self._replay, *self._peers], optimizer, index)
-
-
-def _trained(facts: RankFacts, step: StepFacts) -> set[int]:
-    """Return the batches of a step: several backwards may train the same one."""
-    return {at for one in step.backwards for at in trained(facts, one)}
 
 
 def significant(ours: Vectors, theirs: Vectors) -> list[str]:

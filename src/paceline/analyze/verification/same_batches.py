@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
 from .relations import distance
-from .steps import joint_steps, trained
+from .steps import joint_steps, trained_by
 
 LEAST_STEPS = 2
 SAME = 1e-6  # relative difference of equal parameters
@@ -31,9 +31,10 @@ def trains_same_batches(ranks: Sequence[RankFacts], alone: RankFacts) -> bool:
 
 def _samples(facts: RankFacts, step: StepFacts) -> Counter[tuple[int, ...]]:
     """Return the contents of the samples that a step trains."""
-    numbers = {at for one in step.backwards for at in trained(facts, one)}
     return Counter(
-        sample for at in numbers for sample in zip(*facts.batches[at].contents, strict=True)
+        sample
+        for at in trained_by(facts, step.backwards)
+        for sample in zip(*facts.batches[at].contents, strict=True)
     )
 
 

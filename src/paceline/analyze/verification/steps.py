@@ -45,7 +45,7 @@ class JointStep:
     def samples(self) -> list[int]:
         """Number of samples of each rank in this step; 0 if it is not known."""
         return [
-            sum(facts.batches[at].samples for one in backwards for at in trained(facts, one))
+            sum(facts.batches[at].samples for at in trained_by(facts, backwards))
             for facts, backwards in zip(self.ranks, self.backwards, strict=True)
         ]
 
@@ -130,6 +130,11 @@ class JointStep:
 def trained(facts: RankFacts, backward: BackwardFacts) -> list[int]:
     """Return the numbers of a backward's batches without those that were only evaluated."""
     return facts.without_evaluated(backward.batches)
+
+
+def trained_by(facts: RankFacts, backwards: Sequence[BackwardFacts]) -> set[int]:
+    """Return the numbers of the batches that backwards train; several may train the same one."""
+    return {at for one in backwards for at in trained(facts, one)}
 
 
 def numel(shape: Sequence[int]) -> int:

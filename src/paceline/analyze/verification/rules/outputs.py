@@ -62,8 +62,7 @@ def _is_divided(stream: Stream) -> bool:
         if plan is not None and (stream.shares_dataset or stream.has_root):
             seen.append({at for batch in plan for at in batch})
             continue
-        contents = [stream.samples(rank, batch, made.loader) or [] for batch in made.batches]
-        seen.append({sample for one in contents for sample in one})
+        seen.append(set(stream.read(rank, made)))
     return all(seen) and any(one != seen[0] for one in seen[1:])
 
 

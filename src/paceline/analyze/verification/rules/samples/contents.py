@@ -120,7 +120,7 @@ def until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> lis
 def by_contents(view: View, stream: Stream) -> Iterator[Finding]:
     """Find samples that occur again in the same pass."""
     found = list(_repeated_batches(stream)) or list(_shared_samples(view, stream))
-    yield from (found or list(_missing(view, stream)))[:1]
+    yield from (found or list(_other_total(view, stream)))[:1]
 
 
 def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
@@ -128,8 +128,7 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
     first = stream.passes[0]
     read: dict[int, list[Sample]] = {}
     for rank, made in first.ranks.items():
-        batches = [stream.samples(rank, one, made.loader) or [] for one in made.batches]
-        read[rank] = [sample for one in batches for sample in one]
+        read[rank] = stream.read(rank, made)
         if len(set(read[rank])) < max(UNIQUE * len(read[rank]), LEAST_SAMPLES):
             return
     for one, two in combinations(sorted(read), 2):
@@ -157,8 +156,8 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
         return
 
 
-def _missing(view: View, stream: Stream) -> Iterator[Finding]:
-    """Find streams of which all ranks together read less than one process does."""
+def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
+    """Find streams of which all ranks together read less than one process does, or more."""
     loader = stream.first.loader
     made = next(
         (x for x in (view.single.loaders if view.single else []) if x.line == loader.line), None

@@ -22,7 +22,7 @@ def never_trained(view: View) -> Iterator[Finding]:
         made = stream.passes[0].ranks
         epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
         whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
-        ever = {one for rank, each in made.items() for one in _samples(stream, rank, each)}
+        ever = {one for rank, each in made.items() for one in stream.read(rank, each)}
         if not whole or not all(epochs) or len(ever & whole) < UNIQUE * len(ever):
             continue
         missing = len(whole - ever)
@@ -49,8 +49,8 @@ def evaluated(view: View) -> Iterator[Finding]:
         first = stream.passes[0].ranks
         if of_one is None or not all(map(_is_whole, (*first.values(), of_one.first))):
             continue
-        expected = _samples(of_one, 0, of_one.first)
-        read = {rank: _samples(stream, rank, one) for rank, one in first.items()}
+        expected = of_one.read(0, of_one.first)
+        read = {rank: stream.read(rank, one) for rank, one in first.items()}
         whole, union = set(expected), {one for each in read.values() for one in each}
         is_known = len(whole) >= max(UNIQUE * len(expected), LEAST_SAMPLES)
         if not is_known or len(union & whole) < UNIQUE * len(union):
@@ -98,8 +98,3 @@ def _of_one(view: View, stream: Stream) -> Stream | None:
 
 def _is_whole(one: RankPass) -> bool:
     return one.facts.is_complete or (one.facts.is_read and not one.facts.skipped)
-
-
-def _samples(stream: Stream, rank: int, made: RankPass) -> list[Sample]:
-    every = [stream.samples(rank, batch, made.loader) or [] for batch in made.batches]
-    return [sample for each in every for sample in each]

@@ -309,8 +309,7 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     Samples of a stream are known by their contents, if these differ.
     """
     if made.loader.is_iterable:
-        batches = [stream.samples(0, one, made.loader) for one in made.batches]
-        read = [sample for one in batches for sample in one or []]
+        read = stream.read(0, made)
         return read if len(set(read)) >= max(DISTINCT * len(read), LEAST_SAMPLES) else []
     if made.facts.planned is not None:
         return [at for batch in made.facts.planned for at in batch]

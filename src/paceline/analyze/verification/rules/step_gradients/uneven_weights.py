@@ -12,6 +12,7 @@ from .weights import LOOSE, is_near, is_plain_sum, loss_weight
 
 PROPORTIONAL = 0.02  # of weights that are proportional to numbers of samples
 RARE = 0.5  # of the steps: more often, batches differ on purpose
+SAME = 1e-6  # relative difference of equal sums of class weights
 RESIDUAL = 1e-4  # of a combination of the ranks' gradients that is that of one process
 WEIGHTED = "targets (as weighted by their classes)"
 
@@ -22,7 +23,7 @@ def uneven(view: View) -> Iterator[Finding]:
     differing = [
         (one, size)
         for one, _, size in sizes
-        if all(size) and not is_near(min(size), max(size)) and _are_at_one_place(one)
+        if all(size) and not is_near(min(size), max(size), SAME) and _are_at_one_place(one)
     ]
     wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
     if not wrong:
