@@ -1,5 +1,9 @@
 """``python -m paceline``."""
 
-from .cli import main
+from .security.imports import drop_working_directory
+
+drop_working_directory()  # before anything else is imported
+
+from .cli import main  # noqa: E402
 
 main()

@@ -138,7 +138,7 @@ def test_tar_is_unpacked_and_node_commands_are_printed(environment, tmp_path):
     for said in ("unpacked by tar", "to unpack", "repeated", "file system", "The first import"):
         assert said in done.stdout
     assert f"tar -xf '{tmp_path}/my env.tar' -C /tmp/env" in done.stdout
-    assert "/tmp/env/bin/python -m paceline run" in done.stdout
+    assert "/tmp/env/bin/python -P -m paceline run" in done.stdout
     assert "folders of PYTHONPATH: /nowhere" in done.stdout
     (tmp_path / "there").mkdir()
     subprocess.run(["tar", "-xf", "my env.tar", "-C", "there"], cwd=tmp_path, check=True)

@@ -2,6 +2,7 @@
 
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
+from ..security.imports import warn_of_working_directory
 from .common.base import app
 
 # The order of imports is the order of the commands in --help.
@@ -29,6 +30,7 @@ __all__ = [
 
 def main() -> None:
     """Run the ``paceline`` command."""
+    warn_of_working_directory()
     try:
         app()
     except ForkedRankServer as forked:

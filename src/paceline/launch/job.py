@@ -16,6 +16,7 @@ from ..knobs.registry import VARIABLE
 from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
+from ..security.imports import module_folders
 from . import requeue
 from .guard.request import GuardRequest
 from .records import job_folder
@@ -234,7 +235,7 @@ def _script_file(name: str) -> Path:
 
 def _module_file(name: str) -> Path:
     """Return the file that ``python -m name`` would run, without importing any module."""
-    folders: Any = [os.getcwd(), *sys.path]
+    folders: Any = module_folders(name)
     parts = name.split(".")
     for i, part in enumerate(parts):
         qualified = ".".join(parts[: i + 1])

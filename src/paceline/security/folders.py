@@ -294,11 +294,13 @@ def can_be_renamed_by_others(place: Path) -> bool:
     status = place.stat()
     if status.st_uid not in {os.geteuid(), *root_ids()}:
         return True
-    if status.st_mode & stat.S_ISVTX:
-        return False
-    if status.st_mode & 0o020 and not _is_private(status.st_gid):
-        return True
-    return bool(status.st_mode & 0o002)
+    return not status.st_mode & stat.S_ISVTX and writable_by_others(status)
+
+
+def writable_by_others(status: os.stat_result) -> bool:
+    """Whether the mode of a folder permits other users than its owner to create files in it."""
+    by_group = status.st_mode & 0o020 and not _is_private(status.st_gid)
+    return bool(by_group or status.st_mode & 0o002)
 
 
 def _is_private(group: int) -> bool:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
 from ..launch.start import start
 from ..plurals import counted
+from ..security.imports import python_command
 from .rank_summary import run_and_read_summary
 
 PROBE = "paceline.study.probe.bench_comm"
@@ -107,7 +107,8 @@ def _mpi(
     say(f"measuring {wish.operation} through MPI")
     # Allow Open MPI to start more ranks than there are cores, as Paceline also does.
     environment = {**os.environ, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    command = [launcher, "-n", str(wish.ranks), sys.executable, "-m", PROBE, "--mpi", *words]
+    probe = python_command("-m", PROBE, "--mpi", *words)
+    command = [launcher, "-n", str(wish.ranks), *probe]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=MPI_SECONDS, env=environment

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...security.imports import python_command
+
 
 @dataclass(frozen=True)
 class PackHosts:
@@ -81,7 +83,9 @@ def _packed(words: list[str], dest: Path, where: PackHosts) -> None:
     command = ["pack", *words, str(dest)]
     sys.stderr.write(f"paceline: {dest} is not packed yet: paceline {shlex.join(command)}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", *command], stdout=sys.stderr, preexec_fn=_ends_with_it
+        python_command("-m", "paceline", *command),
+        stdout=sys.stderr,
+        preexec_fn=_ends_with_it,
     )
     if done.returncode == 130:
         raise KeyboardInterrupt

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...security.imports import import_folders
 from ..format import shard_format
 from ..format.shard_format import DataError
 from . import formats
@@ -20,7 +21,7 @@ def import_function(name: str, function_of: str = "") -> Any:
     option whose value must be a function. Raises ValueError if it can't be imported or called."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # stays there: a generator may import later
-        sys.path.insert(0, os.getcwd())
+        sys.path[:] = import_folders(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

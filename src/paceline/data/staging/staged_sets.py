@@ -8,13 +8,13 @@ import errno
 import multiprocessing
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from ...record.ring.launcher_messages import notify
 from ...security.files import UnsafeFileError
 from ...security.folders import Folder, own_group
+from ...security.imports import python_command
 from ...security.text import printable
 from ..format import shard_format
 
@@ -127,6 +127,6 @@ def start_staging(origin: Path, root: Path) -> None:
         pass
     first = os.environ.get("LOCAL_RANK", "0") == "0" and multiprocessing.parent_process() is None
     if first and folder not in _begun:
-        words = [sys.executable, "-m", "paceline", "stage", "--beside", str(origin)]
+        words = python_command("-m", "paceline", "stage", "--beside", str(origin))
         quiet = subprocess.DEVNULL
         _begun[folder] = subprocess.Popen(words, stdin=quiet, stdout=quiet)

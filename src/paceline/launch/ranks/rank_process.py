@@ -29,6 +29,7 @@ from ...record.hooks.import_hooks import after_import
 from ...record.ring.header_schema import MAX_FAILURE_CHARS
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
+from ...security.imports import import_folders, module_folders, python_command
 from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks
@@ -86,7 +87,7 @@ def exec_fresh(start: RankStart) -> NoReturn:
     os.set_inheritable(start.pipes[2], True)
     code = "from paceline.launch.ranks.rank_process import main; main()"
     try:
-        os.execv(sys.executable, [sys.executable, "-u", "-X", "faulthandler", "-c", code])
+        os.execv(sys.executable, python_command("-u", "-X", "faulthandler", "-c", code))
     except OSError as error:
         if error.errno != errno.E2BIG:
             raise
@@ -180,7 +181,7 @@ def execute(command: dict[str, Any]) -> int:
 
             survey = start_showing()
         if command["module"]:
-            sys.path.insert(0, os.getcwd())
+            sys.path[:] = module_folders(command["name"])
             sys.modules["__main__"] = ModuleType("__main__")
             runpy.run_module(command["name"], run_name="__main__", alter_sys=True)
         else:
@@ -200,7 +201,7 @@ def execute(command: dict[str, Any]) -> int:
 
 
 def _run_script(path: str) -> None:
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    sys.path[:] = import_folders(os.path.dirname(os.path.abspath(path)))
     main_module = ModuleType("__main__")
     main_module.__file__ = path
     main_module.__dict__["__builtins__"] = __builtins__

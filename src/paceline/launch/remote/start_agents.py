@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from ...cluster.schedulers.hostlist import expand_numbers
 from ...cluster.topology.network_interfaces import is_local_host
+from ...security.imports import python_command
 from ..channel import Channel
 from .agent_listener import AgentListener
 from .forwarded_env import interpreter_variables, login_variables
@@ -363,7 +364,7 @@ def agent_command(tool: LaunchTool) -> list[str]:
     """Return the command of the agent. If the tool does not forward the environment, it sets the
     variables that Python needs at its start.
     """
-    command = [sys.executable, "-P", "-m", "paceline.launch.host_agent"]
+    command = python_command("-m", "paceline.launch.host_agent")
     passed = {} if tool.passes_environment else interpreter_variables()
     variables = [f"{name}={value}" for name, value in passed.items()]
     return ["env", *variables, *command] if variables else command

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...security.imports import python_command
 from ...security.outputs import write_output
 from ..job import Job
 from ..job import check as check_script
@@ -147,15 +148,11 @@ def _here() -> str:
 
 
 def _paceline() -> str:
-    """Return the shell command for ``paceline``: the installed script if it exists.
-
-    ``python -m`` would put the working directory first on ``sys.path``, where a file such as
-    ``random.py`` would replace the module of the standard library.
-    """
+    """Return the shell command for ``paceline``: the installed script if it exists."""
     tool = Path(sys.executable).with_name("paceline")
     if os.access(tool, os.X_OK):
         return shlex.quote(str(tool))
-    return f"{shlex.quote(sys.executable)} -m paceline"
+    return shlex.join(python_command("-m", "paceline"))
 
 
 def _environment() -> str:

@@ -38,7 +38,7 @@ def commands(file: str) -> list[str]:
     if file.endswith(".tar"):
         use = f"mkdir -p {folder} && tar -xf {name} -C {folder}"
     done = [] if file.endswith(".tar") else [f"fusermount -u {folder}     # afterwards"]
-    return [use, f"{folder}/bin/python -m paceline run ...", *done]
+    return [use, f"{folder}/bin/python -P -m paceline run ...", *done]
 
 
 def _table(found: Packed) -> Table:

@@ -59,7 +59,7 @@ def find_environment() -> Environment:
         raise ValueError(
             f"--pack-env: {sys.executable} is not in a virtual environment: {prefix} belongs "
             "to the system and is not packed. HINT: python -m venv ENV && ENV/bin/pip install "
-            "torch paceline, then ENV/bin/python -m paceline check --pack-env"
+            "torch paceline, then ENV/bin/paceline check --pack-env"
         )
     sizes: dict[tuple[int, int], int] = {}
     count = 0

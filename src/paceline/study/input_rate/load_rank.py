@@ -25,6 +25,7 @@ from ...data.loading.stored_arrays import StoredArrays, is_stored_array
 from ...data.shards import Shards
 from ...data.sources import formats
 from ...data.sources.open_source import import_function
+from ...security.imports import python_command
 
 BATCH_BYTES, BATCH = 32 << 20, 64
 INSPECTED_SAMPLES = 16  # samples whose shapes are compared
@@ -61,7 +62,7 @@ class LoadRankConfig:
     def words(self) -> list[str]:
         # runpy warns because the package has already imported this module.
         quiet = ("-W", "ignore::RuntimeWarning:runpy")
-        return [sys.executable, *quiet, "-m", __name__, json.dumps(asdict(self))]
+        return python_command(*quiet, "-m", __name__, json.dumps(asdict(self)))
 
 
 def open_dataset(feed: LoadRankConfig) -> Any:

@@ -6,7 +6,6 @@ to its seed; in other scripts the random number generators are seeded anew where
 begins, so that the order of samples and random draws differ and the initial parameters do not.
 """
 
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from ...analyze.reference.run_guard import make_standard
 from ...analyze.reference.series import Reference
 from ...plurals import counted
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
+from ...security.imports import python_command
 from ...security.text import printable
 from ..script_runs import overlay
 from ..script_runs.run_process import last_lines, run_process
@@ -120,7 +120,7 @@ def _run(
     request: ReferenceRequest, seed: int, folder: Path, cover: overlay.Overlay | None
 ) -> Reference:
     record, log = folder / f"record-{seed}", folder / f"{seed}.log"
-    words = [sys.executable, "-m", "paceline", "run", "-n", "1", *request.options]
+    words = python_command("-m", "paceline", "run", "-n", "1", *request.options)
     words += ["--record", str(record), "--metric", request.metric or "backward"]
     words += ["--env", "PACELINE_PROGRESS=0"]
     if not request.names_seed:

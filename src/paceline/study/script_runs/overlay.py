@@ -5,7 +5,8 @@ are whatever opens them, native code and other programs included. It is mounted 
 namespace of the command, for which an ordinary user needs a user namespace. Some systems forbid
 these, and not every file system can be covered: ``Overlay.prepare`` finds out.
 
-``python -m paceline.study.diagnose.overlay SPEC [COMMAND...]`` mounts and then becomes the command.
+``python -P -m paceline.study.script_runs.overlay SPEC [COMMAND...]`` mounts, and then becomes the
+command.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...record.experiments.rung import OVERLAY_NAME
+from ...security.imports import python_command
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -52,7 +54,7 @@ class Overlay:
         The changes of an earlier command with the same ``scratch`` are visible in it.
         """
         spec = asdict(self) | {"scratch": str(scratch), "cwd": os.getcwd()}
-        return [sys.executable, "-m", __name__, json.dumps(spec), *words]
+        return python_command("-m", __name__, json.dumps(spec), *words)
 
     @classmethod
     def prepare(cls, script: str, args: Sequence[str], visible: Path) -> "Overlay | None":

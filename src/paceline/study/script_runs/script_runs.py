@@ -1,6 +1,5 @@
 """Runs of the user's script, each a separate ``paceline run`` process."""
 
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ...security.imports import python_command
 from .deadline import MINUTE_S, Deadline
 from .overlay import Overlay, remove
 
@@ -88,7 +88,7 @@ class ScriptRuns:
         where = list(asked.where) if ranks is None else _on_first_host(asked.where, ranks)
         ranks = ranks or asked.ranks
         where += [] if ranks is None else ["-n", str(ranks)]
-        words = [sys.executable, "-m", "paceline", "run", *where, *asked.options, *options]
+        words = python_command("-m", "paceline", "run", *where, *asked.options, *options)
         words += ["--record", str(record), "--", asked.script, *asked.args]
         return words if self.overlay is None else self.overlay.command(changes, words)
 

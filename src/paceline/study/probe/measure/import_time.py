@@ -7,12 +7,12 @@ strace an audit hook counts only opens and directory listings, which are about a
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....cost.machine.machine_file import SECONDS, Figure
+from ....security.imports import python_command
 
 CODE = """
 import resource, sys, time
@@ -78,12 +78,12 @@ class Import:
     file: str
 
 
-def import_torch(times: int = 3, interpreter: str = sys.executable, count: bool = True) -> Import:
+def import_torch(times: int = 3, interpreter: str | None = None, count: bool = True) -> Import:
     """Measure ``import torch`` several times.
 
     Args:
         times: Number of imports, each in a new process.
-        interpreter: Path of the Python interpreter.
+        interpreter: Path of the Python interpreter; None: that of this process.
         count: Count the calls by strace, if it is installed, in one more process.
 
     Raises:
@@ -102,16 +102,16 @@ def import_torch(times: int = 3, interpreter: str = sys.executable, count: bool 
     )
 
 
-def timed(interpreter: str) -> Timed:
+def timed(interpreter: str | None = None) -> Timed:
     """Measure one import in a new process."""
-    said = _run([interpreter, "-P", "-c", CODE])
+    said = _run(python_command("-c", CODE, interpreter=interpreter))
     # Packages may print when they are imported.
     line = next(one for one in said.splitlines() if one.startswith("paceline "))
     _, seconds, busy, opened, file = line.split(" ", 4)
     return Timed(float(seconds), float(busy), int(opened), file)
 
 
-def _traced(interpreter: str) -> int | None:
+def _traced(interpreter: str | None) -> int | None:
     """Return the number of file system calls of the interpreter's start and the import.
 
     These are calls with a file name, fstat and getdents.
@@ -124,7 +124,7 @@ def _traced(interpreter: str) -> int | None:
         table = Path(folder) / "table"
         words = [strace, "-f", "-c", "-o", str(table), "-e", "trace=file,fstat,getdents64"]
         try:
-            _run([*words, interpreter, "-P", "-c", "import torch"])
+            _run([*words, *python_command("-c", "import torch", interpreter=interpreter)])
             said = table.read_text()
         except (ValueError, OSError):  # many containers forbid tracing
             return None

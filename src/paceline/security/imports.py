@@ -1,0 +1,75 @@
+"""Start Python, and import the user's modules, without modules of other users.
+
+``python -c`` and ``python -m`` put the working directory first on ``sys.path``: in ``/tmp``, a file
+``json.py`` of another user would be executed. Paceline therefore starts Python only by
+``python_command``, and adds folders to ``sys.path`` only as ``import_folders`` does.
+"""
+
+import os
+import stat
+import sys
+
+from .folders import writable_by_others
+from .text import printable
+
+
+def python_command(*words: str, interpreter: str | None = None) -> list[str]:
+    """Return the command that starts Python without the working directory on ``sys.path``.
+
+    Args:
+        words: Options and arguments of Python, for example "-m" and a module.
+        interpreter: Path of the interpreter; None: that of this process.
+    """
+    return [interpreter or sys.executable, "-P", *words]
+
+
+def import_folders(folder: str) -> list[str]:
+    """Return ``sys.path`` with the folder of the user's script or modules.
+
+    It is the first one, same as for ``python SCRIPT`` and ``python -m``. If other users can add
+    files to it, it is the last one: their files do not replace modules that are installed.
+    """
+    return [*sys.path, folder] if _is_open(folder) else [folder, *sys.path]
+
+
+def module_folders(name: str) -> list[str]:
+    """Return ``sys.path`` for ``-m NAME``: with the working directory, if the module is the user's.
+
+    Paceline starts modules of its own in the same way, which need no other folder.
+    """
+    own = name.partition(".")[0] == __name__.partition(".")[0]
+    return list(sys.path) if own else import_folders(os.getcwd())
+
+
+def drop_working_directory() -> None:
+    """Remove the working directory, which ``python -m`` has put first on ``sys.path``."""
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]
+
+
+def warn_of_working_directory() -> None:
+    """Warn if Python imports modules from a working directory to which other users add files."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return
+    if here in sys.path and _is_open(here):
+        sys.stderr.write(
+            f"paceline: warning: Python imports modules from {printable(here)}, where other users "
+            "can add files. HINT: use another working directory, or remove it from PYTHONPATH (an "
+            "empty entry is the working directory)\n"
+        )
+
+
+def _is_open(folder: str) -> bool:
+    """Whether other users can add files to a folder, but not replace the user's own in it.
+
+    Members of a group that can write to a folder without sticky bit can replace the script itself.
+    """
+    try:
+        status = os.stat(folder)
+    except OSError:
+        return False
+    if not status.st_mode & stat.S_ISVTX:
+        return bool(status.st_mode & 0o002)
+    return writable_by_others(status)

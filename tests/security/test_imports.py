@@ -1,0 +1,163 @@
+"""Modules in a folder to which other users can add files are not executed.
+
+Every start of Python in the source has to use ``python_command``.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.security import imports
+
+SOURCE = Path(paceline.__file__).parent
+BIN = Path(sys.executable).parent
+# Uses of the interpreter's path that start no process.
+NO_STARTS = {
+    "record/training/user_lines.py": {"os.path.dirname(sys.executable)"},
+    "study/environment/find_environment.py": {"sys.executable"},  # in an error message
+    "launch/submit/submit.py": {
+        "Path(sys.executable).with_name('paceline')",
+        "Path(sys.executable).parent",
+    },
+    "report/terminal/packed_environment.py": {"/bin/python -P -m paceline run ..."},  # is printed
+    "launch/target.py": {"sys.executable"},  # in the output of --show
+    "launch/monitor/process_stack.py": {"os.path.dirname(sys.executable)"},
+    "launch/remote/start_agents.py": {
+        "template.replace('{python}', re.escape(sys.executable))",
+        "shlex.quote(sys.executable)",
+    },
+    # execv takes the path of the program in addition to the command.
+    "launch/ranks/rank_process.py": {
+        "os.execv(sys.executable, python_command('-u', '-X', 'faulthandler', '-c', code))"
+    },
+}
+# What starts Python without naming the interpreter.
+HIDDEN = re.compile(r"\bpython[\d.]*['\"]? -\w*[cm] \w|^(spawn|forkserver)$|^ -m paceline")
+PYTHON = re.compile(r"(.*/)?python[\d.]*")  # first word of a command
+
+
+def starts(tree: ast.AST) -> list[str]:
+    """Return the expressions that may start Python in another way than by ``python_command``."""
+    found = []
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    parents = {id(below): node for node in ast.walk(tree) for below in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("executable", "_base_executable"):
+            whole = node
+            while isinstance(parents.get(id(whole)), ast.Call | ast.Attribute):
+                whole = parents[id(whole)]
+            found.append(ast.unparse(whole))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            whole = parents.get(id(node))
+            first = isinstance(whole, ast.List) and whole.elts[0] is node
+            if "HINT" in node.value:  # for the user to type
+                continue
+            if (first and PYTHON.fullmatch(node.value)) or (
+                id(node) not in docstrings and HIDDEN.search(node.value)
+            ):
+                found.append(node.value)
+    return found
+
+
+def test_python_is_started_only_by_python_command():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if name == "security/imports.py":
+            continue
+        others = set(starts(ast.parse(path.read_text()))) - NO_STARTS.get(name, set())
+        assert not others, f"{name}: {others}. HINT: paceline.security.imports.python_command"
+
+
+def test_search_for_starts_finds_known_cases():
+    tree = ast.parse(
+        "run([sys.executable, '-m', 'paceline'])\n"
+        "run(['python3', 'x.py'])\nf'{tool} {quote(path)} -m paceline'\n"
+        "system('python -m paceline')\nget_context('spawn')"
+    )
+    assert len(starts(tree)) == 5
+
+
+@pytest.fixture
+def shared():
+    """Create a folder like /tmp, in which another user has put a module of every known name."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name) / "shared"
+        folder.mkdir()
+        folder.chmod(0o1777)
+        (folder / "torch.py").write_text(
+            f"open({str(folder)!r} + '/executed', 'a').write(__name__)"
+        )
+        for module in {*sys.stdlib_module_names, "numpy", "msgspec", "typer", "paceline"}:
+            os.link(folder / "torch.py", folder / f"{module}.py")
+        yield folder
+
+
+def started(shared, *words):
+    done = subprocess.run(
+        [str(word) for word in words], cwd=shared, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (shared / "executed").exists(), (shared / "executed").read_text()
+    return done.stdout
+
+
+def test_fresh_ranks_import_nothing_from_working_directory(shared):
+    script = shared.parent / "train.py"
+    script.write_text("import numpy, json, sys, wave; print(sys.path[0])")
+    said = started(shared, BIN / "paceline", "run", "-n", "1", "--fresh", script)
+    assert said == f"{shared.parent}\n"
+
+
+def test_module_in_shared_folder_imports_installed_modules(shared):
+    (shared / "my_training.py").write_text("import numpy, json, wave, my_part; print(__name__)")
+    (shared / "my_part.py").write_text("")
+    said = started(shared, BIN / "paceline", "run", "-n", "1", "--fresh", "-m", "my_training")
+    assert said == "__main__\n"
+
+
+def test_pack_on_ranks_imports_nothing_from_working_directory(shared):
+    np.save(shared.parent / "x.npy", np.zeros((8, 4), np.float32))
+    started(shared, BIN / "paceline", "pack", "-n", "2", shared.parent / "x.npy", "packed")
+    assert (shared / "packed" / "paceline.json").exists()
+
+
+def test_function_in_shared_folder_does_not_bring_other_modules(shared):
+    (shared / "my_part.py").write_text("import wave\ndef change(sample):\n    return sample")
+    code = "from paceline.data.sources.open_source import import_function as f; f('my_part:change')"
+    started(shared, *imports.python_command("-c", code))
+
+
+def test_paceline_as_module_drops_working_directory(tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('executed')")
+    words = [sys.executable, "-m", "paceline", "--version"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("paceline"), done.stderr
+
+
+@pytest.mark.parametrize(("mode", "first"), [(0o755, True), (0o1777, False), (0o777, False)])
+def test_folder_of_script_is_last_if_others_can_add_files(tmp_path, mode, first):
+    tmp_path.chmod(mode)
+    folders = imports.import_folders(str(tmp_path))
+    assert folders.index(str(tmp_path)) == (0 if first else len(sys.path))
+
+
+def test_working_directory_on_the_path_of_imports_is_reported(tmp_path):
+    tmp_path.chmod(0o1777)
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE.parent}:"}  # the empty entry
+    words = [BIN / "paceline", "--version"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert "HINT: use another working directory" in done.stderr
