@@ -11,6 +11,7 @@ import time
 
 from ..cluster.schedulers import time_limit
 from ..cluster.schedulers.env_numbers import Environment
+from ..security.programs import program_command
 
 STOPPED_EARLY_EXIT_CODE = 75  # of ranks that stopped early (world.early_exit); EX_TEMPFAIL
 QUERY_TIMEOUT_S = 10.0
@@ -72,6 +73,7 @@ def requeue() -> None:
 
 def _run_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
+        words = program_command(*command)
+        return subprocess.run(words, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -17,6 +17,7 @@ from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
 from ..cluster.topology.visible_gpus import gpu_count
 from ..plurals import counted
+from ..security.programs import program_command
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
@@ -116,7 +117,10 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
     # Flux is the only scheduler that provides the host list only by a command.
     try:
         asked = subprocess.run(
-            ["flux", "getattr", "hostlist"], capture_output=True, text=True, timeout=30
+            program_command("flux", "getattr", "hostlist"),
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"Flux job {found.job}: `flux getattr hostlist`: {error}") from None

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ..launch.job import Job
 from ..launch.start import start
 from ..plurals import counted
 from ..security.imports import python_command
+from ..security.programs import find_program
 from .rank_summary import run_and_read_summary
 
 PROBE = "paceline.study.probe.bench_comm"
@@ -98,7 +98,7 @@ def _mpi(
     wish: BenchRequest, words: list[str], say: Callable[[str], None]
 ) -> tuple[dict[str, Any], str]:
     """Return the results of a job started by mpirun, or the reason why there are none."""
-    launcher = shutil.which("mpirun") or shutil.which("mpiexec")
+    launcher = find_program("mpirun") or find_program("mpiexec")
     if find_spec("mpi4py") is None or launcher is None:
         return {}, (
             "mpi4py or mpirun is missing. HINT: pip install mpi4py, and load the MPI module of the "

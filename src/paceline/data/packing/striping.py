@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...security.programs import program_command
 from ..staging.free_space import kind_of
 
 SHARD_STRIPES = 4  # of a file among many
@@ -135,7 +136,11 @@ def _lfs(*words: str) -> tuple[str, str]:
     """Return the output of an ``lfs`` command, and why it failed (empty if it did not)."""
     try:
         done = subprocess.run(
-            ["lfs", *words], capture_output=True, text=True, timeout=LFS_TIMEOUT_S, errors="replace"
+            program_command("lfs", *words),
+            capture_output=True,
+            text=True,
+            timeout=LFS_TIMEOUT_S,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"{getattr(error, 'strerror', None) or error}"

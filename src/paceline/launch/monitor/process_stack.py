@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...security.programs import find_program
 from ..linux_prctl import prctl
 
 SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
@@ -52,7 +53,7 @@ def read(pids: Mapping[int, int]) -> dict[int, str]:
         The stacks of the ranks that can be read in time, by global rank. STACK_NOT_PERMITTED for a
         process that the kernel does not allow to read.
     """
-    tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
+    tool = shutil.which("py-spy", path=os.path.dirname(sys.executable)) or find_program("py-spy")
     if tool is None or not pids:
         return {}
     deadline = time.monotonic() + SECONDS

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from ...cluster.schedulers.hostlist import expand_numbers
 from ...cluster.topology.network_interfaces import is_local_host
 from ...security.imports import python_command
+from ...security.programs import program_command
 from ..channel import Channel
 from .agent_listener import AgentListener
 from .forwarded_env import interpreter_variables, login_variables
@@ -284,7 +285,7 @@ class _ToolProcess:
         self.lines: deque[str] = deque(maxlen=50)
         self.new_lines: deque[str] = deque(maxlen=50)
         self.process = subprocess.Popen(
-            command,
+            program_command(*command),
             stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if piped else subprocess.STDOUT,

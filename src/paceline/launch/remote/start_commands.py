@@ -6,10 +6,11 @@ launcher). Each agent gets all cores and GPUs of its node; Paceline binds the ra
 """
 
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from ...security.programs import find_program, program_command
 
 # ssh must not ask for a password, and both ends must notice a dead connection.
 SSH = (
@@ -140,7 +141,7 @@ def find_tool(name: str) -> LaunchTool:
         raise ValueError(
             f"--launcher {name} is not known. HINT: one of {', '.join(TOOLS)}, mpirun, mpiexec"
         )
-    if shutil.which(program) is None:
+    if find_program(program) is None:
         raise ValueError(
             f"{program} is not installed on this machine. HINT: name another tool with --launcher"
         )
@@ -149,7 +150,9 @@ def find_tool(name: str) -> LaunchTool:
 
 def _mpi_tool(program: str) -> LaunchTool:
     try:
-        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20)
+        asked = subprocess.run(
+            program_command(program, "--version"), capture_output=True, text=True, timeout=20
+        )
         said = asked.stdout + asked.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"--launcher {program}: {error}") from None

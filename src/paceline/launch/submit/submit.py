@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from ...security.imports import python_command
 from ...security.outputs import write_output
+from ...security.programs import find_program, program_command
 from ..job import Job
 from ..job import check as check_script
 from ..recovery.shrink import check_min_hosts
@@ -38,8 +38,8 @@ def scheduler(given: str | None) -> Scheduler:
 
 
 def _found() -> str:
-    found = [name for name, tool in (("slurm", "sbatch"), ("lsf", "bsub")) if shutil.which(tool)]
-    if shutil.which("qsub"):
+    found = [name for name, tool in (("slurm", "sbatch"), ("lsf", "bsub")) if find_program(tool)]
+    if find_program("qsub"):
         kind = _qsub()
         if kind is not None:
             found.append(kind)
@@ -62,7 +62,11 @@ def _qsub() -> str | None:
     """
     try:
         told = subprocess.run(
-            ["qsub", "--version"], capture_output=True, text=True, timeout=10, errors="replace"
+            program_command("qsub", "--version"),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -203,7 +207,7 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
             command.append(str(path))
         try:
             told = subprocess.run(
-                command,
+                program_command(*command),
                 input="" if kind.by_file else script,
                 capture_output=True,
                 text=True,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...security.programs import find_program, program_command
 from ..probe.measure.host_facts import free_space
 
 COMMAND_TIMEOUT_S = 30.0  # timeout of mount and unmount commands
@@ -70,7 +71,7 @@ def unpack_file(file: Path, needed: int) -> Iterator[Mounted]:
         CannotMountError: The tool is not installed, there is too little space, or it failed.
     """
     tool = "tar" if file.suffix == ".tar" else "unsquashfs"
-    if shutil.which(tool) is None:
+    if find_program(tool) is None:
         raise CannotMountError(f"{tool} is not installed")
     with _folder() as folder:
         free = free_space(folder)
@@ -91,7 +92,7 @@ def unpack_file(file: Path, needed: int) -> Iterator[Mounted]:
 
 def _mount(file: Path, folder: Path) -> str:
     why = []
-    if shutil.which("squashfuse") is None:
+    if find_program("squashfuse") is None:
         why.append("squashfuse is not installed")
     else:
         failed = _open_error(FUSE) or _run_command(
@@ -123,7 +124,11 @@ def _run_command(words: list[str], seconds: float | None) -> str:
     """Run a command; return the reason of a failure in one line, or ""."""
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=seconds
+            program_command(*words),
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=seconds,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{words[0]}: {error}"
@@ -136,7 +141,7 @@ def _run_command(words: list[str], seconds: float | None) -> str:
 def _unmount(folder: Path) -> None:
     """Unmount with any of the installed tools; a mount that stays busy is detached lazily."""
     tools = [["fusermount3", "-u"], ["fusermount", "-u"], ["umount"]]
-    known = [tool for tool in tools if shutil.which(tool[0])]
+    known = [tool for tool in tools if find_program(tool[0])]
     end = time.monotonic() + BUSY_TIMEOUT_S
     while os.path.ismount(folder):
         lazy = time.monotonic() > end

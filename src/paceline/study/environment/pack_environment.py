@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...security.programs import find_program, program_command
 from ..probe.measure.host_facts import free_space
 from .find_environment import Environment
 
@@ -34,7 +34,7 @@ def choose_format(file: Path | None) -> Path:
     Raises:
         ValueError: The suffix is unknown, or mksquashfs is needed and not installed.
     """
-    tool = shutil.which("mksquashfs")
+    tool = find_program("mksquashfs")
     file = file or Path("env.squashfs" if tool else "env.tar")
     if file.suffix not in (*SQUASHFS, *TAR):
         raise ValueError(
@@ -118,10 +118,11 @@ def _refused(file: Path, error: OSError) -> ValueError:
 
 
 def _squashfs(environment: Environment, part: Path, step: Step) -> None:
-    offered = subprocess.run(["mksquashfs", "-help"], capture_output=True, text=True)
+    offered = subprocess.run(program_command("mksquashfs", "-help"), capture_output=True, text=True)
     names = re.findall(r"^\s+(\w+)(?: \(default\))?$", offered.stdout + offered.stderr, re.M)
     kind = next((one for one in COMPRESSIONS if one in names), None)
-    words = ["mksquashfs", str(environment.prefix), str(part), "-noappend", "-no-recovery"]
+    words = program_command("mksquashfs", str(environment.prefix), str(part))
+    words += ["-noappend", "-no-recovery"]
     words += ["-no-xattrs", "-no-progress", "-quiet", "-mem", "1G"]
     words += ["-processors", str(len(os.sched_getaffinity(0)))]
     words += ["-comp", kind, *COMPRESSIONS[kind]] if kind else []

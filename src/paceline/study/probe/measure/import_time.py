@@ -5,7 +5,6 @@ strace an audit hook counts only opens and directory listings, which are about a
 """
 
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from ....cost.machine.machine_file import SECONDS, Figure
 from ....security.imports import python_command
+from ....security.programs import find_program
 
 CODE = """
 import resource, sys, time
@@ -117,7 +117,7 @@ def _traced(interpreter: str | None) -> int | None:
     These are calls with a file name, fstat and getdents.
     None if strace is missing or not allowed.
     """
-    strace = shutil.which("strace")
+    strace = find_program("strace")
     if strace is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
