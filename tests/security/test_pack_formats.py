@@ -155,7 +155,7 @@ def test_hdf5_with_values_in_external_fifo_is_rejected(tmp_path):
         layout[:] = h5py.VirtualSource("raw", "x", (4, 2))
         file.create_virtual_dataset("v", layout)
     for name in ("x", "v"):
-        with pytest.raises(ValueError, match="has its values in raw, which can't be read"):
+        with pytest.raises(ValueError, match=r"has its values in .*/raw, which can't be read"):
             pack(f"{tmp_path / 'x.h5'}:{name}", tmp_path / "out")
 
 

@@ -195,11 +195,12 @@ def _is_set(data: str) -> bool:
     from ..data.sources import formats
     from ..data.sources.folder_source import files_below
     from ..data.sources.source import ARRAYS, IMAGES
+    from ..security.boundary import Boundary
 
     path, _ = formats.split_path(data)
     if (path / META_FILE).exists() or formats.detect_format(path) is not None:
         return True
-    some = list(islice(files_below(path), 100)) if path.is_dir() else []
+    some = list(islice(files_below(path, Boundary(path)), 100)) if path.is_dir() else []
     return len(some) > 1 and all(name.lower().endswith((*IMAGES, *ARRAYS)) for name in some)
 
 

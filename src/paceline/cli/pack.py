@@ -89,6 +89,14 @@ def pack(
         bool,
         typer.Option("--fresh", help="Start again if DEST has a dataset or a part of one."),
     ] = False,
+    follow_links: Annotated[
+        bool,
+        typer.Option(
+            "--follow-links",
+            help="Also read files outside of the folder of SOURCE that its links, external and "
+            "virtual arrays, or LABELS refer to. Default: they are an error.",
+        ),
+    ] = False,
     json: Json = None,
     resize: Annotated[
         int | None,
@@ -228,7 +236,7 @@ def pack(
             "cast": cast,
         }
         shard_bytes = bytes_of(shard_size, "--shard-size")
-        wish = PackOptions(shard_bytes, seed, statistics, on_error, fresh)
+        wish = PackOptions(shard_bytes, seed, statistics, on_error, fresh, follow_links)
         table = None if labels is None else str(labels)
         asked = PackRequest(source, str(dest), table, apply, workers, encoding, wish)
         work = partial(_pack, asked, where, to, json, _striping(dest, to, stripe))

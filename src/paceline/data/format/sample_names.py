@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from ...security.boundary import Boundary
 from ...security.files import InvalidFileError, check_regular, open_regular
 from ...security.text import printable
 from .meta_schema import FileChecksum
@@ -61,6 +62,11 @@ class SampleNames:
         with self._lock:
             if self._ends is None:
                 try:
+                    if self.told is None and not Boundary(self.path.parent).contains(self.path):
+                        raise self._invalid(
+                            f"is a link to {os.path.realpath(self.path)}, which is not in the "
+                            "dataset's folder, and has no checksum. HINT: copy the file there"
+                        )
                     if self._fd < 0:
                         self._fd = open_regular(self.path)
                     self._ends = self._lines()

@@ -27,6 +27,8 @@ class Files(UnpackedDataset):
     Args:
         folder: Folder that contains one folder per class, or files.
         labels: CSV file of labels, same as for ``paceline pack``.
+        follow_links: Whether to read files outside of the folder that links in it or ``labels``
+            refer to.
 
     Raises:
         ValueError: The folder does not exist or contains no files.
@@ -37,9 +39,13 @@ class Files(UnpackedDataset):
     _source: FolderSource
 
     def __init__(
-        self, folder: str | os.PathLike[str], labels: str | os.PathLike[str] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        labels: str | os.PathLike[str] | None = None,
+        follow_links: bool = False,
     ) -> None:
-        self._arguments = (os.fspath(folder), None if labels is None else os.fspath(labels))
+        table = None if labels is None else os.fspath(labels)
+        self._arguments = (os.fspath(folder), table, follow_links)
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(
@@ -47,8 +53,9 @@ class Files(UnpackedDataset):
             )
         # The file list in the temporary folder stays open after the folder is removed.
         with tempfile.TemporaryDirectory(prefix="paceline-") as work:
-            table = None if labels is None else Path(labels)
-            self._source = FolderSource(self.folder, table, Path(work))
+            self._source = FolderSource(
+                self.folder, None if table is None else Path(table), Path(work), follow_links
+            )
         self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
         self.label = label_spec(self._source.label)
 

@@ -40,6 +40,7 @@ class StoredArrays(UnpackedDataset):
     Args:
         x: "FILE:ARRAY", or the name of the file if the choice of the array is unambiguous.
         y: Labels: the name of an array in the same file, "FILE:ARRAY", or a .npy file.
+        follow_links: Whether to read files outside of the file's folder that it refers to.
 
     Raises:
         ValueError: The array is not numeric, or its samples differ in length.
@@ -49,8 +50,13 @@ class StoredArrays(UnpackedDataset):
     _name = "Stored"
     _source: StoreSource
 
-    def __init__(self, x: str | os.PathLike[str], y: str | os.PathLike[str] | None = None) -> None:
-        self._arguments = (os.fspath(x), None if y is None else os.fspath(y))
+    def __init__(
+        self,
+        x: str | os.PathLike[str],
+        y: str | os.PathLike[str] | None = None,
+        follow_links: bool = False,
+    ) -> None:
+        self._arguments = (os.fspath(x), None if y is None else os.fspath(y), follow_links)
         self._open_lock = ForkSafeLock()
         self._open()
         for note in self._source.notes:
@@ -142,8 +148,8 @@ class StoredArrays(UnpackedDataset):
             )
 
     def _open(self) -> None:
-        x, y = self._arguments
-        source = formats.open_source(*formats.split_path(x), y)
+        x, y, follow_links = self._arguments
+        source = formats.open_source(*formats.split_path(x), y, follow_links)
         assert isinstance(source, StoreSource)
         self._source = source
         labels: Any = source.y

@@ -18,7 +18,7 @@ class UnpackedDataset(ABC):
     """
 
     _name: ClassVar[str]  # for messages
-    _arguments: tuple[str, str | None]
+    _arguments: tuple[str, str | None, bool]
     _source: Source
     label: ArraySpec | None
 

@@ -87,6 +87,7 @@ def pack(
     statistics: int = 4096,
     on_error: str = "stop",
     fresh: bool = False,
+    follow_links: bool = False,
     step: ProgressCallback | None = None,
 ) -> PackReport:
     """Pack ``source`` into the folder ``dest``.
@@ -97,8 +98,10 @@ def pack(
     shard_bytes: target shard size. workers: threads; default two per core. decode, resize,
     quality, compress, cast, apply: see EncodingOptions. statistics: number of samples from which
     mean and deviation are computed; 0: none. on_error: "stop", or "skip" samples that can't be
-    read. fresh: discard what an earlier, interrupted call has written. step: called with the number
-    of samples and bytes done; for a source that must be spooled it counts from 0 twice.
+    read. fresh: discard what an earlier, interrupted call has written. follow_links: also read
+    files outside of the source's folder that its links, arrays and ``labels`` refer to. step:
+    called with the number of samples and bytes done; for a source that must be spooled it counts
+    from 0 twice.
 
     Raises ValueError if the source or one of its samples can't be packed, if ``dest`` already holds
     a dataset or an unfinished one with other options, and if the disk is full.
@@ -106,7 +109,7 @@ def pack(
     encoding = EncodingOptions(decode, resize, quality, compress, cast, apply)
     began = time.monotonic()
     report_progress = step or (lambda done, size: None)
-    options = PackOptions(shard_bytes, seed, statistics, on_error, fresh)
+    options = PackOptions(shard_bytes, seed, statistics, on_error, fresh, follow_links)
     with open_pack_job(source, dest, labels, encoding, options, report_progress) as job:
         report = job.run(workers or 2 * len(os.sched_getaffinity(0)), report_progress)
     report.seconds = time.monotonic() - began
@@ -122,6 +125,7 @@ class PackOptions:
     statistics: int = 4096
     on_error: str = "stop"
     fresh: bool = False
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         if self.on_error not in ("stop", "skip"):
@@ -159,7 +163,7 @@ def open_pack_job(
     }
     plan |= {"shard_bytes": options.shard_bytes, "statistics": options.statistics}
     with open_work_folder(folder, plan, options.fresh) as work, report_disk_errors(folder):
-        found = open_source(source, labels, work)
+        found = open_source(source, labels, work, options.follow_links)
         try:
             if found.sequential:
                 found = _spool(found, work, step)

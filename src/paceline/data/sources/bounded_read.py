@@ -1,13 +1,21 @@
 """Read sources: only regular files, and never more bytes than a sample may have."""
 
+import errno
 import os
 import stat
+from collections.abc import Callable
 
+from ...security.boundary import Boundary
 from ...security.files import check_regular, open_regular
+from ...security.text import printable
 from ..format.meta_schema import MAX_SAMPLE_BYTES
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 CHUNK_BYTES = 1 << 20
+# Values that are not stored (fill values) or compressed become full samples in a packed dataset.
+MAX_PACKED_BYTES = 16 << 30  # of any source
+MAX_EXPANSION = 2048  # of larger ones: packed bytes for each stored byte; deflate has at most 1,032
+INDEX_ROW_BYTES = 48  # of each packed sample
 
 
 class OpenFile:
@@ -30,16 +38,18 @@ class OpenFile:
     __del__ = close
 
 
-def read_sample_file(path: str) -> bytes:
-    """Return the bytes of a file that is one sample; links to regular files are followed.
+def read_sample_file(path: str, boundary: Boundary) -> bytes:
+    """Return the bytes of a file that is one sample; links inside of the boundary are followed.
 
     Raises:
         UnsafeFileError: It is a FIFO, socket, device or folder.
-        ValueError: It has more than MAX_SAMPLE_BYTES.
+        ValueError: It has more than MAX_SAMPLE_BYTES, or is a link that leads out of the boundary.
     """
     try:
-        fd = os.open(path, OPEN_FLAGS)
-    except OSError:
+        fd = os.open(path, OPEN_FLAGS | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            boundary.check(path, f"the link {path}")
         fd = open_regular(path)  # raises the error with a message for users
     try:
         status = os.fstat(fd)
@@ -86,3 +96,25 @@ def read_at(fd: int, length: int, offset: int) -> bytes:
 def check_size(size: int) -> None:
     if size > MAX_SAMPLE_BYTES:
         raise ValueError(f"has {size:,} bytes, more than 4 GiB. HINT: cut it into patches")
+
+
+def check_expansion(
+    description: str, samples: int, sample_bytes: int, stored_bytes: Callable[[], int]
+) -> None:
+    """Check that a small file does not pretend to be a dataset that packs without end.
+
+    Args:
+        stored_bytes: Returns the size of the samples on disk; only called for large sources.
+
+    Raises:
+        ValueError: The samples are too large for what is stored of them.
+    """
+    size = samples * (sample_bytes + INDEX_ROW_BYTES)
+    if size <= MAX_PACKED_BYTES or size <= MAX_EXPANSION * (stored := stored_bytes()):
+        return
+    raise ValueError(
+        f"{printable(description)}: {samples:,} samples of {sample_bytes:,} bytes would be packed "
+        f"as {size:,} bytes, but only {stored:,} bytes are stored: the values were never written, "
+        f"or are compressed more than {MAX_EXPANSION:,} times. HINT: if this is meant, use "
+        "MODULE:FUNCTION as SOURCE, which yields the samples"
+    )

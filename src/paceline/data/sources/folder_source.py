@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from ...security.boundary import Boundary
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..format.shard_format import ArraySpec, create_new_file, write_atomically
@@ -39,11 +40,18 @@ class FolderSource(Source):
 
     has_names = True
 
-    def __init__(self, folder: Path, labels: Path | None, work: Path) -> None:
+    def __init__(
+        self, folder: Path, labels: Path | None, work: Path, follow_links: bool = False
+    ) -> None:
         super().__init__()
+        self._boundary = Boundary(folder, follow_links)
         self.folder, self.description, self._prefix = folder, str(folder), os.path.join(folder, "")
         self._listing = work / LISTING_FILE
-        entries = _ClassFolders(folder) if labels is None else _LabelTable(folder, labels)
+        entries = (
+            _ClassFolders(folder, self._boundary)
+            if labels is None
+            else _LabelTable(folder, labels, self._boundary)
+        )
         if _read_line_ends(work) is None:
             _write_listing(entries, work)
         self.label, self.classes = entries.label, entries.classes
@@ -66,7 +74,7 @@ class FolderSource(Source):
 
     def load(self, i: int) -> LoadedSample:
         label, name = self._entry(i)
-        data = read_sample_file(name if name.startswith("/") else self._prefix + name)
+        data = read_sample_file(os.path.join(self._prefix, name), self._boundary)
         if not data:
             raise ValueError("the file is empty")
         if isinstance(self.label, ArraySpec):
@@ -112,8 +120,8 @@ class FolderSource(Source):
 class _ClassFolders:
     """Entries with class folders: the first folder in a file's path is its class."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.notes = folder, list[str]()
+    def __init__(self, folder: Path, boundary: Boundary) -> None:
+        self.folder, self.notes, self._boundary = folder, list[str](), boundary
         with os.scandir(folder) as found:
             self.classes = sorted(
                 entry.name for entry in found if entry.is_dir() and not entry.name.startswith(".")
@@ -123,7 +131,7 @@ class _ClassFolders:
     def each(self) -> Iterator[tuple[str, str]]:
         """Yield (label, path below the folder)."""
         alone, numbers = 0, {name: number for number, name in enumerate(self.classes)}
-        for name in files_below(self.folder):
+        for name in files_below(self.folder, self._boundary):
             first, _, rest = name.partition("/")
             if not rest and self.classes:
                 alone += 1
@@ -136,8 +144,9 @@ class _ClassFolders:
 class _LabelTable:
     """Entries of a CSV: each line has a file and its label."""
 
-    def __init__(self, folder: Path, table: Path) -> None:
+    def __init__(self, folder: Path, table: Path, boundary: Boundary) -> None:
         self.folder, self.table, self.notes = folder, table, list[str]()
+        self._boundary = boundary
         kinds, self._columns, self._lines, missing = set(), 0, 0, []
         for number, (name, label_text) in self._read():
             self._lines += 1
@@ -184,7 +193,13 @@ class _LabelTable:
 
     def each(self) -> Iterator[tuple[str, str]]:
         numbers = {name: str(number) for number, name in enumerate(self.classes)}
-        for _, (name, label_text) in self._read():
+        inside = set[str]()  # folders, as there may be millions of files
+        for number, (name, label_text) in self._read():
+            parent = os.path.dirname(name)
+            if parent not in inside and self._boundary.contains(self.folder / parent):
+                inside.add(parent)
+            elif parent not in inside:
+                self._boundary.check(self.folder / name, f"{self.table}, line {number},")
             yield (
                 (
                     numbers.get(label_text[0], label_text[0])
@@ -193,7 +208,7 @@ class _LabelTable:
                 ),
                 name,
             )
-        others = sum(1 for _ in files_below(self.folder)) - self._lines
+        others = sum(1 for _ in files_below(self.folder, self._boundary)) - self._lines
         if self.table.resolve().is_relative_to(self.folder.resolve()):
             others -= 1
         if others > 0:
@@ -210,13 +225,13 @@ def _kind(label_text: str) -> str:
     return "whole" if number.is_integer() and label_text.lstrip("-").isdigit() else "float"
 
 
-def files_below(folder: Path) -> Iterator[str]:
+def files_below(folder: Path, boundary: Boundary) -> Iterator[str]:
     """Yield the paths of files below a folder, sorted within each folder; hidden ones are left out.
     Links to folders are followed, but not in circles.
 
     Raises:
-        ValueError: A folder is reached by more than MAX_LINKS_TO_FOLDER links: links that lead to
-            each other would be followed endlessly.
+        ValueError: A link leads out of the boundary, or a folder is reached by more than
+            MAX_LINKS_TO_FOLDER links: links that lead to each other would be followed endlessly.
     """
     waiting: list[tuple[str, tuple[Inode, ...], bool]] = [("", (_inode(folder.stat()),), False)]
     link_counts = Counter[Inode]()
@@ -229,10 +244,12 @@ def files_below(folder: Path) -> Iterator[str]:
             if entry.name.startswith("."):
                 continue
             name = f"{below}/{entry.name}" if below else entry.name
+            link = entry.is_symlink()
+            if link:
+                boundary.check(entry.path, f"the link {folder / name}")
             if not entry.is_dir():
                 yield name
                 continue
-            link = entry.is_symlink()
             if not (link and _contains_itself(entry.path, folder / below)):
                 inode = _inode(entry.stat())
                 if inode in above:

@@ -43,8 +43,9 @@ def open_stream(name: str) -> StreamSource:
     return StreamSource(target() if callable(target) else target, name)
 
 
-def open_source(source: Any, labels: Any, work: Path) -> Source:
-    """Open the source that the user named. work: folder for files needed while it is packed."""
+def open_source(source: Any, labels: Any, work: Path, follow_links: bool = False) -> Source:
+    """Open the source that the user named. work: folder for files needed while it is packed.
+    follow_links: whether files outside of the source's folder are read as well."""
     if not isinstance(source, (str, os.PathLike)):
         if isinstance(source, tuple) and labels is None and len(source) == 2:
             return ArraySource(*source)
@@ -58,14 +59,15 @@ def open_source(source: Any, labels: Any, work: Path) -> Source:
         )
     path, name = formats.split_path(os.fspath(source))
     if formats.detect_format(path):
-        return formats.open_source(path, name, None if labels is None else os.fspath(labels))
+        named = None if labels is None else os.fspath(labels)
+        return formats.open_source(path, name, named, follow_links)
     path = Path(source)
     if path.suffix in ARRAYS:
         return ArraySource(path, labels)
     if (path / shard_format.META_FILE).exists():
         return ShardSource(path)
     if path.is_dir():
-        return FolderSource(path, None if labels is None else Path(labels), work)
+        return FolderSource(path, None if labels is None else Path(labels), work, follow_links)
     if ":" in str(source) and not path.exists():
         return open_stream(str(source))
     if not path.exists():

@@ -14,7 +14,7 @@ from ..format import npy
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.shard_format import FILE, IMAGE, JPEG, ArraySpec
 from ..shards import ScratchBuffer, Shards
-from .bounded_read import OpenFile, read_at
+from .bounded_read import OpenFile, check_expansion, read_at
 
 JPEGS = (".jpg", ".jpeg", ".jpe")
 IMAGES = (*JPEGS, ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".ppm", ".pgm", ".jp2")
@@ -167,6 +167,8 @@ class _FileRows:
         self._count, self.shape = head.shape[0], head.shape[1:]
         self._file_dtype, self.dtype = head.dtype, head.dtype.newbyteorder("=").name
         self._start, self._row_bytes = head.start, head.nbytes // max(head.shape[0], 1)
+        stored_bytes = os.fstat(self._file.fd).st_size
+        check_expansion(self.description, self._count, self._row_bytes, lambda: stored_bytes)
 
     def __len__(self) -> int:
         return self._count

@@ -66,14 +66,14 @@ class LoadRankConfig:
 
 
 def open_dataset(feed: LoadRankConfig) -> Any:
-    """Open the dataset.
+    """Open the dataset. Links are followed: samples are measured, and not kept.
 
     Raises:
         ValueError: A Loader can't read the source without packing it.
     """
     path, _ = formats.split_path(feed.source)
     if is_stored_array(feed.source):
-        return StoredArrays(feed.source, feed.labels)
+        return StoredArrays(feed.source, feed.labels, follow_links=True)
     if (path / META_FILE).exists():
         return Shards(path)
     if formats.detect_format(path):
@@ -81,7 +81,7 @@ def open_dataset(feed: LoadRankConfig) -> Any:
             f"{feed.source}: a Loader can't read {formats.detect_format(path)}. HINT: paceline "
             f"pack {feed.source} DEST, then paceline check --data DEST"
         )
-    return Files(path, feed.labels)
+    return Files(path, feed.labels, follow_links=True)
 
 
 def make_loader(feed: LoadRankConfig, data: Any) -> Loader:

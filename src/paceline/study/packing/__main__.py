@@ -76,7 +76,7 @@ def _encoder(task: Task, work: Path) -> Encoder:
     source = (
         ShardSource(work / SPOOL_FOLDER)
         if task.spooled
-        else open_source(asked.source, asked.labels, work)
+        else open_source(asked.source, asked.labels, work, asked.wish.follow_links)
     )
     source.kind, source.description = task.kind, task.told
     if len(source) != task.cut.samples:

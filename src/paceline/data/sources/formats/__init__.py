@@ -1,7 +1,7 @@
 """Other dataset formats that ``paceline pack`` reads and, with ``--to``, writes.
 
-Each is a module with ``source(path, name, labels)``, which returns a Source, and most have
-``write(path, info, samples)``. Their packages are optional: pip install 'paceline[formats]'.
+Each is a module with ``source(path, name, labels, boundary)``, which returns a Source, and most
+have ``write(path, info, samples)``. Their packages are optional: pip install 'paceline[formats]'.
 """
 
 import errno
@@ -16,6 +16,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
+from ....security.boundary import Boundary
 from ....security.files import InvalidFileError, UnsafeFileError, kind_of_file, read_regular
 from ....security.text import printable
 from ...format.decode import import_optional
@@ -124,25 +125,32 @@ def split_path(text: str) -> tuple[Path, str]:
     return Path(text), ""
 
 
-def open_source(path: Path, name: str, labels: str | None) -> Source:
-    """Open a file or folder. Raises ValueError if it can't be read or is ambiguous."""
+def open_source(path: Path, name: str, labels: str | None, follow_links: bool = False) -> Source:
+    """Open a file or folder. Raises ValueError if it can't be read, is ambiguous, or refers to
+    files outside of its folder without ``follow_links``."""
     kind = detect_format(path)
     assert kind is not None
     module = importlib.import_module(f".{FORMATS[kind].module}", __name__)
     with convert_library_errors(path):
-        check_regular_files(path)
-        found: Source = module.source(path, name, labels)
+        boundary = Boundary(path, follow_links)
+        check_files(path, boundary)
+        found: Source = module.source(path, name, labels, boundary)
     return found
 
 
-def check_regular_files(path: Path) -> None:
-    """Check that a file, or all files below a folder, are regular files or links to such: a library
-    would wait for a FIFO forever. Hidden files count, and each folder is checked once.
+def check_files(path: Path, boundary: Boundary) -> None:
+    """Check that a file, or all files below a folder, are regular files, or links to regular files
+    inside of the boundary: a library would wait for a FIFO forever. Hidden files count, and each
+    folder is checked once.
 
     Raises:
         UnsafeFileError: One is a FIFO, socket or device.
+        ValueError: A link leads out of the boundary.
     """
     waiting, seen = [path], set[tuple[int, int]]()
+    beside = path.parent / CLASSES_FILE
+    if beside.is_symlink() and not path.is_dir():
+        boundary.check(beside, f"the link {beside}")
     while waiting:
         one = waiting.pop()
         status = one.stat()
@@ -155,9 +163,11 @@ def check_regular_files(path: Path) -> None:
             continue
         seen.add((status.st_dev, status.st_ino))
         with os.scandir(one) as found:
-            waiting += [
-                one / entry.name for entry in found if not entry.is_file(follow_symlinks=False)
-            ]
+            for entry in found:
+                if entry.is_symlink():
+                    boundary.check(entry.path, f"the link {entry.path}")
+                if not entry.is_file(follow_symlinks=False):
+                    waiting.append(one / entry.name)
 
 
 @contextmanager

@@ -1,17 +1,17 @@
 """HDF5 with h5py: named arrays, or files' bytes as variable-length arrays of bytes."""
 
 import math
-import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....security.files import open_regular
-from ....security.text import printable
+from ....security.boundary import Boundary
 from ...format.shard_format import label_spec
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
+from .hdf5_references import check_dataset, stored_bytes
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
 
@@ -19,12 +19,13 @@ CLASSES_ATTRIBUTE = "classes"  # class names
 SHAPES_DATASET = "shapes"  # of arrays of different shapes, which are stored flat
 
 
-def source(path: Path, name: str, labels: str | None) -> StoreSource:
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> StoreSource:
     shapes: dict[str, tuple[int, ...]] = {}
     with _opened(path) as file:
         file.visititems(lambda key, item: _add_shape(shapes, key, item))
         classes = [str(item) for item in file.attrs.get(CLASSES_ATTRIBUTE, ())]
-    found = store_source(path, shapes, name, labels, HDF5Rows)
+    open_rows = partial(HDF5Rows, boundary=boundary)
+    found = store_source(path, shapes, name, labels, open_rows, boundary)
     if found.label == "class":
         found.classes = classes
     return found
@@ -33,15 +34,19 @@ def source(path: Path, name: str, labels: str | None) -> StoreSource:
 class HDF5Rows(Rows):
     """One HDF5 dataset. h5py has a lock that lets one thread in at a time."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, boundary: Boundary) -> None:
         self.description = f"{path}:{name}"
         self._file = _opened(path)
         self._data = self._file[name]
-        self._shapes = (
-            self._file[SHAPES_DATASET] if name == "x" and SHAPES_DATASET in self._file else None
-        )
-        kind = import_format_package("h5py").check_vlen_dtype(self._data.dtype)
-        text = import_format_package("h5py").check_string_dtype(self._data.dtype)
+        check_dataset(self._data, self.description, boundary)
+        h5py = import_format_package("h5py")
+        self._shapes = None
+        # Not a link: it could lead to another file.
+        if name == "x" and type(self._file.get(SHAPES_DATASET, getlink=True)) is h5py.HardLink:
+            self._shapes = self._file[SHAPES_DATASET]
+            check_dataset(self._shapes, f"{path}:{SHAPES_DATASET}", boundary)
+        kind = h5py.check_vlen_dtype(self._data.dtype)
+        text = h5py.check_string_dtype(self._data.dtype)
         self.flat = kind is not None
         if text is not None or (kind == np.uint8 and self._shapes is None):
             self.dtype = "bytes"
@@ -49,7 +54,7 @@ class HDF5Rows(Rows):
             field = field_of(kind or self._data.dtype, self._data.shape)
             self.dtype, self.shape = field.dtype, field.shape
         self.chunk = self._data.chunks[0] if self._data.chunks else 1
-        check_sizes(self)
+        check_sizes(self, lambda: stored_bytes(self._data))
         self.note = unwritten_note(self._data, self.description)
 
     def __len__(self) -> int:
@@ -88,7 +93,6 @@ def _opened(path: Path) -> Any:
 def unwritten_note(data: Any, description: str) -> str:
     """Return a note if parts of a dataset were never written and read as its fill value; else "".
     Raises ValueError if the stored size does not match its shape."""
-    _check_other_files(data, description)
     stored, chunks = data.id.get_storage_size(), data.chunks
     if data.external or data.is_virtual or not data.size:
         return ""
@@ -114,23 +118,6 @@ def unwritten_note(data: Any, description: str) -> str:
             f"{whole:,}. HINT: copy the file again"
         )
     return missing_chunks(description, stored_chunks, whole)
-
-
-def _check_other_files(data: Any, description: str) -> None:
-    """Check that other files that a dataset refers to are regular files. Raises ValueError."""
-    names = [name for name, *_ in data.external or ()]
-    if data.is_virtual:
-        names += [item.file_name for item in data.virtual_sources()]
-    folder = Path(os.fsdecode(data.file.filename)).parent
-    for name in {os.fsdecode(name) for name in names} - {"."}:
-        try:
-            os.close(open_regular(folder / name))
-        except FileNotFoundError:  # reads as fill values, or the library raises an error
-            continue
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{description} has its values in {printable(name)}, which can't be read: {error}"
-            ) from None
 
 
 def _add_shape(shapes: dict[str, tuple[int, ...]], key: str, item: Any) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ....security.boundary import Boundary
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
 from .members import MemberSource, sample_members
 
@@ -13,7 +14,7 @@ MAP_BYTES = 1 << 40  # of address space, not of disk
 SAMPLES_PER_TRANSACTION = 1000
 
 
-def source(path: Path, name: str, labels: str | None) -> "LMDBSource":
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> "LMDBSource":
     if name:
         raise ValueError(
             f"{path}:{name}: named databases in an LMDB are not supported. HINT: {path}"

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ....security.boundary import Boundary
 from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 from ....security.text import printable
+from ..bounded_read import check_expansion
 from ..source import LoadedSample, Source, extension_from_magic, label_field
 from . import convert_library_errors, import_format_package
 from .stores import PAIRS
@@ -55,6 +57,8 @@ class ParquetSource(Source):
             raise ValueError(f"{path} can't be read as Parquet: {error}") from None
         schema = files[0].schema_arrow
         self._count = int(sum(file.metadata.num_rows for file in files))
+        stored_bytes = sum(one.stat().st_size for one in self.paths)
+        check_expansion(self.description, self._count, 0, lambda: stored_bytes)
         names = schema.names
         default_columns = next(((x, y) for x, y in PAIRS if x in names), None)
         if not name and default_columns is None and len(names) != 1:
@@ -127,7 +131,7 @@ class ParquetSource(Source):
         return LoadedSample(content, label_value, extension=extension_from_magic(content))
 
 
-def source(path: Path, name: str, labels: str | None) -> ParquetSource:
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> ParquetSource:
     return ParquetSource(path, name, labels)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ....security.boundary import Boundary
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ...format.shard_format import ArraySpec
+from ..bounded_read import check_expansion
 from ..source import ArraySource, LoadedSample, extension_from_magic
 from . import open_source as open_formats_source
 from . import split_path
@@ -146,6 +148,7 @@ def source(
     name: str,
     labels: str | None,
     open_rows: RowsOpener,
+    boundary: Boundary,
 ) -> StoreSource:
     """Open arrays of a file, given the names and shapes of all its arrays."""
     names, label = choose_arrays(path, shapes, name, labels)
@@ -154,7 +157,7 @@ def source(
     if label is not None and label in shapes:
         y = open_rows(path, label)
     elif label is not None and split_path(label)[1]:
-        found = open_formats_source(*split_path(label), None)
+        found = open_formats_source(*split_path(label), None, boundary.follow_links)
         if not isinstance(found, StoreSource):
             raise ValueError(f"{label} contains no array of labels")
         y = found.x
@@ -207,16 +210,19 @@ def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec(name, tuple(int(side) for side in shape[1:]))
 
 
-def check_sizes(rows: "Rows") -> None:
+def check_sizes(rows: "Rows", stored_bytes: Callable[[], int]) -> None:
     """Check the size of what is read at once, a row or all rows of a chunk, before memory is
-    allocated for it.
+    allocated for it, and that of all rows.
+
+    Args:
+        stored_bytes: Returns the size of all rows on disk.
 
     Raises:
-        ValueError: It is more than 4 GiB.
+        ValueError: A row or chunk has more than 4 GiB, or all rows are too large for what is stored
+            of them.
     """
-    if rows.dtype == "bytes" or getattr(rows, "flat", False):
-        return
-    row = ArraySpec(rows.dtype, tuple(rows.shape)).nbytes
+    variable = rows.dtype == "bytes" or getattr(rows, "flat", False)
+    row = 0 if variable else ArraySpec(rows.dtype, tuple(rows.shape)).nbytes
     at_once = row * max(min(rows.chunk, len(rows)), 1)
     if at_once > MAX_SAMPLE_BYTES:
         raise ValueError(
@@ -224,6 +230,7 @@ def check_sizes(rows: "Rows") -> None:
             f"a chunk has {rows.chunk:,} of them: {at_once:,} bytes are read at once. HINT: use "
             "smaller chunks along the first dimension, or patches"
         )
+    check_expansion(rows.description, len(rows), row, stored_bytes)
 
 
 def missing_chunks(description: str, stored: int, expected: int) -> str:

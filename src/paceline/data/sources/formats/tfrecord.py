@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from ....security.boundary import Boundary
 from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import ArraySpec
@@ -32,7 +33,7 @@ MAX_SHOWN_FEATURES = 20
 KINDS = ("bytes_list", "float_list", "int64_list")
 
 
-def source(path: Path, name: str, labels: str | None) -> "TFRecordSource":
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> "TFRecordSource":
     return TFRecordSource(path, name, labels)
 
 

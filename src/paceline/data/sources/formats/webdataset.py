@@ -9,13 +9,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from ....security.boundary import Boundary
 from ....security.text import printable
 from ..bounded_read import OpenFile, read_at
 from . import ExportInfo, Sample, read_class_names, write_classes
 from .members import MemberSource, sample_members
 
 
-def source(path: Path, name: str, labels: str | None) -> "WebDatasetSource":
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> "WebDatasetSource":
     if name:
         raise ValueError(f"{path}:{name}: a WebDataset has no named arrays. HINT: --labels cls")
     return WebDatasetSource(path, labels)

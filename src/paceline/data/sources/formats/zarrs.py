@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ....security.boundary import Boundary
 from . import convert_library_errors, import_format_package
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
@@ -12,19 +13,18 @@ UNSAFE_CODECS = ("pickle",)
 SINGLE_ARRAY = "array"  # name of an array outside of a group
 
 
-def source(path: Path, name: str, labels: str | None) -> StoreSource:
+def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> StoreSource:
     found = _opened(path)
     if hasattr(found, "shape"):
-        return store_source(
-            path, {SINGLE_ARRAY: tuple(found.shape)}, name or SINGLE_ARRAY, labels, ZarrRows
-        )
+        only = {SINGLE_ARRAY: tuple(found.shape)}
+        return store_source(path, only, name or SINGLE_ARRAY, labels, ZarrRows, boundary)
     shapes: dict[str, tuple[int, ...]] = {}
     with warnings.catch_warnings(record=True) as caught:  # about members that are not Zarr
         warnings.simplefilter("always")
         for key, one in found.members(max_depth=None):
             if hasattr(one, "shape"):
                 shapes[key] = tuple(one.shape)
-    source = store_source(path, shapes, name, labels, ZarrRows)
+    source = store_source(path, shapes, name, labels, ZarrRows, boundary)
     source.notes += [f"{path}: {one.message}" for one in caught]
     return source
 
@@ -39,7 +39,7 @@ class ZarrRows(Rows):
         field = field_of(self._data.dtype, self._data.shape)
         self.dtype, self.shape = field.dtype, field.shape
         self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
-        check_sizes(self)
+        check_sizes(self, lambda: int(self._data.nbytes_stored()))
         check_codecs(self._data, self.description)
         self.note = missing_chunks(
             self.description, self._data.nchunks_initialized, self._data.nchunks
