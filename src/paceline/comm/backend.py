@@ -107,8 +107,12 @@ def _plain_group(options: Any) -> dist.ProcessGroup:
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
+        nccl_options: Any = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout or MAX_TIMEOUT  # 0 is no limit for gloo, and none for NCCL
+        nccl_options.is_high_priority_stream = False
+        # by which NCCL's watchdog and its flight recorder name the group
+        nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
+        nccl_options.group_name = options.group_id
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", options.store), rank, size, nccl_options)
         nccl._set_sequence_number_for_group()
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)

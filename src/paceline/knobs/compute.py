@@ -58,7 +58,8 @@ def products(precision: str, turned: KnobResult) -> None:
     """Set the internal precision of float32 matrix products; ignore the script's own setting."""
 
     def install(torch: Any) -> None:
-        if not torch.cuda.is_available() and not _short_products(precision):
+        # before the script runs: is_available() would initialize the driver
+        if not torch.cuda.device_count() and not _short_products(precision):
             turned.not_done(f"this CPU has no matrix products of {precision!r} precision")
             return
         torch.set_float32_matmul_precision(precision)

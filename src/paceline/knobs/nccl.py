@@ -50,8 +50,11 @@ def _set(variable: str, value: str, turned: KnobResult) -> None:
 
 
 def _is_nccl(backend: str) -> bool:
-    """Return whether a group uses NCCL, which torch selects for GPUs if no backend is named."""
+    """Return whether a group uses NCCL.
+
+    torch selects it for GPUs if no backend is named, and so does the backend "paceline".
+    """
     import torch
 
-    named = "nccl" in backend or backend in ("", "none", "undefined")
+    named = "nccl" in backend or backend in ("", "none", "undefined", "paceline")
     return named and torch.cuda.is_available()

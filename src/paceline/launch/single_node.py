@@ -111,6 +111,8 @@ def run_rank_server(job: ForkedRankServer) -> NoReturn:
 
     for number in TERMINATION_SIGNALS:  # the launcher handles them
         signal.signal(number, signal.SIG_IGN)
+    # A module that asks for GPUs must not initialize their driver: forks could not use it then.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks have their own environment
     for name in job.preloads:
         try:
             importlib.import_module(name)

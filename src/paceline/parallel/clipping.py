@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.group_device import exchangeable
 from .sharded.registry import local_part, shard_group
 
 
@@ -25,6 +26,7 @@ def clip_gradients(parameters: Sequence[torch.Tensor], limit: float) -> None:
         own = [local_part(g) for g, of in zip(gradients, groups, strict=True) if of is group]
         squares = torch.stack([n.double() for n in torch._foreach_norm(own)]).square().sum()
         if group is not None:
+            squares = exchangeable(squares, group)
             dist.all_reduce(squares, group=group)
         total += squares.to(total.device)
     factor = (limit / (total.sqrt() + 1e-6)).clamp(max=1.0)

@@ -36,7 +36,13 @@ from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
 from .optimizer_step import OptimizerSteps
-from .process_group import attempt_store, autocast_dtype, join_process_group, select_device
+from .process_group import (
+    attempt_store,
+    autocast_dtype,
+    check_own_gpu,
+    join_process_group,
+    select_device,
+)
 from .progress import Progress, format_value
 from .training_state import Position, TrainingState
 
@@ -125,6 +131,7 @@ class World(ModelDistribution):
         self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
         launch_text = join_process_group(identity, self._recorder, timeout)
         self._store = attempt_store()
+        check_own_gpu(self.device, self.local_rank, self._store)
         seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
         self._progress = Progress(self.rank, progress)
         if launch_text:

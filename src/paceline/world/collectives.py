@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.group_device import exchangeable
+
 
 class Collectives:
     """The collectives of one world. Every rank must call each of them.
@@ -21,7 +23,10 @@ class Collectives:
         """Add the numbers of all ranks in place, and return them."""
         self._before()
         if self.size > 1:
-            dist.all_reduce(numbers)
+            sent = exchangeable(numbers)
+            dist.all_reduce(sent)
+            if sent is not numbers:
+                numbers.copy_(sent)
         return numbers
 
     def count(self, count: int) -> int:
@@ -39,7 +44,7 @@ class Collectives:
         if self.size == 1:
             return numbers
         self._before()
-        tensor = torch.tensor(numbers, dtype=torch.int64)
+        tensor = exchangeable(torch.tensor(numbers, dtype=torch.int64))
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]
 

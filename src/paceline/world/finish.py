@@ -35,7 +35,7 @@ class RunFinalizer:
         except Exception as error:
             notify(f"warning: Paceline could not compute the summary ({error})\n")
         finally:
-            leave_process_group()
+            leave_process_group(failed)
 
     def _summarize(self) -> None:
         if not self.recorder.enabled or self.recorder.step == 0:

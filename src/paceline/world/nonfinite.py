@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..parallel.data import is_distributed, unwrap
 from ..parallel.sharded.registry import local_part, sharded_of
+from ..record.pending_value import PendingCopy, is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 
@@ -48,9 +49,9 @@ class FiniteCheck:
         self.check_gradients = True  # False with loss scaling
         # whether this step's gradients were checked before their exchange
         self._was_checked = False
-        self._loss: _PendingFlags | None = None
-        self._exchanged: list[_PendingFlags] = []
-        self._layers: tuple[_PendingFlags, list[str]] | None = None
+        self._loss: PendingCopy | None = None
+        self._exchanged: list[PendingCopy] = []
+        self._layers: tuple[PendingCopy, list[str]] | None = None
         self._step = 0  # step of the pending flags
         self._warnings = 0
         self._parameter_orders: dict[tuple[int, int], list[tuple[str, nn.Parameter]]] = {}
@@ -60,10 +61,11 @@ class FiniteCheck:
         if self.mode == "ignore":
             return loss.detach()
         if loss.device.type != "cpu":
-            self.report_pending()
-            self._step = self.recorder.step
             detached = loss.detach()
-            self._loss = _PendingFlags(torch.isfinite(detached))
+            if not is_capturing():
+                self.report_pending()
+                self._step = self.recorder.step
+                self._loss = PendingCopy(torch.isfinite(detached))
             return detached
         value = float(loss.item())
         if not math.isfinite(value):
@@ -73,17 +75,18 @@ class FiniteCheck:
 
     def check_before_exchange(self, tensors: Any) -> None:
         """Check this rank's gradients just before they are averaged."""
-        if not self.check_gradients or self.mode == "ignore":
+        if not self.check_gradients or self.mode == "ignore" or is_capturing():
             return
         self._was_checked = self._was_checked or bool(tensors)
         for tensor in tensors:
-            if not tensor.is_floating_point() or tensor.is_sparse:
+            if not tensor.is_floating_point() or tensor.is_sparse or not tensor.numel():
+                continue
+            if tensor.device.type != "cpu":
+                self._exchanged.append(PendingCopy(finite_flags([tensor.detach()])))
                 continue
             wide = torch.promote_types(tensor.dtype, torch.float32)
             total = tensor.detach().sum(dtype=wide)
-            if tensor.device.type != "cpu":
-                self._exchanged.append(_PendingFlags(torch.isfinite(total)))
-            elif not math.isfinite(float(total)) and not bool(torch.isfinite(tensor).all()):
+            if not math.isfinite(float(total)) and not bool(torch.isfinite(tensor).all()):
                 self._report_gradient(f"on rank {self.rank}", tensor)
 
     def check_before_step(self, optimizer: Optimizer) -> None:
@@ -92,17 +95,23 @@ class FiniteCheck:
         on_device = bool(self._exchanged) or self._loss is not None
         if not self.check_gradients or self.mode == "ignore" or (seen and not on_device):
             return
+        if is_capturing():
+            return
         found = [
             (name, local_part(parameter.grad))
             for name, parameter in self._named_parameters(optimizer)
-            if parameter.grad is not None
+            if parameter.grad is not None and local_part(parameter.grad).numel()
         ]
         if not found:
             return
-        norms = torch.stack([n.float() for n in torch._foreach_norm([g for _, g in found])])
+        gradients = [gradient for _, gradient in found]
         if on_device:
-            self._layers = (_PendingFlags(torch.isfinite(norms)), [name for name, _ in found])
-        elif not math.isfinite(float(norms.sum())):
+            names = [name for name, _ in found]
+            self._layers = (PendingCopy(finite_flags(gradients)), names)
+            return
+        norms = torch.stack([n.float() for n in torch._foreach_norm(gradients)])
+        # a norm may be infinite where the gradient is not
+        if not math.isfinite(float(norms.sum())) and not bool(finite_flags(gradients).all()):
             where = "after the average over ranks" if self.models_are_shared else "on rank 0"
             self._report_gradient(where)
 
@@ -111,10 +120,13 @@ class FiniteCheck:
         loss, exchanged, layers = self._loss, self._exchanged, self._layers
         self._loss, self._exchanged, self._layers = None, [], None
         where = f"on rank {self.rank} at step {self._step}. The last checkpoint is older."
-        if loss is not None and not loss.all_true():
+        if loss is not None and not bool(loss.wait().all()):
             self._report(f"the loss was not finite {where}")
-        elif not all(answer.all_true() for answer in exchanged) or (layers and not exchanged):
-            names = layers[0].false_names(layers[1]) if layers else []
+        elif not all(bool(flag.wait().all()) for flag in exchanged) or (layers and not exchanged):
+            flags = layers[0].wait().tolist() if layers else []
+            names = (
+                [n for n, well in zip(layers[1], flags, strict=True) if not well] if layers else []
+            )
             if names or exchanged:
                 self._report(f"the gradient{_gradient_owner(names)} was not finite {where}")
 
@@ -169,30 +181,21 @@ class FiniteCheck:
             notify(f"paceline: warning: {what}{last}\n")
 
 
-class _PendingFlags:
-    """Booleans that are being copied from a device to the host."""
+def finite_flags(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether each tensor is finite, as booleans on the device of the first one.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.host, self.event = tensor, None
-        if tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # in a graph the value can't be known
-            self.host = torch.ones(tensor.shape, dtype=torch.bool)
-        elif tensor.device.type == "cuda":
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
+    The largest absolute value is not finite only where an element is not: sums and norms may
+    overflow. No tensor is empty.
+    """
+    largest = list(torch._foreach_norm(tensors, float("inf")))
+    first = largest[0]
+    if all((one.device, one.dtype) == (first.device, first.dtype) for one in largest):
+        return torch.stack(largest).isfinite()
+    return torch.stack([one.isfinite().to(first.device) for one in largest])
 
-    def _arrived(self) -> torch.Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host
 
-    def all_true(self) -> bool:
-        return bool(self._arrived().all())
-
-    def false_names(self, names: list[str]) -> list[str]:
-        return [n for n, well in zip(names, self._arrived().tolist(), strict=True) if not well]
+def _false_names(flags: PendingCopy, names: list[str]) -> list[str]:
+    return [name for name, well in zip(names, flags.wait().tolist(), strict=True) if not well]
 
 
 def named_parameters(models: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:

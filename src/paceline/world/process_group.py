@@ -34,26 +34,60 @@ AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def select_device(local_rank: int, wanted: str | None) -> torch.device:
-    """Return the rank's device: the GPU of its local rank where there are GPUs, else the CPU."""
-    if wanted not in (None, "cuda"):
-        return torch.device(wanted)
+    """Return the rank's device, and make it the current one: a GPU if there are any, else the CPU.
+
+    It is the GPU with the number of the local rank. Where one GPU is visible it is this one: some
+    launchers show each rank only its own.
+    """
+    device = torch.device(wanted or "cuda")
+    if device.type != "cuda":
+        return device
     if not torch.cuda.is_available():
-        if wanted == "cuda":
+        if wanted is not None:
             raise ValueError(
-                f"paceline.init: device='cuda' needs a GPU, and PyTorch finds none on "
+                f"paceline.init: device={wanted!r} needs a GPU, and PyTorch finds none on "
                 f"{socket.gethostname()}. HINT: device=None uses a GPU if there is one, else the "
                 "CPU"
             )
         return torch.device("cpu")
     devices = torch.cuda.device_count()
-    if local_rank >= devices:
+    if device.index is not None and device.index >= devices:
         raise ValueError(
-            f"paceline.init: there is no GPU for local rank {local_rank}, because "
-            f"{socket.gethostname()} has {counted(devices, 'GPU')}. HINT: start at most "
-            f"{counted(devices, 'rank')} per node, or paceline.init(device='cpu')"
+            f"paceline.init: device={wanted!r} does not exist, because {socket.gethostname()} has "
+            f"{counted(devices, 'GPU')}. HINT: device='cuda' selects the GPU of the local rank"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    index = device.index if device.index is not None else local_rank if devices > 1 else 0
+    if index >= devices:
+        raise ValueError(_no_gpu(local_rank, devices))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _no_gpu(local_rank: int, devices: int) -> str:
+    return (
+        f"paceline.init: there is no GPU for local rank {local_rank}, because "
+        f"{socket.gethostname()} has {counted(devices, 'GPU')}. HINT: start at most "
+        f"{counted(devices, 'rank')} per node, or paceline.init(device='cpu')"
+    )
+
+
+def check_own_gpu(device: torch.device, local_rank: int, store: Any) -> None:
+    """Raise ValueError if another rank has the same GPU, which NCCL refuses later.
+
+    Args:
+        store: The store of this attempt; None without other ranks.
+    """
+    if device.type != "cuda" or store is None or not uses_nccl(dist.group.WORLD):
+        return
+    identifier = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if identifier is not None and store.add(f"gpu/{identifier}", 1) > 1:
+        raise ValueError(_no_gpu(local_rank, torch.cuda.device_count()))
+
+
+def uses_nccl(group: Any) -> bool:
+    """Return whether a process group exchanges tensors of GPUs by NCCL."""
+    cuda = torch.device("cuda")
+    return cuda in group._device_types and group._get_backend(cuda).name().lower() == "nccl"
 
 
 def autocast_dtype(name: str, device: torch.device) -> torch.dtype | None:
@@ -168,11 +202,19 @@ def attempt_store() -> Any:
     return PrefixStore(f"paceline/{attempt}", store)
 
 
-def leave_process_group() -> None:
-    """Destroy the process group so that the interpreter can end."""
+def leave_process_group(failed: bool = False) -> None:
+    """Destroy the process group so that the interpreter can end.
+
+    Args:
+        failed: The script has failed. A group of NCCL is aborted then: destroying it waits for its
+            collectives, which other ranks may never enter.
+    """
     if not dist.is_initialized():
         return
     group = dist.group.WORLD
+    if failed and uses_nccl(group):
+        dist.distributed_c10d._abort_process_group()
+        return
     if isinstance(group, RecordedGroup | SharedMemoryGroup):
         group.settle(seconds=5.0)
     patch_destroy_process_group(dist.distributed_c10d)

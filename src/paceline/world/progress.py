@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..record.pending_value import PendingValue, is_capturing
 from ..record.ring.launcher_messages import notify
 from ..report.numbers import amount
 from .optimizer_step import OptimizerSteps
@@ -26,6 +27,7 @@ class Progress:
         self._line_is_open = False
         self._since = time.monotonic()
         self._samples = 0
+        self._pending_loss: PendingValue | None = None
         self._printed_lines: set[str] = set()
 
     def epoch(self, epoch: int, count: int) -> None:
@@ -43,8 +45,15 @@ class Progress:
         rate = self._samples / max(now - self._since, 1e-9)
         self._since, self._samples = now, 0
         of = f"/{length}" if length else ""
-        loss = f"  loss {float(training.last_loss):.4f}" if training.last_loss is not None else ""
+        loss = self._loss_text(training.last_loss)
         self._show(f"{self._epoch}batch {done}{of}  {amount(rate)} samples/s{loss}")
+
+    def _loss_text(self, loss: torch.Tensor | float | None) -> str:
+        """Return the loss for the line; of a GPU that of the last line, which has arrived."""
+        if isinstance(loss, torch.Tensor) and loss.device.type == "cuda" and not is_capturing():
+            before, self._pending_loss = self._pending_loss, PendingValue(loss)
+            loss = before.read() if before is not None and before.is_known else None
+        return f"  loss {float(loss):.4f}" if loss is not None else ""
 
     def _show(self, line: str) -> None:
         notify(f"\r\x1b[2K{line}\r" if self.is_terminal else line + "\n")

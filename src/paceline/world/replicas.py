@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..comm.group_device import exchangeable
 from ..comm.local_sgd import local_sgd_of
 from ..parallel.sharded.registry import local_part, sharded_of
 from ..plurals import named_ranks
@@ -59,9 +60,9 @@ class ReplicaDivergenceCheck:
             if sharded is None or not sharded.is_replicated:
                 continue
             names = list(sharded.shards)
-            sums = [_bit_sum(local_part(shard)).cpu() for shard in sharded.shards.values()]
-            index = torch.tensor(sharded.shard_index())
-            rows = self._gather(torch.stack([index, *sums]))
+            sums = _on_host([_bit_sum(local_part(shard)) for shard in sharded.shards.values()])
+            index = torch.tensor([sharded.shard_index()])
+            rows = self._gather(torch.cat([index, sums]))
             first = {int(row[0]): (rank, row) for rank, row in reversed([*enumerate(rows)])}
             for rank, row in enumerate(rows):
                 source, reference = first[int(row[0])]
@@ -116,7 +117,7 @@ class ReplicaDivergenceCheck:
         self._due, self._compared = False, self._exchanges
         parameters = self._compared_parameters()
         sums = [_bit_sum(parameter) for _, parameter in parameters]
-        vector = torch.stack([one.cpu() for one in sums] if sums else [torch.zeros(())]).long()
+        vector = _on_host(sums or [torch.zeros(())]).long()
         digest = hashlib.blake2b(vector.numpy().tobytes(), digest_size=8).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
         digests = [int(row[0]) for row in self._gather(own)]
@@ -134,9 +135,10 @@ class ReplicaDivergenceCheck:
         return [(n, p) for n, p in named_parameters(self.models) if local_part(p) is p]
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
-        return rows
+        sent = exchangeable(own)
+        rows = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(rows, sent)
+        return [row.to(own.device) for row in rows]
 
     def _report(self, source: int, others: list[int], sums: list[torch.Tensor]) -> None:
         parameters = self._compared_parameters()
@@ -208,6 +210,12 @@ def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
     if whole:  # ten times as fast as widening each element
         tensor = tensor.flatten().view(torch.int64)
     return tensor.view(_INTEGER_DTYPES[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Return the numbers as a vector on the host, with one copy from a GPU."""
+    device = numbers[0].device
+    return torch.stack([number.to(device) for number in numbers]).cpu()
 
 
 def _ranks_text(ranks: list[int], source: int, size: int) -> str:

@@ -16,7 +16,16 @@ class ReplayedBuffers:
         ]
 
     def forget_unchanged(self) -> None:
-        self._before = [(b, before) for b, before in self._before if not torch.equal(b, before)]
+        """Free the copies of buffers that the forward has not changed.
+
+        Those of a GPU stay: a comparison would wait for the device in each forward of each block.
+        (Batch norm changes its statistics without a new version of the tensor.)
+        """
+        self._before = [
+            (buffer, before)
+            for buffer, before in self._before
+            if buffer.device.type != "cpu" or not torch.equal(buffer, before)
+        ]
 
     @contextlib.contextmanager
     def second_forward(self) -> Iterator[None]:

@@ -77,7 +77,10 @@ class _Moved:
         self.fetch()
         assert self.back is not None
         if self.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.arrived)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.arrived)
+            # without effect on the stream on which it was allocated
+            self.back.record_stream(stream)
         found, self.left = self.back, self.left - 1
         self.is_done = self.left == 0
         if self.is_done:

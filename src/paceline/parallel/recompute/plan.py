@@ -104,8 +104,9 @@ def _within_host_memory(blocks: list[list[Way]]) -> list[list[Way]]:
 
 
 def _device_of(output: Any) -> torch.device:
-    devices = (leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-    return next(devices, torch.device("cpu"))
+    """Return the device of the tensors; a GPU if any of them is on one."""
+    devices = [leaf.device for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
 
 
 def _measure(block: Block, args: Any, options: Any) -> list[Way]:
@@ -127,8 +128,11 @@ def _measure(block: Block, args: Any, options: Any) -> list[Way]:
     device = _device_of((args, options))
     replayed, products = ReplayedBuffers(block.module), _Products(device)
     devices = sorted({t.device.index for t in inputs.values() if t.device.type == "cuda"})
-    start = now(device)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    if device.type != "cpu":  # libraries load kernels and choose algorithms in the first call
+        with torch.random.fork_rng(devices=devices), replayed.second_forward(), torch.no_grad():
+            block.forward(*args, **options)
+    start = now(device)
     with torch.random.fork_rng(devices=devices), replayed.second_forward(), hooks, products:
         block.forward(*args, **options)
     seconds = now(device) - start

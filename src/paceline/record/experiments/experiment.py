@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
+from ..pending_value import PendingValue, is_capturing
 from ..ring.core_wait import busy_threads, child_pids, thread_times
 from ..ring.launcher_messages import notify, send_to_launcher
 from ..ring.recorder import Recorder
@@ -81,7 +82,7 @@ class Experiment:
         self._containers: ContainerSizes | None = None  # after the first step
         self._operators: OperatorRun | None = None
         self._step_times: list[float] = []  # s, of the measured steps of the last phase
-        self._loss_sum, self._loss_count = 0.0, 0
+        self._losses: list[PendingValue] = []
         self._step_start = time.perf_counter()
         self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until)
         self._is_complete = False  # the measurements
@@ -235,14 +236,14 @@ class Experiment:
         self._cached_batches.convert = None
 
     def _record_losses(self, torch: Any) -> None:
-        """Sum the losses: the scalars on which ``backward`` is called."""
+        """Note the losses: the scalars on which ``backward`` is called."""
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
         def backward_and_record(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.numel() == 1 and self.rung.measures(self.recorder.step):
-                self._loss_sum += float(tensor.detach())
-                self._loss_count += 1
+            is_loss = tensor.numel() == 1 and self.rung.measures(self.recorder.step)
+            if is_loss and not is_capturing():
+                self._losses.append(PendingValue(tensor))
             return backward(tensor, *args, **kwargs)
 
         torch.Tensor.backward = backward_and_record
@@ -331,8 +332,8 @@ class Experiment:
 
     def write_results(self) -> None:
         """Write the results so far into the record's header."""
-        if self._loss_count:
-            self._results["loss"] = self._loss_sum / self._loss_count
+        if self._losses:
+            self._results["loss"] = statistics.fmean(loss.read() for loss in self._losses)
         results = self._results | {"cached": self._cached_batches.replayed} | self._observer.facts
         self.recorder.update_header(rung=results)
 

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.autograd import Variable
 
+from ..pending_value import is_capturing
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import NO_PEER, POINT_TO_POINT_OPS, ROOTED_OPS, Op
 from .collective_check import (
@@ -292,6 +293,8 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             scattered = [args[1]] if op == Op.REDUCE_SCATTER and _is_tensor(args) else []
             recorder.on_backward_reduce(self, args[0] if engine and not scattered else scattered)
         is_recorded = bool(self._group) and COLLECTIVES_HOOK not in failed_hooks
+        # a Work that is captured into a CUDA graph must not be asked whether it has ended
+        is_recorded = is_recorded and not is_capturing()
         try:
             if is_recorded:
                 called = now() if checked else launched

@@ -118,7 +118,7 @@ class FlopCounter(TorchDispatchMode):
         figures[3] += seconds if on_cpu else 0.0
         if flops:
             first = next(t for t in tensors.values() if t.is_floating_point())
-            self._kinds[str(written[0].device), _precision(first)] += flops
+            self._kinds[str(written[0].device), _precision(first, "convolution" in name)] += flops
 
 
 def _lstm(given: torch.Tensor, weights: Iterable[torch.Tensor]) -> float:
@@ -160,8 +160,23 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _precision(tensor: torch.Tensor) -> str:
+def _precision(tensor: torch.Tensor, is_convolution: bool) -> str:
     """Return the precision of a product of this tensor, named as in the machine file."""
     name = str(tensor.dtype).removeprefix("torch.")
-    fast = tensor.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if name == "float32" and fast else name
+    return "tf32" if name == "float32" and tensor.is_cuda and uses_tf32(is_convolution) else name
+
+
+def uses_tf32(is_convolution: bool) -> bool:
+    """Return whether a GPU may compute float32 products, or convolutions, as TF32.
+
+    PyTorch 2.9 has a setting for each kind. In a script that uses it, the older functions raise an
+    error.
+    """
+    cudnn: Any = torch.backends.cudnn
+    kind = getattr(cudnn, "conv", None) if is_convolution else torch.backends.cuda.matmul
+    setting = getattr(kind, "fp32_precision", None)
+    if setting is not None:
+        return bool(setting == "tf32")
+    return bool(
+        cudnn.allow_tf32 if is_convolution else torch.get_float32_matmul_precision() != "highest"
+    )

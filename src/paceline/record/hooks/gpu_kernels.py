@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._autograd import DeviceType, _profiler_enabled
 
+from ..pending_value import is_capturing
 from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
@@ -38,9 +39,15 @@ class Kernel:
 
 
 def read_kernels(profiler: Any) -> list[Kernel]:
-    """Return the kernels, copies and fills on CUDA devices that a stopped profiler recorded."""
+    """Return the kernels, copies and fills on CUDA devices that a stopped profiler recorded.
+
+    A range of the script (``record_function``) or of NCCL is shown on the device as well, where its
+    kernels ran: it is not work of the device.
+    """
     events = profiler.profiler.kineto_results.events()
-    on_device = (e for e in events if e.device_type() == DeviceType.CUDA)
+    on_device = (
+        e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
+    )
     return [Kernel(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_device]
 
 
@@ -84,8 +91,9 @@ def write_kernels(
 class KernelSampler:
     """Profiler of ``SAMPLED_STEPS`` steps, from ``FIRST_SAMPLED_STEP`` or $PACELINE_KERNELS_FROM.
 
-    Nothing is sampled while the script runs a profiler itself: a second profiling session would
-    silently take the events of the first one.
+    Steps count from the start of the process, also in a run that resumes. Nothing is sampled while
+    the script runs a profiler itself (a second profiling session would silently take the events of
+    the first one), nor started or ended while a step is captured into a CUDA graph.
     """
 
     def __init__(
@@ -99,15 +107,20 @@ class KernelSampler:
         self._activity = activity
         self._profiler: Any = None
         self._offset = 0
-        self._starting = False
+        self._starting = self._has_begun = False
+        self._steps = 0
         self.first = int(os.environ.get("PACELINE_KERNELS_FROM", FIRST_SAMPLED_STEP))
 
     def after_step(self) -> None:
         """Start or end the sampling; called at the end of every training step."""
-        step = self.recorder.step
-        if step == self.first:
+        self._steps += 1
+        if self._steps < self.first or is_capturing():
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._last = self._steps + SAMPLED_STEPS
             self._begin()
-        elif self._profiler is not None and step == self.first + SAMPLED_STEPS:
+        elif self._profiler is not None and self._steps >= self._last:
             self._end()
 
     def _begin(self) -> None:

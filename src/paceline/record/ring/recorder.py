@@ -333,7 +333,9 @@ def _binding() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:
         found["threads"] = torch.get_num_threads()
-        found["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        # is_available() would initialize the driver: the script could not choose its GPUs any
+        # more, nor use them in processes that it forks
+        found["device"] = "cuda" if torch.cuda.device_count() else "cpu"
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if os.environ.get(name):
             found["devices"] = os.environ[name]

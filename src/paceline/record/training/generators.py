@@ -18,7 +18,7 @@ MAX_NESTED_DATASETS = 4
 def generator_states() -> dict[str, int]:
     """Return a checksum of the state of each global generator of this process."""
     found = {"torch": _crc(torch.random.get_rng_state())}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         found["cuda"] = _crc(torch.cuda.get_rng_state())
     if "numpy" in sys.modules:
         _, keys, *rest = sys.modules["numpy"].random.get_state()

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,10 @@ from torch.optim import Optimizer
 
 from ..hooks.hook_failures import failed_hooks, report_failure
 from ..hooks.import_hooks import after_import
+from ..pending_value import PendingValue, is_capturing
 from ..ring.launcher_messages import send_to_launcher
 from ..ring.recorder import Recorder
 from .parameter_bits import is_whole, parameter_bits
-from .pending_value import PendingValue
 
 VARIABLE = "PACELINE_GUARD"
 EACH = "each"
@@ -44,20 +45,22 @@ class _Step:
     seen: int
     count: int
     losses: list[PendingValue]
-    rate: float | None
+    rate: PendingValue | None
     norm: PendingValue | None
     bits: PendingValue | None
 
     @property
     def is_known(self) -> bool:
-        return all(value.is_known for value in (*self.losses, self.norm, self.bits) if value)
+        return all(
+            value.is_known for value in (*self.losses, self.rate, self.norm, self.bits) if value
+        )
 
     def row(self) -> list[Any]:
         losses = [float(loss.read()) for loss in self.losses]
         return [
             *(self.step, self.seen, self.count),
             sum(losses) / len(losses) if losses else None,
-            self.rate,
+            float(self.rate.read()) if self.rate is not None else None,
             float(self.norm.read()) if self.norm is not None else None,
             int(self.bits.read()) if self.bits is not None else None,
         ]
@@ -81,7 +84,7 @@ class StepWatch:
     _norms: list[torch.Tensor] = field(default_factory=list)
     _optimizers: list[Optimizer] = field(default_factory=list)
     _waiting: deque[_Step] = field(default_factory=deque)
-    _rate: float | None = None
+    _rate: PendingValue | None = None
     _last_sent: float = 0.0
     _model_sent: bool = False
     _steps: int = 0
@@ -103,6 +106,8 @@ class StepWatch:
 
     def note_loss(self, loss: Any) -> None:
         """Note a loss whose backward runs."""
+        if is_capturing():
+            return
         if isinstance(loss, torch.Tensor):
             if loss.numel() == 1 and loss.is_floating_point():
                 self._losses.append(PendingValue(loss))
@@ -123,7 +128,7 @@ class StepWatch:
 
     def after_step(self, samples: int) -> None:
         """Note the end of an optimizer step that trained ``samples`` samples on this rank."""
-        if _HOOK in failed_hooks:
+        if _HOOK in failed_hooks or is_capturing():
             return
         try:
             self._after_step(samples)
@@ -136,7 +141,7 @@ class StepWatch:
             self.seen = max(step - 1, 0) * samples
         self._steps += 1
         self.seen += samples
-        norm = torch.stack([n.double().cpu() for n in self._norms]).norm() if self._norms else None
+        norm = _total_norm(self._norms) if self._norms else None
         bits = self._checksum(step, now - self._last_step if self._last_step else 0.0)
         self._last_step = time.monotonic()
         self._waiting.append(
@@ -221,13 +226,15 @@ class StepWatch:
         module.register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if _HOOK in failed_hooks:
+        if _HOOK in failed_hooks or is_capturing():
             return
         try:
             if not any(optimizer is known for known in self._optimizers):
                 self._optimizers.append(optimizer)
             if self._rate is None:
-                self._rate = float(optimizer.param_groups[0]["lr"])
+                self._rate = PendingValue(
+                    torch.as_tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+                )
             gradients = [
                 p.grad
                 for group in optimizer.param_groups
@@ -235,16 +242,15 @@ class StepWatch:
                 if p.grad is not None and is_whole(p.grad)
             ]
             if gradients:
-                self._norms.append(torch.stack(_norms(gradients)).norm())
+                self._norms.append(_total_norm(torch._foreach_norm(gradients)))
         except Exception as error:
             report_failure(_HOOK, error)
 
 
-def _norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norms of gradients, as float32 on the device of the first one."""
-    device = gradients[0].device
-    norms = torch._foreach_norm(gradients)
-    return [norm.to(device=device, dtype=torch.float32) for norm in norms]
+def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of norms as float32, on the device of the first one."""
+    device = norms[0].device
+    return torch.stack([norm.to(device=device, dtype=torch.float32) for norm in norms]).norm()
 
 
 def _patch_scaler(module: Any) -> None:

@@ -82,7 +82,7 @@ class OperatorRun:
             self._optimizers.add(optimizer)
 
         self._hook = register_optimizer_step_pre_hook(note_optimizer)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             self._device = "cuda"
         self._cost = measure_dispatch(self._device)
         self._profiler = OperatorProfiler(self._device, self._optimized)

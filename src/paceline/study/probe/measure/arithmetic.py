@@ -125,12 +125,20 @@ def _tf32(device: str, allowed: bool) -> Iterator[None]:
         yield
         return
 
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9, which warns of the older switches
+        switches, name, value = (matmul, cudnn.conv), "fp32_precision", _PRECISION[allowed]
+    else:
+        switches, name, value = (matmul, cudnn), "allow_tf32", allowed
+    before = [getattr(switch, name) for switch in switches]
     try:
         for switch in switches:
-            switch.allow_tf32 = allowed
+            setattr(switch, name, value)
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.allow_tf32 = value
+        for switch, old in zip(switches, before, strict=True):
+            setattr(switch, name, old)
+
+
+_PRECISION = {True: "tf32", False: "ieee"}

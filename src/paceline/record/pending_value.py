@@ -1,0 +1,51 @@
+"""Tensors that are copied to the host without waiting for the device."""
+
+from typing import Any
+
+import torch
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is captured into a CUDA graph.
+
+    Meanwhile events must not be queried or waited for, and a value can't be known: the captured
+    work has not run.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class PendingCopy:
+    """A tensor that is being copied to the host. Not to be made during a capture."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        tensor = tensor.detach()
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            # the copy is on the stream of the tensor's device, which may not be the current device
+            self._event = torch.cuda.current_stream(tensor.device).record_event()
+        else:
+            self._host = tensor.clone()  # the script may change it in place
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the values can be read without waiting."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor on the host; waits for it if necessary."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class PendingValue(PendingCopy):
+    """A tensor of one element that is being copied to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.reshape(()))
+
+    def read(self) -> float | int:
+        """Return the value; waits for it if necessary."""
+        return self.wait().item()
