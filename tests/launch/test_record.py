@@ -16,6 +16,8 @@ from records import Rank
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.launch.records import job_folder
+from paceline.security import run_lock
+from paceline.security.folders import Folder
 
 TRAIN = """
     import os, signal, sys, time
@@ -93,6 +95,33 @@ def test_existing_record_is_never_overwritten(tmp_path):
     assert result.returncode == 2
     assert "already contains a record. HINT" in result.stderr
     assert kept == {path.name: path.read_bytes() for path in record.iterdir()}
+
+
+def test_two_runs_do_not_record_into_one_folder(tmp_path):
+    script, record = ranks.write(tmp_path, "print('started')"), tmp_path / "record"
+    record.mkdir()
+    other = job_folder.lock_record(record, "other")
+    result = ranks.run(script, launcher=f"paceline --record {record}", check=False)
+    assert result.returncode == 2
+    assert f"{record} is in use by run other (process {os.getpid()} on" in result.stderr
+    assert "started" not in result.stdout
+    other.release()
+    assert list(record.iterdir()) == []
+    ranks.run(script, launcher=f"paceline --record {record}")
+    assert not (record / run_lock.NAME).exists()
+
+
+def test_record_of_a_killed_job_is_not_overwritten_by_the_next(tmp_path, monkeypatch):
+    record, places = tmp_path / "record", tmp_path / "places"
+    monkeypatch.setattr(job_folder, "_PLACES", (places,))
+    places.mkdir()
+    record.mkdir()
+    with Folder.make(places / f"{job_folder._prefix()}killed") as killed:
+        Rank(killed.path, 0, 1).step(0, 1)
+        job_folder.write_destination(killed.path, record, ["script.py"], "run")
+        os.close(killed.open_file(job_folder.LOCK, os.O_RDWR | os.O_CREAT))
+    with pytest.raises(ValueError, match="already contains a record"):
+        job_folder.check(record)
 
 
 def test_unwritable_record_folder_is_rejected_before_ranks_start(tmp_path):

@@ -230,13 +230,34 @@ def test_forked_ranks_do_not_share_random_state(tmp_path):
     script = ranks.write(
         tmp_path,
         """
-        import random, numpy, os, uuid
-        print(random.random(), numpy.random.rand(), os.environ["RANK"])
+        import random, numpy, os, torch
+        print(random.random(), numpy.random.rand(), torch.rand(1).item(), os.environ["RANK"])
         """,
     )
-    first, second = (line.split()[1:3] for line in ranks.run(script).stdout.splitlines())
-    assert first[0] != second[0]
-    assert first[1] != second[1]
+    first, second = (line.split()[1:4] for line in ranks.run(script).stdout.splitlines())
+    for mine, other in zip(first, second, strict=True):
+        assert mine != other
+
+
+def test_forked_ranks_do_not_share_state_of_the_command_line(tmp_path):
+    script = ranks.write(
+        tmp_path,
+        """
+        import sys, tempfile
+        print(sys.excepthook is sys.__excepthook__, tempfile.gettempdir())
+        """,
+    )
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    out = ranks.run(script, launcher=f"paceline --env TMPDIR={folder}").stdout
+    assert ranks.untagged(out) == {f"True {folder}"}
+
+
+def test_variables_that_the_interpreter_reads_at_its_start_reach_it(tmp_path):
+    script = ranks.write(tmp_path, "import sys; print(sys.flags.hash_randomization, hash('a'))")
+    out = ranks.run(script, launcher="paceline --env PYTHONHASHSEED=0").stdout
+    (line,) = ranks.untagged(out)
+    assert line.startswith("0 ")
 
 
 def test_atexit_handlers_open_files_and_threads_finish_at_exit(tmp_path):

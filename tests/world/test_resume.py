@@ -10,6 +10,7 @@ import ranks
 import torch
 from scripts import TRAIN
 
+from paceline.security.run_lock import RunLock
 from paceline.world.checkpoint_interval import CheckpointInterval
 from paceline.world.checkpointing import Checkpointer
 from paceline.world.collectives import Collectives
@@ -153,13 +154,28 @@ def test_unwritable_checkpoint_folder_is_rejected_before_training(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_two_runs_do_not_train_in_one_checkpoint_folder(tmp_path):
+    checkpoints = tmp_path / "ckpt"
+    checkpoints.mkdir()
+    other = RunLock(checkpoints, "checkpoint", "other")
+    other.acquire(print)
+    refused = start(tmp_path, "out.pt", check=False)
+    assert refused.returncode == 1
+    assert f"{checkpoints} is in use by run other (process {os.getpid()} on" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    other.release()
+    assert list(checkpoints.iterdir()) == []
+    start(tmp_path, "out.pt")
+    assert all(path.name.startswith("step-") for path in checkpoints.iterdir())
+
+
 def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     class OneFails(Collectives):
         def gather(self, value):
             return ["disk full. HINT: free space", value]
 
     training = SimpleNamespace(models=[], optimizers=[])
-    saver = SimpleNamespace(directory=tmp_path, rank=1, size=2, warn=print)
+    saver = SimpleNamespace(directory=tmp_path, rank=1, size=2, warn=print, lock=lambda say: None)
     state = SimpleNamespace(shared_state=dict, rank_state=dict, training=training)
     collectives = OneFails(2, lambda: None)
     interval = CheckpointInterval.parse("epoch")

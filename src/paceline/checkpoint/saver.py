@@ -20,6 +20,7 @@ import torch
 from ..plurals import named_ranks
 from ..security.error_reason import error_reason
 from ..security.files import UnsafeFileError
+from ..security.run_lock import RunLock
 from . import checkpoint_folder, state_tree
 from .manifest import Manifest
 from .shard_content import load_shards, verify_checkpoint
@@ -84,6 +85,33 @@ class CheckpointSaver:
         self._saves = 0
         self._staging = StagingMemory()
         self._flushes = True  # whether the file system is known to flush folders
+        run = os.environ.get("PACELINE_RUN", "")
+        self._lock = RunLock(directory, "checkpoint", run) if rank == 0 else None
+
+    def lock(self, say: Callable[[str], None]) -> None:
+        """Keep other runs from using the directory until ``close``.
+
+        Args:
+            say: Function that prints why this call waits.
+
+        Raises:
+            ValueError: Another run uses the directory, or the lock can't be written.
+        """
+        if self._lock is None:
+            return
+        try:
+            self._lock.acquire(say)
+        except OSError as error:
+            raise ValueError(
+                f"checkpoints can't be written to {self.directory}: {error_reason(error)}. "
+                "HINT: set checkpoint=... of world.epochs to another folder"
+            ) from None
+        self._lock.keep(self.warn)
+
+    def close(self) -> None:
+        """Let other runs use the directory."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def busy(self) -> bool:

@@ -5,6 +5,7 @@ import importlib.machinery
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ RANK_BYTES = 64 << 20
 FRESH_RANK_BYTES = 230 << 20
 # These environment variables take effect only when a rank's interpreter starts.
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
+# So do these; the process that ranks are forked from may have started with other values.
+READ_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONWARNINGS")
 DEFAULT_HANG_TIMEOUT_S = 300.0
 AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
@@ -104,8 +107,21 @@ class Job:
         return (
             self.fresh
             or any(name in os.environ for name in OWN_INTERPRETER)
+            or _changed_since_start(READ_AT_START)
             or bool(environment(self.settings))
         )
+
+
+def _changed_since_start(names: Iterable[str]) -> bool:
+    """Return whether an environment variable has another value than when this process started."""
+    try:
+        start = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux
+        return False
+    found = dict(one.partition(b"=")[::2] for one in start)
+    return any(
+        os.environb.get(name.encode(), b"") != found.get(name.encode(), b"") for name in names
+    )
 
 
 def variables(job: Job, run: str) -> dict[str, str]:

@@ -13,12 +13,14 @@ from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.racks import rack_or_unknown, spread_over_switches
 from ..comm.reachable_address import asked, choose, others_of
 from ..plurals import counted
+from ..security.run_lock import RunLock
 from .job import Job, check
 from .layout import format_layout, make_seats, ranks_per_host
 from .linux_prctl import SUBREAPER, prctl
 from .monitor.interrupt import Interrupt, TerminatedError, ignore_termination, raise_on_termination
 from .monitor.live_records import LiveRecordServer
 from .ranks.process_groups import end_remaining_children
+from .records import job_folder
 from .records.summary import print_summary
 from .recovery.rejoin import LostHostWatcher
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
@@ -86,10 +88,14 @@ def run(
     connections = AgentConnections(
         tool, [host.name for host in hosts], excluded_hosts=excluded_hosts
     )
+    lock: RunLock | None = None
     try:
         if not tool.passes_environment:
             environment = {**forwarded_variables(), **environment}
         spec = LaunchSpec(job, environment, secrets.token_hex(6))
+        if job.record is not None:
+            lock = job_folder.lock_record(job.record, spec.run_id)
+            lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
         layout = RankLayout(hosts, ranks, explicit, min_ranks_per_host)
         remote_hosts, ranks_per_host, interfaces, cores = _prepare_hosts(
             spec, connections, layout, excluded_hosts
@@ -134,6 +140,8 @@ def run(
         ignore_termination()
         connections.close()
         end_remaining_children()
+        if lock is not None:
+            lock.release()
     if job.record is not None:
         if remaining.changed:
             move_earlier_attempts(job.record, remaining.attempt)

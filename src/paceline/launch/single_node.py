@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..comm.reachable_address import variables as interface_variables
+from ..security.run_lock import RunLock
 from .job import Job, check, preloads, variables
 from .layout import make_seats
 from .linux_prctl import SUBREAPER, prctl
@@ -66,12 +67,16 @@ def _run(
     variables_by_rank = bind_ranks.variables_of_all(job, places)
     folder, command = job_folder.job_folder(), job.words
     server: RankServer | None = None
+    lock: RunLock | None = None
     try:
         if job.record is not None:
+            lock = job_folder.lock_record(job.record, folder.name)
             job_folder.write_destination(folder, job.record, command, folder.name)
         else:
             job_folder.try_write_label(folder, command, folder.name)
         server = start_server(folder, preloads(job, source))
+        if lock is not None:  # not before: a process with threads should not fork
+            lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
         interrupt.check()
         from .supervise import watch
 
@@ -92,17 +97,20 @@ def _run(
     except ForkedRankServer:  # this process is the rank server: the state belongs to its parent
         raise
     except BaseException:
-        _clean_up(server, folder)
+        _clean_up(server, folder, lock)
         raise
-    return code, _clean_up(server, folder)
+    return code, _clean_up(server, folder, lock)
 
 
-def _clean_up(server: RankServer | None, folder: Path) -> bool:
+def _clean_up(server: RankServer | None, folder: Path, lock: RunLock | None) -> bool:
     """End all processes of the job and remove its folder. Return whether its record was kept."""
     if server is not None:
         server.end(2.0)
     end_remaining_children()
-    return job_folder.clear(folder)
+    kept = job_folder.clear(folder)
+    if lock is not None:
+        lock.release()
+    return kept
 
 
 def run_rank_server(job: ForkedRankServer) -> NoReturn:

@@ -72,11 +72,13 @@ class Checkpointer:
     def prepare(self) -> None:
         """Check on every rank, before training, what would otherwise fail at the first save.
 
-        Raises ValueError where checkpoints can't be written, or ranks do not share the folder.
+        Raises ValueError where checkpoints can't be written, another run uses the folder, or ranks
+        do not share it.
         """
         problem = None
         try:
             checkpoint_folder.check_writable(self.saver.directory)
+            self.saver.lock(self.say)
             self.state.shared_state()
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:

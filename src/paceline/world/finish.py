@@ -35,6 +35,8 @@ class RunFinalizer:
         except Exception as error:
             notify(f"warning: Paceline could not compute the summary ({error})\n")
         finally:
+            if self.saver is not None:
+                self.saver.close()
             leave_process_group(failed)
 
     def _summarize(self) -> None:

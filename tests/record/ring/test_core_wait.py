@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from paceline.analyze.records.read_record import parse_record
 from paceline.record.ring import core_wait
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import CoreWait, State
+from paceline.record.ring.thread_ids import native_thread_id
 
 LATER = 1_000_000_000  # ns; no reading was as shortly before that none is due
 BUSY = "import time\nwhile True: pass"
@@ -117,3 +119,21 @@ def test_script_that_closes_all_files_does_not_end_the_recording(tmp_path):
     assert recorder.core_wait._fd == -1
     record = parse_record(recorder.snapshot())
     assert record.count(State.FORWARD, State.BACKWARD, State.OPTIMIZER) == 3
+
+
+def test_threads_of_a_forked_process_are_found():
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        recorder = SimpleNamespace(training_thread=threading.get_ident())
+        wait = core_wait.TrainingCoreWait(recorder)
+        wait.read(time.monotonic_ns() + LATER)
+        os.write(writer, f"{wait.reads} {threading.get_native_id()}".encode())
+        os.write(writer, f" {native_thread_id(threading.get_ident())}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    with open(reader) as file:
+        reads, real, found = file.read().split()
+    assert reads == "1"
+    assert found == real

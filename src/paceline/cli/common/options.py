@@ -92,7 +92,8 @@ Fresh = Annotated[
         "--fresh",
         help="Start a new interpreter for every rank, instead of a fork of a process that has "
         "imported torch. Set automatically if OMP_PLACES, KMP_AFFINITY, GOMP_CPU_AFFINITY or "
-        "LD_PRELOAD is set.",
+        "LD_PRELOAD is set, or --env sets PYTHONHASHSEED, PYTHONOPTIMIZE, PYTHONPATH or "
+        "PYTHONWARNINGS.",
         rich_help_panel=BINDING,
     ),
 ]

@@ -11,6 +11,7 @@ import random
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -142,11 +143,16 @@ def main() -> NoReturn:
 def _unshare_state(threads: int | None) -> None:
     """Reset state that forked ranks share, but separate interpreters do not."""
     gc.enable()
+    sys.excepthook = sys.__excepthook__  # the command line has set another
+    tempfile.tempdir = None  # found with the launcher's TMPDIR; the rank may have another
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules and threads is not None:
-        sys.modules["torch"].set_num_threads(threads)
+    if "torch" in sys.modules:
+        # GPUs have a fixed seed in every process; a new interpreter draws only the CPU's.
+        sys.modules["torch"].default_generator.seed()
+        if threads is not None:
+            sys.modules["torch"].set_num_threads(threads)
 
 
 def execute(command: dict[str, Any]) -> int:

@@ -26,6 +26,7 @@ from msgspec import Meta
 from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.files import InvalidFileError, read_regular
 from ...security.folders import Folder, can_be_renamed_by_others, replace_file
+from ...security.run_lock import RunLock
 from ...security.schema import read_json
 from ...security.text import printable
 from .copy_records import copy_records
@@ -77,6 +78,7 @@ def check(target: Path) -> None:
     Raises:
         ValueError: The folder already contains a record, or can't be written.
     """
+    clear_orphans()  # a job that was killed may have a record for this folder
     if target.is_dir() and any(target.rglob("*.ring")):
         raise ValueError(
             f"{target} already contains a record. HINT: choose another folder, or remove this one"
@@ -89,6 +91,22 @@ def check(target: Path) -> None:
         raise ValueError(
             f"{target}: {error.strerror}. HINT: choose a folder that you can write to"
         ) from None
+
+
+def lock_record(target: Path, run: str) -> RunLock:
+    """Keep other runs from recording into ``target`` until the lock is released.
+
+    Raises:
+        ValueError: Another run records into it, or the lock can't be written.
+    """
+    lock = RunLock(target, "record", run)
+    try:
+        lock.acquire(lambda line: print(f"paceline: {line}", file=sys.stderr))
+    except OSError as error:
+        raise ValueError(
+            f"{target}: {error.strerror}. HINT: choose a folder that you can write to"
+        ) from None
+    return lock
 
 
 def job_folder() -> Path:

@@ -6,13 +6,13 @@ the state in which it lay. The run delay of the rank's other threads, and of its
 """
 
 import os
-import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .states import CoreWait, State
+from .thread_ids import native_thread_id
 
 MIN_WAIT_NS = 50_000  # a shorter wait is added to the next one, so that it costs no event
 MIN_INTERVAL_NS = 200_000  # between two readings, of about 2 µs each: at most 1 % of the time
@@ -65,9 +65,8 @@ class TrainingCoreWait:
         """Open the counters of the thread that trains now, and begin with its next reading."""
         self.close()
         self._thread = self._recorder.training_thread
-        found = [t.native_id for t in threading.enumerate() if t.ident == self._thread]
         try:
-            place = f"/proc/self/task/{found[0]}/schedstat"
+            place = f"/proc/self/task/{native_thread_id(self._thread)}/schedstat"
             self._fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
             self._waited = int(os.pread(self._fd, _SCHEDSTAT_BYTES, 0).split()[1])
         except (OSError, ValueError, IndexError):  # not Linux, or a kernel without these counters
@@ -97,10 +96,9 @@ class OtherCoreWait:
         if at < self._due:
             return
         began = time.thread_time_ns()
-        thread = self._recorder.training_thread
-        training = {str(t.native_id) for t in threading.enumerate() if t.ident == thread}
+        training = str(native_thread_id(self._recorder.training_thread))
         own = thread_times(["self"])
-        self._write(CoreWait.THREADS, {one: own[one] for one in own.keys() - training}, at)
+        self._write(CoreWait.THREADS, {one: own[one] for one in own.keys() - {training}}, at)
         self._write(CoreWait.CHILDREN, thread_times(child_pids()), at)
         cost = time.thread_time_ns() - began
         self._at, self._due = at, at + max(SAMPLE_INTERVAL_NS, int(cost / MAX_COST_SHARE))

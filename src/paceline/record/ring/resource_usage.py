@@ -19,6 +19,7 @@ from .core_wait import child_pids
 from .frame_lines import frame_line
 from .recorder import now
 from .stack_sampler import LIBRARY_PREFIXES
+from .thread_ids import native_thread_id
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = mmap.PAGESIZE
@@ -158,7 +159,7 @@ class OtherThreads:
     def _seconds(self) -> dict[threading.Thread, float]:
         mine = threading.current_thread()
         return {
-            thread: _schedstat(f"self/task/{thread.native_id}")[0]
+            thread: _schedstat(f"self/task/{native_thread_id(thread.ident or 0)}")[0]
             for thread in threading.enumerate()
             if thread is not mine and not thread.name.startswith(OWN)
         }

@@ -266,6 +266,7 @@ class TrainingLoops:
         try:
             yield from self._epochs(self._resume_epoch(checkpointer), count, checkpointer)
             checkpointer.finish()
+            checkpointer.saver.close()
         finally:
             checkpointer.early_exit.stop()
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from ...ring.launcher_messages import notify
 from ...ring.recorder import now
+from ...ring.thread_ids import native_thread_id
 from .activity import Described, StackDescriber
 from .sidecar import Activity
 
@@ -157,9 +158,7 @@ class ThreadSchedule:
     """Reader of a thread's time on a core, and of its time of waiting for one (ns)."""
 
     def __init__(self, ident: int) -> None:
-        known = {thread.ident: thread.native_id for thread in threading.enumerate()}
-        known[threading.main_thread().ident] = os.getpid()  # its native_id is wrong after a fork
-        task = known.get(ident) or os.getpid()
+        task = native_thread_id(ident) or os.getpid()
         self._fd = -1
         try:
             self._fd = os.open(f"/proc/self/task/{task}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
