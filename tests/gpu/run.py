@@ -47,7 +47,8 @@ class Group:
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 150),
     Group("streams", "loader, pinned memory, copies beside kernels, CUDA graphs", 120),
-    Group("layouts", "NCCL, FSDP2 on a mesh of one, checkpoints between CPU and GPU", 170),
+    Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 150),
+    Group("checkpoints", "resuming on another device, after a kill, and export", 150),
     Group("memory", "recomputation, activations on the host, offload, memory prediction", 170),
     Group("records", "kernels of sampled steps, states, losses, planted faults", 190),
     Group("ranks", "ranks that share a GPU, binding, visible devices, hangs", 190),

@@ -231,12 +231,12 @@ def test_compiled_model_trains_recorded(tmp_path):
 
 def test_dali_makes_batches_on_the_device(tmp_path, device):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-    from nvidia.dali import fn
+    from nvidia.dali import fn, types
 
     x = np.arange(48, dtype="float32").reshape(12, 4)
 
     def graph(samples):
-        return fn.cast(samples.gpu() if CUDA else samples, dtype=fn.types.FLOAT)
+        return fn.cast(samples.gpu() if CUDA else samples, dtype=types.FLOAT)
 
     for batch in Loader(x, 4, dali=graph):
         assert batch.device == device

@@ -93,7 +93,7 @@ class FiniteCheck:
         if not self.check_gradients or self.mode == "ignore" or (seen and not on_device):
             return
         found = [
-            (name, local_part(parameter.grad))
+            (name, _values(parameter.grad))
             for name, parameter in self._named_parameters(optimizer)
             if parameter.grad is not None
         ]
@@ -138,7 +138,7 @@ class FiniteCheck:
             name
             for name, parameter in reversed(named_parameters(self.models))
             if parameter.grad is not None
-            and not bool(torch.isfinite(local_part(parameter.grad)).all())
+            and not bool(torch.isfinite(_values(parameter.grad)).all())
         ]
         if exchanged is not None:
             names = [
@@ -167,6 +167,12 @@ class FiniteCheck:
                 else ""
             )
             notify(f"paceline: warning: {what}{last}\n")
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient; of a sparse one the stored values."""
+    part = local_part(gradient)
+    return part._values() if part.is_sparse else part
 
 
 class _PendingFlags:
