@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TF_VENV := .venv-tf
+GPU_VENV := run/gpu-venv
 # In the slow tiers each command is started by an interpreter of its own (tests/support/warm_start.py).
 COLD := PACELINE_TESTS_WARM=0
 # Other load can make a test fail that depends on time. It gets a second attempt, and is listed by
@@ -12,7 +13,7 @@ RETRY := --reruns 1 -raR
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz lint types format bench picture plotly-bundle docs tutorial clean
+.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
@@ -50,8 +51,8 @@ demo: $(VENV)/installed
 
 # Three at a time, as many wait, and then by themselves those that judge measured times.
 test: $(VENV)/frameworks
-	$(BIN)/pytest $(RETRY) -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone"
-	$(BIN)/pytest $(RETRY) --durations=10 -m "alone and not soak and not long and not bench"
+	$(BIN)/pytest $(RETRY) -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone and not gpu"
+	$(BIN)/pytest $(RETRY) --durations=10 -m "alone and not soak and not long and not bench and not gpu"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -92,6 +93,18 @@ test-slow: $(VENV)/installed
 # All tiers. Each prints its longest tests; the durations are the base of test-slow's choice.
 everything: test test-benchmarks test-long soak
 	$(BIN)/python tests/select_slow.py measure run/*.xml
+
+# Every GPU path on one GPU, and five measurements, in eight minutes: results.jsonl and JSON in RESULTS.
+# Without a GPU it prints what it would run; DEVICE=cpu rehearses it. OFFLINE=FOLDER installs from a
+# folder of tools/offline_wheels.sh, without a network, beside the PyTorch of $(PYTHON).
+DEVICE ?= cuda
+RESULTS ?= run/gpu
+gpu: $(if $(OFFLINE),gpu-offline,$(VENV)/installed)
+	$(if $(OFFLINE),$(GPU_VENV),$(VENV))/bin/python tests/gpu/run.py --device $(DEVICE) --results $(RESULTS) $(GPU_OPTIONS)
+
+.PHONY: gpu-offline
+gpu-offline:
+	PYTHON=$(PYTHON) tools/offline_install.sh $(OFFLINE) $(GPU_VENV) 'paceline[data,formats]' pytest
 
 # Coverage-guided fuzzing of what is read from others, each target for SECONDS; what it finds lies in
 # run/fuzz.

@@ -2,6 +2,7 @@
 
 import pytest
 import ranks
+import torch
 
 TRAIN = """
     import sys, torch
@@ -80,3 +81,16 @@ def test_rank_with_diverged_parameters_is_reported_with_layer(tmp_path):
         "rank 1's parameters differ from the other ranks' at step 10 (at step 0 they were "
         "equal), first in 3.weight, by up to 0.1"
     ) in said
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_sparse_gradients_are_checked(world, is_finite):
+    model = torch.nn.Embedding(5, 3, sparse=True)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    world.backward(model(torch.tensor([1, 3])).square().mean())
+    if not is_finite:
+        model.weight.grad._values()[0, 0] = float("inf")
+        with pytest.raises(ValueError, match=r"the gradient of weight is not finite"):
+            world.step(optimizer)
+    else:
+        assert world.step(optimizer)

@@ -98,9 +98,9 @@ class FiniteCheck:
         if is_capturing():
             return
         found = [
-            (name, local_part(parameter.grad))
+            (name, _values(parameter.grad))
             for name, parameter in self._named_parameters(optimizer)
-            if parameter.grad is not None and local_part(parameter.grad).numel()
+            if parameter.grad is not None and _values(parameter.grad).numel()
         ]
         if not found:
             return
@@ -150,7 +150,7 @@ class FiniteCheck:
             name
             for name, parameter in reversed(named_parameters(self.models))
             if parameter.grad is not None
-            and not bool(torch.isfinite(local_part(parameter.grad)).all())
+            and not bool(torch.isfinite(_values(parameter.grad)).all())
         ]
         if exchanged is not None:
             names = [
@@ -179,6 +179,12 @@ class FiniteCheck:
                 else ""
             )
             notify(f"paceline: warning: {what}{last}\n")
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient; of a sparse one the stored values."""
+    part = local_part(gradient)
+    return part._values() if part.is_sparse else part
 
 
 def finite_flags(tensors: list[torch.Tensor]) -> torch.Tensor:
