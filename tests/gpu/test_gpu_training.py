@@ -9,10 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from gpu import CUDA, SETTINGS, Net, run, sync
-from paceline.record.watch.pending_value import PendingValue
+from gpu import CUDA, SETTINGS, Net, run
+from paceline.record.pending_value import PendingCopy, PendingValue
 from paceline.world import training_state
-from paceline.world.nonfinite import _PendingFlags
 
 pytestmark = pytest.mark.gpu
 
@@ -307,21 +306,12 @@ def test_pending_value_is_not_known_before_the_kernel_has_ended(device):
     assert pending.is_known
 
 
-def test_pending_flags_name_what_is_false(device):
-    flags = _PendingFlags(torch.tensor([True, False, True], device=device))
-    assert flags.false_names(["a", "b", "c"]) == ["b"]
-    assert not flags.all_true()
-
-
-@pytest.mark.only_gpu
-def test_pending_flags_are_captured_in_a_graph(device):
-    source = torch.ones(4, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        flags = _PendingFlags(torch.isfinite(source))
-    graph.replay()
-    sync()
-    assert flags.all_true()
+def test_pending_copy_holds_the_values_of_its_time(device):
+    value = torch.tensor([1.0, 2.0], device=device)
+    pending = PendingCopy(value)
+    value += 1
+    assert pending.wait().tolist() == [1.0, 2.0]
+    assert pending.wait().device.type == "cpu"
 
 
 # state
