@@ -52,7 +52,8 @@ TESTS = (
     Group("memory", "recomputation, activations on the host, offload, memory prediction", 170),
     Group("records", "kernels of sampled steps, states, losses, planted faults", 190),
     Group("ranks", "ranks that share a GPU, binding, visible devices, hangs", 190),
-    Group("commands", "check, diagnose, verify, guard of the loss, --show-memory, bench", 220),
+    Group("commands", "check, roofline, bench comm, verify, guard of the loss, knobs", 220),
+    Group("diagnose", "paceline diagnose of planted faults", 220),
 )
 MEASUREMENTS = (
     Group("gpu_recording_cost", "cost of recording: eager, CUDA graphs, torch.compile", 80),
