@@ -5,8 +5,8 @@ import json
 import pytest
 import ranks
 import torch
+from on_gpu import CUDA, SETTINGS, command, filled, run
 
-from gpu import CUDA, SETTINGS, command, filled, run
 from paceline.cost.machine.machine_file import load
 from paceline.cost.roofline import roofs
 from paceline.launch.guard.request import DIVERGED_EXIT_CODE

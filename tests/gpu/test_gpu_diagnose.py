@@ -5,8 +5,7 @@ import json
 import pytest
 import ranks
 from faults import SCRIPT, line_of
-
-from gpu import command, filled
+from on_gpu import command, filled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(170)]
 

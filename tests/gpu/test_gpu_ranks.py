@@ -6,10 +6,10 @@ import signal
 import time
 
 import pytest
+import ranks
 import torch
-import torch.cuda
+from on_gpu import CUDA, DEVICE, command, filled, report, run
 
-from gpu import CUDA, DEVICE, command, report, run
 from paceline.cluster.topology.local_resources import free_memory
 from paceline.cluster.topology.topology import read_topology
 from paceline.cluster.topology.visible_gpus import gpu_count, visible_devices

@@ -7,8 +7,8 @@ import pytest
 import ranks
 import torch
 from faults import FAULTS, SCRIPT, line_of
+from on_gpu import CUDA, command, filled, report, run
 
-from gpu import CUDA, command, filled, report, run
 from paceline.analyze.records.load_run import load_run
 from paceline.record.ring.states import Memory, State
 

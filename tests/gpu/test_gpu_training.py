@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
+from on_gpu import CUDA, SETTINGS, Net, run, sync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from gpu import CUDA, SETTINGS, Net, run, sync
 from paceline.record.watch.pending_value import PendingValue
 from paceline.world import training_state
 from paceline.world.nonfinite import _PendingFlags
