@@ -10,8 +10,7 @@ import ranks
 import torch
 from on_gpu import CUDA, DEVICE, command, filled, report, run
 
-from paceline.cluster.topology.local_resources import free_memory
-from paceline.cluster.topology.topology import read_topology
+from paceline.cluster.topology.pci_devices import pci_cards
 from paceline.cluster.topology.visible_gpus import gpu_count, visible_devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
@@ -185,15 +184,16 @@ def test_visible_gpus_are_those_of_pytorch(monkeypatch, value):
     assert gpu_count() == expected
 
 
+def test_cards_of_the_pci_bus_are_read():
+    gpus = [card for card in pci_cards() if card.kind == "gpu"]
+    if CUDA and gpus:  # a virtual machine may hide them
+        assert len(gpus) >= torch.cuda.device_count()
+
+
 @pytest.mark.only_gpu
 def test_visible_gpu_has_a_card():
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     assert visible_devices(environment) == list(range(torch.cuda.device_count()))
-
-
-def test_topology_is_read():
-    assert read_topology() is not None
-    assert free_memory() > 0
 
 
 @pytest.mark.parametrize("how", ["device", "core", "none"])
