@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.limit(170)]
 
 def diagnosed(folder, fault, *more):
     script = ranks.write(folder, filled(SCRIPT))
-    words = ["diagnose", "-n", "1", "--minutes", "0.5", "--json", *more, script, fault, 100_000]
+    words = ["diagnose", "-n", "1", "--minutes", "0.3", "--json", *more, script, fault, 100_000]
     done = command(folder, *words, timeout=160, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(done.stdout), script.read_text()

@@ -109,7 +109,8 @@ WORLD = """
     for step in range(5):
         world.backward(model(torch.ones(2, 8, device=world.device)).mean())
         world.step(optimizer)
-    print("device", world.device, os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    print(f"rank {world.rank} has the device {world.device}, visible: {visible}", flush=True)
 """
 
 
@@ -125,19 +126,19 @@ def test_more_ranks_than_gpus_is_an_error_before_training(tmp_path):
 @pytest.mark.parametrize("number", [1, 2])
 def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(tmp_path, number):
     done = run(tmp_path, WORLD.replace("OPTIONS", "device='cpu'"), number=number)
-    assert done.stdout.count("device cpu") == number
+    assert done.stdout.count("has the device cpu") == number
 
 
 def test_one_rank_has_the_gpu(tmp_path):
     done = run(tmp_path, WORLD.replace("OPTIONS", "device=None"))
-    assert f"device {'cuda:0' if torch.cuda.is_available() else 'cpu'}" in done.stdout
+    assert f"the device {'cuda:0' if torch.cuda.is_available() else 'cpu'}" in done.stdout
 
 
 def test_number_of_ranks_is_that_of_the_gpus(tmp_path):
     """Without -n, paceline run starts one rank for each GPU."""
     done = command(tmp_path, "run", write(tmp_path, WORLD.replace("OPTIONS", "device=None")))
-    expected = torch.cuda.device_count() or done.stdout.count("device")
-    assert done.stdout.count("device") == expected
+    expected = torch.cuda.device_count() or done.stdout.count("the device")
+    assert done.stdout.count("the device") == expected
 
 
 def write(folder, text):
