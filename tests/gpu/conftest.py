@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_gpu import CUDA, DEVICE
 
 import paceline
-from gpu import CUDA, DEVICE
 
 RESULTS, CURRENT = os.environ.get("GPU_TESTS_RESULTS"), os.environ.get("GPU_TESTS_CURRENT")
 GROUP = os.environ.get("GPU_TESTS_GROUP", "")

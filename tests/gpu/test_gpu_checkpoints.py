@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from on_gpu import CUDA, command, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from gpu import CUDA, command, run
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from on_gpu import CUDA, Net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from gpu import CUDA, Net
 from paceline.comm import backend
 from paceline.parallel.clipping import clip_gradients
 from paceline.parallel.data import data_parallel

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
+from on_gpu import CUDA, Block, Net, command, peak_of, run, sync
 from torch import nn
 
-from gpu import CUDA, Block, Net, command, peak_of, run, sync
 from paceline.cost.layout_memory import predict_layout
 from paceline.parallel import memory_budget
 from paceline.parallel.deferred import deferred

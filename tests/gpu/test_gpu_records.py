@@ -1,13 +1,14 @@
 """Records of a training on a GPU: kernels of sampled steps, states, losses, planted faults."""
 
+import itertools
 import json
 
 import pytest
 import ranks
 import torch
 from faults import FAULTS, SCRIPT, line_of
+from on_gpu import CUDA, command, filled, report, run
 
-from gpu import CUDA, command, report, run
 from paceline.analyze.records.load_run import load_run
 from paceline.record.ring.states import Memory, State
 
@@ -65,7 +66,7 @@ def test_kernels_of_the_sampled_steps_are_recorded(recorded, fault):
 def test_kernels_do_not_overlap_in_one_stream(recorded):
     record, _ = recorded("none")
     kernels = sorted(events(record, State.KERNEL)[["start", "end"]].tolist())
-    overlaps = sum(b[0] < a[1] for a, b in zip(kernels, kernels[1:], strict=False))
+    overlaps = sum(b[0] < a[1] for a, b in itertools.pairwise(kernels))
     assert overlaps <= 0.01 * len(kernels)
 
 
@@ -232,7 +233,7 @@ def test_training_with_a_world_is_recorded(tmp_path):
 def test_ring_is_read_while_it_is_written(tmp_path):
     record = tmp_path / "record"
     words = ranks.command(
-        ranks.write(tmp_path, SCRIPT.replace("DEVICE", repr("cuda" if CUDA else "cpu"))),
+        ranks.write(tmp_path, filled(SCRIPT)),
         *("none", 100_000_000),
         ranks=1,
         launcher=f"paceline --record {record}",
@@ -241,7 +242,7 @@ def test_ring_is_read_while_it_is_written(tmp_path):
     try:
 
         def shown():
-            done = command(tmp_path, "top", "--once", check=False)
+            done = command(tmp_path, "top", record, "--once", check=False)
             return "step" in (done.stdout + done.stderr).lower() and done.returncode == 0
 
         ranks.wait_until(shown, 60)

@@ -5,10 +5,10 @@ import gc
 import numpy as np
 import pytest
 import torch
+from on_gpu import CUDA, Net, run, sync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpu import CUDA, Net, run, sync
 from paceline.data import Loader
 from paceline.world.loops.training_loops import move_to_device
 

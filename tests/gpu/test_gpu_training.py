@@ -5,11 +5,11 @@ import copy
 
 import pytest
 import torch
+from on_gpu import CUDA, SETTINGS, Net, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from gpu import CUDA, SETTINGS, Net, run
 from paceline.record.pending_value import PendingCopy, PendingValue
 from paceline.world import training_state
 

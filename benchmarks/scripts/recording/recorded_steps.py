@@ -132,4 +132,5 @@ def main(path: str, warmup: int, steps: int, batch: int, blocks: list[str]) -> N
     dist.destroy_process_group()
 
 
-main(*sys.argv[1:2], *map(int, sys.argv[2:5]), json.loads(sys.argv[5]))
+if __name__ == "__main__":
+    main(*sys.argv[1:2], *map(int, sys.argv[2:5]), json.loads(sys.argv[5]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import ranks
@@ -14,11 +15,15 @@ SETTINGS = 'format = "paceline-settings"\nversion = 1\n\n[knobs]\n{}\n'
 BACKEND = "nccl" if CUDA else "gloo"
 
 
+def filled(text):
+    """Return the text of a script with the device and backend of the tests."""
+    return re.sub(r"\bBACKEND\b", repr(BACKEND), re.sub(r"\bDEVICE\b", repr(DEVICE), text))
+
+
 def run(folder, text, *args, number=1, launcher="paceline", timeout=100, check=True, **env):
     """Run a script on ranks; in its text, DEVICE and BACKEND stand for those of the tests."""
     script = folder / "script.py"
-    text = text.replace("BACKEND", repr(BACKEND)).replace("DEVICE", repr(DEVICE))
-    ranks.write(folder, text)
+    ranks.write(folder, filled(text))
     return ranks.run(
         script, *args, ranks=number, launcher=launcher, timeout=timeout, check=check, **env
     )

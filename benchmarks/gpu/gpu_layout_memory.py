@@ -1,0 +1,179 @@
+"""Claim: the predicted peak memory of a step on a GPU is within 10 % of the measured one.
+
+Five models in each layout that one rank can have: data, and zero1, zero2 and zero3 on a mesh of one
+rank. Measured is the peak of PyTorch's allocator on the GPU; workspace of the libraries is
+allocated before.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+import torch.distributed as dist
+from common import console, finish, run, spread, target
+from on_device import device_options, facts, peak_of
+from rich.table import Table
+from torch import nn
+
+from paceline.cost.layout_memory import LAYOUTS, predict_layout
+from paceline.parallel.memory.fake_model import trace_model
+from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
+from paceline.parallel.sharded.fully_sharded import shard_model
+from paceline.parallel.sharded.layouts import parse_request
+
+LIMIT = 1.10
+Build = Callable[[int], tuple[nn.Module, torch.Tensor]]
+
+
+class Residual(nn.Module):
+    """A block of convolutions, added to its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.norm(self.first(x)).relu())
+
+
+class Language(nn.Module):
+    """A decoder with a table of tokens."""
+
+    def __init__(self, tokens: int, width: int, blocks: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(tokens, width)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.last = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.table(x)))
+
+
+class Recurrent(nn.Module):
+    """An LSTM of two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell, self.last = nn.LSTM(width, width, 2, batch_first=True), nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.cell(x)[0])
+
+
+def perceptron(size: int) -> tuple[nn.Module, torch.Tensor]:
+    blocks = [nn.Sequential(nn.Linear(size, size), nn.GELU()) for _ in range(8)]
+    return nn.Sequential(*blocks), torch.randn(4 * size, size)
+
+
+def transformer(size: int) -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(size, 8, 4 * size, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(8, 128, size)
+
+
+def convolutions(size: int) -> tuple[nn.Module, torch.Tensor]:
+    width = size // 8
+    return nn.Sequential(*(Residual(width) for _ in range(8))), torch.randn(16, width, 32, 32)
+
+
+def language(size: int) -> tuple[nn.Module, torch.Tensor]:
+    return Language(8 * size, size, 4), torch.randint(8 * size, (8, 128))
+
+
+def recurrent(size: int) -> tuple[nn.Module, torch.Tensor]:
+    return Recurrent(size // 2), torch.randn(32, 64, size // 2)
+
+
+MODELS: tuple[Build, ...] = (perceptron, transformer, convolutions, language, recurrent)
+
+
+def main() -> None:
+    parser = device_options("gpu_layout_memory", __doc__ or "", repeats=1)
+    args = parser.parse_args()
+    about = facts(args.device)
+    if args.device == "cuda":
+        torch.cuda.set_device(0)
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    size = 64 if args.quick else 1024
+    began, rows, failed = time.perf_counter(), [], {}
+    for build in MODELS:
+        for layout in LAYOUTS:
+            if time.perf_counter() - began > args.seconds:
+                failed[f"{build.__name__}, {layout}"] = "no time left"
+                continue
+            try:
+                rows.append(row(build, layout, size, args.device))
+            except Exception as error:  # the other rows are measured all the same
+                failed[f"{build.__name__}, {layout}"] = f"{type(error).__name__}: {error}"[:500]
+            gc.collect()
+    dist.destroy_process_group()
+    table = Table(title="Peak memory of a step on the device")
+    for heading in ("model", "layout", "predicted, MiB", "measured, MiB", "predicted / measured"):
+        table.add_column(heading, justify="right")
+    ratios: dict[str, Any] = {}
+    targets = []
+    for one in rows:
+        name, value = f"{one['model']}, {one['layout']}", one["predicted_bytes"]
+        share = value / one["measured_bytes"] if one["measured_bytes"] else 1.0
+        ratios[name] = {"rounds": [share], **spread([share])}
+        off = max(share, 1 / share)
+        found = {"rounds": [off], **spread([off])}
+        claim = f"{name}: prediction within 10 % of the measured peak"
+        targets.append(target(claim, LIMIT, found, counted=True))
+        mib = (f"{n / (1 << 20):.1f}" for n in (value, one["measured_bytes"]))
+        table.add_row(one["model"], one["layout"], *mib, f"{share:.3f}")
+    console.print(table)
+    for name, text in failed.items():
+        console.print(f"{name}: {text}")
+    measurements = {"rows": rows, "failed": failed}
+    finish(
+        *("gpu_layout_memory", args, about),
+        measurements=measurements,
+        medians={},
+        ratios=ratios,
+        targets=targets,
+    )
+
+
+def row(build: Build, layout: Any, size: int, kind: str) -> dict[str, Any]:
+    """Return predicted and measured bytes of a model in a layout."""
+    device = torch.device(kind)
+    torch.manual_seed(0)
+    model, x = build(size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    traced = trace_model(ModelSetup(model, optimizer, device), ForwardInputs((x,)))
+    predicted = predict_layout(traced, layout, 1)
+    model, x = model.to(device), x.to(device)
+    if layout != "data":
+        request = parse_request(layout, None, "job", None, kind, {})
+        assert request is not None
+        model = shard_model(model, optimizer, device, request)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    measured = peak_of(lambda: [step() for _ in range(2)], kind)
+    return {
+        "model": build.__name__,
+        "layout": layout,
+        "predicted_bytes": predicted.memory.total,
+        "measured_bytes": measured,
+        "peak": predicted.place,
+    }
+
+
+if __name__ == "__main__":
+    run(main)

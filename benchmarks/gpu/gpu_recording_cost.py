@@ -1,0 +1,74 @@
+"""Claim: `paceline run --record` costs a step of 3 ms on a GPU at most 1 % of its time.
+
+One rank, a perceptron in bfloat16 with a batch as large as to take 3 ms. Blocks of steps are
+recorded and not recorded in turns; "again" is a second block without recording. Measured are a step
+launched operator by operator (eager), as a CUDA graph, and compiled by torch.compile. The 20 steps
+whose kernels are sampled are left out.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import BIN, SCRIPTS, console, finish, launch, ratio, run, spread, target
+from on_device import device_options, facts
+from rich.table import Table
+
+LIMIT = 1.01
+MODES = ("eager", "graph", "compiled")
+
+
+def main() -> None:
+    parser = device_options("gpu_recording_cost", __doc__ or "", repeats=40)
+    args = parser.parse_args()
+    about = facts(args.device)
+    is_small = args.quick or args.device == "cpu"
+    asked = {
+        "device": args.device,
+        "modes": MODES if args.device == "cuda" else MODES[:1],
+        "width": 128 if is_small else 2048,
+        "batch": 32 if is_small else 1024,
+        "step_us": 0 if is_small else 3000,
+        "steps": 3 if is_small else 30,
+        "rounds": 3 if is_small else args.repeats,
+        "seconds": args.seconds / 4,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = [str(BIN / "paceline"), "run", "-n", "1", "--record", str(Path(folder) / "record")]
+        launch([*words, str(SCRIPTS / "gpu/gpu_steps.py"), str(out), json.dumps(asked)])
+        found: dict[str, Any] = json.loads(out.read_text())
+    table = Table(title="Cost of recording a step on a GPU: medians")
+    for heading in ("step", "batch", "off, µs", "recorded, µs", "recorded / off", "again / off"):
+        table.add_column(heading, justify="right")
+    medians: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
+    targets = []
+    for mode, of in found.items():
+        if "error" in of:
+            console.print(f"{mode}: {of['error']}")
+            continue
+        for k, what in enumerate(("wall_us", "cpu_us")):
+            times = {name: [b[k] for b in blocks] for name, blocks in of["blocks"].items()}
+            medians[f"{mode} {what}"] = {name: spread(values) for name, values in times.items()}
+            for name in ("recorded", "again"):
+                ratios[f"{mode} {what} {name}"] = ratio(times[name], times["off"])
+        claim = f"{mode}: a recorded step takes at most {LIMIT} of the time without"
+        targets.append(target(claim, LIMIT, ratios[f"{mode} wall_us recorded"]))
+        wall = medians[f"{mode} wall_us"]
+        table.add_row(
+            mode,
+            str(of["batch"]),
+            *(f"{wall[name]['median']:.0f}" for name in ("off", "recorded")),
+            *(f"{ratios[f'{mode} wall_us {n}']['median']:.4f}" for n in ("recorded", "again")),
+        )
+    console.print(table)
+    result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
+    finish("gpu_recording_cost", args, about, **result)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,348 @@
+"""Ranks on one GPU: sharing it, binding, visible devices, NCCL's refusal, and hangs."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+from on_gpu import CUDA, DEVICE, command, filled, report, run
+
+from paceline.cluster.topology.pci_devices import pci_cards
+from paceline.cluster.topology.visible_gpus import gpu_count, visible_devices
+
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
+
+BY_HAND = """
+    import os, torch, torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)).to(device)
+    KIND
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    g = torch.Generator().manual_seed(rank)
+    for step in range(45):
+        x = torch.randn(64, 64, generator=g).to(device)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    sums = [None] * size
+    dist.all_gather_object(sums, sum(float(p.detach().double().sum()) for p in whole))
+    assert max(sums) - min(sums) < 1e-6, sums
+    print("result", rank, round(float(total), 4), flush=True)
+    dist.destroy_process_group()
+"""
+KINDS = {
+    "ddp": "model = nn.parallel.DistributedDataParallel(model)",
+    "fsdp": "from torch.distributed.fsdp import fully_shard; fully_shard(model)",
+}
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "recorded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_share_a_gpu_over_gloo(tmp_path, kind, launcher):
+    if kind == "fsdp" and CUDA:
+        mesh = "from torch.distributed.device_mesh import init_device_mesh"
+        text = f"{mesh}; from torch.distributed.fsdp import fully_shard; "
+        text += "fully_shard(model, mesh=init_device_mesh('cuda', (2,)))"
+        text += ".set_force_sum_reduction_for_comms(True)"
+    else:
+        text = KINDS[kind]
+        if kind == "fsdp":
+            text += ".set_force_sum_reduction_for_comms(True)"
+    how = "paceline" if launcher == "paceline" else f"paceline --record {tmp_path / 'record'}"
+    done = run(tmp_path, BY_HAND.replace("KIND", text), number=2, launcher=how)
+    assert done.stdout.count("result") == 2
+    if launcher == "recorded":
+        found = report(tmp_path / "record")
+        assert found["ranks"] == [0, 1]
+        assert found["unmatched"] == 0
+        assert all(sum(s.values()) == pytest.approx(1, abs=0.02) for s in found["states"])
+        assert found["groups"]
+
+
+NCCL = """
+    import torch, torch.distributed as dist
+    torch.cuda.set_device(0)
+    dist.init_process_group(BACKEND)
+    x = torch.ones(8, device="cuda")
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    print("reduced", x.tolist(), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.only_gpu
+@pytest.mark.parametrize("recorded", [False, True])
+def test_nccl_with_one_rank(tmp_path, recorded):
+    how = f"paceline --record {tmp_path / 'record'}" if recorded else "paceline"
+    assert "reduced" in run(tmp_path, NCCL, launcher=how).stdout
+
+
+@pytest.mark.only_gpu
+def test_nccl_refuses_two_ranks_on_a_gpu_and_the_job_ends(tmp_path):
+    done = run(tmp_path, NCCL, number=2, check=False, timeout=80)
+    assert done.returncode not in (0, 124)
+    text = done.stdout + done.stderr
+    assert "Duplicate GPU" in text or "same GPU" in text, text[-2000:]
+    assert "HINT" in text, text[-2000:]
+
+
+WORLD = """
+    import os, torch, paceline
+    from torch import nn
+    world = paceline.init(progress=False, OPTIONS)
+    if world.device.type == "cuda":
+        assert torch.cuda.current_device() == world.device.index == 0
+    model = nn.Linear(8, 8)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        world.backward(model(torch.ones(2, 8, device=world.device)).mean())
+        world.step(optimizer)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    print(f"rank {world.rank} has the device {world.device}, visible: {visible}", flush=True)
+"""
+
+
+@pytest.mark.only_gpu
+def test_more_ranks_than_gpus_is_an_error_before_training(tmp_path):
+    done = run(tmp_path, WORLD.replace("OPTIONS", ""), number=2, check=False)
+    assert done.returncode != 0
+    assert "there is no GPU for local rank 1" in done.stderr
+    assert "HINT: start at most 1 rank per node" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(tmp_path, number):
+    done = run(tmp_path, WORLD.replace("OPTIONS", "device='cpu'"), number=number)
+    assert done.stdout.count("has the device cpu") == number
+
+
+def test_one_rank_has_the_gpu(tmp_path):
+    done = run(tmp_path, WORLD.replace("OPTIONS", "device=None"))
+    assert f"the device {'cuda:0' if torch.cuda.is_available() else 'cpu'}" in done.stdout
+
+
+def test_number_of_ranks_is_that_of_the_gpus(tmp_path):
+    """Without -n, paceline run starts one rank for each GPU."""
+    done = command(tmp_path, "run", write(tmp_path, WORLD.replace("OPTIONS", "device=None")))
+    expected = torch.cuda.device_count() or done.stdout.count("the device")
+    assert done.stdout.count("the device") == expected
+
+
+def write(folder, text):
+    return ranks.write(folder, filled(text))
+
+
+@pytest.mark.only_gpu
+@pytest.mark.parametrize("value", ["", "-1", "none"])
+def test_no_visible_gpu_means_the_cpu(tmp_path, value):
+    text = WORLD.replace("OPTIONS", "device=None")
+    done = run(tmp_path, text, CUDA_VISIBLE_DEVICES=value)
+    assert "device cpu" in done.stdout
+
+
+@pytest.mark.only_gpu
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "0",
+        "0,0",
+        "0,1",
+        "1",
+        "1,0",
+        "",
+        "-1",
+        "0,-1",
+        " 0",
+        "0x",
+        "uuid",
+        "uuid prefix",
+        "GPU-",
+    ],
+)
+def test_visible_gpus_are_those_of_pytorch(monkeypatch, value):
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    value = {"uuid": uuid, "uuid prefix": uuid[:12]}.get(value, value)
+    if value is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    expected = torch.cuda._device_count_nvml()
+    assert expected >= 0
+    assert gpu_count() == expected
+
+
+def test_cards_of_the_pci_bus_are_read():
+    gpus = [card for card in pci_cards() if card.kind == "gpu"]
+    if CUDA and gpus:  # a virtual machine may hide them
+        assert len(gpus) >= torch.cuda.device_count()
+
+
+@pytest.mark.only_gpu
+def test_visible_gpu_has_a_card():
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    assert visible_devices(environment) == list(range(torch.cuda.device_count()))
+
+
+@pytest.mark.parametrize("how", ["device", "core", "none"])
+def test_binding_beside_a_gpu(tmp_path, how):
+    script = write(tmp_path, WORLD.replace("OPTIONS", "device=None"))
+    options = ["-n", "1", "--bind", how, "--report-bindings"]
+    done = command(tmp_path, "run", *options, script, check=False)
+    if how == "device" and (not CUDA or done.returncode):
+        assert "HINT" in done.stderr  # virtual machines may not show the GPU on a PCI bus
+        return
+    assert done.returncode == 0, done.stderr
+    assert "device" in done.stdout
+
+
+# hangs and failures
+
+
+HANG = """
+    import os, sys, time, torch, torch.distributed as dist
+    from torch import nn
+    what = sys.argv[1]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = torch.device(DEVICE)
+    model = nn.Linear(64, 64).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def wait_in_the_script():
+        if device.type == "cuda" and what == "kernel":
+            for _ in range(200):
+                torch.cuda._sleep(2_000_000_000)
+            torch.cuda.synchronize()  # a kernel that does not end
+        while True:
+            time.sleep(0.1)
+    for step in range(1000):
+        x = torch.randn(32, 64, device=device)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 8 and rank == dist.get_world_size() - 1:
+            wait_in_the_script()
+        total = torch.ones((), device=device)
+        dist.all_reduce(total)
+"""
+
+
+@pytest.mark.parametrize("what", ["kernel", "sleep"])
+def test_hang_beside_a_busy_gpu_is_reported_and_ended(tmp_path, what):
+    how = f"paceline --hang-timeout 3 --record {tmp_path / 'record'}"
+    done = run(tmp_path, HANG, what, number=2, launcher=how, check=False, timeout=90)
+    assert done.returncode == 124, done.stderr[-3000:]
+    text = " ".join(done.stderr.split())
+    assert "The job hangs: Paceline ends its ranks." in text
+    assert "wait_in_the_script" in text
+    assert "rank 1" in text
+
+
+@pytest.mark.only_gpu
+def test_hang_of_one_rank_in_a_kernel_is_reported(tmp_path):
+    done = run(
+        *(tmp_path, HANG, "kernel"),
+        number=1,
+        launcher="paceline --hang-timeout 3",
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 124, done.stderr[-3000:]
+    assert "synchronize" in done.stderr
+
+
+NCCL_HANG = """
+    import time, torch, torch.distributed as dist, paceline
+    world = paceline.init(progress=False, device="cuda", timeout=600)
+    x = torch.ones(1 << 20, device="cuda")
+    for step in range(20):
+        dist.all_reduce(x)
+    torch.cuda._sleep(2_000_000_000 * 100)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.only_gpu
+def test_job_with_a_busy_gpu_is_interrupted(tmp_path):
+    script = ranks.write(tmp_path, NCCL_HANG + '    print("never")\n')
+    job = ranks.start(
+        ranks.command(script, ranks=1),
+        cwd=tmp_path,
+        stderr=open(tmp_path / "err", "w"),  # noqa: SIM115
+    )
+    ranks.wait_until(lambda: len(torch_processes(script)) > 0, 60)
+    time.sleep(8)  # the rank is in its kernel
+    job.send_signal(signal.SIGINT)
+    assert job.wait(40) != 0
+    ranks.wait_until(lambda: not torch_processes(script), 20)
+
+
+def torch_processes(script):
+    return ranks.alive(str(script))
+
+
+FAILS = """
+    import torch, paceline
+    world = paceline.init(progress=False, device=DEVICE)
+    table = torch.zeros(4, device=world.device)
+    index = torch.tensor([0, 99], device=world.device)
+    def out_of_range():
+        return table[index]
+    out_of_range()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+"""
+
+
+def test_error_in_a_kernel_is_reported(tmp_path):
+    done = run(tmp_path, FAILS, check=False)
+    assert done.returncode not in (0, 124)
+    assert "rank 0 failed" in done.stderr, done.stderr[-2000:]
+
+
+RESTARTED = """
+    import os, signal, torch, paceline
+    from torch import nn
+    world = paceline.init(progress=False, device=DEVICE)
+    model = nn.Linear(8, 8)
+    model, optimizer = world.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in world.epochs(6, checkpoint="ckpt"):
+        for step in range(4):
+            world.backward(model(torch.ones(2, 8, device=world.device)).mean())
+            world.step(optimizer)
+        if epoch == 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("ended", flush=True)
+"""
+
+
+def test_killed_rank_restarts_on_the_gpu(tmp_path):
+    done = run(tmp_path, RESTARTED, launcher="paceline --max-restarts 2")
+    assert "ended" in done.stdout
+    assert "restart 1 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("options", ["", "--fresh"])
+def test_forked_and_fresh_ranks_use_the_gpu(tmp_path, options):
+    done = run(tmp_path, WORLD.replace("OPTIONS", "device=DEVICE"), launcher=f"paceline {options}")
+    assert f"device {DEVICE}" in done.stdout
+
+
+def test_nothing_is_left_in_memory(tmp_path):
+    run(tmp_path, WORLD.replace("OPTIONS", "device=DEVICE"))
+    assert not ranks.in_memory(tmp_path)
+    assert json.dumps(ranks.alive(str(tmp_path / "script.py"))) == "[]"
