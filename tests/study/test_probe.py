@@ -224,7 +224,7 @@ def test_pairs_on_one_machine_are_measured_in_separate_rounds():
 
 
 def about(host, name, machine, cpu=0):
-    return {"host": host, "name": name, "machine": machine, "cpus": [cpu], "gpu": False}
+    return {"host": host, "name": name, "machine": machine, "cpus": [cpu], "gpu": ""}
 
 
 def test_hosts_on_one_machine_get_turns_and_unique_names():
