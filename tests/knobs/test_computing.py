@@ -4,7 +4,10 @@ import pytest
 import ranks
 import torch
 
+from paceline.knobs import compute, nccl
+from paceline.knobs.apply import KnobResult
 from paceline.knobs.settings import Setting, write_settings
+from paceline.record.ring.recorder import Recorder
 
 MODEL = """
     import sys
@@ -118,3 +121,19 @@ def test_large_tensors_use_huge_pages(tmp_path):
     _, (_, fewer, more) = run(tmp_path, MEMORY, "huge", {"huge-pages": True}, count=1)
     assert more > huge + 30_000  # in KiB
     assert fewer < faults / 10
+
+
+def test_nothing_asks_the_driver_for_gpus_before_the_script(monkeypatch):
+    """Afterwards a script could not choose its GPUs, nor use them in processes that it forks."""
+
+    def asked():
+        raise AssertionError("torch.cuda.is_available() initializes the driver")
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    assert Recorder(0, 1)._meta["device"] == "cpu"
+    monkeypatch.setattr(compute, "_short_products", lambda precision: False)
+    knob = KnobResult("matmul-precision")
+    compute.products("high", knob)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert nccl._is_nccl("paceline")
+    assert not nccl._is_nccl("gloo")

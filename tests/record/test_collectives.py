@@ -269,3 +269,20 @@ def test_collective_of_another_thread_is_kept_while_finished_ones_are_dropped(gr
     (kept,) = group._unfinished
     assert kept[1]() is launched[0]
     launched[0].wait()
+
+
+def test_collective_in_a_captured_graph_is_not_recorded(monkeypatch):
+    """Its Work would be asked whether it has ended, which ends the capture with an error."""
+    recorder = Recorder(0, 1)
+    inner = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=datetime.timedelta(seconds=30))
+    inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group = RecordedGroup(inner, "captured", recorder)
+    monkeypatch.setattr(collectives, "is_capturing", lambda: True)
+    group.allreduce([torch.ones(4)]).wait()
+    assert not group._unfinished
+    monkeypatch.setattr(collectives, "is_capturing", lambda: False)
+    group.allreduce([torch.ones(4)]).wait()
+    events = parse_record(recorder.snapshot()).events
+    assert set(events[events["group"] > 0]["seq"].tolist()) == {2}

@@ -19,7 +19,7 @@ from paceline.cost.machine.machine_file import (
     Memory,
     save,
 )
-from paceline.record.hooks.flop_counter import FlopCounter
+from paceline.record.hooks.flop_counter import FlopCounter, uses_tf32
 from paceline.report.report_command import report_text as told
 
 TRAIN = """
@@ -148,3 +148,21 @@ def test_invalid_arguments_are_reported(tmp_path):
     save(machine("node0"), file)
     with pytest.raises(ValueError, match=r"no step of .* was counted\. HINT: .*--count-flops"):
         told([made(tmp_path / "run")], machine=file)
+
+
+def test_tf32_is_known_also_with_settings_by_operator():
+    """With them, torch.get_float32_matmul_precision() raises an error."""
+    matmul, conv = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)
+    if conv is None:
+        pytest.skip("PyTorch before 2.9")
+    before = matmul.fp32_precision, conv.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        conv.fp32_precision = "ieee"
+        assert uses_tf32(is_convolution=False)
+        assert not uses_tf32(is_convolution=True)
+        matmul.fp32_precision, conv.fp32_precision = before
+        assert not uses_tf32(is_convolution=False)
+        assert uses_tf32(is_convolution=True)  # cuDNN's default
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before

@@ -3,14 +3,18 @@
 No GPU is involved: kernels are made by hand or are operators of the CPU.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import ranks
 from records import Rank, report_of
+from torch._C._autograd import DeviceType
 
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.read_record import parse_record
-from paceline.record.hooks.gpu_kernels import Kernel, write_kernels
+from paceline.record.hooks import gpu_kernels
+from paceline.record.hooks.gpu_kernels import Kernel, KernelSampler, read_kernels, write_kernels
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import Op, State
 
@@ -127,3 +131,37 @@ def test_profiler_session_of_script_takes_precedence(tmp_path):
     assert "the script runs a profiler, so Paceline records no GPU kernels" in result.stderr
     (rank,) = load_run(record).records
     assert not rank.on_gpu
+
+
+def test_ranges_of_the_script_are_not_kernels():
+    def event(name, is_range, device=DeviceType.CUDA):
+        return SimpleNamespace(
+            name=lambda: name,
+            start_ns=lambda: 100,
+            duration_ns=lambda: 10,
+            device_type=lambda: device,
+            is_user_annotation=lambda: is_range,
+        )
+
+    events = [
+        event("nccl:all_reduce", True),
+        event("ncclDevKernel_AllReduce", False),
+        event("cudaLaunchKernel", False, DeviceType.CPU),
+    ]
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    found = read_kernels(SimpleNamespace(profiler=results))
+    assert found == [Kernel("ncclDevKernel_AllReduce", 100, 110)]
+
+
+def test_sampling_begins_after_a_capture_and_in_a_resumed_run(monkeypatch):
+    recorder = Recorder(0, 1, enabled=False)
+    recorder.step = 5000  # of a checkpoint
+    sampler = KernelSampler(recorder)
+    calls = []
+    monkeypatch.setattr(sampler, "_begin", lambda: calls.append("begin"))
+    capturing = {gpu_kernels.FIRST_SAMPLED_STEP}
+    for step in range(1, 60):
+        monkeypatch.setattr(gpu_kernels, "is_capturing", lambda step=step: step in capturing)
+        sampler.after_step()
+        calls += [step] if calls == ["begin"] else []
+    assert calls == ["begin", gpu_kernels.FIRST_SAMPLED_STEP + 1]

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.cost.machine.dataclass_tree import from_tree
 from paceline.cost.machine.machine_file import HostFacts, Machine
-from paceline.study.probe.measure.arithmetic import arithmetic
+from paceline.record.hooks.flop_counter import uses_tf32
+from paceline.study.probe.measure.arithmetic import _tf32, arithmetic
 from paceline.study.probe.measure.import_time import HOOK, import_torch
 from paceline.study.probe.measure.link_pairs import EVERY_PAIR, apart, rounds
 from paceline.study.probe.measure.memory_bandwidth import last_level_caches, triad
@@ -223,7 +224,7 @@ def test_pairs_on_one_machine_are_measured_in_separate_rounds():
 
 
 def about(host, name, machine, cpu=0):
-    return {"host": host, "name": name, "machine": machine, "cpus": [cpu], "gpu": False}
+    return {"host": host, "name": name, "machine": machine, "cpus": [cpu], "gpu": ""}
 
 
 def test_hosts_on_one_machine_get_turns_and_unique_names():
@@ -331,3 +332,14 @@ def test_hosts_at_several_leaf_switches_are_noted():
         notes = summary.as_json({})["notes"]
         assert [note["measure"] for note in notes] == ["switches"] * noted
         assert not noted or "2 leaf switches (s1: a; s2: b)" in notes[0]["text"]
+
+
+def test_tf32_is_set_for_products_and_convolutions_and_restored():
+    def allowed():
+        return uses_tf32(is_convolution=False), uses_tf32(is_convolution=True)
+
+    before = allowed()
+    for wanted in (True, False):
+        with _tf32("cuda:0", wanted):
+            assert allowed() == (wanted, wanted)
+    assert allowed() == before

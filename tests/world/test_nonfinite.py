@@ -4,6 +4,9 @@ import pytest
 import ranks
 import torch
 
+from paceline.record.ring.recorder import Recorder
+from paceline.world.nonfinite import FiniteCheck, finite_flags
+
 TRAIN = """
     import sys, torch
     from torch import nn
@@ -94,3 +97,26 @@ def test_sparse_gradients_are_checked(world, is_finite):
             world.step(optimizer)
     else:
         assert world.step(optimizer)
+
+
+def test_large_gradient_whose_norm_overflows_is_finite():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    check = FiniteCheck(0, "raise", Recorder(0, 1, enabled=False), [])
+    weight.grad = torch.tensor([1e30, -1e30])
+    check.check_before_step(optimizer)
+    weight.grad[0] = float("nan")
+    with pytest.raises(ValueError, match="is not finite"):
+        check.check_before_step(optimizer)
+
+
+def test_finite_flags_do_not_overflow():
+    half = torch.full((4,), 6e4, dtype=torch.float16)
+    infinite = torch.tensor([1.0, float("-inf")])
+    for tensors in (
+        [half, half],
+        [half, torch.full((4,), 3e38), torch.tensor([1e300], dtype=torch.float64)],
+    ):
+        assert finite_flags(tensors).all()
+    assert finite_flags([torch.ones(2), infinite, infinite * 0]).tolist() == [True, False, False]
+    assert finite_flags([half, infinite, half.double()]).tolist() == [True, False, True]

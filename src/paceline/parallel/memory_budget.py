@@ -39,14 +39,16 @@ def budget_bytes(memory_budget: float | None, device: torch.device) -> int:
 def available_bytes(device: torch.device, ranks: int | None = None) -> int:
     """Return the bytes that this rank has or may still allocate.
 
-    On a GPU its whole memory. On the CPU what this process has (without mapped files and the
-    interpreter) and its share of what the node or control group has left.
+    On a GPU all of it except what other processes and CUDA itself take. On the CPU what this
+    process has (without mapped files and the interpreter) and its share of what the node or control
+    group has left.
 
     Args:
         ranks: Number of ranks of this node; None for this job's.
     """
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device))
     return max(_status_bytes("RssAnon") - _INTERPRETER_BYTES, 0) + free_bytes(device, ranks)
 
 

@@ -123,10 +123,7 @@ class FiniteCheck:
         if loss is not None and not bool(loss.wait().all()):
             self._report(f"the loss was not finite {where}")
         elif not all(bool(flag.wait().all()) for flag in exchanged) or (layers and not exchanged):
-            flags = layers[0].wait().tolist() if layers else []
-            names = (
-                [n for n, well in zip(layers[1], flags, strict=True) if not well] if layers else []
-            )
+            names = _false_names(*layers) if layers else []
             if names or exchanged:
                 self._report(f"the gradient{_gradient_owner(names)} was not finite {where}")
 

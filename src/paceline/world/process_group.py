@@ -79,9 +79,14 @@ def check_own_gpu(device: torch.device, local_rank: int, store: Any) -> None:
     """
     if device.type != "cuda" or store is None or not uses_nccl(dist.group.WORLD):
         return
-    identifier = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if identifier is not None and store.add(f"gpu/{identifier}", 1) > 1:
+    identifier = gpu_identifier(device)
+    if identifier and store.add(f"gpu/{identifier}", 1) > 1:
         raise ValueError(_no_gpu(local_rank, torch.cuda.device_count()))
+
+
+def gpu_identifier(device: torch.device) -> str:
+    """Return the UUID of a GPU; "" if PyTorch does not report it."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def uses_nccl(group: Any) -> bool:

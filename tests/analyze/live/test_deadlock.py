@@ -8,6 +8,7 @@ from paceline.analyze.live.live_view import view
 from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
+from paceline.report.terminal.hang import find_computing_ranks
 
 SLEEPS = None  # a rank that is in no collective
 
@@ -71,3 +72,26 @@ def test_members_of_broadcast_wait_for_its_root_only(tmp_path):
     waits = {0: SLEEPS, 1: broadcast, 2: OTHER}  # rank 0 may be the root; rank 2 waits for rank 1
     assert deadlocked(tmp_path, waits) == []
     assert deadlocked(tmp_path, waits, ended=[0]) == [1, 2]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_rank_whose_gpu_waits_is_in_the_collective_that_others_have_not_launched(tmp_path, device):
+    """For the host it ended when it was launched: the rank waits where it reads a value."""
+    tails = []
+    for number, launched in enumerate((5, 3)):
+        rank = Rank(tmp_path, number, 2, device=device)
+        for at in range(launched):
+            rank.collective(at, at, at + 0.1)
+        tails.append(Tail(rank.path.name, 60_000 * MS, "R", read_tail(rank.path, 100)))
+    found = view(tails, [], 2)
+    first, second = found.now
+    assert second.doing == "starting"
+    if device == "cpu":
+        assert not found.standing
+        return
+    assert (first.doing, first.collective, first.number) == ("exchange", "all-reduce", 4)
+    (blocked,) = found.standing
+    assert (blocked.number, blocked.inside, blocked.absent) == (4, [0], [1])
+    assert find_computing_ranks(found, {0, 1}) == [1]  # rank 0 spins in CUDA, and does not compute
+    assert find_deadlocked_ranks(found) == []
+    assert find_deadlocked_ranks(found, [1]) == [0]

@@ -6,10 +6,13 @@ import random
 
 import pytest
 import torch
+from fake_gpu import fake_gpu
 from torch import nn
 
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import find_blocks
+from paceline.parallel.recompute import plan
+from paceline.parallel.recompute.buffers import ReplayedBuffers
 from paceline.parallel.recompute.choice import Way, choose_ways, least_bytes, peak_bytes
 from paceline.parallel.recompute.recomputation import recompute_blocks
 
@@ -198,3 +201,15 @@ def test_blocks_are_repeated_modules_named_modules_or_large_ones():
     assert find_blocks(plain, by_size=False) == []
     with pytest.raises(ValueError, match=r"'layer.0'.*HINT: recomputed_blocks=\['layers.0'\]"):
         find_blocks(net, ["layer.0"])
+
+
+def test_buffers_of_a_gpu_are_not_compared_in_forward(monkeypatch):
+    """The comparison would wait for the device in each block."""
+    with fake_gpu(monkeypatch):
+        ReplayedBuffers(nn.BatchNorm1d(4, device="cuda:0")).forget_unchanged()
+
+
+def test_times_are_those_of_the_device_where_inputs_are_on_both():
+    mask, hidden = torch.ones(1), torch.ones(1, device="meta")
+    assert plan._device_of(((mask, hidden), {})) == torch.device("meta")
+    assert plan._device_of(((mask,), {})) == torch.device("cpu")

@@ -14,6 +14,7 @@ from ...record.ring.states import (
     BACKGROUND_STATES,
     BESIDE_STATES,
     POINT_TO_POINT_OPS,
+    ROOTED_OPS,
     Op,
     State,
 )
@@ -221,6 +222,39 @@ def blocked_collectives(
 
 def _groups(record: Record) -> list[dict[str, Any]]:
     return list(record.meta.get("groups", {}).values())
+
+
+def with_device_waits(records: Sequence[Record], doing: Sequence[RankState]) -> list[RankState]:
+    """Return the states, with the collectives in which the GPUs of silent ranks wait.
+
+    A collective of a GPU has ended for the host when it is launched. A rank that then reads a value
+    waits for the device. Its first collective that another member of the group has not launched is
+    what the device waits in.
+    """
+    return [
+        _with_device_wait(record, now, records) for record, now in zip(records, doing, strict=True)
+    ]
+
+
+def _with_device_wait(record: Record, now: RankState, records: Sequence[Record]) -> RankState:
+    is_silent = (
+        now.doing in ("starting", "script", "checkpoint") and (now.last_s or 0.0) >= _MIN_SILENT_S
+    )
+    if record.meta.get("device") != "cuda" or now.process != "running" or not is_silent:
+        return now
+    for number, group in record.meta.get("groups", {}).items():
+        name = str(group["name"])
+        reached = [_last_collective_number(one, name) for one in records]
+        own = _last_collective_number(record, name) or 0
+        awaited = min((last for last in reached if last is not None), default=own) + 1
+        events = record.events
+        launched = events[(events["group"] == int(number)) & (events["seq"] == awaited)]
+        ops = [op for op in launched["op"].tolist() if op not in POINT_TO_POINT_OPS]
+        if awaited <= own and ops and ops[0] not in ROOTED_OPS:
+            collective = collective_name(ops[0])
+            found = replace(now, doing="exchange", for_s=now.last_s, collective=collective)
+            return replace(found, group=name, number=awaited)
+    return now
 
 
 def _last_collective_number(record: Record, name: str) -> int | None:

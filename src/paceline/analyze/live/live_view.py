@@ -17,7 +17,14 @@ from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
 from ..records.read_record import Record, parse_record
 from ..records.script_lines import command_words
-from .current_states import BlockedCollective, RankState, age, blocked_collectives, rank_state
+from .current_states import (
+    BlockedCollective,
+    RankState,
+    age,
+    blocked_collectives,
+    rank_state,
+    with_device_waits,
+)
 
 MAX_WAIT_PAIRS = 3
 RECENT_S = 10.0  # seconds that a view covers, or MIN_STEPS steps if these take longer
@@ -94,7 +101,7 @@ def view(
     size = max(size or 0, *(int(record.meta["size"]) for record in records))
     missing = sorted(set(range(size)) - {record.rank for record in records})
     figures, typical = _figures(Run("live", records, missing, [], command))
-    doing = [rank_state(rank.record, rank.tail) for rank in ranks]
+    doing = with_device_waits(records, [rank_state(rank.record, rank.tail) for rank in ranks])
     long_s = max(MIN_BLOCKED_S, _MIN_BLOCKED_STEPS * typical)
     return View(
         command=command_words(command),

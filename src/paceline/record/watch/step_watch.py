@@ -250,7 +250,9 @@ class StepWatch:
 def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of norms as float32, on the device of the first one."""
     device = norms[0].device
-    return torch.stack([norm.to(device=device, dtype=torch.float32) for norm in norms]).norm()
+    same = [norm.to(device=device, dtype=torch.float32) for norm in norms]
+    total: torch.Tensor = torch.stack(same).norm()
+    return total
 
 
 def _patch_scaler(module: Any) -> None:

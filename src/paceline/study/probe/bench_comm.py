@@ -51,7 +51,6 @@ def main() -> None:
 
 def _backends() -> dict[str, Members]:
     """Return the backends by name. gloo is first, because others are reported relative to it."""
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
     cpu = torch.device("cpu")
     size, default = dist.get_world_size(), dist.group.WORLD
     found = {"gloo": Members(dist.new_group(backend="gloo"), size, cpu)}
@@ -59,8 +58,10 @@ def _backends() -> dict[str, Members]:
         found[name] = Members(default, size, cpu)
         if can_reduce_by_sockets(default):
             found[f"{name} by sockets"] = Members(_by_socket(), size, cpu)
-    if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    has_gpu = dist.is_nccl_available() and local_rank < torch.cuda.device_count()
+    if min(found["gloo"].share([float(has_gpu)])) == 1.0:  # a GPU for each rank
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         found["nccl"] = Members(dist.new_group(backend="nccl"), size, device)
     return found

@@ -27,7 +27,7 @@ class ProbeHost:
         turn: Position among the hosts of the same machine, which measure one after another.
         ranks: Global ranks on this host.
         cpus: Hardware threads that these ranks may run on together.
-        gpus: Whether each rank has a GPU.
+        gpus: Whether each rank has a GPU of its own.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Participants:
 
         Args:
             about: This rank's "host" (any key that identifies it), "name", "machine", "cpus"
-                and "gpu".
+                and "gpu" (an identifier, or "").
         """
         self.store, self.rank = store, rank
         self.unresponsive: dict[str, str] = {}
@@ -199,7 +199,8 @@ def group_ranks_by_host(ranks: list[dict[str, Any]]) -> list[ProbeHost]:
         names[name] += 1
         unique = name if names[name] == 1 else f"{name} ({names[name]})"
         cpus = sorted({cpu for rank in own for cpu in ranks[rank]["cpus"]})
-        gpus = all(ranks[rank]["gpu"] for rank in own)
+        own_gpus = [ranks[rank]["gpu"] for rank in own]
+        gpus = all(own_gpus) and len(set(own_gpus)) == len(own_gpus)
         found.append(ProbeHost(unique, machine, machines[machine], tuple(own), tuple(cpus), gpus))
         machines[machine] += 1
     return found

@@ -19,7 +19,7 @@ from ...cluster.topology.topology import topology
 from ...cost.machine.dataclass_tree import to_tree
 from ...record.ring.launcher_messages import notify
 from ...record.ring.recorder import Recorder
-from ...world.process_group import join_process_group
+from ...world.process_group import gpu_identifier, join_process_group, select_device
 from .groups import Groups
 from .measure import host_facts
 from .measure.arithmetic import arithmetic
@@ -62,17 +62,24 @@ def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | 
 
 
 def _about(who: RankIdentity) -> dict[str, Any]:
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own = who.local_rank < devices and dist.is_nccl_available()
-    if own:
-        torch.cuda.set_device(who.local_rank)
     return {
         "host": os.environ.get("GROUP_RANK", socket.gethostname()),
         "name": socket.gethostname(),
         "machine": host_facts.boot_id(),
         "cpus": allowed_threads(),
-        "gpu": own,
+        "gpu": _take_gpu(who.local_rank) if dist.is_nccl_available() else "",
     }
+
+
+def _take_gpu(local_rank: int) -> str:
+    """Make this rank's GPU the current one, and return its identifier; "" if there is none."""
+    try:
+        device = select_device(local_rank, None)
+    except ValueError:  # more ranks than GPUs
+        return ""
+    if device.type != "cuda":
+        return ""
+    return gpu_identifier(device) or str(device)
 
 
 class Measures:

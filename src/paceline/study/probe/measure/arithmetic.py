@@ -127,6 +127,8 @@ def _tf32(device: str, allowed: bool) -> Iterator[None]:
 
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
+    switches: tuple[Any, ...]
+    value: str | bool
     if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9, which warns of the older switches
         switches, name, value = (matmul, cudnn.conv), "fp32_precision", _PRECISION[allowed]
     else:

@@ -14,6 +14,7 @@ from .repeat import rate, repeat
 
 DOUBLE = 8
 UNKNOWN_CACHE = 64 << 20
+MIN_BYTES, MIN_GPU_BYTES = 32 << 20, 1 << 30  # of an array; a GPU's triad must outlast its launch
 SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -40,7 +41,8 @@ def triad(device: str, seconds: float, cpus: Iterable[int] = (), threads: int = 
         of_device = torch.cuda.get_device_properties(device)
         caches = int(getattr(of_device, "L2_cache_size", UNKNOWN_CACHE))
         free = torch.cuda.mem_get_info(device)[0]
-    count = min(max(4 * caches, 32 << 20), free // 8) // DOUBLE
+    least = MIN_BYTES if device == "cpu" else MIN_GPU_BYTES
+    count = min(max(4 * caches, least), free // 8) // DOUBLE
     before = torch.get_num_threads()
     try:
         if device == "cpu":
