@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular
 
+_remove_tree = shutil.rmtree  # by descriptors; experiments replace the function for scripts
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -261,7 +262,7 @@ def remove_content(folder_fd: int, last: str = "") -> None:
 
 def _remove(name: str, dir_fd: int) -> None:
     if stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
-        shutil.rmtree(name, dir_fd=dir_fd)  # works on descriptors and does not follow links
+        _remove_tree(name, dir_fd=dir_fd)  # does not follow links
     else:
         os.unlink(name, dir_fd=dir_fd)
 
