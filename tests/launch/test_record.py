@@ -290,7 +290,7 @@ def test_record_is_saved_if_record_folder_was_deleted(tmp_path):
 
 def test_record_that_cannot_be_copied_is_kept_and_reported(tmp_path, capsys):
     folder, target = tmp_path / "job", tmp_path / "gone" / "record"
-    folder.mkdir(0o700)
+    job_folder.make(folder)
     target.mkdir(parents=True)
     job_folder.write_destination(folder, target, ["script.py"], "run")
     shutil.rmtree(target.parent)
@@ -309,7 +309,7 @@ def test_record_that_cannot_be_copied_is_kept_and_reported(tmp_path, capsys):
 
 def test_earlier_attempt_is_not_copied_as_last_attempt(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "record"
-    folder.mkdir(0o700)
+    job_folder.make(folder)
     target.mkdir()
     Rank(folder, 1, 2, attempt=0).step(0, 1)
     job_folder.write_attempt(folder, 1)
@@ -322,7 +322,7 @@ def test_earlier_attempt_is_not_copied_as_last_attempt(tmp_path):
 def test_returning_host_does_not_overwrite_later_record(tmp_path):
     """The host did not take part in attempt 1, which had one rank less."""
     folder, target = tmp_path / "job", tmp_path / "record"
-    folder.mkdir(0o700)
+    job_folder.make(folder)
     target.mkdir()
     for rank in (0, 1):
         Rank(target, rank, 2, attempt=1).step(0, 1)
@@ -393,7 +393,7 @@ def test_record_on_full_disk_is_reported_once_without_partial_files(tmp_path, sm
 
 def test_record_folder_name_with_control_characters(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "re\x1bcord"
-    folder.mkdir(0o700)
+    job_folder.make(folder)
     target.mkdir()
     Rank(folder, 0, 1).step(0, 1)
     job_folder.write_destination(folder, target, ["script.py"], "run")

@@ -204,7 +204,7 @@ def test_job_starts_in_user_namespace_without_root(place):
 
 def test_records_of_earlier_attempts_do_not_follow_links(tmp_path):
     folder, target = tmp_path / "job", tmp_path / "record"
-    folder.mkdir(0o700)
+    job_folder.make(folder)
     target.mkdir()
     (tmp_path / "outside").mkdir()
     (target / "attempt-0").symlink_to(tmp_path / "outside")
@@ -219,10 +219,10 @@ def test_records_of_earlier_attempts_do_not_follow_links(tmp_path):
 def test_leftovers_of_killed_job_are_cleared_and_not_running(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     half = tmp_path / f"paceline-new-{os.getuid()}-abc"
-    half.mkdir(0o700)
+    job_folder.make(half)
     os.utime(half, (1, 1))
     orphan = tmp_path / f"paceline-job-{os.getuid()}-abc"
-    orphan.mkdir(0o700)
+    job_folder.make(orphan)
     Rank(orphan, 0, 1).step(0, 1)
     (tmp_path / "gone").write_text("a file where the folder was")
     (orphan / job_folder.DESTINATION_FILE).write_text(
@@ -234,3 +234,24 @@ def test_leftovers_of_killed_job_are_cleared_and_not_running(tmp_path, monkeypat
     assert orphan.exists()
     assert job_folder.running() == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_folder_renamed_by_another_user_is_not_cleared(place):
+    """TMPDIR is the scratch of a group: its members may rename all folders there."""
+    scratch = users.folder(place / "scratch", 0, 0o770, users.GROUP)
+    names = [f"paceline-{kind}-{VICTIM}-{secrets.token_hex(4)}" for kind in ("job", "new")]
+    for name in names:
+        private = users.folder(scratch / f"private-{name}", VICTIM)
+        for file in ("thesis", "lock", "manifest.json"):
+            (private / file).write_text("private")
+            os.chown(private / file, VICTIM, VICTIM)
+        os.utime(private, (1, 1))
+        code = f"import os; os.rename({str(private)!r}, {str(scratch / name)!r})"
+        users.python(ATTACKER, code, groups=[users.GROUP])
+    words = paceline("run", "-n", "1", place / "train.py", 0)
+    environment = {**os.environ, "TMPDIR": str(scratch), "HOME": "/"}
+    done = users.run(VICTIM, *words, cwd=place, groups=[users.GROUP], env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    for name in names:
+        assert sorted(os.listdir(scratch / name)) == ["lock", "manifest.json", "thesis"]
+        assert done.stderr.count(f"{scratch / name} was not created by Paceline") == 1

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_remove_tree = shutil.rmtree  # by descriptors; experiments replace the function for scripts
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NewFile:
@@ -218,13 +219,8 @@ class Folder:
 
         Raises OSError.
         """
-        status = self.status(name)
-        if status is None:
-            return
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(name, dir_fd=self.fd)  # works on descriptors and does not follow links
-        else:
-            os.unlink(name, dir_fd=self.fd)
+        with contextlib.suppress(FileNotFoundError):
+            _remove(_plain(name), self.fd)
 
     def remove_all(self, last: str = "") -> None:
         """Remove the folder with its content, except what can't be removed.
@@ -232,9 +228,7 @@ class Folder:
         Args:
             last: Name of a file that is removed after all others, for example a lock.
         """
-        for name in sorted(self.names(), key=lambda name: name == last):
-            with contextlib.suppress(OSError):
-                self.remove(name)
+        remove_content(self.fd, last)
         with contextlib.suppress(OSError):
             os.rmdir(self.path)  # removes only an empty folder, whatever the path names by now
 
@@ -257,6 +251,20 @@ class Folder:
     def __del__(self) -> None:
         if self.__dict__.get("fd", -1) >= 0:
             self.close()
+
+
+def remove_content(folder_fd: int, last: str = "") -> None:
+    """Remove all that is in an open folder, except what can't be removed; ``last`` comes last."""
+    for name in sorted(os.listdir(folder_fd), key=lambda name: (name == last, name)):
+        with contextlib.suppress(OSError):
+            _remove(name, folder_fd)
+
+
+def _remove(name: str, dir_fd: int) -> None:
+    if stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+        _remove_tree(name, dir_fd=dir_fd)  # does not follow links
+    else:
+        os.unlink(name, dir_fd=dir_fd)
 
 
 def is_member(user: int, group: int) -> bool:
@@ -354,7 +362,7 @@ def _plain(name: str) -> str:
 
 def _opened(path: Path, name: str, dir_fd: int | None) -> int:
     try:
-        return os.open(name, _FOLDER, dir_fd=dir_fd)
+        return os.open(name, FOLDER_FLAGS, dir_fd=dir_fd)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
@@ -384,7 +392,7 @@ def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> 
             raise
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(new, 0o700, dir_fd=dir_fd)
-    fd = os.open(new, _FOLDER, dir_fd=dir_fd)
+    fd = os.open(new, FOLDER_FLAGS, dir_fd=dir_fd)
     try:
         os.fchown(fd, -1, group)
         os.fchmod(fd, 0o2770)

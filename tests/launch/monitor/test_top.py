@@ -331,8 +331,7 @@ sys.stdin.read()
 def test_folder_of_killed_run_is_not_listed_as_running(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
     folder = tmp_path / (job_folder._prefix() + "x")
-    folder.mkdir(0o700)
-    (folder / "lock").touch()
+    job_folder.make(folder)
     assert job_folder.running() == []
     code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX)"
     code += "; print(flush=True); sys.stdin.read()"

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from paceline.study.script_runs.overlay import Overlay, remove, user_folders
+from paceline.security.removal import TemporaryFolder
+from paceline.study.script_runs.overlay import Overlay, user_folders
 
 CHANGES = "echo new > data.txt; rm -r kept; mkdir out; cat data.txt; touch visible/there; ls"
 
@@ -21,6 +22,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_native_code_and_other_programs_change_nothing(folder):
+    (folder / "visible").rmdir()
+    temporary = TemporaryFolder("visible", folder)
+    temporary.path.rename(folder / "visible")
+    temporary.path = folder / "visible"
     overlay = Overlay.prepare("script.py", [], folder / "visible")
     if overlay is None:
         pytest.skip("overlays cannot be mounted here")
@@ -30,8 +35,10 @@ def test_native_code_and_other_programs_change_nothing(folder):
     assert done.stdout.split() == ["new", "data.txt", "out", "visible"], done.stderr
     assert sorted(os.listdir(folder)) == ["data.txt", "kept", "visible"]
     assert (folder / "data.txt").read_text() == "precious"
-    remove(scratch)
-    assert os.listdir(folder / "visible") == ["there"]
+    temporary.remove_inside(scratch)
+    assert sorted(os.listdir(folder / "visible")) == ["there", "try"]
+    temporary.remove()
+    assert not (folder / "visible").exists()
 
 
 def test_folders_that_cannot_be_covered_are_reported(folder):

@@ -1,13 +1,13 @@
 """A folder of files that are not packed, as a dataset for Loader."""
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...security.removal import TemporaryFolder
 from ..format.shard_format import ArraySpec, DataError, label_spec
 from ..packing.encode import load_array
 from ..shards import RaggedError
@@ -52,9 +52,9 @@ class Files(UnpackedDataset):
                 f"Files: {folder} is not a folder. HINT: pass a folder of sample files"
             )
         # The file list in the temporary folder stays open after the folder is removed.
-        with tempfile.TemporaryDirectory(prefix="paceline-") as work:
+        with TemporaryFolder() as work:
             self._source = FolderSource(
-                self.folder, None if table is None else Path(table), Path(work), follow_links
+                self.folder, None if table is None else Path(table), work, follow_links
             )
         self.images, self.arrays = (self._source.kind == kind for kind in ("images", "arrays"))
         self.label = label_spec(self._source.label)

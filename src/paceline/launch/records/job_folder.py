@@ -2,11 +2,12 @@
 
 The destination of the records (the *promise*) is stored in the job folder itself, so that any
 remaining process can copy them at the end: the rank server, the launcher after it, or the next
-``paceline run`` on this host. Only this user can access a job folder (``security.folders``). A
-folder of that name that belongs to another user is left unchanged and reported once. A path that
-is read from a file is never removed.
+``paceline run`` on this host. Only this user can access a job folder (``security.folders``), and
+its lock file is the proof that Paceline has created it (``security.removal``). Any other folder of
+that name is left unchanged and reported once. A path that is read from a file is never removed.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.files import InvalidFileError, read_regular
 from ...security.folders import Folder, can_be_renamed_by_others, replace_file
 from ...security.run_lock import RunLock
+from ...security.removal import check_mark, write_mark
 from ...security.schema import read_json
 from ...security.text import printable
 from .copy_records import copy_records
@@ -34,7 +36,7 @@ from .copy_records import copy_records
 DESTINATION_FILE = "keep.json"
 ATTEMPT = "attempt"
 LABEL_FILE = "run.json"
-LOCK = "lock"
+LOCK, KIND = "lock", "job"  # the mark of the folder, and its kind
 TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
 NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandoned
 MAX_NAMED = 8  # folders of other users that are reported
@@ -126,7 +128,7 @@ def job_folder() -> Path:
             if can_be_renamed_by_others(place):
                 continue
             # Not yet the final name: rescue() in other processes would clear an unlocked folder.
-            folder = Folder.make(place / (_new_prefix() + name))
+            folder = make(place / (_new_prefix() + name))
         except OSError:
             continue
         with folder:
@@ -138,6 +140,13 @@ def job_folder() -> Path:
         "to by you and is safe from other users. HINT: set TMPDIR to a folder that only you can "
         "write to, or to one with the sticky bit (chmod 1777)"
     )
+
+
+def make(path: Path) -> Folder:
+    """Create a job folder, and mark it as Paceline's. Raises OSError."""
+    folder = Folder.make(path)
+    write_mark(folder.fd, KIND, LOCK)
+    return folder
 
 
 def clear_orphans() -> None:
@@ -187,13 +196,28 @@ def _folders(prefix: str) -> Iterator[Folder]:
             continue
         for name in filter(name_of_one.fullmatch, names):
             try:
-                yield Folder.open(place / name)
+                yield _open(place / name)
             except FileNotFoundError:
                 continue  # just removed
             except OSError as error:
                 if name not in _reported:
                     _reported.add(name)
                     _report(place / name, error)
+
+
+def _open(path: Path) -> Folder:
+    """Open a job folder.
+
+    Raises:
+        UnsafeFileError: It belongs to another user, or Paceline has not created it.
+        OSError: It can't be opened. It counts as missing while it is empty: another process is just
+            creating or removing it.
+    """
+    folder = Folder.open(path)
+    if not folder.names():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    check_mark(folder.fd, path, KIND, LOCK)
+    return folder
 
 
 def _report(path: Path, error: OSError) -> None:
@@ -211,7 +235,7 @@ def _lock(folder: Folder) -> int | None:
         None if another process holds it.
     """
     try:
-        fd = folder.open_file(LOCK, os.O_RDWR | os.O_CREAT)
+        fd = folder.open_file(LOCK, os.O_RDWR)
     except OSError:
         return None
     try:
@@ -348,7 +372,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
         Whether no record was lost: all are copied, or are waiting to be sent.
     """
     try:
-        opened = Folder.open(folder)
+        opened = _open(folder)
     except FileNotFoundError:
         return True  # another process has removed it
     except OSError as error:
@@ -385,7 +409,7 @@ def clear(folder: Path, orphan: bool = False) -> bool:
 def remove(folder: Path) -> None:
     """Remove a job folder and all its contents. Never raises."""
     try:
-        with Folder.open(folder) as opened:
+        with _open(folder) as opened:
             opened.remove_all(last=LOCK)
     except OSError:
         pass

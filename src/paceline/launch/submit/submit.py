@@ -5,12 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from ...security.imports import python_command
 from ...security.outputs import write_output
 from ...security.programs import find_program, program_command
+from ...security.removal import TemporaryFolder
 from ..job import Job
 from ..job import check as check_script
 from ..recovery.shrink import check_min_hosts
@@ -200,9 +200,9 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
         ValueError: The command failed, or reported no job number; the message quotes its output.
     """
     command = kind.command(batch)
-    with tempfile.TemporaryDirectory(prefix="paceline-submit-") as folder:
+    with TemporaryFolder("paceline-submit-") as folder:
         if kind.by_file:
-            path = Path(folder) / batch.name
+            path = folder / batch.name
             write_output(path, script)
             command.append(str(path))
         try:

@@ -7,12 +7,11 @@ memory that oneDNN or BLAS allocate themselves is in neither the measured nor th
 
 import gc
 import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from ...security.removal import TemporaryFolder
 from .trace import TRACED_STEPS, TrainingStep
 
 
@@ -33,8 +32,8 @@ def measure_growth(run: Callable[[], None]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+    with TemporaryFolder() as folder:
+        path = folder / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     allocations = sorted(

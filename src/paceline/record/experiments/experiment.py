@@ -7,7 +7,6 @@ ends at once: the rest of the script and its exit handlers do not run.
 import functools
 import inspect
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from .lines.rank_profile import RankProfile
 from .memory_format import ContiguousFormat
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
-from .protect_files import FileProtection
+from .protect_files import FileProtection, remove_scratch
 from .rung import (
     CHANNELS_LAST,
     EVERYTHING,
@@ -345,7 +344,7 @@ class Experiment:
         self._detach()
         if self.rung.scratch:
             self._file_protection.is_disabled = True
-            shutil.rmtree(self.rung.scratch, ignore_errors=True)
+            remove_scratch(Path(self.rung.scratch))
         sys.stdout.flush()
         sys.stderr.flush()
         send_to_launcher(finished=0)

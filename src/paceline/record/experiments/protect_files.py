@@ -18,15 +18,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ...security.folders import Folder
+from ...security.removal import remove_marked, write_mark
 from ..hooks.import_hooks import after_import
 from . import native_writers
 from .rung import OVERLAY_NAME
 from .scratch_files import ScratchFiles
 
+SCRATCH = "scratch"  # kind of the scratch folder's mark
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
 # By audit event: positions of the arguments that are paths, each with the position of the file
 # descriptor of the folder that the path is relative to.
@@ -66,6 +69,7 @@ class FileProtection:
     def __init__(
         self, folder: Path, stop: Callable[[str], Any], covered: tuple[str, ...] = ()
     ) -> None:
+        _make_scratch(folder)
         self._folder, self._stop = os.path.realpath(folder), stop
         self._files = ScratchFiles(self._folder, stop)
         home = Path.home()
@@ -271,10 +275,41 @@ class FileProtection:
             self._resolving.active = before
 
 
+def _make_scratch(folder: Path) -> None:
+    """Create the scratch folder, which all ranks of a node share, if it does not exist.
+
+    Raises:
+        UnsafeFileError: Another user has created it.
+        OSError: It can't be created.
+    """
+    folder.parent.mkdir(0o700, parents=True, exist_ok=True)  # exists on the launcher's node
+    with Folder.make(folder, exist_ok=True) as made:
+        if not made.names():
+            write_mark(made.fd, SCRATCH)
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the scratch folder and its parent, if that is empty. Never raises."""
+    with suppress(OSError):
+        remove_marked(folder, SCRATCH)
+        folder.parent.rmdir()
+
+
+_original_rmtree = shutil.rmtree
+
+
 def _remove_tree(
-    path: Any, ignore_errors: bool = False, onerror: Any = None, *, onexc: Any = None, **_: Any
+    path: Any,
+    ignore_errors: bool = False,
+    onerror: Any = None,
+    *,
+    onexc: Any = None,
+    dir_fd: int | None = None,
 ) -> None:
     """Remove a folder with its content, as ``shutil.rmtree`` does, by paths."""
+    if dir_fd is not None:  # relative to an open folder, which is not redirected
+        _original_rmtree(path, ignore_errors, onerror, dir_fd=dir_fd)
+        return
 
     def call(function: Callable[[Any], Any], one: Any) -> Any:
         try:

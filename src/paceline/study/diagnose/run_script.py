@@ -15,7 +15,6 @@ from ...knobs.settings import Setting, write_settings
 from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
 from ...record.ring.states import State
-from ..script_runs import overlay
 from ..script_runs.deadline import Deadline
 from ..script_runs.run_process import error_line, last_lines, run_process
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
@@ -154,7 +153,7 @@ class Runner(ScriptRuns):
         except KeyboardInterrupt:
             raise InterruptedRunError(_load_partial(record)) from None
         finally:
-            overlay.remove(changes)
+            self.remove(changes)
         if code is None:
             raise OutOfTimeError(self.asked.minutes, _load_partial(record))
         run = load_run(record) if any(record.glob("*.ring")) else None

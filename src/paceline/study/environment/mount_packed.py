@@ -4,11 +4,9 @@ The folder is removed afterwards, also if the process is interrupted.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...security.programs import find_program, program_command
+from ...security.removal import TemporaryFolder
 from ..probe.measure.host_facts import free_space
 
 COMMAND_TIMEOUT_S = 30.0  # timeout of mount and unmount commands
@@ -159,13 +158,12 @@ def _unmount(folder: Path) -> None:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="paceline-pack-"))
+    folder = TemporaryFolder("paceline-pack-")
     try:
-        yield folder
+        yield folder.path
     finally:
         with _ignore_signals():
-            if not os.path.ismount(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()  # what is mounted on it stays as it is
 
 
 @contextmanager

@@ -6,7 +6,6 @@ to its seed; in other scripts the random number generators are seeded anew where
 begins, so that the order of samples and random draws differ and the initial parameters do not.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ...analyze.reference.series import Reference
 from ...plurals import counted
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ...security.imports import python_command
+from ...security.removal import TemporaryFolder
 from ...security.text import printable
 from ..script_runs import overlay
 from ..script_runs.run_process import last_lines, run_process
@@ -63,8 +63,8 @@ def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Re
         KeyboardInterrupt: The user interrupted a run.
     """
     found = []
-    with tempfile.TemporaryDirectory(prefix="paceline-reference-") as name:
-        folder = Path(name)
+    temporary = TemporaryFolder("paceline-reference-")
+    with temporary as folder:
         cover = overlay.Overlay.prepare(_script(request.words), request.words, folder)
         if cover is None and request.seeds > 1:
             say(
@@ -77,7 +77,7 @@ def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Re
             try:
                 found.append(_run(request, seed, folder, cover))
             finally:
-                overlay.remove(folder / f"overlay-{seed}")
+                temporary.remove_inside(folder / f"overlay-{seed}")
     reference = merge_references(found)
     runs = [replace(run, name=f"seed {seed}") for seed, run in enumerate(reference.runs)]
     return replace(reference, runs=runs, command=list(request.words))

@@ -84,7 +84,6 @@ class Overlay:
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
-        remove(scratch)
         return found if done.returncode == 0 and found.folders else None
 
 
@@ -109,16 +108,6 @@ def user_folders(script: str, args: Sequence[str]) -> tuple[str, ...]:
         if path != "/" and not any(_is_inside(path, one) for one in SYSTEM_FOLDERS):
             found.add(path)
     return tuple(sorted(a for a in found if not any(a != b and _is_inside(a, b) for b in found)))
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder of overlays; overlayfs leaves folders without permissions in it."""
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            inside = os.path.join(path, name)
-            if not os.path.islink(inside):
-                os.chmod(inside, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_inside(path: str, folder: str) -> bool:

@@ -1,6 +1,5 @@
 """Runs of the user's script, each a separate ``paceline run`` process."""
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +7,9 @@ from types import TracebackType
 from typing import Self
 
 from ...security.imports import python_command
+from ...security.removal import TemporaryFolder
 from .deadline import MINUTE_S, Deadline
-from .overlay import Overlay, remove
+from .overlay import Overlay
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class ScriptRuns:
         self._prefix = prefix
 
     def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix=self._prefix))
+        self._temporary = TemporaryFolder(self._prefix)
+        self.folder = self._temporary.path
         self.overlay = Overlay.prepare(self.asked.script, self.asked.args, self.folder)
         return self
 
@@ -66,7 +67,11 @@ class ScriptRuns:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        remove(self.folder)
+        self._temporary.remove()
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder of the runs, which may contain overlays."""
+        self._temporary.remove_inside(path)
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ their training (record/training).
 
 import math
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from ...record.training.settings import VARIABLE, VerifySettings
 from ...record.training.user_lines import is_users_file, place
 from ...security.files import open_regular
 from ...security.shared_folder import write_token
-from ..script_runs import overlay
 from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run_process
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
@@ -102,7 +100,7 @@ class ObservedRuns(ScriptRuns):
         self.say(what)
         log = self.folder / f"{name}.log"
         code = run_process(words, log, min(limit_s, self.deadline.left_s))
-        shutil.rmtree(folder / "record", ignore_errors=True)
+        self.remove(folder / "record")
         found = _facts_in(folder)
         ended = {one.ended for one in found}
         # A rank that fails after others have reached the limit has lost its peers.
@@ -119,8 +117,8 @@ class ObservedRuns(ScriptRuns):
 
     def clear(self, name: str) -> None:
         """Remove what a failed run has left."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        overlay.remove(self.folder / "files" / name)
+        self.remove(self.folder / name)
+        self.remove(self.folder / "files" / name)
 
 
 def _failed_calls(log: Path) -> list[tuple[str, str]]:

@@ -6,13 +6,12 @@ strace an audit hook counts only opens and directory listings, which are about a
 
 import re
 import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from ....cost.machine.machine_file import SECONDS, Figure
 from ....security.imports import python_command
 from ....security.programs import find_program
+from ....security.removal import TemporaryFolder
 
 CODE = """
 import resource, sys, time
@@ -120,8 +119,8 @@ def _traced(interpreter: str | None) -> int | None:
     strace = find_program("strace")
     if strace is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "table"
+    with TemporaryFolder() as folder:
+        table = folder / "table"
         words = [strace, "-f", "-c", "-o", str(table), "-e", "trace=file,fstat,getdents64"]
         try:
             _run([*words, *python_command("-c", "import torch", interpreter=interpreter)])

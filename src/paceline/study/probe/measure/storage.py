@@ -6,13 +6,12 @@ reading, the kernel is asked to drop the files from the page cache, and the resu
 
 import os
 import random
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ....cost.machine.machine_file import BANDWIDTH, FILES, Figure, Storage
+from ....security.removal import TemporaryFolder
 from . import page_cache
 from .host_facts import free_space
 from .repeat import rate
@@ -55,21 +54,21 @@ def storage(folder: Path, seconds: float) -> Storage:
             f"{LEAST_FREE >> 20} MiB. HINT: free space, or give another folder"
         )
     try:
-        own = Path(tempfile.mkdtemp(prefix=".paceline-check-", dir=folder))
+        own = TemporaryFolder(".paceline-check-", folder)
     except OSError as error:
         raise ValueError(
             f"--data {folder} can't be written to: {error.strerror}. HINT: give a folder that you "
             "may write to, or leave --data out"
         ) from None
     try:
-        return _measured(folder, own, UNKNOWN_FREE if free is None else free, seconds)
+        return _measured(folder, own.path, UNKNOWN_FREE if free is None else free, seconds)
     except OSError as error:
         raise ValueError(
             f"--data {folder}: {error.strerror} while measuring. HINT: check the quota of the "
             "folder and the state of its server"
         ) from None
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        own.remove()
 
 
 def _missing(folder: Path) -> str:

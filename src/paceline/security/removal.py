@@ -1,0 +1,131 @@
+"""Remove folders that Paceline has created, and no others.
+
+In a folder without sticky bit, another user can give any folder of this user the name of one of
+Paceline's. What is to be removed is therefore opened first, and must prove that Paceline has
+created it: by a file that Paceline put into it (the mark), or by the descriptor that is open since
+then. The content is removed relative to that descriptor, and the name only if it is empty.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from .files import InvalidFileError, UnsafeFileError, read_regular
+from .folders import FOLDER_FLAGS, NewFile, remove_content
+
+MARK = ".paceline"
+MAX_MARK_BYTES = 64
+
+
+def write_mark(folder_fd: int, kind: str, name: str = MARK) -> None:
+    """Mark a new folder as one that Paceline may remove with its content.
+
+    Args:
+        kind: What the folder is for: a mark of another kind is no proof.
+        name: Name of the file.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    with NewFile(name, dir_fd=folder_fd) as file:
+        file.write(_text(kind))
+
+
+def has_mark(folder_fd: int, kind: str, name: str = MARK) -> bool:
+    """Return whether ``write_mark`` has marked the folder."""
+    try:
+        found = read_regular(name, MAX_MARK_BYTES, dir_fd=folder_fd, follow_links=False)
+    except (OSError, InvalidFileError):
+        return False
+    return found == _text(kind)
+
+
+def _text(kind: str) -> bytes:
+    return f"folder of paceline: {kind}\n".encode()
+
+
+def check_mark(folder_fd: int, path: Path, kind: str, name: str = MARK) -> None:
+    """Raise UnsafeFileError if Paceline has not created the folder."""
+    if not has_mark(folder_fd, kind, name):
+        raise UnsafeFileError(errno.EPERM, "was not created by Paceline", str(path))
+
+
+def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
+    """Remove a marked folder with its content, except what can't be removed.
+
+    Raises:
+        UnsafeFileError: Paceline has not created the folder.
+        OSError: There is no folder of that name, or it can't be opened.
+    """
+    fd = os.open(path, FOLDER_FLAGS)
+    try:
+        check_mark(fd, path, kind, name)
+        remove_content(fd, last=name)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        os.rmdir(path)  # removes only an empty folder
+
+
+class TemporaryFolder:
+    """New folder of this user, with mode 0700, that is removed with its content at the end.
+
+    Attributes:
+        path: Path of the folder.
+    """
+
+    def __init__(self, prefix: str = "paceline-", parent: Path | None = None) -> None:
+        """Create the folder in ``parent``, by default in the temporary folder.
+
+        Raises:
+            UnsafeFileError: Another user has replaced the new folder.
+            OSError: The folder can't be created.
+        """
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self._fd = os.open(self.path, FOLDER_FLAGS)
+        if os.listdir(self._fd):
+            os.close(self._fd)
+            raise UnsafeFileError(errno.EPERM, "was replaced by another folder", str(self.path))
+
+    def remove_inside(self, path: Path) -> None:
+        """Remove a folder inside, if it exists, with all that can be removed."""
+        name = str(path.relative_to(self.path))
+        _permit(name, self._fd)
+        shutil.rmtree(name, ignore_errors=True, dir_fd=self._fd)
+
+    def remove(self) -> None:
+        """Remove the folder with its content, except what can't be removed. Never raises."""
+        if self._fd < 0:
+            return
+        _permit(".", self._fd)
+        remove_content(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def _permit(name: str, folder_fd: int) -> None:
+    """Permit this user to remove the content: overlayfs leaves folders without permissions."""
+    for _, folders, _, at in os.fwalk(name, dir_fd=folder_fd):
+        for one in folders:
+            with contextlib.suppress(OSError):
+                mode = os.stat(one, dir_fd=at, follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode) and mode & 0o700 != 0o700:
+                    os.chmod(one, 0o700, dir_fd=at)
