@@ -193,8 +193,8 @@ def _is_set(data: str) -> bool:
 
     from ..data.format.shard_format import META_FILE
     from ..data.sources import formats
+    from ..data.sources.content import ARRAYS, IMAGES
     from ..data.sources.folder_source import files_below
-    from ..data.sources.source import ARRAYS, IMAGES
     from ..security.boundary import Boundary
 
     path, _ = formats.split_path(data)

@@ -315,8 +315,9 @@ def test_invalid_streams_and_options_are_reported(tmp_path):
 
     x, image = np.zeros(3), np.zeros((8, 8, 3), np.uint8)
     fails(r"^list yields no samples", [])
-    fails(r"^list yields arrays and images\. HINT: yield samples of one kind", [x, image])
-    fails(r"^list: sample 1: .*JPEG", [x, b"\xff\xd8\xff"])
+    fails(r"^list: sample 1: is an image, but others are arrays\. HINT: pack each", [x, image])
+    fails(r"^list: sample 1: is an image, but others are arrays", [x, b"\xff\xd8\xff"])
+    fails(r"^list: sample 0: .*JPEG", [b"\xff\xd8\xff"])
     fails(r"^list: sample 1: .* not numeric", [x, np.zeros(3, "datetime64[s]")])
     fails(r"resize \(--resize\) must be at least 1 pixel; this is 0\. HINT", [x], resize=0)
     fails(r"quality \(--quality\) must be from 1 to 100; this is 0\. HINT", [x], quality=0)

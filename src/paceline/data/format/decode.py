@@ -18,7 +18,15 @@ from .shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, IndexRow
 
 Bytes = Any  # any object that supports the buffer protocol
 JPEG_COLOUR_SPACES = {1: "GRAY", 3: "RGB"}
-PILLOW_MODES = {"1": "L", "L": "L", "I;16": "I;16", "I": "I", "F": "F"}  # others become RGB
+# Dtypes of images with more than 8 bits in a value, by Pillow's mode. Pillow clips them if it
+# converts them to L or RGB.
+DEEP_MODES = {
+    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), "uint16"),
+    "I": "int32",
+    "F": "float32",
+}
+TIFF_BITS, TIFF_SAMPLE_FORMAT, TIFF_SUBFILE = 258, 339, 254  # tags
+TIFF_UNSIGNED, TIFF_REDUCED = 1, 1
 MAX_IMAGE_PIXELS = 1 << 28  # larger images are not training data, and are rejected
 # Pillow's other formats run programs (EPS), or do not match any file name in sources.IMAGES.
 PILLOW_PLUGINS = ("Jpeg", "Png", "Bmp", "Tiff", "WebP", "Gif", "Ppm", "Jpeg2K")
@@ -123,12 +131,50 @@ def image_to_array(picture: Any) -> np.ndarray[Any, Any]:
     Raises:
         ValueError: The image can't be decoded.
     """
-    mode = PILLOW_MODES.get(picture.mode, "RGB")
+    dtype = _image_dtype(picture)
+    mode = picture.mode if picture.mode in DEEP_MODES else shallow_mode(picture)
     try:
         array = np.asarray(picture if picture.mode == mode else picture.convert(mode))
     except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
         raise ValueError(f"can't be decoded: {_words(error)}") from None
+    if array.dtype != dtype:  # big endian, or unsigned values of 32 bits in an int32
+        array = array.astype(dtype)
     return array if array.ndim == 3 else array[:, :, None]
+
+
+def shallow_mode(picture: Any) -> str:
+    """Return the mode in which an image of 8 bits in a value is used: L or RGB."""
+    return "L" if picture.mode in ("1", "L") else "RGB"
+
+
+def _image_dtype(picture: Any) -> str:
+    if picture.mode == "I" and picture.format == "TIFF":  # Pillow reads uint32 as int32
+        tags = picture.tag_v2
+        unsigned = tags.get(TIFF_SAMPLE_FORMAT, (TIFF_UNSIGNED,)) == (TIFF_UNSIGNED,)
+        if unsigned and tags.get(TIFF_BITS) == (32,):
+            return "uint32"
+    return DEEP_MODES.get(picture.mode, "uint8")
+
+
+def _check_pages(picture: Any) -> None:
+    """Raise ValueError for a TIFF of several images, of which only the first would be used. Smaller
+    copies of the first image are not counted."""
+    if picture.format != "TIFF":
+        return
+    size = picture.size
+    try:
+        picture.seek(1)
+        same = picture.size == size and not picture.tag_v2.get(TIFF_SUBFILE, 0) & TIFF_REDUCED
+        picture.seek(0)
+    except EOFError:
+        return
+    except Exception as error:  # Pillow's plugins may raise anything for a corrupted file
+        raise ValueError(f"can't be opened as an image: {_words(error)}") from None
+    if same:
+        raise ValueError(
+            f"is a TIFF of {picture.n_frames} images, of which only the first would be used. HINT: "
+            "use MODULE:FUNCTION as SOURCE, which yields arrays"
+        )
 
 
 def open_image(data: Bytes) -> Any:
@@ -186,9 +232,9 @@ def read_image_header(data: Bytes, jpeg: bool) -> tuple[int, tuple[int, ...], st
         if colours in ("Gray", "GRAY", "YCbCr", "RGB"):
             return JPEG, (height, width, 1 if colours.upper() == "GRAY" else 3), "uint8"
     picture = open_image(data)
-    mode = PILLOW_MODES.get(picture.mode, "RGB")
-    dtype = {"I;16": "uint16", "I": "int32", "F": "float32"}.get(mode, "uint8")
-    return IMAGE, (picture.height, picture.width, 3 if mode == "RGB" else 1), dtype
+    _check_pages(picture)
+    channels = 1 if picture.mode in DEEP_MODES or shallow_mode(picture) == "L" else 3
+    return IMAGE, (picture.height, picture.width, channels), _image_dtype(picture)
 
 
 @functools.cache

@@ -113,6 +113,7 @@ class Files(UnpackedDataset):
         path = self.folder / self._source.name(i)
         try:
             loaded = self._source.load(i)
+            self._source.check_kind(loaded)
             return make(loaded), loaded.label
         except OSError as error:
             raise DataError(path, -1, 0, f"can't be read: {error.strerror}") from None

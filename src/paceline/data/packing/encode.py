@@ -1,17 +1,27 @@
 """Encode samples for packing: unchanged, resized, decoded, or as a function returns them."""
 
 import io
+import operator
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..format.decode import compress_zstd, decode, open_image, parse_npy, read_image_header
+from ..format.decode import (
+    DEEP_MODES,
+    compress_zstd,
+    decode,
+    open_image,
+    parse_npy,
+    read_image_header,
+    shallow_mode,
+)
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.sample_names import to_name_line
 from ..format.shard_format import FILE, RAW, ZSTD, ArraySpec, IndexRow, checksum, pack_row
-from ..sources.source import ARRAYS, IMAGES, JPEGS, LoadedSample
+from ..sources.content import ARRAYS, IMAGES, JPEGS
+from ..sources.source import LoadedSample
 from .statistics import Statistics
 
 CAST_HINT = ". HINT: --cast to a wider dtype, or --apply a function that clips or scales values"
@@ -110,15 +120,23 @@ def encode_sample(
     encoding, shape, dtype, data = _encode_data(loaded, options)
     parts, number, length = [data], 0, len(data)
     if isinstance(label, ArraySpec):
-        array = np.asarray(loaded.label, label.dtype, order="C")
+        array = np.asarray(loaded.label)
         if array.shape != label.shape:
             raise ValueError(
                 f"its label has the shape {array.shape}, but others have {label.shape}"
             )
+        if not np.can_cast(array.dtype, label.dtype, "same_kind"):
+            raise ValueError(f"its label is {array.dtype}, but others are {label.dtype}")
+        array = np.asarray(array, label.dtype, order="C")
         parts.append(array.tobytes())
         length += len(parts[1])
     elif label is not None:
-        number = int(loaded.label)
+        try:
+            number = operator.index(loaded.label)
+        except TypeError:
+            raise ValueError(
+                f"its label is {_shown_label(loaded.label)}, but others are integers"
+            ) from None
         if not -(1 << 63) <= number < 1 << 63:
             raise ValueError(f"its label {str(number)[:20]} ... does not fit into 64 bits")
     if length >= MAX_SAMPLE_BYTES:
@@ -127,6 +145,11 @@ def encode_sample(
     return EncodedSample(
         encoding, shape, dtype, parts, length, number, crc, to_name_line(loaded.name)
     )
+
+
+def _shown_label(label: Any) -> str:
+    array = np.asarray(label)
+    return f"{array.dtype} of {array.shape}" if array.shape else f"{array.dtype} {array}"[:80]
 
 
 def _encode_data(
@@ -161,19 +184,13 @@ def load_array(loaded: LoadedSample) -> Any:
     Raises:
         ValueError: The sample can't be decoded.
     """
-    data = (
-        parse_npy(loaded.data) if loaded.extension in ARRAYS and _is_file(loaded) else loaded.data
-    )
+    data = parse_npy(loaded.data) if loaded.extension in ARRAYS else loaded.data
     if isinstance(data, np.ndarray):
         return data if data.flags.writeable else data.copy()
     if loaded.extension not in IMAGES:
         return data
     encoding, shape, dtype = read_image_header(data, loaded.extension in JPEGS)
     return decode(IndexRow(0, 0, len(data), 0, shape, dtype, encoding, 0, b""), data)
-
-
-def _is_file(loaded: LoadedSample) -> bool:
-    return not isinstance(loaded.data, np.ndarray)
 
 
 def function_name(function: Callable[..., Any] | None) -> str | None:
@@ -261,11 +278,16 @@ def _check_values(array: np.ndarray[Any, Any], fits: Any, kind: np.dtype[Any]) -
 
 def _resize_jpeg(data: Any, side: int, quality: int) -> bytes:
     image = open_image(data)
+    if image.mode in DEEP_MODES:
+        raise ValueError(
+            f"has {DEEP_MODES[image.mode]} values, and a resized image is a JPEG, which has 8 bits "
+            "in a value. HINT: replace --resize by --apply MODULE:FUNCTION, which resizes arrays"
+        )
     image.draft(image.mode, (side, side))  # a JPEG is decoded at a fraction of its size
     width, height = image.size
     scale = side / min(width, height)
     try:
-        image = image.convert("L" if image.mode == "L" else "RGB")
+        image = image.convert(shallow_mode(image))
         if scale < 1:
             image = image.resize((round(width * scale), round(height * scale)), reducing_gap=2)
         buffer = io.BytesIO()

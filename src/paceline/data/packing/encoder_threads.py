@@ -116,7 +116,10 @@ class Encoder:
             ValueError: The sample can't be read, and ``skip_unreadable`` is false.
         """
         try:
-            packed = encode_sample(self.source.load(i), self.options, self.source.label)
+            loaded = self.source.load(i)
+            if self.options.apply is None:
+                self.source.check_kind(loaded)
+            packed = encode_sample(loaded, self.options, self.source.label)
             array = decoded_array(packed) if in_statistics else None
         except (OSError, ValueError, ArithmeticError, MemoryError, EOFError) as error:
             reason = printable(f"{self.source.description}: {_reason(error, self.source, i)}")

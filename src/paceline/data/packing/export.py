@@ -14,11 +14,12 @@ import numpy as np
 
 from ...security.files import InvalidFileError, UnsafeFileError, read_regular
 from ...security.folders import Folder
-from ..format.shard_format import META_FILE, RAW, ZSTD
+from ..format.shard_format import FILE, META_FILE, RAW, ZSTD
 from ..shards import ScratchBuffer, Shards
 from ..sources import formats
+from ..sources.content import extension_of
 from ..sources.formats import FORMATS, ExportInfo, Sample
-from ..sources.source import EXTENSIONS, extension_from_magic
+from ..sources.source import EXTENSIONS
 from .encode import function_name
 from .pack import PackReport, describe_source, pack
 
@@ -202,10 +203,11 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
                 or len(extension) > MAX_EXTENSION_CHARS
                 or not extension.isprintable()
             ):
-                extension = extension_from_magic(content)
-            sample = Sample(
-                content, label, name, extension if extension != ".bin" else EXTENSIONS[row.encoding]
-            )
+                extension = ""
+            extension = extension or EXTENSIONS[row.encoding]
+            if row.encoding != FILE:
+                extension = extension_of(content, extension)
+            sample = Sample(content, label, name, extension)
         yield sample
         size += row.length
         step(i + 1, size)

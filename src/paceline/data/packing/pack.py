@@ -26,7 +26,7 @@ import numpy as np
 
 from ...security.text import printable
 from ..format import shard_format
-from ..format.shard_format import FILE, IMAGE, JPEG, RAW, ZSTD, DatasetMeta
+from ..format.shard_format import DatasetMeta
 from ..sources.open_source import open_source
 from ..sources.source import ShardSource, Source, are_images
 from .encode import EncodedSample, EncodingOptions, encode_sample
@@ -44,7 +44,6 @@ from .unfinished import (
 )
 
 SPOOL_BYTES = 256 << 20
-KIND_OF_ENCODING = {RAW: "arrays", ZSTD: "arrays", JPEG: "images", IMAGE: "images", FILE: "files"}
 MAX_KIND_PROBES = 100  # samples tried until one can be read
 MAX_SIZE_PROBES = 32  # samples read to estimate the mean sample size
 MAX_SIZE_PROBE_S = 2.0
@@ -349,30 +348,23 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
         shutil.rmtree(spool, ignore_errors=True)
         (spool / WORK_FOLDER).mkdir(parents=True)
         writer = ShardWriter(spool, spool / WORK_FOLDER, SPOOL_BYTES, images=False)
-        count, kinds = 0, set()
+        count = 0
         try:
             for loaded in stream.each():
                 try:
+                    stream.check_kind(loaded)
                     packed = encode_sample(loaded, EncodingOptions(), stream.label)
                 except ValueError as error:
                     where = printable(f"{stream.description}: sample {count}")
                     raise ValueError(f"{where}: {error}") from error
-                images = packed.encoding == RAW and are_images(packed.dtype, packed.shape)
-                kinds.add("images" if images else KIND_OF_ENCODING[packed.encoding])
                 writer.add(packed, count)
                 count += 1
                 step(count, writer.bytes)
-            if not kinds:
+            if not count:
                 raise ValueError(f"{stream.description} yields no samples")
-            if len(kinds) > 1:
-                raise ValueError(
-                    f"{stream.description} yields {' and '.join(sorted(kinds))}. HINT: yield "
-                    "samples of one kind"
-                )
             writer.close(count)
         finally:
             writer.abort()
-        packed_as = {"kind": kinds.pop()}
         meta = DatasetMeta(
             count,
             writer.shards,
@@ -380,7 +372,7 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
             stream.label,
             stream.classes,
             stream.has_names,
-            packed=packed_as,
+            packed={"kind": stream.kind},
         )
         writer.finish(meta, stream.has_names)
     source = ShardSource(spool)

@@ -16,7 +16,9 @@ from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..format.shard_format import ArraySpec, create_new_file, write_atomically
 from .bounded_read import OpenFile, read_sample_file
-from .source import ARRAYS, IMAGES, LoadedSample, Source
+from .content import HEAD_BYTES, extension_of, kind_of
+from .source import LoadedSample, Source
+from .text_labels import float32_label, interpret_labels
 
 MAX_LISTING_BYTES_IN_MEMORY = 16 << 20  # a longer listing is read line by line
 # In the work folder: one line per sample, and the byte offsets where the lines end.
@@ -25,6 +27,13 @@ SHOWN = 3
 Inode = tuple[int, int]  # device and number
 MAX_LINKS_TO_FOLDER = 64
 MAX_LINE_BYTES = 1 << 20  # of a CSV of labels
+MAX_KIND_PROBES = 16  # extensions of which a file is read when the source is opened
+# Names of columns, of which the first line of a CSV is a heading. Only their letters count.
+_FILE_WORDS = ("file", "image", "img", "sample", "path")
+FILE_HEADINGS = {"id", "name", "key"} | {
+    word + end for word in _FILE_WORDS for end in ("", "s", "name", "names", "path", "paths", "id")
+}
+LABEL_HEADINGS = {"label", "labels", "class", "classname", "classid", "target", "category", "y"}
 
 
 class FolderSource(Source):
@@ -73,12 +82,16 @@ class FolderSource(Source):
         return len(self._ends)
 
     def load(self, i: int) -> LoadedSample:
-        label, name = self._entry(i)
+        label_text, name = self._entry(i)
         data = read_sample_file(os.path.join(self._prefix, name), self._boundary)
         if not data:
             raise ValueError("the file is empty")
+        label: Any = None
         if isinstance(self.label, ArraySpec):
-            label = np.asarray(label, np.float32).reshape(self.label.shape)
+            numbers = [float32_label(one) for one in label_text.split(",")]
+            label = np.stack(numbers).reshape(self.label.shape)
+        elif label_text:
+            label = int(label_text)
         return LoadedSample(data, label, name)
 
     def name(self, i: int) -> str:
@@ -87,27 +100,28 @@ class FolderSource(Source):
     def close(self) -> None:
         self._file.close()
 
-    def _entry(self, i: int) -> tuple[Any, str]:
+    def _entry(self, i: int) -> tuple[str, str]:
+        """Return the text of a sample's label, and its path."""
         start, end = int(self._ends[i - 1]) if i else 0, int(self._ends[i])
         if self._lines is None:
             line = os.pread(self._file.fd, end - start, start)
         else:
             line = self._lines[start:end]
         label_text, _, name = os.fsdecode(line).rstrip("\n").partition("\t")
-        if isinstance(self.label, ArraySpec):
-            return [float(one) for one in label_text.split(",")], name
-        return (int(label_text) if label_text else None), name
+        return label_text, name
 
     def _kind(self) -> str:
-        """Return the kind of the files by their extensions. Looks at some thousand files only, as
-        there may be millions."""
+        """Return the kind of the files, by their extensions and by the content of the first file of
+        each. Looks at some thousand names only, as there may be millions."""
         step = max(len(self) // 4096, 1)
-        kinds: dict[str, str] = {}
+        firsts: dict[str, str] = {}
         for i in range(0, len(self), step):
-            name = self._entry(i)[1]
-            end = os.path.splitext(name)[1].lower()
-            kind = "images" if end in IMAGES else "arrays" if end in ARRAYS else "files"
-            kinds.setdefault(kind, name)
+            name = self.name(i)
+            firsts.setdefault(os.path.splitext(name)[1].lower(), name)
+        kinds: dict[str, str] = {}
+        for number, (extension, name) in enumerate(firsts.items()):
+            head = self._head(name) if number < MAX_KIND_PROBES else b""
+            kinds.setdefault(kind_of(extension_of(head, extension)), name)
         if len(kinds) > 1:
             some = ", ".join(f"{printable(name)} ({kind})" for kind, name in sorted(kinds.items()))
             raise ValueError(
@@ -115,6 +129,21 @@ class FolderSource(Source):
                 "a folder of its own, or name the files to pack in a CSV (--labels)"
             )
         return next(iter(kinds))
+
+    def _head(self, name: str) -> bytes:
+        """Return the first bytes of a file, or b"" if it can't be read, which packing reports."""
+        if not self._boundary.contains(self.folder / name):
+            return b""
+        try:
+            file = OpenFile(self.folder / name)
+        except (OSError, ValueError):
+            return b""
+        try:
+            return os.pread(file.fd, HEAD_BYTES, 0)
+        except OSError:
+            return b""
+        finally:
+            file.close()
 
 
 class _ClassFolders:
@@ -147,13 +176,12 @@ class _LabelTable:
     def __init__(self, folder: Path, table: Path, boundary: Boundary) -> None:
         self.folder, self.table, self.notes = folder, table, list[str]()
         self._boundary = boundary
-        kinds, self._columns, self._lines, missing = set(), 0, 0, []
+        self._columns, self._lines, missing = 0, 0, []
         for number, (name, label_text) in self._read():
             self._lines += 1
             self._columns = self._columns or len(label_text)
             if len(label_text) != self._columns or not all(label_text):
                 missing.append(f"{printable(name)} (line {number})")
-            kinds |= {_kind(one) for one in label_text}
         if missing:
             more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
             raise ValueError(
@@ -164,32 +192,49 @@ class _LabelTable:
             raise ValueError(
                 f"{table} names no files. HINT: write a file and its label in each line"
             )
-        self.classes: list[str] = []
-        self.label: ArraySpec | str = ArraySpec(
-            "float32", (self._columns,) if self._columns > 1 else ()
+        found = interpret_labels(
+            str(table), lambda: (one for _, (_, label_text) in self._read() for one in label_text)
         )
-        if self._columns == 1 and "float" not in kinds:
-            self.label = "class"
-            if "text" in kinds:
-                self.classes = sorted({label_text[0] for _, (_, label_text) in self._read()})
-        elif "text" in kinds:
-            raise ValueError(
-                f"{table} has words and numbers in {self._columns} columns of labels. HINT: use "
-                "one column of classes, or columns of numbers"
-            )
+        self.label, self.classes = found.label, found.classes
+        self.notes += [found.note] if found.note else []
+        if self._columns > 1:
+            self.label = ArraySpec("float32", (self._columns,))
+            if self.classes:
+                raise ValueError(
+                    f"{table} has words in {self._columns} columns of labels. HINT: use one column "
+                    "of classes, or columns of numbers"
+                )
 
     def _read(self) -> Iterator[tuple[int, tuple[str, list[str]]]]:
         """Yield (line number, (file, labels)) without the heading."""
         try:
-            with open(open_regular(self.table), newline="") as file:
+            with open(open_regular(self.table), newline="", encoding="utf-8-sig") as file:
                 for number, row in enumerate(csv.reader(_lines(file)), 1):
-                    if not row or (number == 1 and not (self.folder / row[0]).exists()):
+                    if not row or (number == 1 and self._is_heading(row)):
                         continue
                     label_text = [one.strip() for one in row[1:]]
                     yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ValueError(f"{self.table} can't be read as a CSV: {reason}") from None
+
+    def _is_heading(self, row: list[str]) -> bool:
+        """Return whether the first line is a heading. Raises ValueError if it may be a line whose
+        file does not exist."""
+        first = row[0].strip()
+        if os.path.exists(self.folder / first):
+            return False
+        named = _letters(first) in FILE_HEADINGS or (
+            not os.path.splitext(first)[1]
+            and any(_letters(one) in LABEL_HEADINGS for one in row[1:])
+        )
+        if not named and not first.startswith("#"):
+            raise ValueError(
+                f"{self.table} names in line 1 the file {printable(first)}, which is not in "
+                f"{self.folder}. HINT: correct it; if the line is a heading, begin it with #; "
+                "separate columns by commas"
+            )
+        return True
 
     def each(self) -> Iterator[tuple[str, str]]:
         numbers = {name: str(number) for number, name in enumerate(self.classes)}
@@ -217,12 +262,8 @@ class _LabelTable:
             )
 
 
-def _kind(label_text: str) -> str:
-    try:
-        number = float(label_text)
-    except ValueError:
-        return "text" if label_text else "float"
-    return "whole" if number.is_integer() and label_text.lstrip("-").isdigit() else "float"
+def _letters(heading: str) -> str:
+    return "".join(one for one in heading.lower() if one.isalpha())
 
 
 def files_below(folder: Path, boundary: Boundary) -> Iterator[str]:

@@ -12,8 +12,9 @@ from ...security.imports import import_folders
 from ..format import shard_format
 from ..format.shard_format import DataError
 from . import formats
+from .content import ARRAYS
 from .folder_source import FolderSource
-from .source import ARRAYS, ArraySource, ShardSource, Source, StreamSource
+from .source import ArraySource, ShardSource, Source, StreamSource
 
 
 def import_function(name: str, function_of: str = "") -> Any:

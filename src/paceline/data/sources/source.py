@@ -15,12 +15,11 @@ from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.shard_format import FILE, IMAGE, JPEG, ArraySpec
 from ..shards import ScratchBuffer, Shards
 from .bounded_read import OpenFile, check_expansion, read_at
+from .content import UNKNOWN, extension_of, kind_of
 
-JPEGS = (".jpg", ".jpeg", ".jpe")
-IMAGES = (*JPEGS, ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".ppm", ".pgm", ".jp2")
-ARRAYS = (".npy",)
-EXTENSIONS = {JPEG: ".jpg", IMAGE: ".png", FILE: ".bin"}  # assumed for a packed sample
-MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png"}  # first bytes of a file
+# How a sample of a kind is called.
+ONE_OF = {"images": "an image", "arrays": "an array", "files": "no image and no array"}
+EXTENSIONS = {JPEG: ".jpg", IMAGE: ".png", FILE: UNKNOWN}  # of a packed sample
 
 
 @dataclass
@@ -30,7 +29,8 @@ class LoadedSample:
     Attributes:
         data: An array, or the bytes of a file.
         label: A class, an array, or None.
-        extension: Kind of file, as ".jpg"; by default that of ``name``.
+        extension: Kind of a file, as ".jpg"; by default that of the first bytes of ``data``, or of
+            ``name``. "" for an array.
     """
 
     data: Any
@@ -39,7 +39,15 @@ class LoadedSample:
     extension: str = ""
 
     def __post_init__(self) -> None:
-        self.extension = self.extension or os.path.splitext(self.name)[1].lower()
+        if not self.extension and not isinstance(self.data, np.ndarray):
+            self.extension = extension_of(self.data, os.path.splitext(self.name)[1].lower())
+
+    @property
+    def kind(self) -> str:
+        """Return "images", "arrays" or "files"."""
+        if not isinstance(self.data, np.ndarray):
+            return kind_of(self.extension)
+        return "images" if are_images(self.data.dtype.name, self.data.shape) else "arrays"
 
 
 class Source(ABC):
@@ -50,6 +58,7 @@ class Source(ABC):
         label: None, "class", or dtype and shape of label arrays.
         has_names: Whether samples have names.
         sequential: Whether it is only fast when read from its start, by ``each``.
+        has_arrays: Whether samples are arrays, and not the bytes of files.
         description: What the source is, for messages.
         classes: Names of the classes.
         notes: Remarks for the user.
@@ -57,7 +66,7 @@ class Source(ABC):
 
     kind = "arrays"
     label: ArraySpec | str | None = None
-    has_names = sequential = False
+    has_names = sequential = has_arrays = False
     description = ""
 
     def __init__(self) -> None:
@@ -79,6 +88,18 @@ class Source(ABC):
         """Iterate over all samples in order."""
         return map(self.load, range(len(self)))
 
+    def check_kind(self, loaded: LoadedSample) -> None:
+        """Raise ValueError if a sample is not of the kind that the source has."""
+        is_array = isinstance(loaded.data, np.ndarray)
+        if is_array != self.has_arrays or not (is_array or loaded.kind == self.kind):
+            raise self._other_kind(loaded)
+
+    def _other_kind(self, loaded: LoadedSample) -> ValueError:
+        return ValueError(
+            f"is {ONE_OF[loaded.kind]}, but others are {self.kind}. HINT: pack each kind as a "
+            "dataset of its own, or use MODULE:FUNCTION as SOURCE"
+        )
+
     def close(self) -> None:
         return None
 
@@ -92,6 +113,7 @@ class ArraySource(Source):
         self.x = _rows(x)
         self.description = self.x.description
         self.kind = "images" if are_images(self.x.dtype, self.x.shape) else "arrays"
+        self.has_arrays = True
         self.y = None if y is None else _rows(y)
         if self.y is not None:
             if len(self.y) != len(self.x):
@@ -252,6 +274,9 @@ class ShardSource(Source):
     def name(self, i: int) -> str:
         return self.shards.name(i)
 
+    def check_kind(self, loaded: LoadedSample) -> None:
+        """Do nothing: the samples were checked when they were packed."""
+
 
 @dataclass
 class _LabelConverter:
@@ -264,7 +289,7 @@ class _LabelConverter:
     def convert(self, value: Any, number: int) -> Any:
         if isinstance(value, str):
             kind: ArraySpec | str | None = "class"
-            result: Any = self.classes.setdefault(value, len(self.classes))
+            result: Any = self.classes.get(value, len(self.classes))
         elif value is None:
             kind = result = None
         else:
@@ -283,7 +308,15 @@ class _LabelConverter:
                 f"the label of sample {number} is {_label_name(kind)}, but earlier labels are "
                 f"{_label_name(self.label)}. HINT: yield labels of one kind and shape, or no labels"
             )
+        if self.seen and isinstance(value, str) != bool(self.classes):
+            raise ValueError(
+                f"the label of sample {number} is {value!r}, but earlier labels are "
+                f"{'names' if self.classes else 'numbers'} of classes. HINT: yield names only, or "
+                "numbers only"
+            )
         self.label, self.seen = kind, True
+        if isinstance(value, str):
+            self.classes[value] = result
         return result
 
 
@@ -305,10 +338,9 @@ class StreamSource(Source):
     def each(self) -> Iterable[LoadedSample]:
         for number, item in enumerate(self._stream):
             data, label = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-            extension = ""
-            if isinstance(data, (bytes, bytearray)):
-                extension = extension_from_magic(data)
-            else:
+            if isinstance(data, (bytearray, memoryview)):
+                data = bytes(data)
+            if not isinstance(data, bytes):
                 data = np.asarray(data)
                 if data.dtype.hasobject:
                     raise ValueError(
@@ -317,12 +349,15 @@ class StreamSource(Source):
                     )
             label = self._labels.convert(label, number)
             self.label, self.classes = self._labels.label, list(self._labels.classes)
-            yield LoadedSample(data, label, extension=extension)
+            loaded = LoadedSample(data, label)
+            if not number:
+                self.kind, self.has_arrays = loaded.kind, not isinstance(data, bytes)
+            yield loaded
 
-
-def extension_from_magic(data: bytes | bytearray) -> str:
-    """Return the extension of a file's bytes: ".jpg", ".png", or ".bin" for any other."""
-    return next((extension for start, extension in MAGIC.items() if data.startswith(start)), ".bin")
+    def check_kind(self, loaded: LoadedSample) -> None:
+        super().check_kind(loaded)
+        if loaded.kind != self.kind:  # arrays that are images, and others
+            raise self._other_kind(loaded)
 
 
 def _label_name(kind: ArraySpec | str | None) -> str:

@@ -10,6 +10,10 @@ from . import ExportInfo, Sample, convert_library_errors, import_format_package
 from .members import MemberSource, sample_members
 
 CLASSES = b"__classes__"
+# Keys of common recipes: counts, and labels of image-000000001 as label-000000001.
+COUNTS = (b"length", b"len", b"size", b"count", b"num-samples", b"num_samples", b"nsamples")
+MAX_COUNT_BYTES = 64
+LABEL = b"label-"
 MAP_BYTES = 1 << 40  # of address space, not of disk
 SAMPLES_PER_TRANSACTION = 1000
 
@@ -64,11 +68,18 @@ class LMDBSource(MemberSource):
         last, members = "", dict[str, Any]()
         seen, key_count = 0, int(self._database.stat()["entries"])
         with self._database.begin() as transaction:
+            lookup = transaction.cursor()
             for key in transaction.cursor().iternext(keys=True, values=False):
                 seen += 1
                 if seen > key_count:  # damaged pages that point at each other never end
                     break
                 if key.startswith(b"__"):  # counts and lists, which common recipes store so
+                    continue
+                if key.lower() in COUNTS and len(transaction.get(key)) <= MAX_COUNT_BYTES:
+                    self.notes.append(f"the key {key.decode()} is left out: it is no sample")
+                    continue
+                number = key.rpartition(b"-")[2]
+                if key == LABEL + number and any(map(lookup.set_key, _numbered(number))):
                     continue
                 folder, slash, file = _key_text(key).rpartition("/")
                 stem, _, end = file.partition(".")
@@ -78,6 +89,8 @@ class LMDBSource(MemberSource):
                     members = {}
                 last = sample_key
                 members[end] = bytes(key)
+                if key in _numbered(number) and lookup.set_key(LABEL + number):
+                    members["cls"] = LABEL + number
         if seen != key_count:
             more = "more than " if seen > key_count else f"{seen:,} of "
             raise ValueError(
@@ -85,6 +98,11 @@ class LMDBSource(MemberSource):
             )
         if members:
             yield last, members
+
+
+def _numbered(number: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of the image whose label is LABEL + number."""
+    return b"image-" + number, b"img-" + number
 
 
 def _key_text(key: bytes) -> str:

@@ -10,14 +10,16 @@ import numpy as np
 
 from ....security.text import printable
 from ...format.decode import parse_npy
-from ...format.shard_format import ArraySpec
-from ..source import ARRAYS, IMAGES, LoadedSample, Source, extension_from_magic, label_field
+from ..content import extension_of, kind_of
+from ..source import LoadedSample, Source, label_field
+from ..text_labels import interpret_labels
 from . import Sample
 
 LABELS = ("cls", "y.npy")  # a class, or an array
 NAME = "name"
 SHOWN = 10
 MAX_CLASS_BYTES = 4096
+MAX_KIND_PROBES = 16  # extensions of which a sample is read when the source is opened
 
 
 class MemberSource(Source):
@@ -37,50 +39,58 @@ class MemberSource(Source):
         self._keys: list[str] = []
         self._data: list[Any] = []  # places of each sample, its label and its name
         self._extensions: list[str] = []
-        other: set[str] = set()
+        self._label_extension = ""
+        self._left_out: set[str] = set()
+        problem = ""
         for key, members in groups:
-            label = labels or next(
-                (extension for extension in LABELS if extension in members), None
-            )
-            if labels is not None and labels not in members:
-                there = f"{printable(key)} has no .{labels}; it has {_list_extensions(members)}"
-                raise ValueError(f"{description}: {there}")
-            data = [extension for extension in members if extension not in (label, NAME)]
-            best = [extension for extension in data if _kind(extension) != "files"] or data
-            if len(best) != 1:
-                raise ValueError(
-                    f"{description}: {printable(key)} has {_list_extensions(members)}. HINT: keep "
-                    "one "
-                    "member beside .cls, name the extension of the label (--labels cls), or use "
-                    "MODULE:FUNCTION as SOURCE"
-                )
-            other |= set(data) - set(best)
-            place = (members[best[0]], members[label] if label else None, members.get(NAME))
-            if self._data and (place[1] is None) != (self._data[0][1] is None):
-                missing, there = (key, self._keys[0])[:: 1 if place[1] is None else -1]
-                raise ValueError(
-                    printable(f"{description}: {missing} has no label, but {there} has one")
-                )
-            self._keys.append(key)
-            self._extensions.append(best[0])
-            self._data.append(place)
-            self._label_extension = label or ""
+            # A key that is there again explains why a member seems to be missing.
+            problem = problem or self._add(key, members, labels)
+        if problem:
+            raise ValueError(f"{description}: {problem}")
         if not self._data:
             raise ValueError(f"{description} contains no samples")
         self.has_names = True
         self._read_label_kind()
-        kinds = {_kind(extension) for extension in set(self._extensions)}
-        if kinds == {"files"} and not self._extensions[0]:
-            kinds = {_kind(extension_from_magic(self.content(self._data[0][0]))[1:])}
+        firsts: dict[str, int] = {}
+        for i, extension in enumerate(self._extensions):
+            firsts.setdefault(extension, i)
+        kinds = {self.load(i).kind for i in list(firsts.values())[:MAX_KIND_PROBES]}
         if len(kinds) > 1:
             raise ValueError(
                 f"{description} contains {' and '.join(sorted(kinds))}. HINT: pack each kind as a "
                 "dataset of its own"
             )
         self.kind = kinds.pop()
-        if other:
-            some = printable(", ".join(sorted(other)[:SHOWN]))
+        if self._left_out:
+            some = printable(", ".join(sorted(self._left_out)[:SHOWN]))
             self.notes.append(f"members with these extensions are left out: {some}")
+
+    def _add(self, key: str, members: dict[str, Any], labels: str | None) -> str:
+        """Add a sample; return why it can't be one, or ""."""
+        shown, extensions = printable(key), _list_extensions(members)
+        label = labels or next((extension for extension in LABELS if extension in members), None)
+        if labels is not None and labels not in members:
+            return f"{shown} has no .{labels}; it has {extensions}"
+        data = [extension for extension in members if extension not in (label, NAME)]
+        best = [extension for extension in data if _kind(extension) != "files"] or data
+        if len(best) != 1:
+            return (
+                f"{shown} has {extensions}. HINT: keep one member beside .cls, name the extension "
+                "of the label (--labels cls), or use MODULE:FUNCTION as SOURCE"
+            )
+        self._left_out |= set(data) - set(best)
+        place = (members[best[0]], members[label] if label else None, members.get(NAME))
+        if self._data and label != (self._label_extension or None):
+            first = printable(self._keys[0])
+            if label and self._label_extension:
+                return f"the label of {first} is .{self._label_extension}, that of {shown} .{label}"
+            missing, there = (shown, first)[:: 1 if label is None else -1]
+            return f"{missing} has no label, but {there} has one"
+        self._keys.append(key)
+        self._extensions.append(best[0])
+        self._data.append(place)
+        self._label_extension = label or ""
+        return ""
 
     @abstractmethod
     def content(self, place: Any) -> bytes:
@@ -92,16 +102,9 @@ class MemberSource(Source):
     def load(self, i: int) -> LoadedSample:
         data, label, _ = self._data[i]
         content = self.content(data)
-        value = None if label is None else self._label(self.content(label))
-        extension = (
-            f".{self._extensions[i].rpartition('.')[2].lower()}" if self._extensions[i] else ""
-        )
-        loaded = LoadedSample(
-            content, value, self.name(i), extension or extension_from_magic(content)
-        )
-        if loaded.extension in ARRAYS:
-            loaded.data = parse_npy(content)
-        return loaded
+        value = None if label is None else self._label(label)
+        extension = extension_of(content, _last(self._extensions[i]))
+        return LoadedSample(content, value, self.name(i), extension)
 
     def name(self, i: int) -> str:
         with_names = self._data[i][2]
@@ -112,7 +115,7 @@ class MemberSource(Source):
         )
 
     def _read_label_kind(self) -> None:
-        """Set the kind of the labels by the first one, and number class names."""
+        """Set the kind of the labels; that of texts is decided by all of them."""
         place = self._data[0][1]
         if place is None:
             return
@@ -120,21 +123,22 @@ class MemberSource(Source):
             first = parse_npy(self.content(place))
             self.label = label_field(first.dtype.name, first.shape, self.description)
             return
-        self.label = "class"
-        if not _is_integer(self.content(place)):
-            words = {_text(self.content(label)) for _, label, _ in self._data}
-            self.classes = sorted(words)
-        self._numbers = {name: number for number, name in enumerate(self.classes)}
+        self._texts = interpret_labels(self.description, self._label_texts)
+        self.label, self.classes = self._texts.label, self._texts.classes
+        self.notes += [self._texts.note] if self._texts.note else []
 
-    def _label(self, content: bytes) -> Any:
-        if isinstance(self.label, ArraySpec):
+    def _label(self, place: Any) -> Any:
+        content = self.content(place)
+        if self._label_extension.endswith("npy"):
             return parse_npy(content)
-        text = _text(content)
-        if not self._numbers:
-            return int(text[:MAX_CLASS_BYTES])
-        if text not in self._numbers:
-            raise ValueError(f"its label has changed: {printable(text[:SHOWN])!r}")
-        return self._numbers[text]
+        return self._texts.value(_text(content))
+
+    def _label_texts(self) -> Iterator[str]:
+        for key, (_, place, _) in zip(self._keys, self._data, strict=True):
+            try:
+                yield _text(self.content(place))
+            except ValueError as error:
+                raise ValueError(f"{self.description}: {printable(key)}: {error}") from None
 
 
 def sample_members(with_names: bool, sample: Sample) -> Iterator[tuple[str, bytes]]:
@@ -158,16 +162,12 @@ def _npy(array: np.ndarray[Any, Any]) -> bytes:
 
 
 def _kind(extension: str) -> str:
-    last = f".{extension.rpartition('.')[2].lower()}"
-    return "images" if last in IMAGES else "arrays" if last in ARRAYS else "files"
+    return kind_of(_last(extension))
 
 
-def _is_integer(content: bytes) -> bool:
-    try:
-        int(content)
-    except ValueError:
-        return False
-    return True
+def _last(extension: str) -> str:
+    """Return the last part of "seg.PNG" as ".png"; "" if there is none."""
+    return f".{extension.rpartition('.')[2].lower()}" if extension else ""
 
 
 def _text(content: bytes) -> str:
@@ -176,7 +176,10 @@ def _text(content: bytes) -> str:
             f"its class name has {len(content):,} bytes; the maximum is {MAX_CLASS_BYTES:,}. "
             "HINT: --labels cls, or the extension of another member"
         )
-    return content.decode(errors="replace").strip()
+    text = content.decode("utf-8-sig", errors="replace").strip()
+    if not text:
+        raise ValueError("its label is empty")
+    return text
 
 
 def _list_extensions(members: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 from ....security.text import printable
 from ..bounded_read import check_expansion
-from ..source import LoadedSample, Source, extension_from_magic, label_field
+from ..source import LoadedSample, Source, label_field
 from . import convert_library_errors, import_format_package
 from .stores import PAIRS
 
@@ -85,9 +85,7 @@ class ParquetSource(Source):
                     first.label.dtype.name, first.label.shape, self.description
                 )
             self.classes = _classes(schema, self._labels)
-        self.kind = "arrays"
-        if isinstance(first.data, bytes):
-            self.kind = "files" if first.extension == ".bin" else "images"
+        self.kind, self.has_arrays = first.kind, not isinstance(first.data, bytes)
 
     def __len__(self) -> int:
         return self._count
@@ -127,8 +125,7 @@ class ParquetSource(Source):
             return LoadedSample(_numbers(value, where), label_value)
         if not value.is_valid:
             raise ValueError(f"{where}: {self._data!r} is missing")
-        content = value.as_buffer().to_pybytes()
-        return LoadedSample(content, label_value, extension=extension_from_magic(content))
+        return LoadedSample(value.as_buffer().to_pybytes(), label_value)
 
 
 def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> ParquetSource:

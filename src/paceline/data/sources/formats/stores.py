@@ -12,7 +12,7 @@ from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ...format.shard_format import ArraySpec
 from ..bounded_read import check_expansion
-from ..source import ArraySource, LoadedSample, extension_from_magic
+from ..source import ArraySource, LoadedSample
 from . import open_source as open_formats_source
 from . import split_path
 
@@ -99,11 +99,11 @@ class StoreSource(ArraySource):
         self.notes += [one.note for one in (x, y) if isinstance(one, Rows) and one.note]
         self.has_names, self._names = names is not None, names
         if x.dtype == "bytes":
-            some = extension_from_magic(bytes(x.row(0))) if len(x) else ""
-            self.kind = "images" if some != ".bin" else "files"
+            self.kind, self.has_arrays = (self.load(0).kind if len(x) else "files"), False
 
     def load(self, i: int) -> LoadedSample:
-        return self._loaded(super().load(i), self.name(i))
+        loaded = super().load(i)
+        return self._loaded(loaded.data, loaded.label, self.name(i))
 
     def name(self, i: int) -> str:
         return _text(self._names.row(i)) if self._names is not None else ""
@@ -122,21 +122,18 @@ class StoreSource(ArraySource):
                 if self.y is not None:
                     label = self.y.row(i) if labels is None else labels[i - first]
                 label = int(label) if self.label == "class" else label
-                yield self._loaded(LoadedSample(data, label), self.name(i))
+                yield self._loaded(data, label, self.name(i))
 
     def close(self) -> None:
         super().close()
         if self._names is not None:
             self._names.close()
 
-    def _loaded(self, loaded: LoadedSample, name: str) -> LoadedSample:
-        loaded.name = name
-        if self.x.dtype == "bytes":
-            loaded.data = bytes(loaded.data)
-            loaded.extension = extension_from_magic(loaded.data)
-        else:
-            loaded.data = np.asarray(loaded.data)  # also a scalar
-        return loaded
+    def _loaded(self, data: Any, label: Any, name: str) -> LoadedSample:
+        # A scalar becomes an array.
+        return LoadedSample(
+            bytes(data) if self.x.dtype == "bytes" else np.asarray(data), label, name
+        )
 
 
 RowsOpener = Callable[[Path, str], Rows]

@@ -21,7 +21,7 @@ from ....security.text import printable
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import ArraySpec
 from ..bounded_read import OpenFile, read_at
-from ..source import LoadedSample, Source, extension_from_magic, label_field
+from ..source import LoadedSample, Source, label_field
 from . import ExportInfo, Sample, import_format_package, read_class_names, write_classes
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
@@ -59,10 +59,8 @@ class TFRecordSource(Source):
         if labels:
             self._choose_feature(first, labels, (), "--labels FEATURE")
         self.has_names = NAME in first and NAME not in (self._data, self._labels)
-        content = self._value(first, self._data)
-        self.kind = "arrays"
-        if isinstance(content, bytes):
-            self.kind = "files" if extension_from_magic(content) == ".bin" else "images"
+        sample = self._loaded(first, None)
+        self.kind, self.has_arrays = sample.kind, not isinstance(sample.data, bytes)
         if self._labels:
             label = self._value(first, self._labels)
             self.label = "class" if isinstance(label, int) else _field(label, path)
@@ -77,11 +75,7 @@ class TFRecordSource(Source):
         if self._data not in features:
             raise ValueError(f"has no feature {self._data!r}")
         label = self._value(features, self._labels) if self._labels else None
-        content = self._value(features, self._data)
-        name = self._name(features)
-        if isinstance(content, bytes):
-            return LoadedSample(content, label, name, extension_from_magic(content))
-        return LoadedSample(np.asarray(content), label, name)
+        return self._loaded(features, label)
 
     def name(self, i: int) -> str:
         return self._name(self._features(i)) if self.has_names else ""
@@ -89,6 +83,11 @@ class TFRecordSource(Source):
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+    def _loaded(self, features: Any, label: Any) -> LoadedSample:
+        content = self._value(features, self._data)
+        data = content if isinstance(content, bytes) else np.asarray(content)
+        return LoadedSample(data, label, self._name(features))
 
     def _name(self, features: Any) -> str:
         if not self.has_names or NAME not in features:

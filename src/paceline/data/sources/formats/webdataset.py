@@ -3,7 +3,7 @@ members are read at their offsets."""
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
@@ -47,6 +47,20 @@ class WebDatasetSource(MemberSource):
         for file in self._files:
             file.close()
 
+    def _check_new(
+        self, path: Path, name: str, end: str, members: Collection[str], earlier: Collection[str]
+    ) -> None:
+        """Check that a member is not there twice, and follows the others of its sample."""
+        if end in members or end in earlier:
+            raise ValueError(
+                f"{path} contains {printable(name)} twice. HINT: rename one in the tar"
+            )
+        if earlier:
+            raise ValueError(
+                f"{path}: {printable(name)} does not follow the other members of its sample. HINT: "
+                "write the tar with sorted names: tar --sort=name -cf NEW.tar FOLDER"
+            )
+
     def _check_end(self, number: int, at: int) -> None:
         """Check that only zeros follow: tarfile takes a damaged header for the end."""
         path, end = self.paths[number], at
@@ -61,22 +75,26 @@ class WebDatasetSource(MemberSource):
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, path in enumerate(self.paths):
-            key, members = "", dict[str, Any]()
+            key, members, seen = "", dict[str, Any](), dict[str, frozenset[str]]()
+            extensions = dict[frozenset[str], frozenset[str]]()  # of most samples they are equal
             file: Any = _ForwardFile(self._files[number].fd)
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (member := tar.next()) is not None:
                         # tarfile would keep millions of members; typeshed lacks this attribute.
                         tar.members.clear()  # type: ignore[attr-defined]
-                        if not member.isreg():
+                        if not member.isreg() or _is_hidden(member.name):
                             continue
                         if member.issparse():
                             raise tarfile.ReadError(f"{printable(member.name)} is a sparse file")
                         sample_key, end = _split_name(member.name)
                         if sample_key != key and members:
                             yield key, members
+                            ends = frozenset(members)
+                            seen[key] = extensions.setdefault(ends, ends)
                             members = {}
                         key = sample_key
+                        self._check_new(path, member.name, end, members, seen.get(key, ()))
                         members[end] = (number, member.offset_data, member.size)
                     self._check_end(number, tar.offset)
             except ValueError:
@@ -117,6 +135,11 @@ class _ForwardFile:
 
     def close(self) -> None:
         return None
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a name has a hidden part, as ._0.png of macOS: as in folders, left out."""
+    return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
 def _split_name(name: str) -> tuple[str, str]:
