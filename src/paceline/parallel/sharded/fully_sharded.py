@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ...record.hooks.sharded.whole_gradients import whole_gradient
 from ..materialization import Materialization
+from .block_usage import BlockUsage
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
@@ -46,6 +47,9 @@ class FullyShardedModel:
         self.shards = dict(model.named_parameters())
         self.blocks = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
         self._buffers = BufferSync(model)
+        self._usage = BlockUsage(
+            model, _states_of(model), {id(shard): name for name, shard in self.shards.items()}
+        )
         self._is_syncing = True
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -63,6 +67,7 @@ class FullyShardedModel:
         self._buffers.set(enabled)
 
     def discard_gradients(self) -> None:
+        self._usage.discard_gradients()
         for shard in self.shards.values():
             shard.grad = None
         for group in self._groups():
@@ -96,8 +101,6 @@ class FullyShardedModel:
             parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
             sizes = [p.padded_sharded_param_size.numel() for p in parameters]
             rows = exchanged.view(self.mesh.size(self.mesh.ndim - 1), -1)
-            if sum(sizes) != rows.shape[1]:  # some parameters had no gradient
-                return [names[id(p.sharded_param)] for p in parameters[:1]]
             # each row holds, one after the other, the shards of a rank
             well = [bool(part.isfinite().all()) for part in rows.split(sizes, dim=1)]
             found = [p for p, ok in zip(parameters, well, strict=True) if not ok]
@@ -110,8 +113,13 @@ class FullyShardedModel:
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """Return FSDP's groups of parameters, one for each block."""
+    return [group for state in _states_of(model) for group in state._fsdp_param_groups]
+
+
+def _states_of(model: nn.Module) -> list[Any]:
+    """Return FSDP's states of the model's blocks."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [group for m in modules for group in m._get_fsdp_state()._fsdp_param_groups]
+    return [module._get_fsdp_state() for module in modules]
 
 
 def shard_model(

@@ -1,5 +1,6 @@
 """The sharded models of this process, for code that must work without FSDP's import."""
 
+import traceback
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
@@ -7,6 +8,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ...record.hooks.collective_check import SAME_BLOCKS, block_in
+
+# of the exchange in shared memory
+_MISMATCH_PHRASE = "ranks call different collectives"
 
 
 class ShardedModel(Protocol):
@@ -91,11 +97,19 @@ def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return what to do about an operation on a sharded parameter; None for other errors."""
+    """Return the cause of an error of a sharded model, and what to do; None for other errors."""
     text = str(error)
-    if not _sharded or "mixed torch.Tensor and DTensor" not in text:
+    if not _sharded:
         return None
-    return (
-        "an operation outside of a forward used a sharded parameter. HINT: compute it inside "
-        "model(...), or in a method of the model that has a tensor among its arguments"
-    )
+    if "mixed torch.Tensor and DTensor" in text:
+        return (
+            "an operation outside of a forward used a sharded parameter. HINT: compute it inside "
+            "model(...), or in a method of the model that has a tensor among its arguments"
+        )
+    if _MISMATCH_PHRASE in text:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        block = next((found for frame in reversed(frames) if (found := block_in(frame))), None)
+        if block is not None:
+            what = text.partition(". HINT: ")[0].strip().splitlines()[0]
+            return f"{what}; this rank gathers or reduces {block[1]}. HINT: {SAME_BLOCKS}"
+    return None

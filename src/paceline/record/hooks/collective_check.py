@@ -2,11 +2,12 @@
 
 gloo and NCCL compare nothing across ranks: a different size or dtype on one rank gives wrong data
 without an error, an abort or a hang. Therefore the first CHECKED_AT_START collectives of a group,
-and then every CHECK_INTERVAL-th, begin with an all-gather of 128 bytes per rank over gloo:
-collective, bytes, dtype, root, reduction, and the line of the script. Which collectives are checked
-follows from their number, so that ranks need no communication to decide. Sizes that may differ
-between ranks (uneven splits and parts, sparse tensors) are not compared. A check takes as long as
-two small all-reduces: 0.5 ms with 2 ranks on two busy cores, 8 ms for the first 16.
+and then every CHECK_INTERVAL-th, begin with an all-gather of 256 bytes per rank over gloo:
+collective, bytes, dtype, root, reduction, the block of a sharded model (FSDP2) with its parameters,
+and the line of the script. Which collectives are checked follows from their number, so that ranks
+need no communication to decide. Sizes that may differ between ranks (uneven splits and parts,
+sparse tensors) are not compared. A check takes as long as two small all-reduces: 0.5 ms with 2
+ranks on two busy cores, 8 ms for the first 16.
 
 The check must not break a correct script. A blocking call waits for the check. Any other call waits
 NONBLOCKING_WAIT_S seconds; after the first time out in a group, its checks are completed when the
@@ -19,6 +20,7 @@ import os
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -35,16 +37,21 @@ from .error_messages import is_internal_file
 CHECKED_AT_START, CHECK_INTERVAL = 16, 256
 NONBLOCKING_WAIT_S = 1.0  # in a call that would not block without the check
 NOT_COMPARED = -1  # value of a field that may differ between ranks
-_ROW = struct.Struct("<5q88s")
-_COMPARED_BYTES = 40  # at the start of a row
-_OP, _BYTES, _DTYPE, _ROOT, _REDUCTION = range(5)
+_ROW = struct.Struct("<6q208s")
+_COMPARED_BYTES = 48  # at the start of a row
+_OP, _BYTES, _DTYPE, _ROOT, _REDUCTION, _BLOCK = range(6)
+_PLACE_CHARS, _LINE_CHARS = 208, 70
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32),
     *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 AUTOGRAD_ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 _LIBRARY_PREFIXES = ("<", os.path.dirname(os.__file__))
-_ROWS = list[tuple[int, int, int, int, int, bytes]]
+_ROWS = list[tuple[int, int, int, int, int, int, bytes]]
+SAME_BLOCKS = (
+    "run the same blocks of a sharded model on all ranks, in the same order: name the module "
+    "around blocks that only some ranks run in world.distribute(..., blocks=[...])"
+)
 _warned = False
 # Sets whether the profiler records what this thread does.
 _set_profiling: Any = getattr(torch.autograd, "_enable_record_function", bool)
@@ -192,7 +199,7 @@ class PendingCheck:
         alike = all(table[i : i + _COMPARED_BYTES] == first for i in starts)
         rows: _ROWS = [] if alike else [_ROW.unpack_from(table, i) for i in starts]
         self.checks.give_back(self.buffers)
-        differing = [f for f in range(5) if len({row[f] for row in rows} - {NOT_COMPARED}) > 1]
+        differing = [f for f in range(6) if len({row[f] for row in rows} - {NOT_COMPARED}) > 1]
         if differing:
             raise ValueError(describe_mismatch(rows, differing, self.number, self.group))
 
@@ -200,9 +207,10 @@ class PendingCheck:
 def _make_row(name: str, op: Op, args: Sequence[Any]) -> bytes:
     """Return this rank's row. Nothing but the collective is compared if its arguments can't be."""
     try:
-        return _ROW.pack(*_signature(name, op, args), _script_line())
+        block, place = _script_line()
+        return _ROW.pack(*_signature(name, op, args), block, place)
     except Exception:  # arguments of a type that is not known must not fail the script
-        return _ROW.pack(int(op), *[NOT_COMPARED] * 4, b"unknown line\n")
+        return _ROW.pack(int(op), *[NOT_COMPARED] * 5, b"unknown line\n")
 
 
 def _signature(name: str, op: Op, args: Sequence[Any]) -> tuple[int, int, int, int, int]:
@@ -243,29 +251,46 @@ def _shared_bytes(name: str, op: Op, args: Sequence[Any]) -> int:
     return sum(tensor.nbytes for tensor in _flatten(args[side]))
 
 
-def _script_line() -> bytes:
-    """Return the line of the script that launched the collective, and its owner (DDP, FSDP)."""
+def _script_line() -> tuple[int, bytes]:
+    """Return the block of a sharded model, the script's line, and the collective's owner.
+
+    The block is a number, or NOT_COMPARED. The owner is DDP, or FSDP with the block's parameters.
+    """
     try:
         frame: FrameType | None = sys._getframe(5)
     except ValueError:  # a thread of autograd, without Python frames
-        return b"in the backward\nDDP"
+        return NOT_COMPARED, b"in the backward\nDDP"
     assert frame is not None
-    owner = "DDP" if frame.f_code is AUTOGRAD_ENGINE_CODE else ""
+    owner, block = "DDP" if frame.f_code is AUTOGRAD_ENGINE_CODE else "", NOT_COMPARED
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module == "torch.nn.parallel.distributed":
             owner = "DDP"
-        elif module.startswith("torch.distributed.fsdp"):
-            owner = "FSDP"
+        elif module.startswith("torch.distributed.fsdp") and block == NOT_COMPARED:
+            block, text = block_in(frame) or (NOT_COMPARED, "")
+            owner = f"FSDP for {text}" if text else "FSDP"
         name = frame.f_code.co_filename
         library = (
             "-packages" in name or module.startswith("torch.") or name.startswith(_LIBRARY_PREFIXES)
         )
         if not library and not is_internal_file(name):
-            line = f"{os.path.basename(name)[-70:]}:{frame.f_lineno}\n{owner}"
-            return line.encode(errors="replace")[:88]
+            line = f"{os.path.basename(name)[-_LINE_CHARS:]}:{frame.f_lineno}\n{owner}"
+            return block, line.encode(errors="replace")[:_PLACE_CHARS]
         frame = frame.f_back
-    return f"a library\n{owner}".encode()
+    return block, f"a library\n{owner}".encode(errors="replace")[:_PLACE_CHARS]
+
+
+def block_in(frame: FrameType) -> tuple[int, str] | None:
+    """Return number, name and parameters of the block that FSDP2 exchanges in a frame, or None."""
+    if not str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.fsdp"):
+        return None
+    group = frame.f_locals.get("self")
+    name = getattr(group, "_module_fqn", None)
+    if group is None or name is None:
+        return None
+    parameters = [str(one._param_fqn) for one in group.fsdp_params]
+    more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
+    return zlib.crc32(name.encode()), f"{name or 'the model'} ({', '.join(parameters[:2])}{more})"
 
 
 # The error message
@@ -286,7 +311,7 @@ def describe_mismatch(rows: _ROWS, differing: list[int], number: int, group: Any
 
 
 def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
-    kind, amount, dtype, root, reduction, place = row
+    kind, amount, dtype, root, reduction, _, place = row
     op = Op(kind)
     line, _, owner = place.rstrip(b"\0").decode(errors="replace").partition("\n")
     what = op.name.lower().replace("_", "-")
@@ -302,7 +327,9 @@ def _describe_call(row: Any, members: list[int], differing: list[int]) -> str:
 
 
 def _hint(differing: list[int], rows: _ROWS) -> str:
-    if any(b"\nDDP" in row[5] for row in rows) and differing != [_OP]:
+    if any(b"\nFSDP for" in row[-1] for row in rows):
+        return SAME_BLOCKS
+    if any(b"\nDDP" in row[-1] for row in rows) and differing != [_OP]:
         return "use the same model, the same parameters and the same dtype on all ranks"
     if _OP in differing:
         return (
