@@ -210,5 +210,5 @@ def test_full_disk_is_reported_once_for_all_ranks(tmp_path, monkeypatch):
         saver.wait()
     assert said == [
         "the checkpoint of step 7 could not be written (ranks 0-2: No space left on device); "
-        "the training continues, and the previous checkpoint remains"
+        f"the training continues, and there is no checkpoint in {tmp_path}"
     ]

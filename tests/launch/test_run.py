@@ -93,6 +93,35 @@ def test_output_of_single_rank_is_unchanged(tmp_path):
     assert result.stdout == b"a\rb\x1b[0m no end"
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_output_that_can_not_be_written_is_reported(tmp_path, number):
+    script = ranks.write(tmp_path, "print('output of a rank')")
+    with open("/dev/full", "w") as full, open(tmp_path / "err", "w") as err:
+        words = ranks.command(script, ranks=number)
+        process = ranks.start(words, cwd=tmp_path, stdout=full, stderr=err)
+        assert process.wait(60) != 0
+    assert (
+        (tmp_path / "err")
+        .read_text()
+        .startswith(
+            "paceline: lines are lost: standard output can't be written (No space left on device)\n"
+        )
+    )
+
+
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_like_dev_null(tmp_path, streams):
+    ranks.write(tmp_path, "import sys\nprint(1)\nprint(2, file=sys.stderr)\nsys.stdin.read()")
+    command = f"exec {ranks.PACELINE} run --fresh -n 2 script.py {streams}"
+    words = ["bash", "-c", command]
+    result = subprocess.run(
+        words, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0
+    assert result.stdout == ""
+    assert result.stderr == ("2\n" if streams == ">&-" else "")
+
+
 def test_large_output_is_complete_and_in_order(tmp_path):
     script = ranks.write(
         tmp_path,

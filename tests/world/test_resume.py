@@ -169,6 +169,33 @@ def test_two_runs_do_not_train_in_one_checkpoint_folder(tmp_path):
     assert all(path.name.startswith("step-") for path in checkpoints.iterdir())
 
 
+@pytest.mark.parametrize("launcher", ["paceline", "python"])
+def test_training_whose_last_checkpoint_can_not_be_written_fails(tmp_path, launcher):
+    script = ranks.write(
+        tmp_path,
+        """
+        import os
+        import torch, paceline
+        from paceline.checkpoint import checkpoint_folder
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        checkpoint_folder.write_shard = full
+        world = paceline.init(progress=False, record=False)
+        for epoch in world.epochs(2, checkpoint="ckpt"):
+            pass
+        print("the script goes on")
+        """,
+    )
+    result = ranks.run(script, ranks=2, launcher=launcher, check=False)
+    assert result.returncode == 1
+    assert "the script goes on" in result.stdout
+    assert "No space left on device), and there is no checkpoint in ckpt" in result.stderr
+    assert "HINT: check the free space: df -h ckpt" in result.stderr
+    assert "previous checkpoint" not in result.stderr
+
+
 def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     class OneFails(Collectives):
         def gather(self, value):

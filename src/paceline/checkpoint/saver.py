@@ -66,6 +66,9 @@ class CheckpointSaver:
         store: Store of the job; None with one rank.
         warn: Function that prints a warning.
         timeout: Seconds that rank 0 waits for the shards of the other ranks.
+
+    Attributes:
+        failure: On rank 0, why the last checkpoint could not be written; "" if it was.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class CheckpointSaver:
         self._saves = 0
         self._staging = StagingMemory()
         self._flushes = True  # whether the file system is known to flush folders
+        self.failure = ""
         run = os.environ.get("PACELINE_RUN", "")
         self._lock = RunLock(directory, "checkpoint", run) if rank == 0 else None
 
@@ -107,6 +111,11 @@ class CheckpointSaver:
                 "HINT: set checkpoint=... of world.epochs to another folder"
             ) from None
         self._lock.keep(self.warn)
+
+    def describe_remaining(self) -> str:
+        """Return which complete checkpoint the directory has."""
+        found = checkpoint_folder.list_checkpoints(self.directory)
+        return f"{found[0]} remains" if found else f"there is no checkpoint in {self.directory}"
 
     def close(self) -> None:
         """Let other runs use the directory."""
@@ -197,6 +206,7 @@ class CheckpointSaver:
             problems = _problems(entries)
             if problems or folder is None:
                 raise OSError(problems)
+            self.failure = ""
             manifest = {**about, "step": step, "files": entries}
             flushed = checkpoint_folder.commit(folder, self.directory / name, manifest)
             if not flushed and self._flushes:
@@ -216,10 +226,10 @@ class CheckpointSaver:
                 return
             if trusted and not isinstance(error, UnsafeFileError):
                 remove(path)
-            self.warn(
-                f"the checkpoint of step {step} could not be written ({error_reason(error)}); "
-                "the training continues, and the previous checkpoint remains"
+            self.failure = (
+                f"the checkpoint of step {step} could not be written ({error_reason(error)})"
             )
+            self.warn(f"{self.failure}; the training continues, and {self.describe_remaining()}")
         finally:
             if folder is not None:
                 folder.close()

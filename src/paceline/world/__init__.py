@@ -283,7 +283,7 @@ class World(ModelDistribution):
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
         about = (self._state, self._recorder, self._collectives, self._progress.say)
         checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about)
-        self._finish.saver = saver
+        self._finish.savers.append(saver)
         return self._loops.epochs(count, checkpointer)
 
     def batches(self, loader: Any) -> Iterator[Any]:

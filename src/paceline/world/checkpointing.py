@@ -200,7 +200,7 @@ class Checkpointer:
         if not is_complete:
             raise ValueError(
                 f"Paceline could not write the checkpoint of step {step} before the early exit; "
-                "the previous checkpoint remains. HINT: check the free space: "
+                f"{self.saver.describe_remaining()}. HINT: check the free space: "
                 f"df -h {self.saver.directory}"
             )
         send_to_launcher(left=step)

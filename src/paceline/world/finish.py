@@ -1,8 +1,10 @@
 """The end of a run: gather the records on rank 0, print the summary, leave the process group."""
 
+import atexit
 import datetime
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,27 +19,37 @@ RECORD_TIMEOUT_S = 20.0  # then the summary lacks the rank
 
 
 class RunFinalizer:
-    """The tasks of ``world.close``. A run that failed prints no summary."""
+    """The tasks of ``world.close``. A run that failed prints no summary.
+
+    Attributes:
+        savers: The writers of the script's checkpoints.
+    """
 
     def __init__(self, rank: int, size: int, store: Any, recorder: Recorder) -> None:
         self.rank, self.size, self.store = rank, size, store
         self.recorder = recorder
-        self.saver: CheckpointSaver | None = None
+        self.savers: list[CheckpointSaver] = []
 
     def run(self) -> None:
         failed = getattr(sys, "last_value", None) is not None  # an uncaught exception
         try:
             if not failed:
-                if self.saver is not None:
-                    self.saver.wait()
+                for saver in self.savers:
+                    saver.wait()
                 self._summarize()
         # training has succeeded: do not fail the run because of its summary
         except Exception as error:
             notify(f"warning: Paceline could not compute the summary ({error})\n")
         finally:
-            if self.saver is not None:
-                self.saver.close()
+            for saver in self.savers:
+                saver.close()
             leave_process_group(failed)
+        if not failed:
+            for saver in filter(lambda one: one.failure, self.savers):
+                _fail(
+                    f"{saver.failure}, and {saver.describe_remaining()}. HINT: check the free "
+                    f"space: df -h {saver.directory}"
+                )
 
     def _summarize(self) -> None:
         if not self.recorder.enabled or self.recorder.step == 0:
@@ -80,6 +92,26 @@ class RunFinalizer:
                 continue
             records.append(zlib.decompress(self.store.get(f"record/{rank}")))
         return records, missing
+
+
+_failed = False  # whether the run fails although the script has ended
+
+
+def _fail(reason: str) -> None:
+    """Let this process end with exit code 1."""
+    global _failed
+    _failed = True
+    if not send_to_launcher(exception=reason, at=time.monotonic(), code=1):
+        notify(f"paceline: error: {reason}\n")
+
+
+@atexit.register  # before that of ``world.close``: exit handlers run in reverse order
+def _end_failed_process() -> None:
+    if _failed:  # an exit handler can't change the exit code in another way
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send_to_launcher(finished=1)
+        os._exit(1)
 
 
 def _command() -> list[str]:

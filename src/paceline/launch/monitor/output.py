@@ -123,6 +123,11 @@ class RankOutput:
             os.close(fd)
         self._feed(rank, stream, data)
 
+    @property
+    def lost(self) -> bool:
+        """Whether lines are lost because a stream could not be written (full disk)."""
+        return self._screen.lost
+
     def take(self, rank: int, stream: int, data: bytes) -> None:
         """Process output of a rank on another host; b"" at its end. Any thread may call this."""
         with self._lock:
@@ -158,6 +163,7 @@ class _Screen:
         self.to = {OUT: out, ERR: err}
         self.terminal = {s: file.isatty() for s, file in self.to.items()}
         self.moving: int | None = None  # stream of the line that ranks are overwriting
+        self.lost = False  # whether a stream could not be written
 
     def write(self, stream: int, data: bytes) -> None:
         if self.moving is not None and not data.startswith(ERASE) and self.terminal[self.moving]:
@@ -169,8 +175,14 @@ class _Screen:
         try:
             self.to[stream].write(data)
             self.to[stream].flush()
-        except (OSError, ValueError):  # nothing reads our output any more; the ranks continue
-            pass
+        except (BrokenPipeError, ValueError):
+            pass  # nothing reads our output any more; the ranks continue
+        except OSError as error:
+            if not self.lost:
+                self.lost = True
+                name, other = ("output", ERR) if stream == OUT else ("error", OUT)
+                text = f"paceline: lines are lost: standard {name} can't be written"
+                self._write(other, f"{text} ({error.strerror})\n".encode())
 
 
 class _Stream:

@@ -27,8 +27,8 @@ from msgspec import Meta
 from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.files import InvalidFileError, read_regular
 from ...security.folders import Folder, can_be_renamed_by_others, replace_file
-from ...security.run_lock import RunLock
 from ...security.removal import check_mark, write_mark
+from ...security.run_lock import RunLock
 from ...security.schema import read_json
 from ...security.text import printable
 from .copy_records import copy_records
