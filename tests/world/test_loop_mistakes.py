@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from paceline.record.hooks import error_messages
+from paceline.world.loops import loop_log
 from paceline.world.loops.loop_log import LoopLog
 
 DATA = TensorDataset(torch.ones(8, 2))
@@ -283,12 +284,12 @@ class Ranks:
 
     def __init__(self, monkeypatch, log, other):
         self.entries = [copy.deepcopy((each.left, each.passes)) for each in (log, other)]
-        monkeypatch.setattr(dist, "all_gather_object", self.all_gather_object)
+        monkeypatch.setattr(loop_log, "all_gather_objects", self.all_gather_objects)
         monkeypatch.setattr(dist, "all_gather", self.all_gather)
 
-    def all_gather_object(self, found, own):
+    def all_gather_objects(self, own, _):
         assert own == self.entries[0]
-        found[:] = self.entries
+        return self.entries
 
     def all_gather(self, rows, own):
         for number, row in enumerate(rows):

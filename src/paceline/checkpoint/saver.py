@@ -40,12 +40,13 @@ class Ranks(NamedTuple):
     Attributes:
         rank: This rank.
         size: Their number.
-        gather: Collective that returns the values of all ranks, by rank.
+        gather: Collective that returns the values of all ranks, by rank; its second argument is
+            their type.
     """
 
     rank: int
     size: int
-    gather: Callable[[Any], list[Any]]
+    gather: Callable[[Any, Any], list[Any]]
 
 
 class Store(Protocol):
@@ -289,11 +290,14 @@ def find_newest_valid(
         ValueError: All existing checkpoints are corrupted. Starting from the beginning would
             overwrite data that the user might still recover.
     """
-    rank, size, gather = ranks or Ranks(0, 1, lambda own: [own])
+    rank, size, gather = ranks or Ranks(0, 1, lambda own, _: [own])
     found = checkpoint_folder.list_checkpoints(directory) if rank == 0 else []
-    candidates: list[Path] = [directory / name for name in gather([one.name for one in found])[0]]
+    names = gather([one.name for one in found], list[str])[0]
+    candidates: list[Path] = [directory / name for name in names]
     for folder in candidates:
-        problems: list[tuple[str, str] | None] = gather(_problem_of(folder, rank, size))
+        problems: list[tuple[str, str] | None] = gather(
+            _problem_of(folder, rank, size), tuple[str, str] | None
+        )
         first = min((one for one in problems if one is not None), default=None)
         if first is None:
             return folder

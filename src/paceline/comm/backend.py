@@ -5,6 +5,7 @@ exchange CPU tensors through shared memory (comm.shared), ranks on several hosts
 on top of it (comm.hosts). gloo does what these do not support, and NCCL is used for GPU tensors.
 """
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
 from .hosts.open_hierarchy import open_hierarchy
+from .membership import connect_gloo
 from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
 from .shared_memory_group import SharedMemoryGroup
 
@@ -27,7 +29,6 @@ NAME = "paceline"
 MAX_TIMEOUT = timedelta(days=10_000)
 
 _recorder: Recorder | None = None  # records the groups that are created from now on
-_said = False
 
 
 def record(recorder: Recorder) -> None:
@@ -55,17 +56,20 @@ def create(options: Any, _backend_options: Any) -> dist.ProcessGroup:
 def _faster(group: dist.ProcessGroup, options: Any) -> dist.ProcessGroup:
     """Return the group over shared memory if possible, else the group itself.
 
-    The reason for the fallback is printed once, unless the user has disabled shared memory.
+    Each reason for the fallback is printed once, unless the user has disabled shared memory.
     """
-    global _said
     if torch.cuda.is_available():
         return group
     store = PrefixStore("shared/", options.store)
     group, why = over_memory(group, store, options.timeout, options.global_ranks_in_group)
-    if why not in ("", DISABLED_BY_USER) and not _said and group.rank() == 0:
-        notify(f"paceline: ranks exchange through gloo: {why}\n")
-        _said = True
+    if why not in ("", DISABLED_BY_USER) and group.rank() == 0:
+        _warn_fallback(why)
     return group
+
+
+@functools.cache
+def _warn_fallback(reason: str) -> None:
+    notify(f"paceline: ranks exchange through gloo: {reason}\n")
 
 
 def over_memory(
@@ -103,7 +107,12 @@ def _plain_group(options: Any) -> dist.ProcessGroup:
     timeout = min(options.timeout, MAX_TIMEOUT)
     group = dist.ProcessGroup(options.store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo/", options.store), rank, size, timeout=timeout)
+    gloo = connect_gloo(
+        lambda store: dist.ProcessGroupGloo(store, rank, size, timeout=timeout),
+        PrefixStore("gloo/", options.store),
+        rank,
+        size,
+    )
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():

@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 from ..cluster.rank_identity import launched_by
 from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
+from ..security.connection_owner import Endpoint, connection_owner
 from ..security.files import read_regular
 from .affinity import bind_ranks
 from .channel import START_MARKER, Channel, InvalidMessageError
@@ -63,6 +65,9 @@ class HostAgent:
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
+        self.questions: deque[dict[str, Any]] = deque()  # of the store's thread
+        self.wake_out: socket.socket | None = None  # readable if there are questions
+        self.wake_in: socket.socket | None = None
         self.last_message_at = time.monotonic()
         self.finished = False
         self.termination = DeferredTermination()
@@ -98,6 +103,8 @@ class HostAgent:
                 self._dispatch(message)
         elif source is self.local_host:
             self._report_exits()
+        elif source is self.wake_out:
+            self._send_questions()
         elif source in self.pipes:
             self._forward_output(source)
         elif self.listener is not None:
@@ -183,8 +190,36 @@ class HostAgent:
         if store is None:
             self.local_host.close_store()
             return
+        if self.wake_out is None:
+            self.wake_out, self.wake_in = socket.socketpair()
+            self.selector.register(self.wake_out, selectors.EVENT_READ)
+            self.local_host.ask_agents = self.ask_agents
         address, port = self.local_host.open_store(store)
         self.send(store=port, address=address)
+
+    def ask_agents(self, number: int, peer: Endpoint, own: Endpoint) -> None:
+        """Ask, through the launcher, who connects to the store. Called in the store's thread."""
+        assert self.wake_in is not None
+        self.questions.append({"whose": number, "peer": peer, "own": own})
+        self.wake_in.send(b".")
+
+    def _send_questions(self) -> None:
+        assert self.wake_out is not None
+        self.wake_out.recv(4096)
+        while self.questions:
+            self.send(**self.questions.popleft())
+
+    def do_owner(
+        self, owner: int, asker: str, peer: list[Any], own: list[Any], is_only: bool
+    ) -> None:
+        """Tell the agent ``asker`` whether a connection to its store is of the job's user."""
+        uid = connection_owner((peer[0], peer[1]), (own[0], own[1]))
+        if uid is not None or is_only:
+            self.send(owned=owner, asker=asker, is_of_user=uid == os.getuid())
+
+    def do_admit(self, admit: int, is_of_user: bool) -> None:
+        if self.local_host is not None:
+            self.local_host.answer_gate(admit, is_of_user)
 
     def do_ports(self, ports: int) -> None:
         self.send(ports=free_ports(ports))

@@ -8,10 +8,18 @@ would leave one step before another, which would then wait for it forever.)
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint import checkpoint_folder, state_tree
+from ..checkpoint.path_json import (
+    Digests,
+    digests_from_json,
+    digests_to_json,
+    path_from_json,
+    path_to_json,
+)
 from ..checkpoint.saver import (
     OWN_STATE,
     CheckpointSaver,
@@ -19,7 +27,13 @@ from ..checkpoint.saver import (
     find_newest_valid,
     load_checkpoint,
 )
-from ..checkpoint.shard_copies import name_copies, shards_that_differ
+from ..checkpoint.shard_copies import (
+    ShardDigests,
+    ShardKey,
+    TensorPath,
+    name_copies,
+    shards_that_differ,
+)
 from ..checkpoint.shared_state import SharedState, differences
 from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
@@ -83,7 +97,7 @@ class Checkpointer:
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:
             problem = error
-        reasons = self.collectives.gather(str(problem or ""))
+        reasons = self.collectives.gather(str(problem or ""), str)
         if failed := [rank for rank, reason in enumerate(reasons) if reason]:
             raise problem or ValueError(
                 f"{named_ranks(failed)} can't save checkpoints: {reasons[failed[0]]}"
@@ -107,7 +121,7 @@ class Checkpointer:
                 "HINT: set checkpoint=... of world.epochs to another folder"
             )
         seen = shared_folder.sees_token(directory, number)
-        answers = self.collectives.gather((seen, socket.gethostname()))
+        answers = self.collectives.gather((seen, socket.gethostname()), tuple[bool, str])
         if self.saver.rank == 0:
             shared_folder.remove_token(directory, number)
         nodes = [node for _, node in answers]
@@ -241,16 +255,33 @@ class Checkpointer:
         shared = self.state.shared_state()
         if self.saver.size > 1:
             held = shared.shard_digests()
-            gathered = self.collectives.gather((shared.digests(), held.of_shards))
-            warnings = self.state.settle(shared, differences([parts for parts, _ in gathered]))
-            if differing := shards_that_differ([shards for _, shards in gathered]):
-                own = {key: each for key, each in held.of_tensors.items() if key in differing}
-                warnings += self.state.settle_copies(name_copies(self.collectives.gather(own)))
+            digests = digests_to_json(shared.digests()), digests_to_json(held.of_shards)
+            gathered = self.collectives.gather(digests, tuple[Digests, Digests])
+            parts = [digests_from_json(one) for one, _ in gathered]
+            warnings = self.state.settle(shared, differences(parts))
+            if differing := shards_that_differ([digests_from_json(one) for _, one in gathered]):
+                warnings += self.state.settle_copies(
+                    name_copies(self._gather_copies(held, differing))
+                )
             for line in warnings:
                 if line not in self._warnings:
                     self._warnings.add(line)
                     self.saver.warn(line)
         return shared
+
+    def _gather_copies(
+        self, held: ShardDigests, keys: Container[ShardKey]
+    ) -> list[dict[ShardKey, dict[TensorPath, bytes]]]:
+        """Return the digests of each rank's tensors in these shards. Collective."""
+        own = [
+            (path_to_json(key), digests_to_json(each))
+            for key, each in held.of_tensors.items()
+            if key in keys
+        ]
+        return [
+            {path_from_json(key): digests_from_json(each) for key, each in one}
+            for one in self.collectives.gather(own, list[tuple[list[Any], Digests]])
+        ]
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete."""

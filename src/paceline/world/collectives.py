@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.exchange_objects import all_gather_objects
 from ..comm.group_device import exchangeable
 
 
@@ -48,14 +49,12 @@ class Collectives:
         dist.broadcast(tensor, 0)
         return [int(number) for number in tensor.tolist()]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
+    def gather(self, value: Any, schema: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; ``schema`` is their type."""
         if self.size == 1:
             return [value]
         self._before()
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_objects(value, schema)
 
     def check_equal(self, value: int, otherwise: str) -> None:
         """Raise ValueError on all ranks, with this text, where a rank's value is not rank 0's."""

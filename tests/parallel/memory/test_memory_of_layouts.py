@@ -134,13 +134,13 @@ def test_all_ranks_take_the_layout_that_fits_the_rank_with_least_room():
     large = predict_setup(setup(), INPUTS, 2)
     least = min(one.memory.total for one in large)
 
-    def gather(mine):
+    def gather(mine, _):
         return [mine, (least, large)]
 
     choice = choose_for_all_ranks(lambda: small, 100 * GIB, gather)
     assert choice.predicted.memory.total == least
     with pytest.raises(ValueError, match="of the other rank"):
-        choose_for_all_ranks(lambda: small, GIB, lambda mine: [mine, "of the other rank"])
+        choose_for_all_ranks(lambda: small, GIB, lambda mine, _: [mine, "of the other rank"])
 
 
 def test_budget():

@@ -84,7 +84,7 @@ SCRIPT = """
             states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
             held = sum(t.to_local().numel() for t in states)
             assert held <= sum(t.numel() for t in states) / world.size + 100 * len(states)
-        random = world._collectives.gather(torch.get_rng_state().tolist())
+        random = world._collectives.gather(torch.get_rng_state().tolist(), list[int])
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(getattr(model, "module", model), options=options)
         return losses, state, random

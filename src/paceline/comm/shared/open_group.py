@@ -27,6 +27,7 @@ MIN_SLOT_BYTES = 16 << 10
 ALGORITHM_VARIABLE = "PACELINE_ALGORITHM"
 SOCKET_REDUCTION = "sockets"
 ON_SEVERAL_HOSTS = "its ranks are on several nodes"
+DIFFERENT_USERS = "the ranks of a node run as different users"
 DISABLED_BY_USER = "PACELINE_EXCHANGE=gloo"
 
 _socket_groups = itertools.count()
@@ -55,17 +56,19 @@ def open_kernel(
     Return None and the reason where one of the ranks can't take part, or is on another host.
     timeout: seconds. names: numbers of the group's ranks in the job.
 
-    Raises RuntimeError of torch's store if a rank is missing; ValueError if the user's description
-    of the sockets can't be parsed, or if reduction by sockets is set on some ranks only.
+    Raises RuntimeError of torch's store if a rank is missing; ValueError if ranks of a node run as
+    different users, if the user's description of the sockets can't be parsed, or if reduction by
+    sockets is set on some ranks only.
     """
     socket = _own_socket()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     times = store.add(f"{attempt}/{rank}", 1)  # a store may be used by several groups in succession
     store = PrefixStore(f"{attempt}/{times}", store)
     kernel_class, own_reason = _available_kernel()
-    reason = agree(
-        store, "may", rank, size, own_reason, f"{memory.sharing_domain()} {kernel_class.__name__}"
-    )
+    must_match = f"{os.getuid()} {memory.sharing_domain()} {kernel_class.__name__}"
+    reason = agree(store, "may", rank, size, own_reason, must_match)
+    if reason.startswith(DIFFERENT_USERS):
+        raise ValueError(reason)
     if reason:
         return None, reason
     kernel, own_error = None, ""
@@ -153,9 +156,23 @@ def agree(store: Any, key: str, rank: int, size: int, reason: str, must_match: s
             answer.decode() for answer in store.multi_get([f"{key}/{r}" for r in range(size)])
         ]
         reasons = [answer.partition("\n")[0] for answer in answers]
-        values = {answer.partition("\n")[2] for answer in answers}
+        values = [answer.partition("\n")[2] for answer in answers]
         agreed_reason = next(
-            (answer for answer in reasons if answer), ON_SEVERAL_HOSTS if len(values) > 1 else ""
+            (answer for answer in reasons if answer),
+            _mismatch(values) if len(set(values)) > 1 else "",
         )
         store.set(f"{key}/all", agreed_reason)
     return str(store.get(f"{key}/all").decode())
+
+
+def _mismatch(values: list[str]) -> str:
+    """Return why ranks can't share memory. Values: user, and node with kernel, of each rank."""
+    users_of_node: dict[str, dict[str, int]] = {}  # the first rank of each user
+    for rank, value in enumerate(values):
+        user, _, node = value.partition(" ")
+        users_of_node.setdefault(node, {}).setdefault(user, rank)
+    for users in users_of_node.values():
+        if len(users) > 1:
+            named = ", ".join(f"rank {rank} as user {user}" for user, rank in users.items())
+            return f"{DIFFERENT_USERS}: {named}. HINT: start all ranks as the same user"
+    return ON_SEVERAL_HOSTS

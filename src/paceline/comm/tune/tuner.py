@@ -21,6 +21,7 @@ from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
 from ...plurals import counted
 from ...record.ring.launcher_messages import notify
+from ..exchange_objects import broadcast_object
 from . import algorithms, saved_settings
 from .buckets import BucketRebuilder, UnableError, unsupported_reason
 from .choice import ExchangeSettings
@@ -137,15 +138,9 @@ class Tuner:
                 )
             except ValueError as mistake:
                 found = None, str(mistake)
-        choice, said = self._broadcast_from_first(found)
-        return choice, said
-
-    def _broadcast_from_first(self, value: Any) -> Any:
-        """Broadcast the first rank's value."""
-        values, group = [value], self.replica.process_group
-        first = dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(values, src=first, group=group, device=self._device)
-        return values[0]
+        return broadcast_object(
+            found, tuple[ExchangeSettings | None, str], self.replica.process_group
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Count a step of any optimizer; of several optimizers of the model, one counts."""
@@ -183,16 +178,14 @@ class Tuner:
         """Measure the default; then the candidates of the cost model."""
         seconds = yield Trial(self._default, WARM_UP)
         ready, group = self._buckets.ready_gradients(), self.replica.process_group
-        at = self._broadcast_from_first(
-            algorithms.mean_over_ranks([one.at for one in ready], group, self._device)
-        )
+        mean = algorithms.mean_over_ranks([one.at for one in ready], group, self._device)
+        at = broadcast_object(mean, list[float], group)
         self._buckets.set_order(at)
         gradients = [ReadyGradient(when, one.nbytes) for when, one in zip(at, ready, strict=True)]
         measured = self._methods.measured(sum(one.nbytes for one in ready), self._device)
         costs = {way: AllReduceCost(told) for way, told in measured.items()}
-        found = self._broadcast_from_first(
-            likely_settings(gradients, costs, self._default, self._wanted.bf16)
-        )
+        likely = likely_settings(gradients, costs, self._default, self._wanted.bf16)
+        found = broadcast_object(likely, list[ExchangeSettings], group)
         full = buckets(gradients, self._buckets.bucket_caps())
         exposed = finish_time(full, costs[self._default.method]) - max(at)
         _say(

@@ -283,6 +283,7 @@ class ElasticAgent(SimpleElasticAgent):
         )
         for host in self._hosts:
             host.set_output(self.output)
+            host.set_peers(self._hosts)
 
     def _forward(self) -> None:
         """Forward the user's signals, such as a scheduler's warning, to the ranks."""

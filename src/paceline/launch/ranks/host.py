@@ -1,6 +1,6 @@
 """The interface between the elastic agent and a host of the job."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from ..monitor.output import RankOutput
@@ -15,6 +15,7 @@ class Host(Protocol):
     termination_requested: bool  # whether the scheduler asks this host's agent to end
 
     def set_output(self, output: RankOutput) -> None: ...
+    def set_peers(self, hosts: "Sequence[Host]") -> None: ...  # all hosts of the job
     def open_store(self, port: int) -> tuple[str, int]: ...
     def close_store(self) -> None: ...
     def free_ports(self, count: int) -> list[int]: ...

@@ -1,6 +1,5 @@
 """The ranks of this host, forked by the rank server that this process controls."""
 
-import datetime
 import gc
 import json
 import os
@@ -8,15 +7,16 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...comm.reachable_address import listen_on
 from ..monitor.progress import ProgressMonitor, ProgressReport
 from ..records.job_folder import write_attempt
 from .fork_server import MESSAGE_BYTES, RankStart, send_start
 from .framework_variables import free_ports
+from .host import Host
+from .store_gate import AskAgents, StoreGate, open_store
 
 SERVER_TIMEOUT_S = 1.0  # for the rank server to read its messages when many are waiting
 
@@ -118,6 +118,9 @@ class LocalHost:
         # exits that were received and not yet returned
         self._pending_exits: list[dict[str, Any]] = []
         self._store: Any = None
+        self._gate: StoreGate | None = None
+        # asks the agents of other nodes who connects to the store, if the job has other nodes
+        self.ask_agents: AskAgents | None = None
         self._attempt = ""
         self._progress_monitor = ProgressMonitor(Path(environment["PACELINE_RECORD"]))
         # whether the server has imported the preloaded modules; updated by take_exits()
@@ -133,13 +136,16 @@ class LocalHost:
         """Send the ranks' output to ``output``."""
         self._output = output
 
-    def open_store(self, port: int) -> tuple[str, int]:
-        """Open a new store on the job's interface only, and close the previous one."""
-        from torch._C._distributed_c10d import TCPStore
+    def set_peers(self, hosts: Sequence[Host]) -> None:
+        pass  # this host is the only one
 
-        self._store = None
+    def open_store(self, port: int) -> tuple[str, int]:
+        """Open a new store on the job's interface only, for processes of the job's user only, and
+        close the previous one.
+        """
+        self.close_store()
         try:
-            listening = listen_on(self.address, port)
+            self._store, self._gate = open_store(self.address, port, self.ask_agents)
         except OSError as error:
             if port == 0:
                 raise
@@ -147,19 +153,18 @@ class LocalHost:
                 f"port {port} is in use. HINT: choose another --port, or leave it out: Paceline "
                 "then selects a free one"
             ) from error
-        port = listening.getsockname()[1]
-        self._store = TCPStore(
-            self.address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=60),
-            master_listen_fd=listening.detach(),
-        )
-        return self.address, port
+        return self.address, int(self._store.port)
 
     def close_store(self) -> None:
         self._store = None
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+
+    def answer_gate(self, number: int, is_of_user: bool) -> None:
+        """Take an agent's answer about a connection to the store."""
+        if self._gate is not None:
+            self._gate.answer(number, is_of_user)
 
     def progress(self) -> ProgressReport:
         """Return the progress of this host's ranks."""

@@ -166,7 +166,7 @@ def execute(command: dict[str, Any]) -> int:
     try:
         after_import(
             {
-                "torch.distributed.distributed_c10d": patch_destroy_process_group,
+                "torch.distributed.distributed_c10d": _patch_groups,
                 "jax._src.clusters.cluster": introduce_to_jax,
             }
         )
@@ -204,6 +204,13 @@ def execute(command: dict[str, Any]) -> int:
         sys.stderr.write(format_error(error))
         return 1
     return 0
+
+
+def _patch_groups(c10d: ModuleType) -> None:
+    from ...comm.membership import check_groups
+
+    patch_destroy_process_group(c10d)
+    check_groups(c10d)
 
 
 def _run_script(path: str) -> None:

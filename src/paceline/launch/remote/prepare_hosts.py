@@ -11,6 +11,7 @@ from typing import Any
 
 from ... import __version__
 from ...cluster.topology.local_resources import numa_domain_count
+from ...cluster.topology.network_interfaces import network_links
 from ...cluster.topology.racks import rack_or_unknown
 from ...cluster.topology.visible_gpus import gpu_count
 from ..job import Job, variables
@@ -45,6 +46,7 @@ def describe_host() -> dict[str, Any]:
         "devices": gpu_count(),
         "numa": numa_domain_count(),
         "rack": rack_or_unknown(name),
+        "addresses": [link.address for link in network_links()],
     }
 
 

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class RemoteHost:
         self._abort = abort
         self.hello: dict[str, Any] = {}
         self._output: RankOutput | None = None
+        self._peers: list[RemoteHost] = []  # all hosts of the job
         self.run_id = ""
         self.record_folder: Path | None = None
         self.on_tail: Callable[[dict[str, Any], bytes], None] = lambda message, raw: None
@@ -87,6 +88,9 @@ class RemoteHost:
 
     def set_output(self, output: RankOutput) -> None:
         self._output = output
+
+    def set_peers(self, hosts: Sequence[Any]) -> None:
+        self._peers = [host for host in hosts if isinstance(host, RemoteHost)]
 
     def open_store(self, port: int) -> tuple[str, int]:
         self.send(store=port)
@@ -280,6 +284,12 @@ class RemoteHost:
             self.termination_requested = True
         elif "tails" in message:
             self.on_tail(message, raw)
+        elif "whose" in message:
+            self._ask_owner(message)
+        elif "owned" in message:
+            self._asking_host(message["asker"]).send(
+                admit=message["owned"], is_of_user=message["is_of_user"]
+            )
         elif "pong" in message:
             self._update_clock_offset(message["pong"], message["at"])
             if message["progress"] is not None:
@@ -294,6 +304,26 @@ class RemoteHost:
             with self._changed:
                 self._answers.append(message)
                 self._changed.notify_all()
+
+    def _ask_owner(self, question: dict[str, Any]) -> None:
+        """Ask the host with the address of a connection to the store whether it is of the job's
+        user there. A host that knows no such connection does not answer if several were asked.
+        """
+        address = question["peer"][0]
+        peers = [host for host in self._peers if host is not self]
+        owners = [host for host in peers if address in host.hello["addresses"]]
+        # Hosts name one address of each interface: the connection may come from another one.
+        for host in owners or peers:
+            host.send(
+                owner=question["whose"],
+                asker=self.name,
+                peer=question["peer"],
+                own=question["own"],
+                is_only=bool(owners),
+            )
+
+    def _asking_host(self, name: str) -> "RemoteHost":
+        return next((host for host in self._peers if host.name == name), self)
 
     def _update_clock_offset(self, asked: float, at: float) -> None:
         """Estimate the clock offset from the exchange with the shortest round trip."""

@@ -54,14 +54,16 @@ def predict_setup(
 
 
 def choose_for_all_ranks(
-    predict: Callable[[], list[LayoutMemory]], limit_bytes: int, gather: Callable[[Any], list[Any]]
+    predict: Callable[[], list[LayoutMemory]],
+    limit_bytes: int,
+    gather: Callable[[Any, Any], list[Any]],
 ) -> LayoutChoice:
     """Return the same choice on all ranks: the one that fits the rank with least room. Collective.
 
     Args:
         predict: Returns this rank's predictions, of the same layouts on all ranks.
         limit_bytes: What this rank may take.
-        gather: Returns the values of all ranks.
+        gather: Returns the values of all ranks; its second argument is their type.
 
     Raises:
         ValueError: On all ranks: a rank's step can't be traced, or no layout fits.
@@ -71,7 +73,7 @@ def choose_for_all_ranks(
         answer = limit_bytes, predict()
     except ValueError as error:
         answer = str(error)
-    answers = gather(answer)
+    answers = gather(answer, str | tuple[int, list[LayoutMemory]])
     problems = [one for one in answers if isinstance(one, str)]
     if problems:
         raise ValueError(problems[0])

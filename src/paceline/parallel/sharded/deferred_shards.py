@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...comm.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ..deferred import is_deferred
 from ..materialization import DeferredStorage, Finish, Materialization, give_values
@@ -32,8 +33,7 @@ def plan_shards(model: nn.Module) -> Materialization | None:
     """
     plan = Materialization(model) if is_deferred(model) else None
     mine = None if plan is None else zlib.crc32(_description(plan).encode())
-    found: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = all_gather_objects(mine, int | None)
     if plan is None or None in found:
         return None
     if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...comm.exchange_objects import all_gather_objects
 from ...comm.shared.memory import sharing_domain
 
 _meshes: dict[tuple[str, str, int], DeviceMesh] = {}  # one for all models, with its groups
@@ -27,8 +28,7 @@ def _new_mesh(device: torch.device, shard_over: str) -> DeviceMesh:
     size = dist.get_world_size()
     if shard_over == "job":
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    hosts: list[str] = [""] * size
-    dist.all_gather_object(hosts, sharing_domain())
+    hosts = all_gather_objects(sharing_domain(), str)
     counts = Counter(hosts)
     if len(set(counts.values())) > 1:
         shown = ", ".join(map(str, counts.values()))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...cluster.rank_identity import rank_identity
+from ...comm.exchange_objects import all_gather_objects
 from ...comm.tune.algorithms import can_reduce_by_sockets
 from ...cost.machine.dataclass_tree import to_tree
 from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure
@@ -136,9 +137,7 @@ def _mean(call: Callable[[], Any], count: int) -> float:
 
 
 def _hosts() -> tuple[str, ...]:
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(all_gather_objects(socket.gethostname(), str)))
 
 
 def _with_mpi(operation: str, sizes: list[int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ...parallel.sharded.layouts import ShardingRequest
 from ...parallel.sharded.model_check import check_sharding
 
 Parse = Callable[[str], ShardingRequest | None]  # of a layout's name; raises ValueError
-Gather = Callable[[Any], list[Any]]  # a value of each rank
+Gather = Callable[[Any, Any], list[Any]]  # a value of each rank, of this type
 
 
 @dataclass(frozen=True)

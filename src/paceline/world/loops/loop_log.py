@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from ...comm.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ...record.hooks.error_messages import find_peer_gone, script_line
+from ...security.schema import parse_json
 
 READ_TIMEOUT_S = 3.0  # for the other ranks' entries, after an error
+# The last loop that was left, and its line; number and last pass of each kind.
+_Entry: Any = tuple[tuple[str, str], dict[str, tuple[int, str]]]
 _DISAGREEMENTS = ("ranks disagree about collective", "ranks call different collectives")
 _WAY_OUT = {
     "validation": (
@@ -91,8 +93,7 @@ class LoopLog:
         if self.size == 1 or not self.compares:
             return
         # From the ranks themselves: in the store, those ahead may have begun the next epoch's pass.
-        entries: list[Any] = [None] * self.size
-        dist.all_gather_object(entries, (self.left, self.passes))
+        entries = all_gather_objects((self.left, self.passes), _Entry)
         said = _describe_left(entries) or _describe_passes(entries, "validation")
         if said:
             raise ValueError(said)
@@ -129,7 +130,8 @@ class LoopLog:
             for rank in range(self.size):
                 key = f"loops/{rank}"
                 is_known = self._store.check([key])
-                entries.append(json.loads(self._store.get(key)) if is_known else [["", ""], {}])
+                entry: Any = (("", ""), {})
+                entries.append(parse_json(self._store.get(key), _Entry, key) if is_known else entry)
         except (RuntimeError, ValueError):
             return []
         return entries

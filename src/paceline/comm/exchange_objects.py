@@ -1,0 +1,90 @@
+"""Exchange Paceline's own objects between ranks: as JSON in tensors of bytes, with a type and a
+limit.
+
+The object collectives of torch.distributed use pickle: who sends an object can run code in the
+ranks that receive it.
+"""
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..security.schema import parse_json
+
+T = TypeVar("T")
+
+MAX_OBJECT_BYTES = 64 << 20  # of one rank
+
+
+def all_gather_objects(value: T, schema: Any, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of the group, by rank. Collective.
+
+    Args:
+        value: Numbers, strings, bytes, None, and lists, tuples, dicts with strings as keys and
+            dataclasses of them.
+        schema: Their type, as for ``security.schema``.
+
+    Raises:
+        ValueError: The value has over MAX_OBJECT_BYTES, or that of a rank is not of this type.
+    """
+    size, device = dist.get_world_size(group), _device(group)
+    own = _encode(value, device)
+    sizes = torch.zeros(size, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=device), group)
+    lengths = [_checked_length(int(each), rank) for rank, each in enumerate(sizes.tolist())]
+    row = max(lengths)
+    padded = torch.zeros(row, dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    rows = torch.empty(size * row, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(rows, padded, group)
+    return [
+        _decode(rows[rank * row : rank * row + length], schema, rank)
+        for rank, length in enumerate(lengths)
+    ]
+
+
+def broadcast_object(value: T, schema: Any, group: dist.ProcessGroup | None = None) -> T:
+    """Return the value of the group's first rank. Collective.
+
+    Arguments and errors as for ``all_gather_objects``; the value of other ranks is not used.
+    """
+    first = dist.get_rank(group) == 0
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    device = _device(group)
+    own = _encode(value, device) if first else torch.empty(0, dtype=torch.uint8, device=device)
+    length = torch.tensor([len(own)], device=device)
+    dist.broadcast(length, source, group)
+    received = own if first else own.new_empty(_checked_length(int(length), 0))
+    dist.broadcast(received, source, group)
+    found: T = _decode(received, schema, 0)
+    return found
+
+
+def _encode(value: Any, device: torch.device) -> torch.Tensor:
+    data = bytearray(json.dumps(msgspec.to_builtins(value)).encode())
+    _checked_length(len(data), dist.get_rank())
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
+
+
+def _decode(data: torch.Tensor, schema: type[T], rank: int) -> T:
+    content = data.cpu().numpy().tobytes()
+    return parse_json(content, schema, f"the object of rank {rank}", escape=False)
+
+
+def _checked_length(length: int, rank: int) -> int:
+    if not 0 < length <= MAX_OBJECT_BYTES:
+        raise ValueError(
+            f"rank {rank} sends an object of {length:,} bytes to the other ranks; at most "
+            f"{MAX_OBJECT_BYTES:,} are possible"
+        )
+    return length
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of the group's tensors: the CPU, unless NCCL is its only backend."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
