@@ -146,8 +146,8 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 FILES = {
     "no length": (b"abc", "is not a safetensors file"),
     "length over the file": (header({}, length=1 << 60), "is not a safetensors file"),
-    "no JSON": (header(b"{'a'}"), "a header that is no JSON"),
-    "deep JSON": (header(b"[" * 100_000), "a header that is no JSON"),
+    "no JSON": (header(b"{'a'}"), "a header that can't be read as JSON"),
+    "deep JSON": (header(b"[" * 100_000), "a header that can't be read as JSON"),
     "no dict of tensors": (header({"a": 1}), "no shape or place of 'a'"),
     "negative shape": (header({"a": ONE | {"shape": [-2]}}, b"0" * 8), "no shape or place"),
     "dtype": (header({"a": ONE | {"dtype": "X"}}, b"0" * 8), "a dtype of 'a' that PyTorch lacks"),

@@ -20,14 +20,15 @@ from msgspec import Meta
 from ..record.ring.header_schema import MAX_RANKS
 from ..security.error_reason import error_reason
 from ..security.files import InvalidFileError, open_regular, read_regular
-from ..security.schema import Count, check
+from ..security.schema import Count, check, load_json
 from .pickle_check import MAX_OPCODES, MAX_PICKLE_BYTES, check_pickle
 from .pickle_stack import PickleError
 
 # 2: pieces of DTensors, and the identity of the save in each shard; 3: archives without CRC-32
 VERSION = 3
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 256 << 20  # about 100 bytes per rank
+MAX_MANIFEST_BYTES = 48 << 20  # about 100 bytes per rank
+MAX_PARSED_MANIFEST_BYTES = 512 << 20
 BLOCK_BYTES = 1 << 20  # stays in the cache of a core
 _CHECKSUMS = {False: zlib.crc32, True: crc32c}  # the second one has an instruction of the processor
 ARCHIVE_START = b"PK\x03\x04"
@@ -78,12 +79,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        body = json.loads(read_regular(path, MAX_MANIFEST_BYTES, follow_links=False))
+        data = read_regular(path, MAX_MANIFEST_BYTES, follow_links=False)
+        body = load_json(data, path, MAX_PARSED_MANIFEST_BYTES)
     except FileNotFoundError:
         raise DamagedCheckpointError(path, "is missing") from None
-    except RecursionError:
-        raise DamagedCheckpointError(path, "is not a checkpoint's manifest") from None
-    except (OSError, ValueError) as error:
+    except InvalidFileError as error:
+        reason = f"is not a checkpoint's manifest (it {error.reason})"
+        raise DamagedCheckpointError(path, reason) from None
+    except OSError as error:
         reason = f"is not a checkpoint's manifest ({error_reason(error)})"
         raise DamagedCheckpointError(path, reason) from None
     if not isinstance(body, dict) or body.get("format") != "paceline-checkpoint":

@@ -18,7 +18,9 @@ import struct
 import time
 from typing import Any
 
+from ..security.files import InvalidFileError
 from ..security.handshake import Handshake, HandshakeError, HandshakeStep, run_handshake
+from ..security.schema import load_json
 
 FRAME_HEADER = struct.Struct(">II")  # bytes of JSON, raw bytes
 MAX_JSON_BYTES, MAX_RAW_BYTES = 16 << 20, 16 << 20
@@ -142,9 +144,11 @@ class Channel:
             self._received += 1
         del self._buffer[:whole]
         try:
-            message = json.loads(frame[FRAME_HEADER.size : FRAME_HEADER.size + json_bytes])
-        except (ValueError, RecursionError):
-            raise InvalidMessageError("a message that is not JSON") from None
+            message = load_json(
+                frame[FRAME_HEADER.size : FRAME_HEADER.size + json_bytes], "a message"
+            )
+        except InvalidFileError as error:
+            raise InvalidMessageError(f"a message that {error.reason}") from None
         if not isinstance(message, dict):
             raise InvalidMessageError("a message that is not a JSON object")
         return message, frame[FRAME_HEADER.size + json_bytes :]

@@ -122,7 +122,9 @@ def read_regular(
             raise InvalidFileError(
                 path, f"has {size:,} bytes, more than the limit of {max_bytes:,}"
             )
-        data = file.read(max_bytes + 1)  # files in /proc and growing files report a smaller size
+        data = file.read(size + 1)  # not of max_bytes, as memory is allocated for all of it
+        if len(data) > size:  # files in /proc and growing files report a smaller size
+            data += file.read(max_bytes + 1 - len(data))
     if len(data) > max_bytes:
         raise InvalidFileError(path, f"has more than the limit of {max_bytes:,} bytes")
     return data

@@ -17,6 +17,49 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
+MAX_PARSED_BYTES = 256 << 20
+# CPython's memory for what a character of JSON begins or separates: lists, dicts and strings of
+# three bytes of text take up to 40 times their size. Measured, and rounded up.
+JSON_COSTS = {b"[": 96, b"{": 240, b":": 64, b'"': 28, b",": 40}
+
+
+def check_parsed_size(
+    data: bytes, costs: dict[bytes, int], max_parsed_bytes: int, file: Name
+) -> None:
+    """Estimate the memory of parsed text before it is parsed.
+
+    Args:
+        costs: Bytes of memory for each occurrence of a character.
+
+    Raises:
+        InvalidFileError: It may be more than ``max_parsed_bytes``.
+    """
+    text_bytes = len(data) * (2 if data.isascii() else 8)
+    size = text_bytes + sum(cost * data.count(mark) for mark, cost in costs.items())
+    if size > max_parsed_bytes:
+        raise InvalidFileError(
+            file,
+            f"would take up to {size:,} bytes of memory, more than the limit of "
+            f"{max_parsed_bytes:,}",
+        )
+
+
+def load_json(data: bytes, file: Name, max_parsed_bytes: int = MAX_PARSED_BYTES) -> Any:
+    """Parse JSON that others may have written, with limited memory.
+
+    Args:
+        file: Source of the data, for the error message.
+        max_parsed_bytes: Limit of the estimated memory of the result.
+
+    Raises:
+        InvalidFileError: It is not JSON, or would take too much memory.
+    """
+    check_parsed_size(data, JSON_COSTS, max_parsed_bytes, file)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFileError(file, f"can't be read as JSON: {error}") from None
+
 
 def check(tree: Any, schema: type[T], file: Name, *, escape: bool = True) -> T:
     """Convert ``tree`` (dicts, lists, numbers, strings) to the type ``schema``.
@@ -36,13 +79,16 @@ def check(tree: Any, schema: type[T], file: Name, *, escape: bool = True) -> T:
         raise InvalidFileError(file, f"does not match its format: {reason}") from None
 
 
-def parse_json(data: bytes, schema: type[T], file: Name, *, escape: bool = True) -> T:
-    """Parse JSON and ``check`` it. Raises InvalidFileError, also if it is not JSON."""
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidFileError(file, f"can't be read as JSON: {error}") from None
-    return check(tree, schema, file, escape=escape)
+def parse_json(
+    data: bytes,
+    schema: type[T],
+    file: Name,
+    *,
+    escape: bool = True,
+    max_parsed_bytes: int = MAX_PARSED_BYTES,
+) -> T:
+    """``load_json`` and ``check``. Raises InvalidFileError."""
+    return check(load_json(data, file, max_parsed_bytes), schema, file, escape=escape)
 
 
 def read_json(
@@ -54,6 +100,7 @@ def read_json(
     follow_links: bool = True,
     owner: int | None = None,
     escape: bool = True,
+    max_parsed_bytes: int = MAX_PARSED_BYTES,
 ) -> T:
     """Read a JSON file of at most ``max_bytes``.
 
@@ -62,4 +109,4 @@ def read_json(
         OSError: Same as for ``files.open_regular``.
     """
     data = read_regular(path, max_bytes, dir_fd=dir_fd, follow_links=follow_links, owner=owner)
-    return parse_json(data, schema, path, escape=escape)
+    return parse_json(data, schema, path, escape=escape, max_parsed_bytes=max_parsed_bytes)

@@ -16,6 +16,7 @@ from .series import Floats, Model, Reference, Series
 FORMAT, VERSION = "paceline-reference", 1
 RECORD_FILE = "losses.json"  # in a record folder
 MAX_BYTES = 256 << 20
+MAX_PARSED_BYTES = 1 << 30
 MAX_VALUES = 200_000  # of a run; longer ones are stored as means of consecutive values
 _Number = float | None
 
@@ -73,7 +74,9 @@ def read_reference(path: Path) -> Reference:
             "paceline run --make-reference FILE"
         )
     try:
-        stored = read_json(file, _Stored, MAX_BYTES, escape=False)
+        stored = read_json(
+            file, _Stored, MAX_BYTES, escape=False, max_parsed_bytes=MAX_PARSED_BYTES
+        )
     except OSError as error:
         raise ValueError(
             f"{file}: {error.strerror}. HINT: paceline run --make-reference {file} makes it"

@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 
 from ...security.error_reason import error_reason
-from ...security.files import open_regular
+from ...security.files import InvalidFileError, open_regular
 from ...security.folders import NewFile
+from ...security.schema import load_json
 from ..manifest import DamagedCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
+MAX_PARSED_HEADER_BYTES = 512 << 20  # some 500,000 tensors
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
@@ -125,9 +127,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _read_entries(head: bytes, path: Path) -> dict[str, object]:
     try:
-        header = json.loads(head)
-    except (RecursionError, ValueError):
-        raise DamagedCheckpointError(path, "has a header that is no JSON") from None
+        header = load_json(head, path, MAX_PARSED_HEADER_BYTES)
+    except InvalidFileError as error:
+        raise DamagedCheckpointError(path, f"has a header that {error.reason}") from None
     if not isinstance(header, dict):
         raise DamagedCheckpointError(path, "has a header that lists no tensors")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

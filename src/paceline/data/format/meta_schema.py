@@ -22,6 +22,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)
 ITEM_BYTES = (1, 1, 2, 4, 8, 2, 4, 8, 2, 4, 8, 1, 8, 16)  # of each of DTYPES, in the same order
 MAX_DIMS = 32
 MAX_META_BYTES = 32 << 20  # about 250,000 shards
+MAX_PARSED_META_BYTES = 512 << 20
 MAX_SAMPLE_BYTES = 1 << 32  # limit for a decoded sample, and for a label
 SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.bin")
 

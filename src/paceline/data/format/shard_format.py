@@ -26,10 +26,11 @@ import numpy as np
 from crc32c import crc32c
 
 from ...security.files import InvalidFileError, kind_of_file, read_regular
+from ...security.schema import load_json
 from ...security.text import printable
 from . import meta_schema
 from .meta_schema import DTYPES as DTYPES
-from .meta_schema import MAX_META_BYTES, FileChecksum
+from .meta_schema import MAX_META_BYTES, MAX_PARSED_META_BYTES, FileChecksum
 
 FORMAT, VERSION = "paceline-shards", 1
 META_FILE, INDEX_FILE, NAMES_FILE = "paceline.json", "index.bin", "names.txt"
@@ -261,14 +262,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
     path = folder / META_FILE
     try:
         text = read_regular(path, MAX_META_BYTES)
-        tree = json.loads(text)
+        tree = load_json(text, path, MAX_PARSED_META_BYTES)
     except FileNotFoundError:
         raise _missing_dataset_error(folder) from None
     except InvalidFileError as error:
         raise DataError(path, -1, 0, error.reason) from None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(path, -1, 0, f"can't be read: {reason}") from None
+    except OSError as error:
+        raise DataError(path, -1, 0, f"can't be read: {error.strerror or error}") from None
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise DataError(
             path, -1, 0, "is not the metadata of a packed dataset. HINT: paceline pack SOURCE DEST"

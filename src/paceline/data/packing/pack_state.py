@@ -13,6 +13,7 @@ from ..format.meta_schema import MAX_DIMS, MAX_SAMPLE_BYTES, ScalarOrPerChannel,
 from ..format.shard_format import ROW_STRUCT, ArraySpec, Shard, create_new_file
 
 MAX_STATE_BYTES = 1 << 28  # it holds the messages of samples that were left out
+MAX_PARSED_STATE_BYTES = 1 << 30
 MAX_PARTITION_BYTES = 1 << 16
 
 
@@ -65,7 +66,8 @@ def shard_state(work: Path, number: int) -> ShardState:
         InvalidFileError: It is damaged.
     """
     path = work / f"shard-{number:05}.json"
-    found = parse_json(read_regular(path, MAX_STATE_BYTES), ShardState, path)
+    data = read_regular(path, MAX_STATE_BYTES)
+    found = parse_json(data, ShardState, path, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
     _check_shards(path, [found.shard], number)
     _check_moments(path, found.statistics)
     return found
@@ -73,7 +75,8 @@ def shard_state(work: Path, number: int) -> ShardState:
 
 def piece_state(path: Path) -> PieceState:
     """Read the state of a piece. Raises as ``shard_state``."""
-    found = parse_json(read_regular(path, MAX_STATE_BYTES), PieceState, path)
+    data = read_regular(path, MAX_STATE_BYTES)
+    found = parse_json(data, PieceState, path, max_parsed_bytes=MAX_PARSED_STATE_BYTES)
     _check_shards(path, found.shards, 0)
     _check_moments(path, found.statistics)
     return found

@@ -5,7 +5,6 @@ with Yama allows this only for a process that the target has named, and for its 
 names its launcher.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...security.programs import find_program
+from ...security.schema import load_json
 from ..linux_prctl import prctl
 
 SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
@@ -101,7 +101,9 @@ class _Reading:
 
         if self.process.returncode == 0:
             try:
-                return as_faulthandler(json.loads(os.pread(self._said, MOST_BYTES, 0)), self._pid)
+                return as_faulthandler(
+                    load_json(os.pread(self._said, MOST_BYTES, 0), "py-spy"), self._pid
+                )
             except (ValueError, KeyError, TypeError):
                 return ""
         return (

@@ -13,6 +13,7 @@ from ...security.schema import Count, parse_json
 from ..guard.rows import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
+MAX_PARSED_MESSAGE_BYTES = 1 << 30
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -55,7 +56,13 @@ def message_of(line: bytes) -> RankMessage:
         InvalidFileError: The line is not a valid message of Paceline.
     """
     # Not escaped: messages to print may contain colour codes, which for_terminal() filters later.
-    message = parse_json(line, RankMessage, "the status pipe", escape=False)
+    message = parse_json(
+        line,
+        RankMessage,
+        "the status pipe",
+        escape=False,
+        max_parsed_bytes=MAX_PARSED_MESSAGE_BYTES,
+    )
     if "exception" in message and not {"at", "code"} <= message.keys():
         raise InvalidFileError("the status pipe", "has an exception without its time and code")
     return message

@@ -14,6 +14,8 @@ from ..requeue import STOPPED_EARLY_EXIT_CODE
 if TYPE_CHECKING:
     from ..guard.loss_guard import LossGuard
 
+MAX_PARSED_SUMMARY_BYTES = 1 << 30
+
 
 def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGuard | None") -> None:
     """Print the figures of a recorded run, unless it failed, and where its record is.
@@ -60,7 +62,13 @@ def write_summary(
         found: dict[str, Any] = {"format": "paceline-guard", "version": 1, "command": command}
         if report is not None:
             try:
-                found = parse_json(report.encode(), dict[str, Any], "a summary", escape=False)
+                found = parse_json(
+                    report.encode(),
+                    dict[str, Any],
+                    "a summary",
+                    escape=False,
+                    max_parsed_bytes=MAX_PARSED_SUMMARY_BYTES,
+                )
             except InvalidFileError as error:  # the script can write to the status pipe, too
                 sys.stderr.write(f"paceline: {error}\n")
         report = json.dumps({**found, "guard": result}, indent=1)

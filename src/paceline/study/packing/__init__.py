@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ...data.format.shard_format import write_atomically
 from ...data.packing.encode import EncodingOptions
 from ...data.packing.pack import PackJob, PackOptions, PackReport, ProgressCallback, open_pack_job
@@ -27,7 +25,8 @@ from ...launch.layout import ranks_per_host
 from ...launch.ranks.local_host import ForkedRankServer
 from ...launch.start import start
 from ...launch.target import find_target
-from ...security.files import InvalidFileError, read_regular
+from ...security.files import read_regular
+from ...security.schema import read_json
 from ...security.text import printable
 
 RANK_MODULE = "paceline.study.packing"
@@ -35,7 +34,7 @@ TASK, FAILED = "task.json", "failed"  # files in the job's folder
 # Maximum delay until files that other hosts have written become visible on this host.
 MAX_PIECE_DELAY_S = 60.0
 INTERRUPTED_EXIT_CODE = 130
-MAX_TASK_BYTES = 1 << 28  # the task lists all pieces
+MAX_TASK_BYTES = 16 << 20  # the task lists all pieces
 MAX_FAILURE_BYTES = 1 << 20
 
 
@@ -116,13 +115,7 @@ class Task:
             FileNotFoundError: This host does not see the job's folder.
             InvalidFileError: The file is damaged.
         """
-        data = read_regular(run / TASK, MAX_TASK_BYTES)
-        try:
-            return msgspec.convert(json.loads(data), cls)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise InvalidFileError(
-                run / TASK, f"is not a valid task: {printable(str(error))}"
-            ) from None
+        return read_json(run / TASK, cls, MAX_TASK_BYTES, escape=False)
 
 
 def pack_on_ranks(

@@ -5,7 +5,6 @@ job's folder when the measurement or the worker ends; the rank adds them to its 
 """
 
 import functools
-import json
 import mmap
 import os
 import threading
@@ -13,6 +12,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from ....security.files import read_regular
+from ....security.schema import load_json
 from ...hooks.import_hooks import after_import
 from ...ring.recorder import Recorder
 from ...ring.resource_usage import FileOpenCounter
@@ -84,7 +85,7 @@ class WorkerProfiles:
         for path in paths:
             if path.suffix == ".part" or count >= MAX_WORKERS:
                 continue
-            found = json.loads(path.read_bytes()[:MAX_PROFILE_BYTES])
+            found = load_json(read_regular(path, MAX_PROFILE_BYTES), path)
             path.unlink(missing_ok=True)
             count, whole = count + 1, whole + int(found["ns"])
             for places, activity, what, samples, ns, on_core in found["stacks"]:
