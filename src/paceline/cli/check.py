@@ -191,11 +191,11 @@ def _is_set(data: str) -> bool:
     """Return whether a path holds samples: a packed dataset, another format, images or arrays."""
     from itertools import islice
 
+    from ..data.boundary import Boundary
     from ..data.format.shard_format import META_FILE
     from ..data.sources import formats
     from ..data.sources.content import ARRAYS, IMAGES
     from ..data.sources.folder_source import files_below
-    from ..security.boundary import Boundary
 
     path, _ = formats.split_path(data)
     if (path / META_FILE).exists() or formats.detect_format(path) is not None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from ...security.boundary import Boundary
 from ...security.files import InvalidFileError, check_regular, open_regular
 from ...security.text import printable
+from ..boundary import Boundary
 from .meta_schema import FileChecksum
 
 MAX_NAME_BYTES = 1 << 16

@@ -5,9 +5,9 @@ import os
 import stat
 from collections.abc import Callable
 
-from ...security.boundary import Boundary
 from ...security.files import check_regular, open_regular
 from ...security.text import printable
+from ..boundary import Boundary
 from ..format.meta_schema import MAX_SAMPLE_BYTES
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY

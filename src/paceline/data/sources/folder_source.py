@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ...security.boundary import Boundary
 from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
+from ..boundary import Boundary
 from ..format.shard_format import ArraySpec, create_new_file, write_atomically
 from .bounded_read import OpenFile, read_sample_file
 from .content import HEAD_BYTES, extension_of, kind_of

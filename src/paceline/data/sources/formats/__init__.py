@@ -16,9 +16,9 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, NamedTuple
 
-from ....security.boundary import Boundary
 from ....security.files import InvalidFileError, UnsafeFileError, kind_of_file, read_regular
 from ....security.text import printable
+from ...boundary import Boundary
 from ...format.decode import import_optional
 from ...format.shard_format import ArraySpec, DatasetMeta
 from ..source import Source

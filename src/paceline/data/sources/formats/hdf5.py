@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....security.boundary import Boundary
+from ...boundary import Boundary
 from ...format.shard_format import label_spec
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
 from .hdf5_references import check_dataset, stored_bytes

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ....security.boundary import Boundary
 from ....security.files import open_regular
 from ....security.text import printable
+from ...boundary import Boundary
 from . import import_format_package
 
 # Environment variables with folders in which HDF5 searches.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ....security.boundary import Boundary
+from ...boundary import Boundary
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
 from .members import MemberSource, sample_members
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ....security.boundary import Boundary
 from ....security.files import open_regular
+from ...boundary import Boundary
 from . import classic, convert_library_errors, hdf5, hdf5_references, import_format_package
 from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source

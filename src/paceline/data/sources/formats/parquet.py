@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....security.boundary import Boundary
 from ....security.files import InvalidFileError
 from ....security.schema import parse_json
 from ....security.text import printable
+from ...boundary import Boundary
 from ..bounded_read import check_expansion
 from ..source import LoadedSample, Source, label_field
 from . import convert_library_errors, import_format_package

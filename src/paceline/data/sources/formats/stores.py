@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ....security.boundary import Boundary
 from ....security.text import printable
+from ...boundary import Boundary
 from ...format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ...format.shard_format import ArraySpec
 from ..bounded_read import check_expansion

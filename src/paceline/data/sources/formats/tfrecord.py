@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from ....security.boundary import Boundary
 from ....security.text import printable
+from ...boundary import Boundary
 from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import ArraySpec
 from ..bounded_read import OpenFile, read_at

@@ -9,8 +9,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from ....security.boundary import Boundary
 from ....security.text import printable
+from ...boundary import Boundary
 from ..bounded_read import OpenFile, read_at
 from . import ExportInfo, Sample, read_class_names, write_classes
 from .members import MemberSource, sample_members

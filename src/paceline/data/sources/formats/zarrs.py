@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ....security.boundary import Boundary
+from ...boundary import Boundary
 from . import convert_library_errors, import_format_package
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source

@@ -7,7 +7,7 @@ tables. Each could lead to a file of the user, whose content would then be in th
 import os
 from pathlib import Path
 
-from .text import printable
+from ..security.text import printable
 
 
 class Boundary:
