@@ -57,6 +57,34 @@ def test_healthy_job_is_told_nothing_before_its_end(reference):
     assert "500 values of the loss, up to 16,000 samples, stayed within the band" in last[0]
 
 
+@pytest.mark.parametrize(("first", "kept"), [(41, 40), (1, 0), (61, 60)])
+def test_steps_that_an_attempt_repeats_are_saved_once(tmp_path, first, kept):
+    """A job that restarts goes on from its last checkpoint, or from its start."""
+    file = tmp_path / "losses.json"
+    guard = LossGuard(GuardRequest([], save=str(file)), 2, [])
+    values = records.healthy_losses(10)
+    feed(guard, values[:60])
+    guard.begin_attempt(2)
+    feed(guard, values[first - 1 : 100] + 0.01, first=first)
+    guard.finish(lambda text: None)
+    run = read_reference(file).runs[0]
+    assert run.steps.tolist() == list(range(1, 101))
+    assert run.values[:kept] == pytest.approx(values[:kept])
+    assert run.values[kept:] == pytest.approx(values[kept:100] + 0.01)
+    assert len(run.rates) == 100
+
+
+def test_lines_that_an_attempt_repeats_are_saved_once(tmp_path):
+    file = tmp_path / "losses.json"
+    metric = r"step (?P<step>\d+) loss (?P<value>\S+)"
+    guard = LossGuard(GuardRequest([], metric=metric, save=str(file)), 1, [])
+    for first, last in ((1, 6), (5, 10)):  # the second attempt goes on from a checkpoint of step 4
+        guard.begin_attempt(1)
+        for step in range(first, last + 1):
+            guard.take_line(0, f"step {step} loss {step / first}")
+    assert guard.result().runs[0].steps.tolist() == list(range(1, 11))
+
+
 def test_divergence_is_told_once_with_its_step(reference):
     guard = LossGuard(GuardRequest([reference]), 2, [])
     values = records.healthy_losses(10)

@@ -84,7 +84,8 @@ class LossGuard:
         self.departure: Departure | None = None
         self.rises: list[RateRise] = []
         self._messages: list[str] = []
-        self._values: list[Value] = []  # of all attempts, for ``save``
+        # of all attempts, for ``save``; each step once, as the last attempt trained it
+        self._values: list[Value] = []
         self._rows: list[JobStep] = []  # steps of ``_values`` where they are the steps' losses
         self._model = Model()
         self._lines = self._matches = 0
@@ -103,6 +104,7 @@ class LossGuard:
             self._guard = RunGuard(self.standard) if self.standard is not None else None
             self._rates = RateWatch(self.reference) if self.reference is not None else None
             self.tested: list[Value] = []
+            self._has_values = False  # of this attempt
             self._pending_changes: tuple[int, Divergence | None] | None = None
             self._batch_compared = False
 
@@ -183,10 +185,13 @@ class LossGuard:
         if found is not None and self.reference is not None and self.departure is None:
             self._pending_changes = (found.step, None)
         if self.metric.source == BACKWARD and step.losses:
-            self._rows.append(step)
             self._take_value(float(step.step), float(step.samples), step.loss)
+            self._rows.append(step)
 
     def _take_value(self, step: float, samples: float, value: float) -> None:
+        if not self._has_values:
+            self._has_values = True
+            self._forget_repeated_steps(step, samples)
         self._values.append((step, samples, value))
         if self._guard is None or self.standard is None or self.departure is not None:
             return
@@ -207,6 +212,15 @@ class LossGuard:
                 f"{self.standard.axis}; later values are not held against it. HINT: make the "
                 "reference as long as the job\n"
             )
+
+    def _forget_repeated_steps(self, step: float, samples: float) -> None:
+        """Forget the values of earlier attempts from the first one of this attempt on."""
+        while self._values:
+            last_step, last_samples, _ = self._values[-1]
+            if last_step < step and not 0 < samples <= last_samples:
+                break
+            del self._values[-1]
+            del self._rows[len(self._values) :]
 
     def _compare_by_steps(self) -> None:
         """Compare at equal steps from now on: the samples of this job are not known."""
