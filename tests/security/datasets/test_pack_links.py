@@ -1,9 +1,11 @@
 """Datasets whose links and references lead to files of the user: nothing outside is read."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import h5py
@@ -207,6 +209,22 @@ def test_class_names_beside_a_file_that_are_a_link_out_of_its_folder_are_an_erro
     _class_names(folder)
     with pytest.raises(ValueError, match=rf"the link .*/classes\.txt {OUTSIDE}"):
         pack(folder / "a.tfrecord", folder.parent / "out")
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("target", ["/etc/passwd", "../secret", "a.bin"])
+def test_links_in_a_tar_are_left_out_with_a_note(folder, kind, target):
+    with tarfile.open(folder / "x.tar", "w") as tar:
+        for name in ("a.bin", "b.bin"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            tar.addfile(member, io.BytesIO(b"data"))
+        link = tarfile.TarInfo("c.bin")
+        link.type, link.linkname = kind, target
+        tar.addfile(link)
+    report = pack(folder / "x.tar", folder.parent / "out")
+    assert report.meta.samples == 2
+    assert "x.tar: 1 link left out" in report.notes[0]
 
 
 def test_links_within_the_folder_are_read(folder):

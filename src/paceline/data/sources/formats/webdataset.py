@@ -9,6 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from ....plurals import counted
 from ....security.text import printable
 from ...boundary import Boundary
 from ..bounded_read import OpenFile, read_at
@@ -78,11 +79,13 @@ class WebDatasetSource(MemberSource):
             key, members, seen = "", dict[str, Any](), dict[str, frozenset[str]]()
             extensions = dict[frozenset[str], frozenset[str]]()  # of most samples they are equal
             file: Any = _ForwardFile(self._files[number].fd)
+            links = 0
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     while (member := tar.next()) is not None:
                         # tarfile would keep millions of members; typeshed lacks this attribute.
                         tar.members.clear()  # type: ignore[attr-defined]
+                        links += member.issym() or member.islnk()
                         if not member.isreg() or _is_hidden(member.name):
                             continue
                         if member.issparse():
@@ -97,6 +100,11 @@ class WebDatasetSource(MemberSource):
                         self._check_new(path, member.name, end, members, seen.get(key, ()))
                         members[end] = (number, member.offset_data, member.size)
                     self._check_end(number, tar.offset)
+                if links:
+                    self.notes.append(
+                        f"{path}: {counted(links, 'link')} left out. HINT: tar --dereference "
+                        "--hard-dereference stores files in their place"
+                    )
             except ValueError:
                 raise
             except Exception as error:  # tarfile raises whatever a damaged header leads it to
