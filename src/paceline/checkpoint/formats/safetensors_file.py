@@ -21,7 +21,7 @@ from ...security.schema import load_json
 from ..manifest import DamagedCheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # that readers accept
-MAX_PARSED_HEADER_BYTES = 512 << 20  # some 500,000 tensors
+MAX_PARSED_HEADER_BYTES = 512 << 20  # some 400,000 tensors
 _ALIGNMENT = 8
 _DTYPES = {
     torch.float64: "F64",
