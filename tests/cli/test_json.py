@@ -71,3 +71,12 @@ def check_plan(found, script):
     assert found["script"] == [script, "--lr", "1"]
     assert found["environment_variables"] == ["HELLO"]
     assert len(found["commands"]) == 2
+
+
+def test_job_without_figures_says_so(tmp_path):
+    words = ["run", "-n", "1", "--json=found.json", ranks.write(tmp_path, "pass")]
+    done = ranks.run_command([ranks.PACELINE, *words], tmp_path, ranks.environment())
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["format"], found["version"]) == ("paceline-job", 1)
+    assert "HINT: --record DIR" in found["reason"]
