@@ -145,10 +145,11 @@ def test_summary_is_printed_as_json(tmp_path):
 
 def test_diagnosis_in_a_json_file_replaces_the_report(tmp_path, monkeypatch, capsys):
     """As for paceline report --json=FILE: --html writes the report for people."""
-    monkeypatch.setattr("paceline.report.terminal.diagnose.as_json", lambda found: {"causes": []})
+    made = {"format": "paceline-diagnosis", "version": 1, "causes": []}
+    monkeypatch.setattr("paceline.report.terminal.diagnose.as_json", lambda found: made)
     outputs = DiagnosisOutputs(tmp_path / "found.json", None, None)
     outputs.update(None)
-    assert json.loads((tmp_path / "found.json").read_text()) == {"causes": []}
+    assert json.loads((tmp_path / "found.json").read_text()) == made
     outputs.finish(None)
     assert capsys.readouterr() == ("", "")
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -201,3 +202,34 @@ def test_metadata_with_code_is_refused(tmp_path, monkeypatch):
     result = convert(tmp_path / "dcp", tmp_path / "m.pt")
     assert "it names 'posix mkdir'" in result.stderr
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "ends", "told"),
+    [
+        (
+            lambda: torch.eye(3).to_sparse(),
+            (".safetensors",),
+            r"w is a sparse tensor .torch\.sparse_coo.,",
+        ),
+        (
+            lambda: torch.eye(3).to_sparse_csr(),
+            (".safetensors",),
+            "w is a sparse tensor .*HINT: choose",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            (".safetensors", ".pt"),
+            "w is a nested tensor, which can't be converted. HINT: save",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch: layouts in beta state
+def test_tensors_of_other_layouts_are_named(tmp_path, tensor, ends, told):
+    torch.save({"w": tensor(), "b": torch.zeros(2)}, tmp_path / "w.pt")
+    for end in (".safetensors", ".pt"):
+        result = convert(tmp_path / "w.pt", tmp_path / f"out{end}")
+        assert result.exit_code == (2 if end in ends else 0), result.output
+        if end in ends:
+            assert re.search(told, result.output)
+            assert not (tmp_path / f"out{end}").exists()

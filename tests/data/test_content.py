@@ -311,3 +311,14 @@ def test_stream_of_words_and_integers_as_labels_is_an_error(tmp_path):
         ValueError, match=r"label of sample 1 is 0, but earlier labels are names of classes"
     ):
         pack([(np.zeros(3), "cat"), (np.zeros(3), 0)], tmp_path / "one")
+
+
+def test_streams_of_pil_images_and_of_buffers(tmp_path):
+    """An image with a palette is no array of indices, and a buffer of bytes no array of numbers."""
+    picture = Image.new("RGB", (8, 6), "red").quantize()
+    assert picture.mode == "P"
+    pack([picture, Image.new("RGBA", (8, 6), "red")], tmp_path / "one")
+    for k in range(2):
+        assert np.array_equal(Shards(tmp_path / "one")[k][0, 0], [255, 0, 0])
+    report = pack([memoryview(IMAGES[1]), bytearray(IMAGES[0])], tmp_path / "two")
+    assert report.meta.packed["kind"] == "images"

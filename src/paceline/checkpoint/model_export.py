@@ -80,6 +80,9 @@ def export_model(
     if not tensors:
         under = f" whose names begin with {prefix}" if prefix else ""
         raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
+    for name, one in tensors.items():
+        if isinstance(one, torch.Tensor):
+            _check_layout(name, one, dest)
     shapes = {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
 
     def read(name: str) -> torch.Tensor:
@@ -125,6 +128,20 @@ def _model_state(source: Path, model: int | None) -> tuple[Path, int | None, Map
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise DamagedCheckpointError(folder, "contains no state_dict of a model")
     return folder, manifest.get("step"), state
+
+
+def _check_layout(name: str, tensor: torch.Tensor, dest: Path) -> None:
+    """Raise ValueError if a file of this kind can't store the layout of a tensor."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor, which can't be converted. HINT: save its parts, "
+            "tensor.unbind(), as tensors of their own"
+        )
+    if tensor.layout is not torch.strided and dest.suffix == ".safetensors":
+        raise ValueError(
+            f"{name} is a sparse tensor ({tensor.layout}), which can't be stored in a safetensors "
+            "file. HINT: choose a file name that ends with .pt, or save tensor.to_dense()"
+        )
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -150,7 +150,8 @@ def check(
             before, after = map(load, compare)
             found = changes(before, after)
             if json is not None:
-                print_json([vars(change) for change in found], json)
+                changed = {"changes": [vars(change) for change in found]}
+                print_json(changed, json, name="paceline-machine-comparison")
             else:
                 PlainConsole().print(shown.render_comparison(before, after, found))
             return
@@ -180,7 +181,7 @@ def check(
     oddities = find_outliers(checked.machine)
     if json is not None:
         found_json = shown.as_json(as_json(checked.machine), oddities, checked.notes, checked.more)
-        print_json(found_json, json)
+        print_json(found_json, json, name="paceline-check")
     else:
         PlainConsole().print(shown.render(checked.machine, oddities, checked.notes))
         sys.stderr.write(f"paceline: the machine file is {out}\n")
@@ -246,6 +247,6 @@ def _pack(file: Path | None, json: Path | None) -> None:
 
     found = pack_environment(file)
     if json is not None:
-        print_json(as_json(found), json)
+        print_json(as_json(found), json, name="paceline-environment")
     else:
         PlainConsole().print(shown.render(found))

@@ -65,7 +65,7 @@ def convert(
 
         report = export_model(checkpoint, dest, model, prefix)
         if json is not None:
-            print_json({"file": str(dest), **asdict(report)}, json)
+            print_json({"file": str(dest), **asdict(report)}, json, name="paceline-convert")
             return
         step = "" if report.step is None else f" of step {report.step}"
         typer.echo(

@@ -273,7 +273,7 @@ def _pack(
     meta = asdict(report.meta)
     if json is not None:
         more = {"left_out": report.left_out, "notes": report.notes, "seconds": report.seconds}
-        print_json({"folder": asked.dest, **meta, **more}, json)
+        print_json({"folder": asked.dest, **meta, **more}, json, name="paceline-pack")
         return
     from ..report.console import PlainConsole
     from ..report.terminal import packed_dataset as shown
@@ -356,7 +356,8 @@ def _check(folder: Path, workers: int | None, json: Path | None) -> int:
         bad = verify(folder, workers, step)
     lines = [str(one) for one in bad]
     if json is not None:
-        print_json({"folder": str(folder), "samples": meta.samples, "bad": lines}, json)
+        found = {"folder": str(folder), "samples": meta.samples, "bad": lines}
+        print_json(found, json, name="paceline-pack-check")
     else:
         from ..report.console import PlainConsole
         from ..report.terminal import packed_dataset as shown

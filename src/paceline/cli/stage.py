@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common.base import DATASETS, app, examples, exit_on_mistake
-from .common.command import Command, json_output, print_json
+from .common.command import Command, print_json
 from .common.options import Env, Hostfile, Hosts, Json, Launcher
 from .common.sizes import bytes_of
 from .pack import progress
@@ -103,8 +103,7 @@ def stage(
                 wish, where, source, str(Path(given).absolute()), most, _say, shared
             )
             if json is not None:
-                with json_output(json):
-                    typer.echo(sum_hosts(told))
+                print_json(sum_hosts(told), json, name="paceline-stage")
             else:
                 _show(told)
             raise typer.Exit(code)
@@ -112,7 +111,7 @@ def stage(
     if beside:
         return
     if json is not None:
-        print_json(asdict(found) | {"folder": str(found.folder)}, json)
+        print_json(asdict(found) | {"folder": str(found.folder)}, json, name="paceline-stage")
     else:
         _show([asdict(found)])
 

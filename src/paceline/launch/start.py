@@ -1,5 +1,6 @@
 """Start of a job from the options of ``paceline run``: select the hosts and ranks, and run."""
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -7,11 +8,12 @@ from pathlib import Path
 
 from ..cluster.topology.local_resources import allowed_threads
 from ..cluster.topology.topology import topology
+from ..security.outputs import write_output
 from . import single_node
 from .job import Job, check
 from .layout import explain_default_ranks, ranks_per_host
 from .remote.forwarded_env import parse_env_options
-from .target import find_target, show_plan
+from .target import find_target, plan_job, render_plan
 
 
 def start(
@@ -56,7 +58,16 @@ def start(
     where = find_target(hosts, hostfile, launcher)
     if show_only:
         check(replace(job, ranks=1, record=None))
-        sys.stdout.write(show_plan(job, where, ranks, sorted(environment)))
+        plan = plan_job(job, where, ranks, sorted(environment))
+        if job.summary is None:
+            sys.stdout.write(render_plan(plan))
+        else:
+            try:
+                write_output(job.summary, json.dumps(plan, indent=1) + "\n")
+            except OSError as error:
+                raise ValueError(
+                    f"--json {job.summary}: {error.strerror}. HINT: choose another file"
+                ) from None
         return 0
     if show_memory:
         # one rank on this node predicts what each of them would need

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..cluster.rank_identity import launched_by
 from ..cluster.schedulers import flux
@@ -21,6 +22,8 @@ from ..security.programs import program_command
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
+
+MAX_SHOWN_COMMANDS = 4
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ def _allocation(environment: dict[str, str]) -> Allocation | None:
     return flux.allocation(environment, asked.stdout.strip())
 
 
-def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) -> str:
-    """Return the output of ``--show``: hosts, ranks and commands that would be started.
+def plan_job(job: Job, where: Target, ranks: int | None, variables: list[str]) -> dict[str, Any]:
+    """Return the output of ``--dry-run --json``: hosts, ranks and commands that would be started.
 
     Args:
         job: The job.
@@ -140,40 +143,51 @@ def show_plan(job: Job, where: Target, ranks: int | None, variables: list[str]) 
     """
     from .remote.start_agents import agent_command
 
-    lines = [f"{where.why}: {_tool(where)}"]
+    names = [host.name for host in where.hosts]
     unknown = any(host.devices is None and host.slots is None for host in where.hosts)
-    if ranks is None and unknown and where.tool is not None:
+    per_host: list[int] | None = None  # known at the start only
+    if ranks is not None or not unknown or where.tool is None:
+        per_host = ranks_per_host(where.hosts, ranks, where.explicit)
+    commands = []
+    if where.tool is not None:
+        alone = where.tool.one_call_per_host
+        agent = agent_command(where.tool) + ([] if alone else ["--connect", "ADDRESS,PORT"])
+        for call in [[name] for name in names] if alone else [names]:
+            here = alone and is_local_host(call[0])
+            commands.append(agent if here else where.tool.command(call, agent))
+    return {
+        "format": "paceline-plan",
+        "version": 1,
+        "why": where.why,
+        "launcher": None if where.tool is None else where.tool.name,
+        "hosts": names,
+        "ranks": per_host,
+        "commands": commands,
+        "script": ["-m"] * job.module + [job.name, *job.args],
+        "directory": os.getcwd(),
+        "python": sys.executable,
+        "environment_variables": variables,
+    }
+
+
+def render_plan(plan: dict[str, Any]) -> str:
+    """Return the text of ``--dry-run``, of what ``plan_job`` returns."""
+    hosts, per_host, commands = plan["hosts"], plan["ranks"], plan["commands"]
+    over = f"{counted(len(hosts), 'node')} over {plan['launcher']}"
+    lines = [f"{plan['why']}: {over if plan['launcher'] else 'ranks on this machine'}"]
+    if per_host is None:
         lines.append(
             "  ranks: one per GPU of each node, or else one per NUMA domain; each node "
             "reports these at the start"
         )
-        lines += [f"    {host.name}" for host in where.hosts]
+        lines += [f"    {name}" for name in hosts]
     else:
-        per_host = ranks_per_host(where.hosts, ranks, where.explicit)
-        lines.append(
-            f"  {counted(sum(per_host), 'rank')}: "
-            f"{format_layout([h.name for h in where.hosts], per_host)}"
-        )
-    if where.tool is not None:
-        names = [host.name for host in where.hosts]
-        alone = where.tool.one_call_per_host
-        calls = [[name] for name in names] if alone else [names]
-        for call in calls[:4]:
-            agent = agent_command(where.tool) + ([] if alone else ["--connect", "ADDRESS,PORT"])
-            command = agent if alone and is_local_host(call[0]) else where.tool.command(call, agent)
-            lines.append(f"  starts: {' '.join(command)}")
-        if len(calls) > 4:
-            lines.append(f"  ... and {len(calls) - 4} more")
-    module = "-m " if job.module else ""
-    lines.append(f"  script: {module}{' '.join([job.name, *job.args])}")
-    lines.append(f"  in {os.getcwd()}, with {sys.executable}")
-    if variables:
-        lines.append(f"  environment variables: {', '.join(variables)}")
+        lines.append(f"  {counted(sum(per_host), 'rank')}: {format_layout(hosts, per_host)}")
+    lines += [f"  starts: {' '.join(command)}" for command in commands[:MAX_SHOWN_COMMANDS]]
+    if len(commands) > MAX_SHOWN_COMMANDS:
+        lines.append(f"  ... and {len(commands) - MAX_SHOWN_COMMANDS} more")
+    lines.append(f"  script: {' '.join(plan['script'])}")
+    lines.append(f"  in {plan['directory']}, with {plan['python']}")
+    if plan["environment_variables"]:
+        lines.append(f"  environment variables: {', '.join(plan['environment_variables'])}")
     return "\n".join(lines) + "\n"
-
-
-def _tool(where: Target) -> str:
-    count = len(where.hosts)
-    if where.tool is None:
-        return "ranks on this machine"
-    return f"{counted(count, 'node')} over {where.tool.name}"

@@ -1,6 +1,5 @@
 """``paceline stage`` on all hosts of an allocation: a job with one rank per host."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def _bracketed(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
-def sum_hosts(hosts: list[dict[str, Any]]) -> str:
-    """Return JSON for --json: the result of each host, and the sums over all hosts."""
+def sum_hosts(hosts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the value of --json: the result of each host, and the sums over all hosts."""
     each = ("copied", "fetched", "bytes", "read")
-    return json.dumps({name: sum(one[name] for one in hosts) for name in each} | {"hosts": hosts})
+    return {name: sum(one[name] for one in hosts) for name in each} | {"hosts": hosts}

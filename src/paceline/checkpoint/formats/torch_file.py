@@ -66,7 +66,8 @@ def _shared(values: dict[str, Any], size: int, path: Path) -> dict[str, Any]:
     first: dict[tuple[Any, ...], torch.Tensor] = {}
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if strided and not value.is_nested:
             tensor = value.detach()
             where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             found[name] = first.setdefault(where, tensor)

@@ -129,8 +129,18 @@ def _plain(word: re.Match[str]) -> str:
     return word[1].removesuffix("...") + ("..." if word[2] else "")
 
 
-def print_json(value: Any, path: Path, indent: int | None = None) -> None:
-    """Print ``value`` as JSON, to standard output or to the file of --json."""
+def print_json(
+    value: dict[str, Any], path: Path, indent: int | None = None, name: str = ""
+) -> None:
+    """Print ``value`` as JSON, to standard output or to the file of --json.
+
+    Args:
+        value: What is printed. It has ``format`` and ``version``, unless ``name`` is given.
+        name: Format, of version 1.
+    """
+    if name:
+        value = {"format": name, "version": 1, **value}
+    assert {"format", "version"} <= value.keys()
     with json_output(path):
         typer.echo(json.dumps(value, indent=indent))
 

@@ -9,6 +9,7 @@ from ...security.files import check_regular, open_regular
 from ...security.text import printable
 from ..boundary import Boundary
 from ..format.meta_schema import MAX_SAMPLE_BYTES
+from .content import HEAD_BYTES
 
 OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 CHUNK_BYTES = 1 << 20
@@ -69,6 +70,15 @@ def read_sample_file(path: str, boundary: Boundary) -> bytes:
         return b"".join(parts)
     finally:
         os.close(fd)
+
+
+def read_head(path: str | os.PathLike[str]) -> bytes:
+    """Return the first bytes of a file, or b"" if it can't be read, which its reader reports."""
+    try:
+        file = OpenFile(path)
+        return os.pread(file.fd, HEAD_BYTES, 0)
+    except (OSError, ValueError):
+        return b""
 
 
 def read_at(fd: int, length: int, offset: int) -> bytes:

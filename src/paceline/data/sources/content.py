@@ -10,7 +10,7 @@ UNKNOWN = ".bin"  # bytes of an unknown kind
 HEAD_BYTES = 64  # of a file or member, sufficient for ``extension_of``
 # Suffixes that commands append to the name of a compressed file, and the commands.
 DECOMPRESS = {"gzip": "gzip -d", "zstd": "zstd -d", "bzip2": "bzip2 -d", "xz": "xz -d"}
-COMPRESSED_SUFFIXES = (".gz", ".tgz", ".zst", ".bz2", ".xz")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 
 
 class Signature(NamedTuple):

@@ -15,8 +15,8 @@ from ...security.files import InvalidFileError, open_regular, read_regular
 from ...security.text import printable
 from ..boundary import Boundary
 from ..format.shard_format import ArraySpec, create_new_file, write_atomically
-from .bounded_read import OpenFile, read_sample_file
-from .content import HEAD_BYTES, extension_of, kind_of
+from .bounded_read import OpenFile, read_head, read_sample_file
+from .content import extension_of, kind_of
 from .source import LoadedSample, Source
 from .text_labels import float32_label, interpret_labels
 
@@ -76,6 +76,7 @@ class FolderSource(Source):
             raise ValueError(
                 f"{folder} contains no files to pack. HINT: choose a folder of samples"
             )
+        self.first_names: dict[str, str] = {}  # of each extension
         self.kind = self._kind()
 
     def __len__(self) -> int:
@@ -114,12 +115,11 @@ class FolderSource(Source):
         """Return the kind of the files, by their extensions and by the content of the first file of
         each. Looks at some thousand names only, as there may be millions."""
         step = max(len(self) // 4096, 1)
-        firsts: dict[str, str] = {}
         for i in range(0, len(self), step):
             name = self.name(i)
-            firsts.setdefault(os.path.splitext(name)[1].lower(), name)
+            self.first_names.setdefault(os.path.splitext(name)[1].lower(), name)
         kinds: dict[str, str] = {}
-        for number, (extension, name) in enumerate(firsts.items()):
+        for number, (extension, name) in enumerate(self.first_names.items()):
             head = self._head(name) if number < MAX_KIND_PROBES else b""
             kinds.setdefault(kind_of(extension_of(head, extension)), name)
         if len(kinds) > 1:
@@ -132,18 +132,8 @@ class FolderSource(Source):
 
     def _head(self, name: str) -> bytes:
         """Return the first bytes of a file, or b"" if it can't be read, which packing reports."""
-        if not self._boundary.contains(self.folder / name):
-            return b""
-        try:
-            file = OpenFile(self.folder / name)
-        except (OSError, ValueError):
-            return b""
-        try:
-            return os.pread(file.fd, HEAD_BYTES, 0)
-        except OSError:
-            return b""
-        finally:
-            file.close()
+        path = self.folder / name
+        return read_head(path) if self._boundary.contains(path) else b""
 
 
 class _ClassFolders:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...security.imports import import_folders
+from ...security.text import printable
 from ..format import shard_format
 from ..format.shard_format import DataError
 from . import formats
-from .content import ARRAYS
+from .content import ARRAYS, COMPRESSED_SUFFIXES
 from .folder_source import FolderSource
 from .source import ArraySource, ShardSource, Source, StreamSource
 
@@ -68,12 +69,32 @@ def open_source(source: Any, labels: Any, work: Path, follow_links: bool = False
     if (path / shard_format.META_FILE).exists():
         return ShardSource(path)
     if path.is_dir():
-        return FolderSource(path, None if labels is None else Path(labels), work, follow_links)
+        folder = FolderSource(path, None if labels is None else Path(labels), work, follow_links)
+        if labels is None and folder.kind == "files":
+            _check_no_datasets(folder)
+        return folder
     if ":" in str(source) and not path.exists():
         return open_stream(str(source))
     if not path.exists():
         raise DataError(path, -1, 0, "the file or folder does not exist")
+    formats.check_compression(path)
     raise ValueError(
         f"{path} can't be packed. HINT: pass a folder of files, a .npy file, a packed dataset, "
         f"{', '.join(formats.FORMATS)}, or MODULE:FUNCTION that yields samples"
     )
+
+
+def _check_no_datasets(folder: FolderSource) -> None:
+    """Raise ValueError if the files of a folder are datasets, of which each would be packed as one
+    sample."""
+    for name in folder.first_names.values():
+        plain, end = os.path.splitext(folder.folder / name)
+        path = Path(plain if end.lower() in COMPRESSED_SUFFIXES else folder.folder / name)
+        kind = formats.format_of_file(path)
+        if path.suffix.lower() == ".tgz" or (kind and formats.FORMATS[kind].files):
+            raise ValueError(
+                f"{folder.folder} contains {printable(name)}, a dataset of many samples, in a "
+                "folder or beside other files, or compressed. HINT: paceline pack "
+                f"{folder.folder / Path(name).parent} DEST, where all files are decompressed and "
+                "of one format"
+            )

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...security.text import printable
 from ..format import npy
+from ..format.decode import image_to_array
 from ..format.meta_schema import DTYPES, MAX_DIMS, MAX_SAMPLE_BYTES
 from ..format.shard_format import FILE, IMAGE, JPEG, ArraySpec
 from ..shards import ScratchBuffer, Shards
@@ -321,7 +322,8 @@ class _LabelConverter:
 
 
 class StreamSource(Source):
-    """Any iterable of arrays or bytes, or of (data, label). It is read once, from its start."""
+    """Any iterable of arrays, PIL images or bytes, or of (data, label). It is read once, from its
+    start."""
 
     sequential = True
 
@@ -340,6 +342,8 @@ class StreamSource(Source):
             data, label = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
             if isinstance(data, (bytearray, memoryview)):
                 data = bytes(data)
+            if hasattr(data, "getpalette"):  # PIL: as an array, it could be indices of colours
+                data = image_to_array(data)
             if not isinstance(data, bytes):
                 data = np.asarray(data)
                 if data.dtype.hasobject:

@@ -11,6 +11,8 @@ from ...security.schema import parse_json
 from ..guard.guard_json import guard_json
 from ..requeue import STOPPED_EARLY_EXIT_CODE
 
+NO_FIGURES = "the job has no figures. HINT: --record DIR, or paceline.init() in the script"
+
 if TYPE_CHECKING:
     from ..guard.loss_guard import LossGuard
 
@@ -35,12 +37,14 @@ def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGua
         report = analyse(load_run(folder))
     except ValueError as error:
         sys.stderr.write(f"paceline: {error}\n")
+        if summary is not None:
+            _write(summary, json.dumps(_without_figures(str(error), guard_json(guard))))
         return
     if code in (0, STOPPED_EARLY_EXIT_CODE):
         sys.stderr.write(render(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
     if summary is not None:
-        write_output(summary, run_json(report, guard_json(guard)))
+        _write(summary, run_json(report, guard_json(guard)))
 
 
 def write_summary(
@@ -58,23 +62,33 @@ def write_summary(
         guard: The guard of the job, or None.
     """
     result = guard_json(guard)
-    if result is not None:
-        found: dict[str, Any] = {"format": "paceline-guard", "version": 1, "command": command}
-        if report is not None:
-            try:
-                found = parse_json(
-                    report.encode(),
-                    dict[str, Any],
-                    "a summary",
-                    escape=False,
-                    max_parsed_bytes=MAX_PARSED_SUMMARY_BYTES,
-                )
-            except InvalidFileError as error:  # the script can write to the status pipe, too
-                sys.stderr.write(f"paceline: {error}\n")
-        report = json.dumps({**found, "guard": result}, indent=1)
-    if report is None:
-        return
+    found = {**_without_figures(NO_FIGURES, result), "command": command}
+    if report is not None and result is not None:
+        try:
+            found = parse_json(
+                report.encode(),
+                dict[str, Any],
+                "a summary",
+                escape=False,
+                max_parsed_bytes=MAX_PARSED_SUMMARY_BYTES,
+            )
+        except InvalidFileError as error:  # the script can write to the status pipe, too
+            sys.stderr.write(f"paceline: {error}\n")
+        found["guard"] = result
+    if report is None or result is not None:
+        report = json.dumps(found, indent=1)
+    _write(summary, report)
+
+
+def _without_figures(reason: str, guard: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the value of ``--json`` for a job without figures."""
+    if guard is not None:
+        return {"format": "paceline-guard", "version": 1, "guard": guard}
+    return {"format": "paceline-job", "version": 1, "reason": reason}
+
+
+def _write(summary: Path, text: str) -> None:
     try:
-        write_output(summary, report)
+        write_output(summary, text)
     except OSError as error:
         sys.stderr.write(f"paceline: --json {summary}: {error.strerror}\n")

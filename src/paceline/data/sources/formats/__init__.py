@@ -7,6 +7,7 @@ have ``write(path, info, samples)``. Their packages are optional: pip install 'p
 import errno
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ....security.text import printable
 from ...boundary import Boundary
 from ...format.decode import import_optional
 from ...format.shard_format import ArraySpec, DatasetMeta
+from ..bounded_read import read_head
+from ..content import DECOMPRESS, compression_of
 from ..source import Source
 
 
@@ -59,6 +62,8 @@ FORMATS = {
 CLASSES_FILE = "classes.txt"  # class names, beside files of formats that can't hold them
 MAX_CLASSES_BYTES = 16 << 20
 MAX_NAMES_INSPECTED = 1000  # of a folder, to detect its format
+SHARD_NAME = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+BESIDE = (".txt", ".md", ".json")  # extensions of lists and descriptions
 
 
 class Sample(NamedTuple):
@@ -91,30 +96,58 @@ class ExportInfo:
 
 def detect_format(path: Path) -> str | None:
     """Return the format of a file or folder, by its name or content; None if unknown."""
-    inside = _folder_names(path)
+    if not path.is_dir():
+        return format_of_file(path) if path.is_file() else None
+    inside = list(islice(_entries(path), MAX_NAMES_INSPECTED))
     for name, kind in FORMATS.items():
-        if path.suffix.lower() in kind.extensions and (path.is_file() or (kind.marks and inside)):
+        if kind.marks and inside and path.suffix.lower() in kind.extensions:
             return name
-        if any(mark in inside for mark in kind.marks):
+        if any((path / mark).exists() for mark in kind.marks):
             return name
-        if inside and kind.files and all(fnmatch(one, kind.files) for one in inside):
+    first = format_of_file(inside[0]) if inside else None
+    several = first is not None and FORMATS[first].files
+    return first if several and all(format_of_file(one) == first for one in inside) else None
+
+
+def format_of_file(path: Path) -> str | None:
+    """Return the format of a file: by its name, or for names such as train-00000-of-00008 by its
+    first bytes. None if unknown."""
+    for name, kind in FORMATS.items():
+        if path.suffix.lower() in kind.extensions or fnmatch(path.name, kind.files):
             return name
+    if SHARD_NAME.search(path.name) and path.is_file():
+        from .tfrecord import begins_with_record
+
+        return "tfrecord" if begins_with_record(read_head(path)) else None
     return None
 
 
-def _folder_names(path: Path) -> list[str]:
-    """Return the first names in a folder, without lists and descriptions beside the data."""
-    if not path.is_dir():
-        return []
-    with os.scandir(path) as found:
-        names = [entry.name for entry in islice(found, MAX_NAMES_INSPECTED)]
-    marks = [mark for kind in FORMATS.values() for mark in kind.marks]
-    beside = (".txt", ".md", ".json")
-    return [
-        name
-        for name in names
-        if name in marks or not (name.startswith(".") or name.endswith(beside))
-    ]
+def data_files(path: Path) -> list[Path]:
+    """Return the files of a dataset: a file, or those of a folder and of its Hive partitions."""
+    return sorted(_entries(path)) if path.is_dir() else [path]
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield what is in a folder and in its partitions (year=2020), without hidden files, those of
+    other tools (_SUCCESS of Spark), and lists and descriptions beside the data."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith((".", "_")) or entry.name.endswith(BESIDE):
+                continue
+            if "=" in entry.name and entry.is_dir(follow_symlinks=False):
+                yield from _entries(folder / entry.name)
+            else:
+                yield folder / entry.name
+
+
+def check_compression(path: Path) -> None:
+    """Raise ValueError if a file is compressed as a whole: its reader would call it damaged."""
+    kind = compression_of(read_head(path))
+    if kind:
+        raise ValueError(
+            f"{path} is compressed with {kind}. HINT: decompress it first: "
+            f"{DECOMPRESS[kind]} < {path} > NEW"
+        )
 
 
 def split_path(text: str) -> tuple[Path, str]:
@@ -134,6 +167,8 @@ def open_source(path: Path, name: str, labels: str | None, follow_links: bool = 
     with convert_library_errors(path):
         boundary = Boundary(path, follow_links)
         check_files(path, boundary)
+        if path.is_file():
+            check_compression(path)
         found: Source = module.source(path, name, labels, boundary)
     return found
 

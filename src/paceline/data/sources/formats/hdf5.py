@@ -11,6 +11,7 @@ import numpy as np
 from ...boundary import Boundary
 from ...format.shard_format import label_spec
 from . import ExportInfo, Sample, convert_library_errors, import_format_package
+from .cf import CFDecoder
 from .hdf5_references import check_dataset, stored_bytes
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
@@ -51,8 +52,9 @@ class HDF5Rows(Rows):
         if text is not None or (kind == np.uint8 and self._shapes is None):
             self.dtype = "bytes"
         else:
-            field = field_of(kind or self._data.dtype, self._data.shape)
-            self.dtype, self.shape = field.dtype, field.shape
+            field = field_of(kind or self._data.dtype, self._data.shape, self.description)
+            self._decoder = CFDecoder(dict(self._data.attrs), field.dtype, self.description)
+            self.dtype, self.shape = self._decoder.dtype, field.shape
         self.chunk = self._data.chunks[0] if self._data.chunks else 1
         check_sizes(self, lambda: stored_bytes(self._data))
         self.note = unwritten_note(self._data, self.description)
@@ -67,7 +69,7 @@ class HDF5Rows(Rows):
             return np.asarray(rows, dtype=object)
         if self.flat:
             return self._shaped(rows, first, end)
-        return native(rows, self.description)
+        return self._decoder.decode(native(rows, self.description))
 
     def _shaped(self, rows: Any, first: int, end: int) -> Array:
         arrays = np.empty(end - first, object)

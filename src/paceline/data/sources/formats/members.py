@@ -54,7 +54,11 @@ class MemberSource(Source):
         firsts: dict[str, int] = {}
         for i, extension in enumerate(self._extensions):
             firsts.setdefault(extension, i)
-        kinds = {self.load(i).kind for i in list(firsts.values())[:MAX_KIND_PROBES]}
+        probes = list(firsts.items())[:MAX_KIND_PROBES]
+        kinds = {
+            kind_of(extension_of(self.content(self._data[i][0]), _last(extension)))
+            for extension, i in probes
+        }
         if len(kinds) > 1:
             raise ValueError(
                 f"{description} contains {' and '.join(sorted(kinds))}. HINT: pack each kind as a "

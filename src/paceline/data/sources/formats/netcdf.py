@@ -10,6 +10,7 @@ import numpy as np
 from ....security.files import open_regular
 from ...boundary import Boundary
 from . import classic, convert_library_errors, hdf5, hdf5_references, import_format_package
+from .cf import with_nan
 from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source
 
@@ -50,12 +51,7 @@ class NetCDFRows(Rows):
         with convert_library_errors(self.description), _LOCK:
             rows = self._data[first:end]
         if np.ma.isMaskedArray(rows):
-            if rows.dtype.kind == "f":
-                rows = rows.filled(np.nan)
-            elif np.ma.is_masked(rows):
-                raise ValueError(f"{self.description} has missing values, and its dtype has no NaN")
-            else:
-                rows = rows.data
+            rows = with_nan(rows.data, np.ma.getmaskarray(rows), self.description)
         return native(rows, self.description)
 
     def _stored_bytes(self, path: Path, name: str) -> int:

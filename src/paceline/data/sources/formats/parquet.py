@@ -15,7 +15,7 @@ from ....security.text import printable
 from ...boundary import Boundary
 from ..bounded_read import check_expansion
 from ..source import LoadedSample, Source, label_field
-from . import convert_library_errors, import_format_package
+from . import check_compression, convert_library_errors, data_files, import_format_package
 from .stores import PAIRS
 
 BATCH_ROWS = 256  # decoded together
@@ -50,11 +50,8 @@ class ParquetSource(Source):
         super().__init__()
         self._parquet = import_format_package("pyarrow.parquet", "pyarrow")
         self.description = str(path)
-        self.paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-        try:
-            files = [self._parquet.ParquetFile(one) for one in self.paths]
-        except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-            raise ValueError(f"{path} can't be read as Parquet: {error}") from None
+        self.paths = data_files(path)
+        files = [self._open(file) for file in self.paths]
         schema = files[0].schema_arrow
         self._count = int(sum(file.metadata.num_rows for file in files))
         stored_bytes = sum(one.stat().st_size for one in self.paths)
@@ -76,6 +73,8 @@ class ParquetSource(Source):
                 raise ValueError(f"{path} has no column {one!r}; it has {_list_columns(names)}")
         if not self._count:
             raise ValueError(f"{path} contains no rows")
+        for place, file in zip(self.paths, files, strict=True):
+            self._check_columns(place, file.schema_arrow, schema)
         first = next(iter(self.each()))
         if self._labels:
             whole = isinstance(first.label, int)
@@ -86,6 +85,24 @@ class ParquetSource(Source):
                 )
             self.classes = _classes(schema, self._labels)
         self.kind, self.has_arrays = first.kind, not isinstance(first.data, bytes)
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
+            check_compression(path)
+            raise ValueError(f"{path} can't be read as Parquet: {error}") from None
+
+    def _check_columns(self, path: Path, schema: Any, first: Any) -> None:
+        """Check that the columns of a file have the types that they have in the first one."""
+        for name in filter(None, (self._data, self._labels)):
+            kind = str(schema.field(name).type) if name in schema.names else "missing"
+            wanted = str(first.field(name).type)
+            if kind.replace("large_", "") != wanted.replace("large_", ""):
+                raise ValueError(
+                    printable(f"{path}: the column {name} is {kind}, and {wanted} in ")
+                    + f"{self.paths[0]}. HINT: write all files with one schema, or pack each alone"
+                )
 
     def __len__(self) -> int:
         return self._count
@@ -141,7 +158,11 @@ def _numbers(value: Any, where: str) -> np.ndarray[Any, Any]:
             return np.asarray(value.as_py(), value.type.to_pandas_dtype())
         if hasattr(value.values.type, "value_type"):
             return np.stack([_numbers(one, where) for one in value.values])
-        made: np.ndarray[Any, Any] = value.values.to_numpy(zero_copy_only=False)
+        numbers = value.values
+        types = import_format_package("pyarrow.types", "pyarrow")
+        if numbers.null_count and not types.is_floating(numbers.type):
+            raise ValueError(f"a value is missing, and {numbers.type} has no NaN")
+        made: np.ndarray[Any, Any] = numbers.to_numpy(zero_copy_only=False)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{where} is not a numeric array: {error}") from None
     return made

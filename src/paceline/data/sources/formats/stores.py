@@ -197,12 +197,14 @@ def native(array: Any, description: str) -> Array:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-def field_of(dtype: Any, shape: tuple[int, ...]) -> ArraySpec:
+def field_of(dtype: Any, shape: tuple[int, ...], description: str) -> ArraySpec:
     """Return dtype and shape of a row. Raises ValueError if they are not those of numbers."""
     name = np.dtype(dtype).newbyteorder("=").name
     if name not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(
-            f"{printable(str(dtype))[:80]} of {shape[:MAX_DIMS]} is not a numeric array"
+            f"{printable(description)} is {printable(str(dtype))[:80]} of {shape[:MAX_DIMS]}, "
+            "which is not a numeric array. HINT: name another array: FILE:ARRAY, or use "
+            "MODULE:FUNCTION as SOURCE"
         )
     return ArraySpec(name, tuple(int(side) for side in shape[1:]))
 

@@ -22,7 +22,15 @@ from ...format.meta_schema import DTYPES, MAX_DIMS, nbytes
 from ...format.shard_format import ArraySpec
 from ..bounded_read import OpenFile, read_at
 from ..source import LoadedSample, Source, label_field
-from . import ExportInfo, Sample, import_format_package, read_class_names, write_classes
+from . import (
+    ExportInfo,
+    Sample,
+    check_compression,
+    data_files,
+    import_format_package,
+    read_class_names,
+    write_classes,
+)
 
 HEADER, FOOTER = struct.Struct("<QI"), struct.Struct("<I")
 IMAGE, DATA, LABEL, NAME = "image/encoded", "x", "label", "name"
@@ -44,9 +52,7 @@ class TFRecordSource(Source):
     def __init__(self, path: Path, name: str, labels: str | None) -> None:
         super().__init__()
         self.description = str(path)
-        self.paths = [path]
-        if path.is_dir():
-            self.paths = sorted(p for p in path.iterdir() if ".tfrec" in p.name)
+        self.paths = data_files(path)
         self._files = [OpenFile(one) for one in self.paths]
         self._file_numbers, self._offsets = array("i"), array("q")
         for number, one in enumerate(self.paths):
@@ -101,9 +107,10 @@ class TFRecordSource(Source):
             self.notes.append(f"{path} is empty")
         while at < size:
             head = os.pread(self._files[number].fd, HEADER.size, at)
-            length, crc = HEADER.unpack(head) if len(head) == HEADER.size else (0, -1)
-            if crc != _masked_crc(head[:8]):
+            if not begins_with_record(head):
+                check_compression(path)
                 raise ValueError(f"{path} has no TFRecord at byte {at:,}. HINT: copy it again")
+            length, _ = HEADER.unpack(head)
             end = at + HEADER.size + length + FOOTER.size
             if end > size:
                 raise ValueError(f"{path} is truncated: it has {size:,} bytes of at least {end:,}")
@@ -172,6 +179,12 @@ class TFRecordSource(Source):
         if size != len(values[0]):
             raise ValueError(f"feature {name!r} has {len(values[0]):,} bytes of {size:,}")
         return np.frombuffer(values[0], dtype).reshape(shape)
+
+
+def begins_with_record(head: bytes) -> bool:
+    """Return whether bytes begin with a record's length and its checksum."""
+    head = head[: HEADER.size]
+    return len(head) == HEADER.size and HEADER.unpack(head)[1] == _masked_crc(head[:8])
 
 
 def _field(label: Any, path: Path) -> ArraySpec:

@@ -13,7 +13,14 @@ from ....plurals import counted
 from ....security.text import printable
 from ...boundary import Boundary
 from ..bounded_read import OpenFile, read_at
-from . import ExportInfo, Sample, read_class_names, write_classes
+from . import (
+    ExportInfo,
+    Sample,
+    check_compression,
+    data_files,
+    read_class_names,
+    write_classes,
+)
 from .members import MemberSource, sample_members
 
 
@@ -31,7 +38,7 @@ class WebDatasetSource(MemberSource):
     """A tar file, or a folder of them. Place of a member: (tar, offset, length)."""
 
     def __init__(self, path: Path, labels: str | None) -> None:
-        self.paths = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+        self.paths = data_files(path)
         self._files = [OpenFile(member) for member in self.paths]
         super().__init__(str(path), self._groups(), labels)
         if self.label == "class":
@@ -108,9 +115,9 @@ class WebDatasetSource(MemberSource):
             except ValueError:
                 raise
             except Exception as error:  # tarfile raises whatever a damaged header leads it to
+                check_compression(path)
                 raise ValueError(
-                    f"{path} can't be read as a tar: {printable(str(error))}. HINT: copy it "
-                    "again, or decompress it first (.tar.gz)"
+                    f"{path} can't be read as a tar: {printable(str(error))}. HINT: copy it again"
                 ) from None
             if members:
                 yield key, members

@@ -6,10 +6,12 @@ from typing import Any
 
 from ...boundary import Boundary
 from . import convert_library_errors, import_format_package
+from .cf import CFDecoder
 from .stores import Array, Rows, StoreSource, check_sizes, field_of, missing_chunks, native
 from .stores import source as store_source
 
 UNSAFE_CODECS = ("pickle",)
+DIMENSIONS_ATTRIBUTE, FILL_VALUE = "_ARRAY_DIMENSIONS", "_FillValue"  # of xarray
 SINGLE_ARRAY = "array"  # name of an array outside of a group
 
 
@@ -36,8 +38,9 @@ class ZarrRows(Rows):
         self.description = f"{path}:{name}"
         found = _opened(path)
         self._data = found if hasattr(found, "shape") else found[name]
-        field = field_of(self._data.dtype, self._data.shape)
-        self.dtype, self.shape = field.dtype, field.shape
+        field = field_of(self._data.dtype, self._data.shape, self.description)
+        self._decoder = CFDecoder(_attributes(self._data), field.dtype, self.description)
+        self.dtype, self.shape = self._decoder.dtype, field.shape
         self.chunk = (getattr(self._data, "shards", None) or self._data.chunks)[0]
         check_sizes(self, lambda: int(self._data.nbytes_stored()))
         check_codecs(self._data, self.description)
@@ -50,7 +53,16 @@ class ZarrRows(Rows):
 
     def read(self, first: int, end: int) -> Array:
         with convert_library_errors(self.description):
-            return native(self._data[first:end], self.description)
+            return self._decoder.decode(native(self._data[first:end], self.description))
+
+
+def _attributes(data: Any) -> dict[str, Any]:
+    """Return the attributes of an array. In zarr version 2, xarray stores _FillValue as the fill
+    value of the array."""
+    attributes = dict(data.attrs)
+    if DIMENSIONS_ATTRIBUTE in attributes and data.metadata.zarr_format == 2:
+        attributes.setdefault(FILL_VALUE, data.fill_value)
+    return attributes
 
 
 def check_codecs(data: Any, description: str) -> None:
