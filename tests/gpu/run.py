@@ -8,6 +8,7 @@ reason. Measurements write one JSON file each, as the benchmarks do.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -378,6 +379,20 @@ def count_tests(group: Group) -> int:
     return sum("::" in line for line in found.stdout.splitlines())
 
 
+def difference_to_checkout() -> str:
+    """Return a note if the installed Paceline is not that of this checkout; "" if it is."""
+    found = importlib.util.find_spec("paceline")
+    if found is None or found.origin is None:
+        return "Paceline is not installed. HINT: make gpu, or make gpu OFFLINE=FOLDER"
+    installed, source = Path(found.origin).parent, ROOT / "src/paceline"
+    for path in source.rglob("*.py"):
+        other = installed / path.relative_to(source)
+        if not other.exists() or other.read_bytes() != path.read_bytes():
+            text = f"note: the installed Paceline differs from this checkout ({path.name})"
+            return f"{text}. HINT: tools/offline_wheels.sh"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -396,6 +411,8 @@ def main() -> int:
         if not torch.cuda.is_available():
             show_plan(count=True)
             return 0
+    if note := difference_to_checkout():
+        print(note)
     names = {group.name for group in (*TESTS, *MEASUREMENTS)}
     if unknown := set(args.only) - names:
         parser.error(f"unknown: {', '.join(sorted(unknown))}. HINT: {', '.join(sorted(names))}")
