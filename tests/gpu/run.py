@@ -354,29 +354,27 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def show_plan(count: bool) -> None:
+def show_plan() -> None:
     """Print what would run, and its time limits."""
+    counts = count_tests()
     print("make gpu needs a GPU, and PyTorch finds none here. On a GPU it runs:")
     print(f"  {'group':20} {'tests':>5}  limit  what")
     for group in TESTS:
-        number = str(count_tests(group)) if count else ""
+        number = counts[f"test_gpu_{group.name}.py"]
         print(f"  {group.name:20} {number:>5}  {group.seconds:3.0f} s  {group.what}")
     for group in MEASUREMENTS:
         print(f"  {group.name:20} {'':>5}  {group.seconds:3.0f} s  measurement: {group.what}")
-    print("Groups of tests run eight at a time, measurements alone; together at most 8 minutes.")
+    print(f"{counts.total()} tests. Groups of tests run eight at a time, measurements alone;")
+    print("together at most 8 minutes.")
     print("HINT: make gpu DEVICE=cpu rehearses on the CPU what has a meaning there.")
 
 
-def count_tests(group: Group) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu"]
-    found = subprocess.run(
-        [*command, str(HERE / f"test_gpu_{group.name}.py")],
-        *(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return sum("::" in line for line in found.stdout.splitlines())
+def count_tests() -> Counter[str]:
+    """Return the number of tests by the name of their file."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", str(HERE)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in found.stdout.splitlines() if "::" in line]
+    return Counter(Path(line.partition("::")[0]).name for line in lines)
 
 
 def difference_to_checkout() -> str:
@@ -409,7 +407,7 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            show_plan(count=True)
+            show_plan()
             return 0
     if note := difference_to_checkout():
         print(note)
