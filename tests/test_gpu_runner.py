@@ -71,6 +71,6 @@ def test_plan_is_printed_without_a_gpu():
     assert "make gpu needs a GPU" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if " s  " in line]
     counts = [int(row[1]) for row in rows if "measurement:" not in row]
-    assert len(counts) == 10
+    assert len(counts) == 11
     assert all(counts)
     assert "at most 8 minutes" in done.stdout

@@ -49,17 +49,18 @@ class Group:
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
     Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 240),
-    Group("streams", "loader, pinned memory, copies beside kernels, CUDA graphs", 240),
-    Group("memory", "recomputation, activations on the host, offload, memory prediction", 240),
-    Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
-    Group("ranks", "ranks that share a GPU, binding, visible devices, hangs", 240),
     Group("commands", "check, roofline, bench comm, verify, guard of the loss", 240),
     Group("diagnose", "paceline diagnose of planted faults", 240),
+    Group("ranks", "ranks that share a GPU, binding, visible devices", 240),
+    Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
+    Group("hangs", "hangs, failures and interrupts beside a busy GPU", 240),
+    Group("streams", "loader, pinned memory, copies beside kernels, CUDA graphs", 240),
+    Group("memory", "recomputation, activations on the host, offload, memory prediction", 240),
     Group("knobs", "knobs that a settings file sets", 240),
     Group("checkpoints", "resuming on another device, after a kill, and export", 240),
 )
 MEASUREMENTS = (
-    Group("gpu_recording_cost", "cost of recording: eager, CUDA graphs, torch.compile", 70),
+    Group("gpu_recording_cost", "cost of recording: eager, CUDA graphs, torch.compile", 75),
     Group("gpu_layout_memory", "predicted and measured memory of five models, four layouts", 40),
     Group("gpu_roofline", "roofline of paceline check against the data sheet", 35),
     Group("gpu_recomputation", "recompute='auto' and offload: time and memory", 40),
@@ -128,10 +129,11 @@ class Suite:
             measured = [g for g in MEASUREMENTS if not chosen or g.name in chosen]
             if self.args.skip_measurements:
                 measured = []
-            reserved = min(sum(g.seconds for g in measured), 0.65 * self.args.limit)
+            reserved = min(sum(g.seconds for g in measured), 0.45 * self.args.limit)
             self._tests(tests, reserved)
-            for group in measured:
-                self._measure(group)
+            for number, group in enumerate(measured):
+                rest = sum(each.seconds for each in measured[number:])
+                self._measure(group, self.left() * group.seconds / rest)
         finally:
             self._print_new()
             code = self._summary()
@@ -247,8 +249,9 @@ class Suite:
 
     # measurements
 
-    def _measure(self, group: Group) -> None:
-        limit = min(group.seconds * self.patience, self.left() - 3)
+    def _measure(self, group: Group, share: float) -> None:
+        """Run a measurement for its share of the time that is left."""
+        limit = min(group.seconds * self.patience, share, self.left() - 3)
         if limit < 10:
             self.results.add(group.name, group.name, "not run", 0, "no time left")
             return
@@ -256,7 +259,7 @@ class Suite:
         out.unlink(missing_ok=True)
         command = [sys.executable, str(ROOT / f"benchmarks/gpu/{group.name}.py")]
         command += ["--device", self.args.device, "--json", str(out.resolve())]
-        command += ["--seconds", str(limit * 0.7)]
+        command += ["--seconds", f"{max(limit - 10, limit / 2):.1f}"]
         if self.args.device == "cpu":
             command.append("--quick")
         began = time.monotonic()
