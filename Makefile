@@ -106,6 +106,13 @@ gpu: $(if $(OFFLINE),gpu-offline,$(VENV)/installed)
 gpu-offline:
 	PYTHON=$(PYTHON) tools/offline_install.sh $(OFFLINE) $(GPU_VENV) 'paceline[data,formats]' pytest
 
+# Python and PyTorch versions that users have: a virtual environment and the quick tests for each pair,
+# in run/versions. PyTorch 2.6 and 2.11 come as CUDA builds (3 GB each), so this is not part of .ci/run.
+PYTHONS ?= 3.11 3.12
+TORCHES ?= 2.6 2.11 newest
+test-versions:
+	tools/test_versions.sh "$(PYTHONS)" "$(TORCHES)" $(VERSION_TESTS)
+
 # Coverage-guided fuzzing of what is read from others, each target for SECONDS; what it finds lies in
 # run/fuzz.
 SECONDS ?= 60

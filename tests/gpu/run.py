@@ -8,6 +8,7 @@ reason. Measurements write one JSON file each, as the benchmarks do.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -48,17 +49,18 @@ class Group:
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
     Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 240),
-    Group("streams", "loader, pinned memory, copies beside kernels, CUDA graphs", 240),
-    Group("memory", "recomputation, activations on the host, offload, memory prediction", 240),
-    Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
-    Group("ranks", "ranks that share a GPU, binding, visible devices, hangs", 240),
     Group("commands", "check, roofline, bench comm, verify, guard of the loss", 240),
     Group("diagnose", "paceline diagnose of planted faults", 240),
+    Group("ranks", "ranks that share a GPU, binding, visible devices", 240),
+    Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
+    Group("hangs", "hangs, failures and interrupts beside a busy GPU", 240),
+    Group("streams", "loader, pinned memory, copies beside kernels, CUDA graphs", 240),
+    Group("memory", "recomputation, activations on the host, offload, memory prediction", 240),
     Group("knobs", "knobs that a settings file sets", 240),
     Group("checkpoints", "resuming on another device, after a kill, and export", 240),
 )
 MEASUREMENTS = (
-    Group("gpu_recording_cost", "cost of recording: eager, CUDA graphs, torch.compile", 70),
+    Group("gpu_recording_cost", "cost of recording: eager, CUDA graphs, torch.compile", 75),
     Group("gpu_layout_memory", "predicted and measured memory of five models, four layouts", 40),
     Group("gpu_roofline", "roofline of paceline check against the data sheet", 35),
     Group("gpu_recomputation", "recompute='auto' and offload: time and memory", 40),
@@ -127,10 +129,11 @@ class Suite:
             measured = [g for g in MEASUREMENTS if not chosen or g.name in chosen]
             if self.args.skip_measurements:
                 measured = []
-            reserved = min(sum(g.seconds for g in measured), 0.65 * self.args.limit)
+            reserved = min(sum(g.seconds for g in measured), 0.45 * self.args.limit)
             self._tests(tests, reserved)
-            for group in measured:
-                self._measure(group)
+            for number, group in enumerate(measured):
+                rest = sum(each.seconds for each in measured[number:])
+                self._measure(group, self.left() * group.seconds / rest)
         finally:
             self._print_new()
             code = self._summary()
@@ -246,8 +249,9 @@ class Suite:
 
     # measurements
 
-    def _measure(self, group: Group) -> None:
-        limit = min(group.seconds * self.patience, self.left() - 3)
+    def _measure(self, group: Group, share: float) -> None:
+        """Run a measurement for its share of the time that is left."""
+        limit = min(group.seconds * self.patience, share, self.left() - 3)
         if limit < 10:
             self.results.add(group.name, group.name, "not run", 0, "no time left")
             return
@@ -255,7 +259,7 @@ class Suite:
         out.unlink(missing_ok=True)
         command = [sys.executable, str(ROOT / f"benchmarks/gpu/{group.name}.py")]
         command += ["--device", self.args.device, "--json", str(out.resolve())]
-        command += ["--seconds", str(limit * 0.7)]
+        command += ["--seconds", f"{max(limit - 10, limit / 2):.1f}"]
         if self.args.device == "cpu":
             command.append("--quick")
         began = time.monotonic()
@@ -353,29 +357,41 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def show_plan(count: bool) -> None:
+def show_plan() -> None:
     """Print what would run, and its time limits."""
+    counts = count_tests()
     print("make gpu needs a GPU, and PyTorch finds none here. On a GPU it runs:")
     print(f"  {'group':20} {'tests':>5}  limit  what")
     for group in TESTS:
-        number = str(count_tests(group)) if count else ""
+        number = counts[f"test_gpu_{group.name}.py"]
         print(f"  {group.name:20} {number:>5}  {group.seconds:3.0f} s  {group.what}")
     for group in MEASUREMENTS:
         print(f"  {group.name:20} {'':>5}  {group.seconds:3.0f} s  measurement: {group.what}")
-    print("Groups of tests run eight at a time, measurements alone; together at most 8 minutes.")
+    print(f"{counts.total()} tests. Groups of tests run eight at a time, measurements alone;")
+    print("together at most 8 minutes.")
     print("HINT: make gpu DEVICE=cpu rehearses on the CPU what has a meaning there.")
 
 
-def count_tests(group: Group) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu"]
-    found = subprocess.run(
-        [*command, str(HERE / f"test_gpu_{group.name}.py")],
-        *(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return sum("::" in line for line in found.stdout.splitlines())
+def count_tests() -> Counter[str]:
+    """Return the number of tests by the name of their file."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", str(HERE)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = [line for line in found.stdout.splitlines() if "::" in line]
+    return Counter(Path(line.partition("::")[0]).name for line in lines)
+
+
+def difference_to_checkout() -> str:
+    """Return a note if the installed Paceline is not that of this checkout; "" if it is."""
+    found = importlib.util.find_spec("paceline")
+    if found is None or found.origin is None:
+        return "Paceline is not installed. HINT: make gpu, or make gpu OFFLINE=FOLDER"
+    installed, source = Path(found.origin).parent, ROOT / "src/paceline"
+    for path in source.rglob("*.py"):
+        other = installed / path.relative_to(source)
+        if not other.exists() or other.read_bytes() != path.read_bytes():
+            text = f"note: the installed Paceline differs from this checkout ({path.name})"
+            return f"{text}. HINT: tools/offline_wheels.sh"
+    return ""
 
 
 def main() -> int:
@@ -394,8 +410,10 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            show_plan(count=True)
+            show_plan()
             return 0
+    if note := difference_to_checkout():
+        print(note)
     names = {group.name for group in (*TESTS, *MEASUREMENTS)}
     if unknown := set(args.only) - names:
         parser.error(f"unknown: {', '.join(sorted(unknown))}. HINT: {', '.join(sorted(names))}")

@@ -1,6 +1,7 @@
 """Memory of a GPU: recomputation, activations on the host, offload, and predictions."""
 
 import copy
+import gc
 import json
 
 import pytest
@@ -20,6 +21,7 @@ from paceline.parallel.recompute.recomputation import recompute_blocks
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 WIDTH, BATCH = (512, 2048) if CUDA else (64, 64)
+BUDGET = 0.05 if CUDA else 0.02  # GiB: some blocks have to recompute
 
 
 def step_of(model, x, autocast=False):
@@ -51,7 +53,7 @@ def assert_same(one, other, exact=True):
 @pytest.mark.parametrize("way", ["blocks", "selective", "auto"])
 def test_recomputation_gives_the_same_bits(pair, way, autocast):
     plain, model, x = pair
-    recompute_blocks(model, way, 0.02 if way == "auto" else None, None, lambda _: None)
+    recompute_blocks(model, way, BUDGET if way == "auto" else None, None, lambda _: None)
     for _ in range(2):
         expected = step_of(plain, x, autocast)
         found = step_of(model, x, autocast)
@@ -112,7 +114,7 @@ def test_automatic_recomputation_chooses_the_host(pair, monkeypatch):
     _, model, x = pair
     said = []
     monkeypatch.setattr("paceline.parallel.recompute.plan.seconds_per_byte", lambda device: 1e-15)
-    recompute_blocks(model, "auto", 0.01, None, said.append)
+    recompute_blocks(model, "auto", BUDGET, None, said.append)
     step_of(model, x)
     assert "moved to the host's memory" in said[0]
 
@@ -254,6 +256,7 @@ def test_offload_frees_the_memory_of_the_states(device):
 
     held = {}
     for name in ("plain", "offload"):
+        gc.collect()  # memory of earlier tests
         before = torch.cuda.memory_allocated()
         optimizer = torch.optim.AdamW(model.parameters())
         if name == "offload":
@@ -288,7 +291,8 @@ def test_available_and_free_memory(device):
     available, free = memory_budget.available_bytes(device), memory_budget.free_bytes(device)
     assert 0 < free <= available
     if CUDA:
-        assert available == torch.cuda.get_device_properties(device).total_memory
+        total = torch.cuda.get_device_properties(device).total_memory
+        assert 0.9 * total < available <= total
         held = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
         assert free - memory_budget.free_bytes(device) >= 200 * MIB
         del held

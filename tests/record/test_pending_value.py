@@ -5,6 +5,7 @@ No GPU is involved: its tensors have no values, so that reading one is an error.
 
 import torch
 from fake_gpu import fake_gpu
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from paceline.record import pending_value
 from paceline.record.hooks import hook_failures
@@ -20,6 +21,16 @@ def test_copy_is_awaited_on_the_stream_of_the_tensors_device(monkeypatch):
         assert recorded == [torch.device("cuda:1")]
         assert not copy.is_known
         assert copy._host.device.type == "cpu"
+
+
+def test_copy_of_a_tensor_without_data_has_none_either(monkeypatch):
+    """As with --show-memory: the mode of the tensor is not active, and its values are answered."""
+    with fake_gpu(monkeypatch):
+        tensor = torch.ones(3, device="cuda:0")
+        with unset_fake_temporarily():
+            copy = PendingCopy(tensor)
+    assert isinstance(copy._host, FakeTensor)
+    assert copy._host.device.type == "cpu"
 
 
 def test_copy_of_the_host_does_not_change_with_the_tensor():

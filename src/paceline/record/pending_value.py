@@ -21,7 +21,8 @@ class PendingCopy:
         self._event: Any = None
         tensor = tensor.detach()
         if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            # of a tensor without data (--show-memory) the copy has none either
+            self._host = tensor.new_empty(tensor.shape, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             # the copy is on the stream of the tensor's device, which may not be the current device
             self._event = torch.cuda.current_stream(tensor.device).record_event()
