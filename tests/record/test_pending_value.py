@@ -8,6 +8,7 @@ from fake_gpu import fake_gpu
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from paceline.record import pending_value
+from paceline.record.completed_future import completed_future, devices_of
 from paceline.record.hooks import hook_failures
 from paceline.record.pending_value import PendingCopy, PendingValue
 from paceline.record.ring.recorder import Recorder
@@ -70,3 +71,11 @@ def test_guard_notes_nothing_while_a_graph_is_captured(monkeypatch):
     watch.after_step(8)
     assert not watch._losses
     assert not watch._waiting
+
+
+def test_future_is_made_for_the_devices_of_its_tensors(monkeypatch):
+    """One made for the CPU holds an error instead of tensors of a GPU."""
+    with fake_gpu(monkeypatch):
+        buckets = [torch.ones(2, device="cuda:1"), torch.ones(2, device="cuda:0"), torch.ones(2)]
+    assert devices_of({"of": [buckets]}) == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert completed_future([buckets[2]]).value()[0] is buckets[2]

@@ -22,6 +22,7 @@ from ..comm.group_device import exchangeable
 from ..comm.local_sgd import local_sgd_of
 from ..parallel.sharded.registry import local_part, sharded_of
 from ..plurals import named_ranks
+from ..record.pending_value import is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 from .nonfinite import named_parameters
@@ -89,7 +90,7 @@ class ReplicaDivergenceCheck:
             self._exchanging = True
 
     def after_backward(self) -> None:
-        if not self._exchanging or self.mode == "ignore":
+        if not self._exchanging or self.mode == "ignore" or is_capturing():
             return
         self._exchanging = False
         self._exchanges += 1

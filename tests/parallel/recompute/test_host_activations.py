@@ -4,13 +4,19 @@ The copies run on the CPU here, where "device" and host are the same memory.
 """
 
 import copy
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.recompute import plan
-from paceline.parallel.recompute.host_activations import activations_on_host, is_movable
+from paceline.parallel.recompute import host_activations, plan
+from paceline.parallel.recompute.host_activations import (
+    LeavingStorages,
+    activations_on_host,
+    is_movable,
+)
 from paceline.parallel.recompute.recomputation import recompute_blocks
 
 
@@ -102,3 +108,22 @@ def test_auto_moves_activations_where_that_is_faster_and_fits(
     model(torch.randn(512, 16)).sum().backward()
     assert expected in said[0]
     assert ("moved" in said[0]) == ("moved" in expected)
+
+
+def test_memory_is_freed_after_the_computing_stream_has_waited_for_its_copy(monkeypatch):
+    monkeypatch.setattr(host_activations, "MAX_LEAVING_BYTES", 100)
+    leaving, waits = LeavingStorages(), []
+    stream = SimpleNamespace(wait_event=lambda copied: waits.append((copied, alive())))
+    storages = {name: torch.zeros(60, dtype=torch.uint8) for name in "abc"}
+    references = {name: weakref.ref(tensor) for name, tensor in storages.items()}
+
+    def alive():
+        return [name for name, reference in references.items() if reference() is not None]
+
+    for name in "abc":
+        leaving.add(storages.pop(name), stream, name)
+    assert waits == [("a", ["a", "b", "c"]), ("b", ["b", "c"])]
+    assert alive() == ["c"]
+    leaving.free()
+    assert waits[2:] == [("c", ["c"])]
+    assert alive() == []

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...record.completed_future import completed_future
+
 Run = Callable[[], None]
 EXIT_TIMEOUT_S = 2.0  # for pending collectives, at the interpreter's exit
 
@@ -42,9 +44,7 @@ class CompletedWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._result)
-        return future
+        return completed_future(self._result)
 
 
 class PendingWork(dist.Work):

@@ -7,6 +7,7 @@ goes on meanwhile. In backward, the first tensor that is needed starts the copie
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 LEAST_BYTES = 1 << 16  # smaller storages stay where they are
+MAX_LEAVING_BYTES = 256 << 20  # of a device, that are being copied and not free yet
 PROBE_BYTES = 64 << 20
 
 
@@ -28,6 +30,41 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_dense and not tensor.is_conj() and not tensor.is_neg()
 
 
+class LeavingStorages:
+    """Storages of one device whose copies to the host have been launched.
+
+    The stream that computes waits for a copy before its storage is freed, so that the memory can be
+    used again in the order of that stream. (``record_stream`` frees it when the host sees that the
+    copy has ended: a host that runs ahead would have allocated other memory by then.)
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[torch.Tensor, Any, Any]] = deque()
+        self._bytes = 0
+
+    def add(self, source: torch.Tensor, stream: Any, copied: Any) -> None:
+        """Hold the bytes of a storage until ``stream`` has waited for the event ``copied``."""
+        self._held.append((source, stream, copied))
+        self._bytes += source.nbytes
+        while self._bytes > MAX_LEAVING_BYTES and len(self._held) > 1:
+            self._free_oldest()
+
+    def free(self) -> None:
+        while self._held:
+            self._free_oldest()
+
+    def _free_oldest(self) -> None:
+        source, stream, copied = self._held.popleft()
+        stream.wait_event(copied)
+        self._bytes -= source.nbytes
+
+
+@functools.cache
+def leaving_storages(device: torch.device) -> LeavingStorages:
+    """Return the storages of a device that are on their way to the host."""
+    return LeavingStorages()
+
+
 class _Moved:
     """A storage in the host's memory, and on the device while backward needs it.
 
@@ -38,28 +75,30 @@ class _Moved:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.back: torch.Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
         storage = tensor.untyped_storage()
         self.device, self.views, self.left, self.is_done = tensor.device, 0, 0, False
         # While this exists, no other storage has the same address.
         self.original = StorageWeakRef(storage)
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self.host = torch.empty(len(source), dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        self.back: torch.Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
         if not tensor.is_cuda:
             self.host.copy_(source)
             return
-        stream = copy_stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream, computing = copy_stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(computing)
         with torch.cuda.stream(stream):
             self.host.copy_(source, non_blocking=True)
-        source.record_stream(stream)
+            copied = stream.record_event()
+        leaving_storages(self.device).add(source, computing, copied)
 
     def fetch(self) -> None:
         """Start the copy back to the device."""
         if self.back is not None:
             return
         self.left = self.views
+        leaving_storages(self.device).free()  # their copies precede those back
         self.back = torch.empty(len(self.host), dtype=torch.uint8, device=self.device)
         if self.device.type != "cuda":
             self.back.copy_(self.host)
@@ -70,7 +109,11 @@ class _Moved:
         with torch.cuda.stream(stream):
             self.back.copy_(self.host, non_blocking=True)
             self.arrived = stream.record_event()
-        self.back.record_stream(stream)
+
+    def __del__(self) -> None:
+        if self.back is not None and self.arrived is not None:
+            # a backward that failed: no stream may have waited for the copy into this memory
+            self.back.record_stream(copy_stream(self.device))
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device. After the last view, only the caller holds them."""

@@ -125,7 +125,10 @@ def _tensor_versions(batch: Any) -> list[int]:
 
 
 def _copy_leaf(leaf: Any) -> Any:
-    return leaf.clone() if hasattr(leaf, "clone") else copy.copy(leaf)
+    if not hasattr(leaf, "clone"):
+        return copy.copy(leaf)
+    made = leaf.clone()
+    return made.pin_memory() if getattr(leaf, "is_pinned", bool)() else made
 
 
 def _length(iterator: Any) -> float:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from ..completed_future import completed_future
 from ..hooks.collectives import METHODS
 from .lines.collective_calls import carries_objects
 
@@ -47,8 +48,7 @@ class NoCommunicationGroup:
         def call(*args: Any, **options: Any) -> dist.Work | None:
             if method(*args, **options) is None:
                 return None
-            future: torch.futures.Future[Any] = torch.futures.Future()
-            future.set_result(args[0] if args else None)
+            future = completed_future(args[0] if args else None)
             untyped: Any = c10d
             work: dist.Work = untyped._create_work_from_future(future)
             if MAX_HELD_WORKS:

@@ -72,14 +72,14 @@ def measure_limits(device: str) -> dict[str, float]:
     """Return FLOP/s of float32 products, B/s of a triad, and bytes of memory of the device."""
     clock, synchronize = operator_clock(device)
     on_gpu = device != "cpu"
-    side = GPU_SIDE if on_gpu else CPU_SIDE
+    side, elements = (GPU_SIDE, GPU_ELEMENTS) if on_gpu else (CPU_SIDE, CPU_ELEMENTS)
+    if on_gpu:  # the training may have left little memory
+        numbers = _free_bytes(device) // 12  # a third of it, as float32
+        side, elements = min(side, int((numbers / 2) ** 0.5)), min(elements, numbers // 3)
     matrix = torch.randn(side, side, device=device)
     out = torch.empty_like(matrix)
     product_s = _best(lambda: torch.mm(matrix, matrix, out=out), clock, synchronize)
-    vectors = [
-        torch.ones(GPU_ELEMENTS if on_gpu else CPU_ELEMENTS, device=device) for _ in range(3)
-    ]
-    a, b, c = vectors
+    a, b, c = (torch.ones(elements, device=device) for _ in range(3))
     triad_s = _best(lambda: torch.add(a, b, alpha=2, out=c), clock, synchronize)
     if on_gpu:
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -90,6 +90,11 @@ def measure_limits(device: str) -> dict[str, float]:
         "bytes_per_s": 3 * a.nbytes / triad_s,
         "memory_bytes": float(memory),
     }
+
+
+def _free_bytes(device: str) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _best(
