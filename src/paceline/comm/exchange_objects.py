@@ -28,22 +28,20 @@ def all_gather_objects(value: T, schema: Any, group: dist.ProcessGroup | None = 
         schema: Their type, as for ``security.schema``.
 
     Raises:
-        ValueError: The value has over MAX_OBJECT_BYTES, or that of a rank is not of this type.
+        ValueError: On all ranks: the value of a rank has over MAX_OBJECT_BYTES, or is not of this
+            type.
     """
     size, device = dist.get_world_size(group), _device(group)
     own = _encode(value, device)
-    sizes = torch.zeros(size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=device), group)
-    lengths = [_checked_length(int(each), rank) for rank, each in enumerate(sizes.tolist())]
-    row = max(lengths)
-    padded = torch.zeros(row, dtype=torch.uint8, device=device)
+    length = torch.tensor([len(own)], device=device)
+    sizes = [torch.zeros_like(length) for _ in range(size)]
+    dist.all_gather(sizes, length, group)
+    lengths = [_checked_length(int(each), rank) for rank, each in enumerate(sizes)]
+    padded = own.new_zeros(max(lengths))
     padded[: len(own)] = own
-    rows = torch.empty(size * row, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(rows, padded, group)
-    return [
-        _decode(rows[rank * row : rank * row + length], schema, rank)
-        for rank, length in enumerate(lengths)
-    ]
+    rows = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(rows, padded, group)
+    return [_decode(rows[rank][:length], schema, rank) for rank, length in enumerate(lengths)]
 
 
 def broadcast_object(value: T, schema: Any, group: dist.ProcessGroup | None = None) -> T:
@@ -57,7 +55,8 @@ def broadcast_object(value: T, schema: Any, group: dist.ProcessGroup | None = No
     own = _encode(value, device) if first else torch.empty(0, dtype=torch.uint8, device=device)
     length = torch.tensor([len(own)], device=device)
     dist.broadcast(length, source, group)
-    received = own if first else own.new_empty(_checked_length(int(length), 0))
+    number = _checked_length(int(length), 0)
+    received = own if first else own.new_empty(number)
     dist.broadcast(received, source, group)
     found: T = _decode(received, schema, 0)
     return found
@@ -65,7 +64,6 @@ def broadcast_object(value: T, schema: Any, group: dist.ProcessGroup | None = No
 
 def _encode(value: Any, device: torch.device) -> torch.Tensor:
     data = bytearray(json.dumps(msgspec.to_builtins(value)).encode())
-    _checked_length(len(data), dist.get_rank())
     return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 

@@ -24,8 +24,8 @@ from ..record.ring.launcher_messages import notify
 from .shared.open_group import agree
 
 PROOF_BYTES = 32
-PROOF_TIMEOUT = timedelta(seconds=20)  # all ranks have connected
-MAX_ATTEMPTS = 5
+# For the proofs of all ranks, after they have connected; of each attempt to connect.
+PROOF_TIMEOUTS = tuple(timedelta(seconds=seconds) for seconds in (2, 4, 8, 16, 32))
 
 
 def is_store_private() -> bool:
@@ -46,16 +46,16 @@ def connect_gloo(
         store: Store of the group.
 
     Raises:
-        RuntimeError: Another process has taken a place MAX_ATTEMPTS times.
+        RuntimeError: Another process has taken a place in each attempt.
     """
     if size == 1 or not is_store_private():
         return make(store)
     reason = ""
-    for attempt in range(MAX_ATTEMPTS):
+    for attempt, timeout in enumerate(PROOF_TIMEOUTS):
         attempt_store = PrefixStore(f"attempt/{attempt}/", store)
         agree(attempt_store, "begin", rank, size, "", "")
         group = make(attempt_store)
-        own_reason = _missing_proof(group, attempt_store, PROOF_TIMEOUT)
+        own_reason = _missing_proof(group, attempt_store, timeout)
         reason = agree(attempt_store, "proved", rank, size, own_reason, "")
         if not reason:
             return group
@@ -95,7 +95,7 @@ def prove(backend: Any, store: Any, timeout: timedelta | None) -> None:
         RuntimeError: A connection does not lead to a rank of the job.
     """
     is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT")  # then ranks have not met yet
-    limit = timeout if is_lazy and timeout else PROOF_TIMEOUT
+    limit = timeout if is_lazy and timeout else PROOF_TIMEOUTS[-1]
     if reason := _missing_proof(backend, store, limit):
         raise RuntimeError(f"gloo can't connect the ranks of this job: {reason}")
 

@@ -65,8 +65,8 @@ class HostAgent:
         self.pipes: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
-        self.questions: deque[dict[str, Any]] = deque()  # of the store's thread
-        self.wake_out: socket.socket | None = None  # readable if there are questions
+        self.store_messages: deque[dict[str, Any]] = deque()  # of the store's thread, to be sent
+        self.wake_out: socket.socket | None = None  # readable if there are any
         self.wake_in: socket.socket | None = None
         self.last_message_at = time.monotonic()
         self.finished = False
@@ -104,7 +104,7 @@ class HostAgent:
         elif source is self.local_host:
             self._report_exits()
         elif source is self.wake_out:
-            self._send_questions()
+            self._send_store_messages()
         elif source in self.pipes:
             self._forward_output(source)
         elif self.listener is not None:
@@ -193,21 +193,29 @@ class HostAgent:
         if self.wake_out is None:
             self.wake_out, self.wake_in = socket.socketpair()
             self.selector.register(self.wake_out, selectors.EVENT_READ)
-            self.local_host.ask_agents = self.ask_agents
+            self.local_host.ask_agents, self.local_host.report = self.ask_agents, self.report
         address, port = self.local_host.open_store(store)
         self.send(store=port, address=address)
 
     def ask_agents(self, number: int, peer: Endpoint, own: Endpoint) -> None:
-        """Ask, through the launcher, who connects to the store. Called in the store's thread."""
+        """Ask, through the launcher, who connects to the store."""
+        self._send_later(whose=number, peer=peer, own=own)
+
+    def report(self, text: str) -> None:
+        """Have the launcher print a message."""
+        self._send_later(say=text)
+
+    def _send_later(self, **message: Any) -> None:
+        """Send a message of the store's thread: the main thread sends it."""
         assert self.wake_in is not None
-        self.questions.append({"whose": number, "peer": peer, "own": own})
+        self.store_messages.append(message)
         self.wake_in.send(b".")
 
-    def _send_questions(self) -> None:
+    def _send_store_messages(self) -> None:
         assert self.wake_out is not None
         self.wake_out.recv(4096)
-        while self.questions:
-            self.send(**self.questions.popleft())
+        while self.store_messages:
+            self.send(**self.store_messages.popleft())
 
     def do_owner(
         self, owner: int, asker: str, peer: list[Any], own: list[Any], is_only: bool

@@ -7,7 +7,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,6 +121,7 @@ class LocalHost:
         self._gate: StoreGate | None = None
         # asks the agents of other nodes who connects to the store, if the job has other nodes
         self.ask_agents: AskAgents | None = None
+        self.report: Callable[[str], None] | None = None  # prints messages about the store
         self._attempt = ""
         self._progress_monitor = ProgressMonitor(Path(environment["PACELINE_RECORD"]))
         # whether the server has imported the preloaded modules; updated by take_exits()
@@ -145,7 +146,7 @@ class LocalHost:
         """
         self.close_store()
         try:
-            self._store, self._gate = open_store(self.address, port, self.ask_agents)
+            self._store, self._gate = open_store(self.address, port, self.ask_agents, self.report)
         except OSError as error:
             if port == 0:
                 raise

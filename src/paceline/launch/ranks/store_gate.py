@@ -10,7 +10,6 @@ as to a TCPStore.
 
 import contextlib
 import datetime
-import functools
 import itertools
 import os
 import resource
@@ -46,26 +45,36 @@ SIGNATURE_KEY_BYTES = 80  # the most that the kernel takes
 _CLOSE_AT_ONCE = struct.pack("ii", 1, 0)  # linger: the other side gets an error, no end of file
 
 
-def open_store(address: str, port: int, ask_agents: AskAgents | None) -> tuple[Any, "StoreGate"]:
+def open_store(
+    address: str,
+    port: int,
+    ask_agents: AskAgents | None = None,
+    report: Callable[[str], None] | None = None,
+) -> tuple[Any, "StoreGate"]:
     """Open a TCPStore behind a gate that listens on an address and port (0: any free port).
+
+    Args:
+        ask_agents: Called for a connection from another node; None: such connections are refused.
+        report: Prints a message, in the thread of the gate; None: to standard error.
 
     Raises:
         OSError: The port is in use.
     """
     from torch._C._distributed_c10d import TCPStore
 
+    report = report or _print
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes several descriptors
     gate_socket = listen_on(address, port)
     port = gate_socket.getsockname()[1]
     key = secrets.token_bytes(SIGNATURE_KEY_BYTES)
     try:
-        store_socket = _listen_hidden(port, key)
+        store_socket = _listen_hidden(port, key, report)
     except OSError:
         gate_socket.close()
         raise
     # TCPStore wants the port of its own socket, and connects there, to this address: to the gate.
-    gate = StoreGate(gate_socket, store_socket, key, ask_agents)
+    gate = StoreGate(gate_socket, store_socket, key, ask_agents, report)
     try:
         store = TCPStore(
             address,
@@ -81,13 +90,22 @@ def open_store(address: str, port: int, ask_agents: AskAgents | None) -> tuple[A
     return store, gate
 
 
-def _listen_hidden(port: int, key: bytes) -> socket.socket:
+def _print(text: str) -> None:
+    sys.stderr.write(text)
+
+
+def _listen_hidden(port: int, key: bytes, report: Callable[[str], None]) -> socket.socket:
     """Return a socket that listens on an address of loopback for connections that have the key."""
     attempts = itertools.count(1)
     while True:
         hidden = socket.socket()
         try:
-            _require_signatures(hidden, key)
+            if problem := _require_signatures(hidden, key):
+                report(
+                    "paceline: other users of this node can connect to the store of the job, "
+                    f"because the kernel does not sign TCP connections ({problem}). HINT: use "
+                    "nodes that no other users share, or a kernel with CONFIG_TCP_MD5SIG\n"
+                )
             octets = ".".join(str(1 + secrets.randbelow(254)) for _ in range(3))
             hidden.bind((f"127.{octets}", port))
             hidden.listen(4096)
@@ -99,26 +117,19 @@ def _listen_hidden(port: int, key: bytes) -> socket.socket:
                 raise
 
 
-def _require_signatures(endpoint: socket.socket, key: bytes) -> None:
+def _require_signatures(endpoint: socket.socket, key: bytes) -> str:
     """Have the kernel sign what this socket sends, and drop what is not signed with the same key.
 
     This is the MD5 signature of TCP (RFC 2385), which covers the first packet of a connection.
+    Return the reason where the kernel can't.
     """
     any_address = struct.pack("=HH4s", socket.AF_INET, 0, bytes(4)).ljust(128, b"\0")
     option = any_address + struct.pack("=BBHi80s", _TCP_MD5SIG_FLAG_PREFIX, 0, len(key), 0, key)
     try:
         endpoint.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, option)
     except OSError as error:
-        _warn_unsigned(error.strerror)
-
-
-@functools.cache
-def _warn_unsigned(reason: str) -> None:
-    sys.stderr.write(
-        "paceline: other users of this node can connect to the store of the job, because the "
-        f"kernel does not sign TCP connections ({reason}). HINT: use nodes that no other users "
-        "share, or a kernel with CONFIG_TCP_MD5SIG\n"
-    )
+        return error.strerror or str(error)
+    return ""
 
 
 @dataclass
@@ -145,7 +156,8 @@ class StoreGate:
         listening: Where the ranks connect.
         store: Socket on which the store listens.
         key: Key with which connections to it have to be signed.
-        ask_agents: Called for a connection from another node; None: such connections are refused.
+        ask_agents: As for ``open_store``.
+        report: As for ``open_store``.
     """
 
     def __init__(
@@ -154,9 +166,10 @@ class StoreGate:
         store: socket.socket,
         key: bytes,
         ask_agents: AskAgents | None,
+        report: Callable[[str], None],
     ) -> None:
         self._listening, self._store, self._key = listening, store, key
-        self._ask_agents = ask_agents
+        self._ask_agents, self._report = ask_agents, report
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -281,9 +294,7 @@ class StoreGate:
         connection.close()
         self._refused[where] += 1
         if self._refused[where] == 1 and len(self._refused) <= 4:
-            sys.stderr.write(
-                f"paceline: {where} connected to the store of this job, and was refused\n"
-            )
+            self._report(f"paceline: {where} connected to the store of the job, and was refused\n")
 
     def _admit(self, connection: socket.socket) -> None:
         """Connect to the store for a rank."""

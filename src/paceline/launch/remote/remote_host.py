@@ -286,6 +286,9 @@ class RemoteHost:
             self.on_tail(message, raw)
         elif "whose" in message:
             self._ask_owner(message)
+        elif "say" in message:
+            assert self._output is not None
+            self._output.say(message["say"])
         elif "owned" in message:
             self._asking_host(message["asker"]).send(
                 admit=message["owned"], is_of_user=message["is_of_user"]
