@@ -15,8 +15,9 @@ from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
 from ..parallel.clipping import clip_gradients
-from ..parallel.data import is_distributed, unwrap
+from ..parallel.data import is_distributed
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..parallel.replica import accept_prefixed_keys, unwrap
 from ..parallel.sharded.registry import holds_shards, sharded_of
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
@@ -82,7 +83,8 @@ class OptimizerSteps:
             watch_parameters(model)
         self.phases.watch_model(model)
         self.models.append(model)
-        self._distribution_check.add_model(unwrap(model))
+        accept_prefixed_keys(unwrap(model))
+        self._distribution_check.add_model(model)
         self.accumulations.models.append(Accumulation(model, accumulate))
 
     def add_optimizer(self, optimizer: Optimizer, in_step: bool = False) -> bool:
@@ -164,12 +166,14 @@ class OptimizerSteps:
         scaled = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
+        self._distribution_check.before_backward()
         try:
             scaled.backward()
         finally:
             self.phases.recorder.event(State.BACKWARD, start, now())
             if self._watch is not None:
                 self._watch.ignores_backward = False
+        self._distribution_check.after_backward()
         self.replicas.after_backward()
 
     def _describe_missing_gradient(self) -> str:
@@ -215,6 +219,8 @@ class OptimizerSteps:
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
         self._finite_check.check_before_exchange(tensors)
+        if len(tensors) == 1:
+            self._distribution_check.note_exchange(tensors[0])
         self.replicas.note_exchange(group)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
