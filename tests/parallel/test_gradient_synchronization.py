@@ -54,7 +54,7 @@ SCRIPT = """
             optimizer.zero_grad()
         else:
             world.backward(loss)
-            world.step(optimizer)
+            optimizer.step() if case == "step" else world.step(optimizer)
         mean = world.mean(loss.detach(), 1)
         if world.rank == 0:
             print("loss", round(mean, 5))
@@ -80,9 +80,17 @@ def test_gradients_that_stay_on_their_rank_are_an_error(tmp_path, case):
     assert losses(result) == []
 
 
-@pytest.mark.parametrize("case", ["method", "forwards", "penalty"])
-def test_synchronized_backwards_equal_one_process(tmp_path, case):
-    assert losses(run(tmp_path, 2, case, "data")) == losses(run(tmp_path, 1, case, "data"))
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *(("method", "data"), ("forwards", "data"), ("penalty", "data")),
+        *(("step", "data"), ("step", "zero2")),
+    ],
+)
+def test_synchronized_backwards_equal_one_process(tmp_path, case, layout):
+    alone = losses(run(tmp_path, 1, case, layout))
+    assert len(alone) == 3
+    assert losses(run(tmp_path, 2, case, layout)) == alone
 
 
 @pytest.mark.parametrize(
