@@ -114,6 +114,8 @@ INTERFACES = {
     "ddp._has_rebuilt_buckets": "whether DDP has its final buckets",
     "ddp._sync_buffers": "broadcast of buffers",
     "ddp._get_ddp_logging_data": "bytes of unused parameters",
+    "ddp._inside_ddp_forward": "a method of the model that runs in place of forward",
+    "parameter._version": "whether a backward has added to a gradient",
     "ddp._post_forward": "wrapped: search for unused parameters, timed",
     "ddp.reducer._push_all_rebuilt_params": "final buckets before the first step",
     "ddp.reducer._rebuild_buckets": "final buckets before the first step",

@@ -35,6 +35,8 @@ PREAMBLES = {
     "docs/how-to/run/use-the-python-api.md": DATA,
     "docs/explanation/layouts.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
+    "docs/how-to/run/average-weights.md": WORLD
+    + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD
     + "    model, optimizer = world.distribute(model, optimizer)\n",
     "docs/how-to/improve/pack-and-stage.md": WORLD

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
+from ..record.hooks.phases import UncopiedHook
 from .apply import KnobResult
 
 KINDS = ("Conv2d", "ConvTranspose2d")
@@ -29,7 +30,7 @@ def channels_last(_: bool, turned: KnobResult) -> None:
             return
         layer.__dict__["_paceline_layout"] = True
         layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
-        layer.register_forward_pre_hook(images, prepend=True)
+        layer.register_forward_pre_hook(UncopiedHook(images), prepend=True)
         turned.done()
 
     def replicas(module: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .data import unwrap
+from ..record.hooks.phases import UncopiedHook
+from .replica import unwrap
 from .sharded.registry import local_part, sharded_of
 
 HINT = (
@@ -59,7 +60,7 @@ def watch_parameters(model: nn.Module) -> None:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise ValueError(f"world.distribute: {found[0]}{more}. {HINT}")
 
-    handle = model.register_forward_pre_hook(check, prepend=True)
+    handle = model.register_forward_pre_hook(UncopiedHook(check), prepend=True)
 
 
 def _parameters(model: nn.Module) -> dict[str, _Parameter]:

@@ -1,14 +1,6 @@
-"""Data parallelism: DDP with buckets whose layout is final from the first step.
-
-DDP rebuilds its buckets after its first step, in the order in which gradients became ready. With
-three or more ranks gloo's ring sums an element in an order that depends on its place in the bucket,
-so a run that was resumed (and rebuilds later) would differ in the last bit from one that never
-stopped. ``FixedBuckets`` gives DDP its final layout at once: parameters in reverse order of
-registration, which is the order of backward through most models.
-"""
+"""Data parallelism by DistributedDataParallel, and what all layouts have in common."""
 
 import re
-import weakref
 from typing import Any
 
 import torch
@@ -18,31 +10,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..optim.gradients import has_gradients
 from .deferred import is_deferred
+from .replica import FixedBuckets, replicas
 from .sharded.registry import sharded_of
-
-_replicas: weakref.WeakSet["FixedBuckets"] = weakref.WeakSet()
-
-
-class FixedBuckets(DistributedDataParallel):
-    """DDP whose bucket layout is final from the start."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.settle()
-        _replicas.add(self)
-
-    def settle(self) -> None:
-        """Rebuild the buckets of a new reducer at once."""
-        if not self.find_unused_parameters:  # with unused parameters DDP never rebuilds
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        # DDP then starts with the last parameters, and never rebuilds
-        if self.find_unused_parameters:
-            return parameters, sparse
-        return parameters[::-1], sparse[::-1]
 
 
 class Autocast:
@@ -124,7 +93,7 @@ def explain_ddp_error(error: BaseException) -> str | None:
     DDP's own text stays in scripts that do not use ``world.distribute``.
     """
     text = str(error)
-    if not isinstance(error, RuntimeError) or not _replicas:
+    if not isinstance(error, RuntimeError) or not replicas:
         return None
     if "Expected to mark a variable ready only once" in text:
         return (
@@ -145,9 +114,9 @@ def explain_ddp_error(error: BaseException) -> str | None:
 
 def _parameter_names(indices: list[int]) -> str:
     """Return the names of parameters by their numbers in the reducer; "" where not known."""
-    if len(_replicas) != 1 or not indices:
+    if len(replicas) != 1 or not indices:
         return ""
-    (replica,) = _replicas
+    (replica,) = replicas
     # the same order as _build_params_for_reducer
     names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
     if not replica.find_unused_parameters:
@@ -182,11 +151,6 @@ def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
         if not enabled and model.will_sync_module_buffers():
             model._sync_buffers()
         model.require_forward_param_sync = enabled
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's module without DDP."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def is_distributed(model: nn.Module) -> bool:

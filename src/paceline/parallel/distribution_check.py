@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..comm.local_sgd import local_sgd_of
 from ..optim.gradients import count_parameters, parameters_of
+from .replica import FixedBuckets, unwrap
 from .sharded.registry import sharded_of
 
 # Base classes of models whose parameters in the graph are not those of the modules.
@@ -35,12 +37,16 @@ class DistributionCheck:
         self._warn = warn
         self._distributed: set[int] = set()  # ids of parameters
         self._models: list[nn.Module] = []  # keeps the ids valid
+        self._replicas: list[FixedBuckets] = []
         self._has_checked_loss = False
         self._frozen_objects = gc.get_freeze_count()
         self._checked: dict[int, int] = {}  # by id of an optimizer: its number of parameters
+        self._unarmed: list[tuple[FixedBuckets, _Gradients]] = []
 
-    def add_model(self, model: nn.Module) -> None:
+    def add_model(self, distributed: nn.Module) -> None:
         """Accept the parameters of a model that is being distributed."""
+        self._replicas += [distributed] if isinstance(distributed, FixedBuckets) else []
+        model = unwrap(distributed)
         self._models.append(model)
         self._distributed.update(id(p) for p in model.parameters() if p.requires_grad)
 
@@ -57,6 +63,46 @@ class DistributionCheck:
         if unknown and len(unknown) == len(reached):
             self._report("world.backward: the loss reaches only parameters", unknown)
 
+    def before_backward(self) -> None:
+        """Note the gradients of models that no forward has prepared for this backward."""
+        self._unarmed.clear()
+        if self.mode != "ignore":
+            self._unarmed += [
+                (one, _gradients_of(one)) for one in self._synchronized() if not one.is_armed
+            ]
+
+    def after_backward(self) -> None:
+        """Report gradients that the backward has changed without an exchange; raises ValueError."""
+        for replica, before in self._unarmed:
+            after = _gradients_of(replica)
+            changed = [name for name, gradient in after.items() if gradient != before.get(name)]
+            if changed:
+                self._report_unsynchronized("world.backward", changed)
+        self._unarmed.clear()
+
+    def _report_unsynchronized(self, where: str, names: list[str]) -> None:
+        self._say(
+            f"{where}: ranks have not synchronized the gradients of {names[0]}{_more(names)}, "
+            "because the backward does not belong to a forward of the distributed model. HINT: "
+            "call model(...), or model.METHOD(...) with a tensor, in place of "
+            "model.module.METHOD(...) or a part of the model; add the losses of one forward, and "
+            "call world.backward once"
+        )
+
+    def _synchronized(self) -> list[FixedBuckets]:
+        """Return the models whose next backward is to synchronize gradients."""
+        return [
+            one
+            for one in self._replicas
+            if one.require_backward_grad_sync and local_sgd_of(one) is None
+        ]
+
+    def note_exchange(self, bucket: torch.Tensor) -> None:
+        """Note that a backward reduces a bucket of a DistributedDataParallel model."""
+        for replica in self._replicas:
+            if replica.is_armed:
+                replica.note_exchange(bucket)
+
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
         """Check the parameters that an optimizer is about to step; raises ValueError.
 
@@ -65,6 +111,13 @@ class DistributionCheck:
         """
         if self.mode == "ignore":
             return
+        for replica in self._synchronized():
+            if not replica.has_run:
+                own = set(map(id, parameters_of(optimizer)))
+                trained = [n for n, p in _named(replica.module) if p.grad is not None]
+                trained = trained if any(id(p) in own for p in replica.parameters()) else []
+                if trained:
+                    self._report_unsynchronized(f"the step of {type(optimizer).__name__}", trained)
         number = count_parameters(optimizer)
         if self._checked.get(id(optimizer)) == number:
             return
@@ -132,6 +185,17 @@ class DistributionCheck:
         self._warn(message)
 
 
+_Gradients = dict[str, tuple[int, int] | None]
+
+
+def _gradients_of(replica: FixedBuckets) -> _Gradients:
+    """Return identity and version of each gradient, which change when a backward adds to it."""
+    return {
+        name: None if p.grad is None else (id(p.grad), p.grad._version)
+        for name, p in replica.module.named_parameters()
+    }
+
+
 def reached_leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaf tensors that a backward of ``loss`` would give a gradient."""
     leaves: list[torch.Tensor] = []
@@ -184,7 +248,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list((sharded.shards if sharded else dict(model.named_parameters())).items())
 
 
-def _more(parameters: Sequence[torch.Tensor]) -> str:
+def _more(parameters: Sequence[object]) -> str:
     return f" (and {len(parameters) - 1} more)" if len(parameters) > 1 else ""
 
 

@@ -298,7 +298,8 @@ class World(ModelDistribution):
         """Run backward of the batch's mean loss, a floating-point tensor of one element.
 
         The loss is weighted so that the ranks' gradients average to that of the global batch, also
-        if its shards are uneven.
+        if its shards are uneven. Gradients that a plain ``optimizer.step()`` has used are discarded
+        before.
 
         Raises:
             ValueError: The loss has another shape or no gradient, it or a gradient is not finite

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..parallel.data import is_distributed, unwrap
+from ..parallel.data import is_distributed
+from ..parallel.replica import unwrap
 from ..parallel.sharded.registry import local_part, sharded_of
 from ..record.pending_value import PendingCopy, is_capturing
 from ..record.ring.launcher_messages import notify

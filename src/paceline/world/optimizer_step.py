@@ -15,9 +15,11 @@ from ..optim.loss_scaling import LossScaling
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
 from ..parallel.clipping import clip_gradients
-from ..parallel.data import is_distributed, unwrap
+from ..parallel.data import is_distributed
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from ..parallel.replica import accept_prefixed_keys, unwrap
 from ..parallel.sharded.registry import holds_shards, sharded_of
+from ..parallel.used_gradients import UsedGradients
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import now
@@ -50,6 +52,9 @@ class OptimizerSteps:
         self.step_calls = 0  # number of calls of step
         self.unstepped_loop = ""  # a loop that was left with gradients, until the next step
         self._stepped: set[int] = set()  # ids of optimizers that have stepped
+        self._is_in_step = False  # of world.step; else a step is the script's own
+        self._used = UsedGradients()
+        self._unstepped_backwards = 0  # since the last step
         self._warn = warn
         self._is_outside_checked = False
         self.loss_scaling = (
@@ -82,7 +87,8 @@ class OptimizerSteps:
             watch_parameters(model)
         self.phases.watch_model(model)
         self.models.append(model)
-        self._distribution_check.add_model(unwrap(model))
+        accept_prefixed_keys(unwrap(model))
+        self._distribution_check.add_model(model)
         self.accumulations.models.append(Accumulation(model, accumulate))
 
     def add_optimizer(self, optimizer: Optimizer, in_step: bool = False) -> bool:
@@ -106,6 +112,7 @@ class OptimizerSteps:
         self.phases.watch_optimizer(optimizer, replaced)
         self.optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return True
 
     # one batch
@@ -160,16 +167,20 @@ class OptimizerSteps:
         if self._watch is not None:
             self._watch.note_loss(loss)
             self._watch.ignores_backward = True
+        self._used.discard()
+        self._unstepped_backwards += 1
         weight = self.accumulations.weigh_backward()
         scaled = loss if weight == 1.0 else loss * weight
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
+        self._distribution_check.before_backward()
         try:
             scaled.backward()
         finally:
             self.phases.recorder.event(State.BACKWARD, start, now())
             if self._watch is not None:
                 self._watch.ignores_backward = False
+        self._distribution_check.after_backward()
         self.replicas.after_backward()
 
     def _describe_missing_gradient(self) -> str:
@@ -209,12 +220,38 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Check an optimizer that is about to step, called by ``world.step`` or not."""
+        if not self._is_in_step and self._unstepped_backwards:
+            self._check_plain_step(optimizer)
         self._distribution_check.check_optimizer(optimizer, self.optimizers)
         self._stepped.add(id(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._unstepped_backwards = 0
+        if not self._is_in_step:
+            self._used.note_step(parameters_of(optimizer))
+
+    def _check_plain_step(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for a plain ``optimizer.step()`` where only ``world.step`` is right."""
+        accumulations = self.accumulations.of(optimizer)
+        if self.loss_scaling is not None:
+            reason = "uses gradients that precision='fp16' has scaled"
+        elif not all(model.is_complete for model in accumulations):
+            every = max(model.every for model in accumulations)
+            reason = f"is inside an accumulation of {every} batches"
+        elif any(model.correction != 1.0 for model in accumulations):
+            reason = "uses the sum of an uneven accumulation, whose weights are corrected later"
+        else:
+            return
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() {reason}. HINT: world.step(optimizer) in place "
+            "of optimizer.step()"
+        )
 
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
         self._finite_check.check_before_exchange(tensors)
+        if len(tensors) == 1:
+            self._distribution_check.note_exchange(tensors[0])
         self.replicas.note_exchange(group)
 
     def step(self, optimizer: Optimizer, clip: float | None) -> bool:
@@ -242,7 +279,11 @@ class OptimizerSteps:
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
             clip_gradients(parameters_of(optimizer), clip)
-        has_stepped = self._step(optimizer)
+        self._is_in_step = True
+        try:
+            has_stepped = self._step(optimizer)
+        finally:
+            self._is_in_step = False
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
         return has_stepped

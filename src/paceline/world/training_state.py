@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint.shard_copies import DifferentCopy, PartPath, TensorPath
 from ..checkpoint.shared_state import Difference, SharedState
 from ..optim.gradients import parameters_of
-from ..parallel.data import unwrap
+from ..parallel.replica import unwrap
 from ..parallel.sharded.registry import block_of
 from ..plurals import counted, named_ranks
 from .kept_state import KeptState, Scope

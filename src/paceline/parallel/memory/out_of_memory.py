@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...cost.layout_memory import LayoutMemory, largest_category, size_text
+from ...record.hooks.phases import UncopiedHook
 from ..blocks import nbytes_of
 from ..memory_budget import available_bytes
 from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
@@ -43,7 +44,8 @@ def watch_model(setup: ModelSetup, distributed: nn.Module, layout: str, ranks: i
             handle.remove()
             watched.inputs = ForwardInputs(args, options).without_data(torch.device("meta"))
 
-    handle = distributed.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    hook = UncopiedHook(note)
+    handle = distributed.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
 def skeleton_of(setup: ModelSetup) -> ModelSetup | None:

@@ -8,6 +8,7 @@ changes (batch norm's running statistics, spectral norm's vectors) would change 
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ...record.hooks.phases import UncopiedHook
 from ..blocks import find_blocks
 from .buffers import ReplayedBuffers
 from .host_activations import activations_on_host
@@ -59,7 +61,7 @@ def recompute_blocks(
     for _, module in blocks:
         module.forward = _Recomputed(module, recompute, plan)
     if plan is not None:
-        model.register_forward_hook(plan.decide)
+        model.register_forward_hook(UncopiedHook(plan.decide))
 
 
 def _check_options(model: nn.Module, recompute: str | None, memory_budget: float | None) -> None:
@@ -81,11 +83,14 @@ def _check_options(model: nn.Module, recompute: str | None, memory_budget: float
 
 
 class _Recomputed:
-    """The ``forward`` of a block that recomputes."""
+    """The ``forward`` of a block that recomputes. Copies of the model have the plain one."""
 
     def __init__(self, module: nn.Module, way: str, plan: "Plan | None") -> None:
         self.module, self.forward, self.plan = module, module.forward, plan
         self.way = "blocks" if plan is not None else way
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, ((self.forward,), 0)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -122,7 +127,7 @@ def _both(replayed: "ReplayedBuffers", second: Any) -> Iterator[None]:
         yield
 
 
-def _keep_products(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    if is_product(operator, args, options):
+def _keep_products(_: Any, called: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    if is_product(called, args, options):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

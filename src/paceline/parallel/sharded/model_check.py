@@ -48,6 +48,11 @@ def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
                 f"the parameter {name} has no dimension that could be divided",
                 "make it a tensor of shape (1,)",
             )
+        elif not parameter.numel() and parameter.requires_grad:
+            yield (
+                f"the parameter {name} has no elements",
+                f"set {name}.requires_grad_(False), or remove the parameter",
+            )
         elif not parameter.is_contiguous():
             yield (
                 f"the parameter {name} is not contiguous in memory",

@@ -8,6 +8,8 @@ from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.utils import _sync_module_states
 
+from ...record.hooks.phases import UncopiedHook
+
 BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
 
 
@@ -34,7 +36,7 @@ class BufferSync:
         self.enabled = True
         self._model = model
         if any(True for _ in model.buffers()):
-            model.register_forward_pre_hook(self._before_forward, prepend=True)
+            model.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True)
 
     def set(self, enabled: bool) -> None:
         """Set whether forwards broadcast; disabling broadcasts one last time."""

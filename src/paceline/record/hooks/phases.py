@@ -1,5 +1,7 @@
 """Record the phases of a training loop that uses ``paceline.init``."""
 
+import contextlib
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -8,6 +10,25 @@ from torch.optim import Optimizer
 
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
+
+
+class UncopiedHook:
+    """A hook on a user's model that copies and pickles of the model do not have.
+
+    Its own copy accepts the same arguments and does nothing, and is of Python's library, so that a
+    pickled model can be loaded without Paceline.
+    """
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class PhaseRecorder:
@@ -26,8 +47,8 @@ class PhaseRecorder:
         self._hooked_ids: set[int] = set()
 
     def watch_model(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_pre_hook(UncopiedHook(self._before_forward))
+        model.register_forward_hook(UncopiedHook(self._after_forward))
 
     def watch_optimizer(self, optimizer: Optimizer, replaces: Optimizer | None = None) -> None:
         """Record an optimizer's steps; it may take the place of one that is no longer used."""

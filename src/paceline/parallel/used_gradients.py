@@ -1,0 +1,39 @@
+"""Gradients that a plain ``optimizer.step()`` has used, and that the script has not zeroed.
+
+``world.step`` zeroes the gradients, ``optimizer.step()`` does not. The next ``world.backward``
+would add to them, as if batches were accumulated, which ``world.distribute(accumulate=...)`` sets.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from .sharded.registry import local_part
+
+_Used = tuple[torch.Tensor, torch._C._WeakTensorRef, int, int]
+
+
+class UsedGradients:
+    """The gradients of the last plain steps."""
+
+    def __init__(self) -> None:
+        self._used: list[_Used] = []
+
+    def note_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that a step has used the gradients of its parameters."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                # a weak reference: the memory is free as soon as the script zeroes the gradient
+                own = local_part(parameter.grad)
+                weak = torch._C._WeakTensorRef(own)
+                self._used.append((parameter, weak, own.data_ptr(), own._version))
+
+    def discard(self) -> None:
+        """Discard the gradients that have not changed since their step."""
+        for parameter, weak, address, version in self._used:
+            if parameter.grad is None or weak.expired():
+                continue
+            own = local_part(parameter.grad)
+            if (own.data_ptr(), own._version) == (address, version):
+                parameter.grad = None
+        self._used.clear()
