@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -50,15 +51,43 @@ def test_first_failed_rank_is_reported_and_sets_exit_code(tmp_path, how, code, w
     result = ranks.run(script, how, ranks=3, launcher=launcher, check=False)
     assert result.returncode == code, result.stderr
     assert f"paceline: {words}" in result.stderr
-    assert "    last words of rank 1" in result.stderr  # the last lines of its output
+    if "failed: " not in words or "exit code" in words:
+        assert "    last words of rank 1" in result.stderr  # the last lines of its output
+    else:  # its traceback is shown, and not once more
+        assert result.stderr.count(words.partition("failed: ")[2]) == 2
     assert "Paceline ended the 2 other ranks." in result.stderr
     assert ranks.alive(str(script)) == []
 
 
-def test_lost_peer_is_reported_in_one_line_without_traceback(tmp_path):
-    result = ranks.run(ranks.write(tmp_path, DIE), "os._exit(3)", check=False)
-    assert "error: another rank has ended" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)"])
+def test_rank_that_leaves_the_others_is_named(tmp_path, how):
+    result = ranks.run(ranks.write(tmp_path, DIE), how, ranks=3, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        "paceline: rank 1 ended with exit code 0 while other ranks still exchanged data with it\n"
+    )
+    assert re.search(
+        r"\n  rank [02]: another rank has ended \(.*by peer.*\), in .*script.py, line \d+\n",
+        result.stderr,
+    )
+    assert "HINT: all ranks must call the same collectives" in result.stderr
+    assert "GLHF" not in result.stderr
+
+
+def test_ranks_that_lost_a_peer_do_not_hide_the_cause(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, DIE), "os._exit(3)", ranks=3, check=False)
+    assert result.stderr.startswith("paceline: rank 1 ended with exit code 3\n")
+    assert "another rank has ended" not in result.stderr
+
+
+def test_rank_server_that_is_killed_is_named(tmp_path):
+    result = ranks.run(ranks.write(tmp_path, DIE), "os.kill(os.getppid(), 9)", check=False)
+    assert result.returncode == 137
+    assert re.match(
+        r"paceline: rank \d was lost: the rank server \(process \d+\), from which Paceline forks "
+        r"the ranks, was killed by SIGKILL \(signal 9\). HINT: ",
+        result.stderr,
+    )
 
 
 WORKERS = """

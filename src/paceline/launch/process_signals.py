@@ -34,3 +34,11 @@ def signal_checked(pid: int, kinds: list[int], is_meant: Callable[[], bool]) -> 
     finally:
         if fd is not None:
             os.close(fd)
+
+
+def signal_name(number: int) -> str:
+    """Return a signal as text: "SIGKILL (signal 9)"."""
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"

@@ -2,11 +2,17 @@
 
 import errno
 import os
+import signal
+import socket
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.cluster.binding.binding_plan import RankBinding
 from paceline.launch.ranks import rank_process
 from paceline.launch.ranks.fork_server import RankStart
+from paceline.launch.ranks.local_host import LocalHost, RankServer
+from paceline.record.hooks.error_messages import describe_peer_gone
 
 
 def test_environment_too_large_for_new_interpreter_is_reported(monkeypatch):
@@ -22,3 +28,44 @@ def test_environment_too_large_for_new_interpreter_is_reported(monkeypatch):
         SystemExit, match=r"largest environment variables are HUGE \(70,005 bytes\).*env -u HUGE"
     ):
         rank_process.exec_fresh(start)
+
+
+def test_rank_server_that_was_killed_before_it_forks_is_reported(tmp_path):
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    theirs.close()
+    environment = {"PACELINE_RECORD": str(tmp_path)}
+    host = LocalHost(RankServer(pid, mine), environment, [RankBinding([], [])], [{}])
+    host.set_output(SimpleNamespace(add_rank=lambda rank, pipes: [os.close(fd) for fd in pipes]))
+    host.start(0, 0, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    ((rank, code, _),) = host.take_exits()
+    assert (rank, code) == (0, -signal.SIGKILL)
+    assert f"rank server (process {pid}), from which Paceline forks" in host.exit_reason(0)
+    assert "was killed by SIGKILL (signal 9)" in host.exit_reason(0)
+    os.waitpid(pid, 0)
+    mine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (ConnectionResetError("Connection reset by peer"), None),  # the script's own connection
+        (
+            RuntimeError(
+                "[/a/pair.cc:5] Connection closed by peer [::1]:3. This is typically a"
+            ),
+            "another rank has ended (Connection closed by peer [::1]:3)",
+        ),
+        (
+            RuntimeError(
+                "Got the following error when running the callback: ExchangeError: barrier can't "
+                "continue: rank 1 has died\n\nAt:\n  c_kernel.py(220)"
+            ),
+            "barrier can't continue: rank 1 has died",
+        ),
+    ],
+)
+def test_lost_peer_is_one_line(error, gone):
+    assert describe_peer_gone(error) == gone

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...record.hooks.error_messages import find_peer_gone
+from ...record.hooks.error_messages import EXIT_CODE, is_peer_gone
 from ...security.text import printable
+from ..process_signals import signal_name
 
 
 @dataclass
@@ -28,6 +29,7 @@ class RankStatus:
         stops_on_warning: Whether the rank writes a checkpoint and stops when a signal warns it.
         stopped_at_step: Step of its checkpoint, if it has stopped before the end.
         exit_overdue: Whether it was killed, and did not end in time.
+        left_others: Whether it ended with exit code 0 although other ranks still waited for it.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankStatus:
         None  # the step of its checkpoint, where it has left before the end
     )
     exit_overdue: bool = False
+    left_others: bool = False
 
     def take_message(
         self, message: dict[str, Any], to_local_time: Callable[[float], float]
@@ -94,21 +97,34 @@ class RankStatus:
         return self.exception is None and not self.finished_code and code is not None and code < 0
 
     @property
+    def raised_exception(self) -> bool:
+        """Whether it ended by an uncaught exception, and not by ``sys.exit``."""
+        return not (self.exception or EXIT_CODE).startswith(EXIT_CODE)
+
+    @property
     def is_consequence(self) -> bool:
         """Whether the rank only reports that another rank is gone."""
-        return find_peer_gone(self.exception or "") is not None
+        return is_peer_gone(self.exception or "")
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ran its script to the end, or is about to end, with exit code 0."""
+        code = self.finished_code if self.finished_code is not None else self.exit_code
+        return code == 0 and not self.failed and self.stopped_at_step is None
 
     @property
     def sort_key(self) -> tuple[bool, float]:
         """Key to sort failures by: causes before their consequences, then by time. Time alone would
         mislead, because a killed rank's sockets close before its exit is known.
         """
-        times = [t for t in (self.raised_at, self.ended_at) if t is not None]
+        times = [t for t in (self.raised_at, self.finished_at, self.ended_at) if t is not None]
         return self.is_consequence, min(times, default=float("inf"))
 
     @property
     def shell_exit_code(self) -> int:
-        """Exit code as a shell would give it: 128 + n after signal n."""
+        """Exit code as a shell would give it: 128 + n after signal n. 1 if it ``left_others``."""
+        if self.left_others:
+            return 1
         codes = (
             self.finished_code,
             self.exception_exit_code,
@@ -119,19 +135,41 @@ class RankStatus:
 
 
 def first_failure(ranks: list[RankStatus]) -> RankStatus | None:
-    """Return the rank that failed first; other failures may be consequences of it."""
+    """Return the rank that failed first; other failures may be consequences of it.
+
+    If all failures are consequences, this is the first rank that ended with exit code 0 while the
+    others still exchanged data with it.
+    """
     failed = [rank for rank in ranks if rank.failed]
-    return min(failed, key=lambda rank: rank.sort_key, default=None)
+    first = min(failed, key=lambda rank: rank.sort_key, default=None)
+    if first is None or not first.is_consequence:
+        return first
+    left = min(filter(lambda rank: rank.succeeded, ranks), key=lambda r: r.sort_key, default=None)
+    if left is None:
+        return first
+    left.left_others = True
+    return left
 
 
-def describe_failure(failed_rank: RankStatus, tail: list[str], others: int) -> str:
-    """Describe what happened to the first rank that failed."""
-    if failed_rank.exception is not None:
+def describe_failure(
+    failed_rank: RankStatus, tail: list[str], others: int, waiting: RankStatus | None = None
+) -> str:
+    """Describe what happened to the first rank that failed.
+
+    Args:
+        failed_rank: The rank.
+        tail: Its last lines of output, if they are to be shown.
+        others: Number of the other ranks.
+        waiting: A rank that failed because the first one ended.
+    """
+    if failed_rank.left_others:
+        what = "ended with exit code 0 while other ranks still exchanged data with it"
+    elif failed_rank.exception is not None:
         what = f"failed: {printable(failed_rank.exception)}"
     elif failed_rank.host_failure:
         what = printable(failed_rank.host_failure)
     elif failed_rank.exit_code is not None and failed_rank.exit_code < 0:
-        what = f"was killed by {_signal_name(-failed_rank.exit_code)}"
+        what = f"was killed by {signal_name(-failed_rank.exit_code)}"
     else:
         what = f"ended with exit code {failed_rank.exit_code}"
     where = f" on {printable(failed_rank.host)}" if failed_rank.host else ""
@@ -144,15 +182,15 @@ def describe_failure(failed_rank: RankStatus, tail: list[str], others: int) -> s
             "  HINT: if no user or scheduler killed it, the node was probably out of "
             "memory: see dmesg"
         )
+    if failed_rank.left_others:
+        if waiting is not None:
+            lines.append(f"  rank {waiting.rank}: {printable(waiting.exception or '')}")
+        lines.append(
+            "  HINT: all ranks must call the same collectives. Look for sys.exit, return or break "
+            f"that only rank {failed_rank.rank} reaches, or for fewer batches on it"
+        )
     if others:
         lines.append(
             f"  Paceline ended the {'other rank' if others == 1 else f'{others} other ranks'}."
         )
     return "\n".join(lines) + "\n"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"{signal.Signals(number).name} (signal {number})"
-    except ValueError:
-        return f"signal {number}"

@@ -76,6 +76,11 @@ class RankOutput:
             self.drain()
             self._screen.write(ERR, for_terminal(text).encode())
 
+    def shows_last(self, rank: int) -> bool:
+        """Return whether the last output that was shown is an error text of this rank."""
+        with self._lock:
+            return (ERR, rank) in self._screen.last
+
     def drain(self) -> None:
         """Read and show what is in the pipes now (all output, if the ranks have ended)."""
         deadline = time.monotonic() + 2.0  # a process may write without end
@@ -164,6 +169,7 @@ class _Screen:
         self.terminal = {s: file.isatty() for s, file in self.to.items()}
         self.moving: int | None = None  # stream of the line that ranks are overwriting
         self.lost = False  # whether a stream could not be written
+        self.last: list[tuple[int, int]] = []  # stream and ranks of the last output
 
     def write(self, stream: int, data: bytes) -> None:
         if self.moving is not None and not data.startswith(ERASE) and self.terminal[self.moving]:
@@ -201,6 +207,7 @@ class _Stream:
         """Process a rank's output (b"" at its end) and return its complete lines."""
         if self.ranks == 1 and data:
             self.screen.write(self.number, data)
+            self.screen.last = [(self.number, rank)]
         *lines, rest = (self.partial[rank] + data).split(b"\n")
         if not data and rest:
             lines.append(rest)
@@ -237,6 +244,7 @@ class _Stream:
                 self.queues[rank].popleft()
             tag = b"" if everyone else f"[{format_ranges(same)}] ".encode()
             self.screen.write(self.number, tag + line + b"\n")
+            self.screen.last = [(self.number, rank) for rank in same]
 
     def show_moving(self) -> None:
         """Show a rank's line that is being overwritten (a progress bar), on a terminal."""

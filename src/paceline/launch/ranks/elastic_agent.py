@@ -176,8 +176,12 @@ class ElasticAgent(SimpleElasticAgent):
         self.end_ranks()
         self.output.drain()
         if self.cause is not None and self.end is None:
-            tail = list(self.output.tails[self.cause.rank])
-            self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1))
+            number = self.cause.rank
+            # the end of the output is its traceback
+            shown = self.cause.raised_exception and self.output.shows_last(number)
+            tail = [] if shown else list(self.output.tails[number])
+            waiting = next((rank for rank in self.ranks if rank.is_consequence), None)
+            self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1, waiting))
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
         self.end_ranks()
@@ -381,7 +385,8 @@ class ElasticAgent(SimpleElasticAgent):
         began = time.monotonic()
         while (waited := time.monotonic() - began) < CONSEQUENCE_SETTLE_S:
             cause = first_failure(self.ranks)
-            if waited >= SETTLE_S and (cause is None or not cause.is_consequence):
+            final = cause is None or not (cause.is_consequence or cause.left_others)
+            if waited >= SETTLE_S and final:
                 return
             time.sleep(0.01)
             self._collect_exits()

@@ -92,12 +92,14 @@ def send_start(channel: socket.socket, start: RankStart) -> None:
     limit for a message.
     """
     parameters = {"environment": start.environment, "cpus": start.cpus, "memory": start.memory}
-    with open(os.memfd_create("paceline-rank"), "wb+") as file:
-        file.write(json.dumps(parameters).encode())
-        file.flush()
-        socket.send_fds(channel, [b'{"start": true}'], [*start.pipes, file.fileno()])
-    for pipe in start.pipes:
-        os.close(pipe)
+    try:
+        with open(os.memfd_create("paceline-rank"), "wb+") as file:
+            file.write(json.dumps(parameters).encode())
+            file.flush()
+            socket.send_fds(channel, [b'{"start": true}'], [*start.pipes, file.fileno()])
+    finally:
+        for pipe in start.pipes:
+            os.close(pipe)
 
 
 def _read_start(fds: list[int]) -> RankStart:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..monitor.progress import ProgressMonitor, ProgressReport
+from ..process_signals import signal_name
 from ..records.job_folder import write_attempt
 from .fork_server import MESSAGE_BYTES, RankStart, send_start
 from .framework_variables import free_ports
 from .host import Host
 from .store_gate import AskAgents, StoreGate, open_store
 
+NO_PID = -1  # of a rank that could not be started
 SERVER_TIMEOUT_S = 1.0  # for the rank server to read its messages when many are waiting
 
 if TYPE_CHECKING:  # loaded by every command: keep imports few
@@ -64,6 +66,16 @@ class RankServer:
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
 
+    def describe_end(self) -> str:
+        """Return how the server ended, for a server that has ended or is just ending."""
+        try:
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except OSError:
+            return "has ended"
+        if end is None or end.si_code == os.CLD_EXITED:
+            return "has ended"
+        return f"was killed by {signal_name(end.si_status)}"
+
     def end(self, grace: float) -> None:
         """End all ranks and the server; the server keeps the records and removes the folder."""
         try:
@@ -103,7 +115,7 @@ class LocalHost:
             smt: Value that the placement was planned with.
         """
         self.name, self.address = socket.gethostname(), address
-        self._channel = server.channel
+        self._server, self._channel = server, server.channel
         self._environment, self._places, self._variables_by_local_rank = (
             environment,
             places,
@@ -181,18 +193,21 @@ class LocalHost:
         """Return where this host's ranks are bound, read back from the kernel."""
         from ..affinity.report_bindings import report_host
 
-        running = {rank: (self._pids[rank], self._local_ranks[rank]) for rank in self._running}
+        running = {
+            rank: (self._pids[rank], self._local_ranks[rank])
+            for rank in self._running
+            if self._pids[rank] != NO_PID
+        }
         return report_host(self._places, running, self._smt)
 
     def free_ports(self, count: int) -> list[int]:
         return free_ports(count)
 
     def start(self, rank: int, local_rank: int, variables: dict[str, str]) -> None:
-        """Fork a rank.
+        """Fork a rank. If the rank server has ended, ``take_exits`` reports the rank as killed.
 
         Raises:
             OSError: No file descriptors are left.
-            RuntimeError: The rank server has ended.
         """
         self._note_attempt(variables["TORCHELASTIC_RESTART_COUNT"])
         pipes = [os.pipe() for _ in range(3)]
@@ -204,18 +219,20 @@ class LocalHost:
         place = self._places[local_rank]
         memory = place.memory[0] if place.cpus and len(place.memory) == 1 else None
         write_ends = (pipes[0][1], pipes[1][1], pipes[2][1])
-        send_start(self._channel, RankStart(environment, place.cpus, memory, write_ends))
         assert self._output is not None
         self._output.add_rank(rank, (pipes[0][0], pipes[1][0], pipes[2][0]))
-        while True:  # exits of other ranks may come first
-            reply = self._receive()
-            if reply is None:
-                raise RuntimeError("the rank server, from which ranks are forked, has ended")
-            if "pid" in reply:
-                break
-            self._pending_exits.append(reply)
-        self._pids[rank], self._local_ranks[rank] = int(reply["pid"]), local_rank
+        self._pids[rank], self._local_ranks[rank] = NO_PID, local_rank
         self._running.add(rank)
+        try:
+            send_start(self._channel, RankStart(environment, place.cpus, memory, write_ends))
+            while (reply := self._receive()) is not None:
+                if "pid" in reply:
+                    self._pids[rank] = int(reply["pid"])
+                    return
+                self._pending_exits.append(reply)  # exits of other ranks may come first
+        except ConnectionError:
+            pass
+        self.server_ended = True
 
     def _note_attempt(self, number: str) -> None:
         """Note in the job's folder which attempt is the last, even if no rank records anything."""
@@ -236,6 +253,8 @@ class LocalHost:
             server_ended = True  # the server has ended, and the ranks with it
         except BlockingIOError:
             server_ended = False
+        except ConnectionError:
+            server_ended = True
         finally:
             self._channel.setblocking(True)
         ranks = {self._pids[rank]: rank for rank in self._running}
@@ -249,13 +268,18 @@ class LocalHost:
                 yield rank, message["status"], message["at"]
         for rank in sorted(self._running) if server_ended else []:
             self._running.discard(rank)
+            self._exit_reasons[rank] = (
+                f"was lost: the rank server (process {self._server.pid}), from which Paceline "
+                f"forks the ranks, {self._server.describe_end()}. HINT: if no user or scheduler "
+                "killed it, the node was probably out of memory: see dmesg"
+            )
             yield rank, -signal.SIGKILL, time.monotonic()
 
     def signal(self, rank: int, kind: int) -> None:
         """Signal a rank and the processes that are still in its session, even after its exit.
         SIGUSR1 and SIGUSR2 go to the rank alone.
         """
-        if rank not in self._pids:
+        if self._pids.get(rank, NO_PID) == NO_PID:
             return
         group = kind not in (signal.SIGUSR1, signal.SIGUSR2)
         message = {"signal": self._pids[rank], "kind": int(kind), "group": group}

@@ -24,7 +24,7 @@ from ...cluster.schedulers.env_numbers import openmp_threads
 from ...knobs import tuning
 from ...knobs.apply import apply_knobs
 from ...record.attach import attach, detach
-from ...record.hooks.error_messages import format_error, summarize_error
+from ...record.hooks.error_messages import EXIT_CODE, format_error, is_peer_gone, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group
 from ...record.hooks.import_hooks import after_import
 from ...record.ring.header_schema import MAX_FAILURE_CHARS
@@ -199,9 +199,10 @@ def execute(command: dict[str, Any]) -> int:
     except BaseException as error:
         sys.last_value = error  # same as the interpreter; exit handlers print no summary then
         summary = summarize_error(error)
-        send_to_launcher(exception=summary, at=time.monotonic(), code=1)
+        heard = send_to_launcher(exception=summary, at=time.monotonic(), code=1)
         _record_failure(summary)
-        sys.stderr.write(format_error(error))
+        if not (heard and is_peer_gone(summary)):  # the launcher prints the cause
+            sys.stderr.write(format_error(error))
         return 1
     return 0
 
@@ -232,8 +233,9 @@ def _exit_code(end: SystemExit) -> int:
         code = 1
     if code and not getattr(end, "early", False):  # see world.early_exit
         sys.last_value = end
-        send_to_launcher(exception=f"exit code {code}", at=time.monotonic(), code=code)
-        _record_failure(f"exit code {code}")
+        summary = f"{EXIT_CODE}{code}"
+        send_to_launcher(exception=summary, at=time.monotonic(), code=code)
+        _record_failure(summary)
     return code
 
 

@@ -1,6 +1,7 @@
 """Error messages for the user: tracebacks without Paceline's internal frames."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,11 +26,41 @@ PEER_GONE_PHRASES = (
 NAMED_PEER_GONE = "can't continue: rank"
 
 
+# First words of the text for a failure that only shows that another rank has ended.
+PEER_GONE = "another rank has ended"
+EXIT_CODE = "exit code "  # first words of the text for a rank that called sys.exit
+MAX_DETAIL_CHARS = 200
+_WRAPPED = re.compile(rf"(?:.*\w+Error: )?(.*{re.escape(NAMED_PEER_GONE)}.*)")
+# Gloo adds its source file before the reason, and advice after it.
+_OWN_WORDS = re.compile(r"^\[[^]]*\.(?:cc|cpp|h):\d+\] ?|\. This is typically .*")
+
+
 def find_peer_gone(text: str) -> str | None:
     """Return the phrase in ``text`` which shows that another rank has ended, or None."""
     return next(
         (phrase for phrase in (*PEER_GONE_PHRASES, NAMED_PEER_GONE) if phrase in text), None
     )
+
+
+def describe_peer_gone(error: BaseException) -> str | None:
+    """Return one line about a failure that only shows that another rank has ended, or None.
+
+    Exceptions of a collective are RuntimeErrors. An OSError with the same phrases is about another
+    connection, of the script.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or find_peer_gone(text) is None:
+        return None
+    named = _WRAPPED.search(text)
+    if named is not None:
+        return named[1]
+    lines = [line for line in text.splitlines() if find_peer_gone(line)]
+    return f"{PEER_GONE} ({_OWN_WORDS.sub('', lines[0])[:MAX_DETAIL_CHARS]})"
+
+
+def is_peer_gone(summary: str) -> bool:
+    """Return whether a text of ``summarize_error`` only says that another rank has ended."""
+    return summary.startswith(PEER_GONE) or NAMED_PEER_GONE in summary
 
 
 def is_internal_file(filename: str) -> bool:
@@ -58,8 +89,18 @@ def explain_error(error: BaseException) -> str | None:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its text, or of its explanation."""
-    first = (explain_error(error) or str(error)).strip().splitlines()[:1]
+    """Return the type of an exception and the first line of its text, or of its explanation.
+
+    The text for an exception that only shows that another rank has ended has no type, but the line
+    of the script.
+    """
+    explanation = explain_error(error)
+    gone = None if explanation else describe_peer_gone(error)
+    if gone is not None:
+        frames = _script_frames(traceback.extract_tb(error.__traceback__))
+        place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+        return gone + place
+    first = (explanation or str(error)).strip().splitlines()[:1]
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
@@ -76,11 +117,9 @@ def format_error(error: BaseException) -> str:
         return f"{_place(frames)}error: {explanation}\n"
     if isinstance(error, ValueError) and frames and is_internal_file(frames[-1].filename):
         return f"{_place(frames)}error: {error}\n"
-    phrase = find_peer_gone(str(error))
-    if phrase == NAMED_PEER_GONE:
-        return f"{_place(frames)}error: {error}\n"
-    if phrase:  # the rest of gloo's and NCCL's text adds no information
-        return f"{_place(frames)}error: another rank has ended ({phrase})\n"
+    gone = describe_peer_gone(error)
+    if gone is not None:
+        return f"{_place(frames)}error: {gone}\n"
     # Every traceback begins with the frames that started the script, which do not help the user.
     outer = error.__traceback__
     while (
@@ -92,13 +131,17 @@ def format_error(error: BaseException) -> str:
 
 def _place(frames: traceback.StackSummary) -> str:
     """Return the innermost frame that is neither in Paceline nor in an installed library."""
-    own = [
-        f for f in frames if not is_internal_file(f.filename) and "site-packages" not in f.filename
-    ]
+    own = _script_frames(frames)
     if not own:
         return ""
     code = f"    {own[-1].line}\n" if own[-1].line else ""
     return f'  File "{own[-1].filename}", line {own[-1].lineno}\n{code}'
+
+
+def _script_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    return [
+        f for f in frames if not is_internal_file(f.filename) and "site-packages" not in f.filename
+    ]
 
 
 def install() -> None:
