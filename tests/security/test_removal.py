@@ -133,7 +133,7 @@ def test_only_a_marked_folder_is_removed(tmp_path):
     write_mark(opened, "test")
     if os.geteuid() == 0:  # everyone can write a mark
         os.chown(other, 54321, 54321)
-        with pytest.raises(UnsafeFileError, match="was not created by Paceline"):
+        with pytest.raises(UnsafeFileError, match="belongs to user 54321"):
             remove_marked(other, "test")
         os.chown(other, 0, 0)
     remove_from_marked(other / "thesis", "test")

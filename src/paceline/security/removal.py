@@ -53,18 +53,24 @@ def _text(kind: str) -> bytes:
 
 
 def check_mark(folder_fd: int, path: Path, kind: str, name: str = MARK) -> None:
-    """Raise UnsafeFileError if Paceline has not created the folder."""
+    """Raise UnsafeFileError if Paceline has not created the folder for this user."""
+    owner = os.fstat(folder_fd).st_uid
+    if owner not in {os.geteuid(), *root_ids()}:
+        raise UnsafeFileError(errno.EPERM, f"belongs to user {owner}", str(path))
     if not has_mark(folder_fd, kind, name):
         raise UnsafeFileError(errno.EPERM, "was not created by Paceline", str(path))
 
 
 def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
-    """Remove a marked folder with its content, except what can't be removed.
+    """Remove a marked folder with its content, except what can't be removed; or a link itself.
 
     Raises:
         UnsafeFileError: Paceline has not created the folder.
         OSError: There is no folder of that name, or it can't be opened.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     fd = open_folder(path)
     try:
         check_mark(fd, path, kind, name)

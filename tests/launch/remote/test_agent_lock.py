@@ -49,9 +49,9 @@ def test_name_held_by_another_user_is_not_waited_for(listens):
 
 def test_nobody_can_connect_to_the_lock():
     run = uuid.uuid4().hex
-    with acquire(run, 0), socket.socket(socket.AF_UNIX) as stranger:
-        with pytest.raises(ConnectionRefusedError):
-            stranger.connect(f"\0paceline-agent-{os.getuid()}-{run}-0")
+    held, stranger = acquire(run, 0), socket.socket(socket.AF_UNIX)
+    with held, stranger, pytest.raises(ConnectionRefusedError):
+        stranger.connect(f"\0paceline-agent-{os.getuid()}-{run}-0")
 
 
 HOLDS = """
