@@ -97,8 +97,9 @@ def test_only_a_complete_checkpoint_gets_its_name_back(tmp_path):
         (tmp_path / "step-00000007").rename(tmp_path / f".step-00000007.{name}.old.tmp")
     (tmp_path / f".step-00000007.{'0' * 16}.old.tmp/rank-00000.pt").unlink()
     (tmp_path / f".step-00000007.{'8' * 16}.old.tmp/manifest.json").unlink()
-    checkpoint_folder.remove_unfinished(tmp_path)
-    assert names(tmp_path) == ["step-00000007"]
+    no_proof = tmp_path / f".step-00000007.{'8' * 16}.old.tmp"  # Paceline removes it last
+    assert checkpoint_folder.remove_unfinished(tmp_path) == [no_proof]
+    assert names(tmp_path) == [no_proof.name, "step-00000007"]
     assert weight(tmp_path) == 2.0
 
 
@@ -196,3 +197,78 @@ def test_checkpoint_gets_its_name_back_if_it_can_not_be_replaced(tmp_path, monke
     assert "could not be written (Input/output error)" in line
     assert names(tmp_path) == ["step-00000007"]
     assert weight(tmp_path) == 3.0
+
+
+def private(folder):
+    """Create a folder of the user's that is not a checkpoint."""
+    folder.mkdir()
+    for name in ("model.bin", "rank-00000.pt", "manifest.json"):
+        (folder / name).write_text("private")
+    return folder
+
+
+def test_old_folders_of_others_are_not_removed(tmp_path):
+    older, newer = (private(tmp_path / f"step-{step:08}") for step in (1, 99))
+    for step in (2, 3, 4):
+        assert save(tmp_path, step) == []
+    assert names(tmp_path) == [older.name, "step-00000003", "step-00000004", newer.name]
+    for folder in (older, newer):
+        assert names(folder) == ["manifest.json", "model.bin", "rank-00000.pt"]
+
+
+def test_other_files_in_an_old_checkpoint_are_not_removed(tmp_path):
+    save(tmp_path, 2)
+    (tmp_path / "step-00000002/config.json").write_text("private")
+    for step in (3, 4, 5):
+        assert save(tmp_path, step) == []
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert names(tmp_path / "step-00000002") == ["config.json"]
+
+
+def test_checkpoint_of_another_step_is_not_removed(tmp_path):
+    """Another user may rename it in a folder without sticky bit."""
+    save(tmp_path, 1)
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000000")
+    for step in (3, 4):
+        save(tmp_path, step)
+    hidden = tmp_path / ".step-00000003.1.tmp"
+    (tmp_path / "step-00000004").rename(hidden)
+    assert checkpoint_folder.remove_unfinished(tmp_path) == [hidden]
+    assert names(tmp_path) == [hidden.name, "step-00000000", "step-00000003"]
+    assert names(hidden) == ["manifest.json", "rank-00000.pt"]
+
+
+@pytest.mark.parametrize("name", [".step-00000007.1.tmp", f".step-00000007.{'0' * 16}.old.tmp"])
+def test_hidden_folders_of_others_are_not_removed(tmp_path, name):
+    folder = private(tmp_path / name)
+    assert checkpoint_folder.remove_unfinished(tmp_path) == [folder]
+    assert names(folder) == ["manifest.json", "model.bin", "rank-00000.pt"]
+
+
+def test_unfinished_checkpoint_is_removed_without_files_of_others(tmp_path):
+    for name, others in ((".step-00000007.1.tmp", []), (".step-00000007.2.tmp", ["model.bin"])):
+        folder = UnfinishedFolder(tmp_path / name)
+        checkpoint_folder.write_shard(folder, 0, {"tensors": {}})
+        folder.close()
+        for one in others:
+            (tmp_path / name / one).write_text("private")
+    assert checkpoint_folder.remove_unfinished(tmp_path) == [tmp_path / name]
+    assert names(tmp_path / name) == ["model.bin"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replaced_folder_of_others_is_not_removed(tmp_path, monkeypatch, exchange):
+    if not exchange:  # as on NFS
+        monkeypatch.setattr(unfinished_folder, "exchange_names", lambda *_: False)
+    private(tmp_path / "step-00000007")
+    assert save(tmp_path, 7) == []
+    assert weight(tmp_path) == 1.0
+    (other,) = tmp_path.glob("step-00000007.*.replaced")
+    assert names(other) == ["manifest.json", "model.bin", "rank-00000.pt"]
+
+
+def test_complete_checkpoint_gets_its_name_if_the_process_ended_before(tmp_path):
+    save(tmp_path, 7)
+    (tmp_path / "step-00000007").rename(tmp_path / ".step-00000007.1.tmp")
+    assert checkpoint_folder.remove_unfinished(tmp_path) == []
+    assert names(tmp_path) == ["step-00000007"]

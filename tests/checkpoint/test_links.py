@@ -110,8 +110,8 @@ def test_remove_unfinished_does_not_follow_symlinks(directory, tmp_path):
     (elsewhere / "kept").write_text("")
     (directory / ".step-00000007.1.tmp").symlink_to(elsewhere)
     (directory / ".step-00000008.1.tmp").write_text("")
-    (directory / ".step-00000009.1.tmp").mkdir()
-    (directory / ".step-00000009.1.tmp" / "link").symlink_to(elsewhere)
+    UnfinishedFolder(directory / ".step-00000009.1.tmp").close()
+    (directory / ".step-00000009.1.tmp" / "rank-00000.pt").symlink_to(elsewhere / "kept")
     checkpoint_folder.remove_unfinished(directory)
     assert list(directory.iterdir()) == []
     assert [path.name for path in elsewhere.iterdir()] == ["kept"]

@@ -137,3 +137,20 @@ def test_nothing_asks_the_driver_for_gpus_before_the_script(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert nccl._is_nccl("paceline")
     assert not nccl._is_nccl("gloo")
+
+
+@pytest.mark.parametrize(
+    ("mode", "parent", "safe"),
+    [(0o700, 0o1777, True), (0o755, 0o700, True), (0o777, 0o700, False), (0o700, 0o777, False)],
+)
+def test_cache_of_compiled_code_is_not_one_of_other_users(
+    tmp_path, monkeypatch, mode, parent, safe
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "me")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "torchinductor_me").mkdir()
+    (tmp_path / "torchinductor_me").chmod(mode)
+    tmp_path.chmod(parent)
+    assert (compute._no_cache() == "") == safe
+    assert safe or "HINT: TORCHINDUCTOR_CACHE_DIR=" in compute._no_cache()

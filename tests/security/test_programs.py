@@ -21,7 +21,8 @@ NAMED = ("program_command(", "python_command(")
 RIGHT = {
     "data/staging/staged_sets.py": {"words"},  # of python_command
     "launch/monitor/process_stack.py": {
-        "[tool, 'dump', '--nonblocking', '--json', '--pid', str(pid)]"  # of find_program
+        "shutil.which",  # in the environment's folder
+        "[tool, 'dump', '--nonblocking', '--json', '--pid', str(pid)]",  # of find_program
     },
     "launch/requeue.py": {"words"},  # of program_command
     "study/bench_comm.py": {"command"},  # of find_program
@@ -37,13 +38,13 @@ def starts(tree: ast.AST) -> list[str]:
     """Return what starts a program that ``security.programs`` did not find."""
     found = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in SEARCHERS:
+            found.append(ast.unparse(node))
         if not isinstance(node, ast.Call):
             continue
         text = ast.unparse(node.func)
         if text in {f"subprocess.{name}" for name in STARTERS}:
             found.append(ast.unparse(node.args[0]))
-        elif text in SEARCHERS and not any(one.arg == "path" for one in node.keywords):
-            found.append(text)
     return [one for one in found if not one.startswith(NAMED)]
 
 

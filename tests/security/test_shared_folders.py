@@ -52,6 +52,7 @@ RIGHT = {
         "touch(folder)": "its own function",
         "root.mkdir(parents=True, exist_ok=True)": "what leads to the folder, not the folder",
     },
+    "knobs/compute.py": {"folder.mkdir(448)": "PyTorch's cache, which is checked afterwards"},
     "launch/job.py": {"path.read_bytes()": "the script"},
     "launch/ranks/fork_server.py": {
         "open(os.memfd_create('paceline-rank'), 'wb+')": "a file without a name",
@@ -75,6 +76,7 @@ RIGHT = {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
     "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
+    "record/experiments/protect_files.py": {"folder.parent.rmdir()": "only an empty folder"},
     "record/ring/ring.py": {
         "path.unlink(missing_ok=True)": "in the job's folder",
         "self.path.unlink(missing_ok=True)": "its own",
@@ -82,11 +84,7 @@ RIGHT = {
     "record/ring/stack_sampler.py": {"open(fd, 'a')": "a descriptor of security's"},
     "study/environment/mount_packed.py": {
         "os.open(device, os.O_RDWR)": "a device",
-        "shutil.rmtree(folder, ignore_errors=True)": "its own, of mkdtemp",
     },
-    "study/probe/measure/storage.py": None,  # a private folder from mkdtemp
-    "study/rank_summary.py": None,  # a private folder from mkdtemp
-    "study/script_runs/script_runs.py": None,  # a private folder from mkdtemp
 }
 BELIEVE = {
     "open", "mkdir", "makedirs", "rmtree", "unlink", "rmdir", "remove", "touch", "read_text",

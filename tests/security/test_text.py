@@ -32,12 +32,17 @@ from paceline.security.terminal import for_terminal
 from paceline.security.text import printable
 
 TITLE = "\x1b]0;owned\x07"  # sets a terminal's title
-HOSTILE = f"a{TITLE}[/b][link=file:///x]:x:\x9b2J\r\n</script><script>alert(1)</script>'\"\u2028"
+# Zero-width space, tag characters, word joiner, bidi override, filler, private use, unassigned.
+HIDDEN = "\u200b\U000e0041\u2060\u202e\u3164\ue000\u0378\ufe0f"
+HOSTILE = (
+    f"a{HIDDEN}{TITLE}[/b][link=file:///x]:x:\x9b2J\r\n</script><script>alert(1)</script>'\"\u2028"
+)
 
 
 def clean(text):
-    """Whether the text has no control characters except line ends and tabs."""
-    return not [c for c in text if (ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0]
+    """Whether the text has no control or invisible characters except line ends and tabs."""
+    bad = [c for c in text if (ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0]
+    return not bad and not set(HIDDEN) & set(text)
 
 
 @pytest.fixture
@@ -203,6 +208,41 @@ def test_settings_file_notes_are_printable(tmp_path):
 def test_bidirectional_text_marks_are_escaped():
     marks = "\u061c\u200e\u200f\u202a\u202e\u2066\u2069"
     assert printable(marks) == "".join(f"\\u{ord(mark):04x}" for mark in marks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain text, caf\u00e9, \u00a0\u3000 spaces",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # Persian, non-joiner
+        "\u0915\u094d\u200d\u0937",  # Devanagari, joiner after a virama
+        "\U0001f468\u200d\U0001f469\u200d\U0001f467",  # emoji of a family
+        "\u26a0\ufe0f \U0001f441\ufe0f\u200d\U0001f5e8\ufe0f",  # emoji with selectors
+        "\u845b\U000e0100",  # variant of an ideograph
+        "\u0600\u0661",  # Arabic number sign
+    ],
+)
+def test_text_of_all_scripts_is_unchanged(text):
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\u200bb", "a\\u200bb"),
+        ("\U000e0041\U000e007f", "\\U000e0041\\U000e007f"),
+        ("pass\u200dword", "pass\\u200dword"),
+        ("\u00e9\u200d\u200d\u00e9", "\u00e9\\u200d\\u200d\u00e9"),
+        ("\u26a0\ufe0f\ufe0e", "\u26a0\ufe0f\\ufe0e"),  # more of them hide data
+        ("a\U000e0100", "a\\U000e0100"),
+        ("\u00ad\ufeff\u3164\u2800", "\\u00ad\\ufeff\\u3164\\u2800".replace("u00", "x")),
+        ("\ue000\U00100000\uffff\ud800", "\\ue000\\U00100000\\uffff\\ud800"),
+        ("\u2028\u2029\x85", "\\u2028\\u2029\\x85"),
+    ],
+    ids=ascii,
+)
+def test_invisible_characters_are_escaped(text, said):
+    assert printable(text) == said
 
 
 class Page(HTMLParser):

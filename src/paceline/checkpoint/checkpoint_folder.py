@@ -11,7 +11,9 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +34,9 @@ from .manifest import (
     read_manifest,
     read_shard,
 )
+from .old_checkpoints import is_checkpoint, is_complete, remove_checkpoint, replaces
 from .storage.shard_file import BLOCK_BYTES, ShardFile
-from .unfinished_folder import UnfinishedFolder, flush_folder, remove
+from .unfinished_folder import UnfinishedFolder, flush_folder
 
 __all__ = [
     "MANIFEST",
@@ -44,7 +47,7 @@ __all__ = [
 ]
 
 MIN_ALIGNED_BYTES = 100 * BLOCK_BYTES  # mean size of tensors whose padding adds below 1 %
-_REPLACED_NAME = re.compile(r"\.(step-\d+)\.[0-9a-f]{16}\.old\.tmp")
+_TEMPORARY_NAME = re.compile(r"\.(step-\d+)\.(\d+|[0-9a-f]{16}\.old)\.tmp")
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
@@ -121,15 +124,17 @@ def commit(folder: UnfinishedFolder, final: Path, manifest: dict[str, Any]) -> b
     with folder.new_file(MANIFEST) as file:
         file.write(json.dumps(body, indent=1).encode())
         os.fsync(file.fd)
-    flushed = flush_folder(folder.fd)
+    flushed = folder.complete()
     folder.rename(final)
     parent = os.open(final.parent, os.O_RDONLY)
     try:
         flushed = flush_folder(parent) and flushed
     finally:
         os.close(parent)
-    if folder.replaced is not None:
-        remove(folder.replaced)
+    if folder.replaced is not None and not remove_checkpoint(folder.replaced):
+        # Not of Paceline, or with files of others: it gets a name that people see.
+        with contextlib.suppress(OSError):
+            folder.replaced.rename(final.with_name(f"{final.name}.{secrets.token_hex(4)}.replaced"))
     return flushed
 
 
@@ -155,35 +160,30 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints."""
-    for path in list_checkpoints(directory)[keep:]:
-        remove(path)
+    """Remove all but the newest ``keep`` checkpoints. Folders of others with such names remain."""
+    own = (path for path in list_checkpoints(directory) if is_checkpoint(path))
+    for path in islice(own, keep, None):
+        remove_checkpoint(path)
 
 
-def remove_unfinished(directory: Path) -> None:
+def remove_unfinished(directory: Path) -> list[Path]:
     """Remove the temporary folders of interrupted writes. No write may be in progress.
 
-    A replaced checkpoint gets its name back if the process ended before the new one had it.
+    A complete checkpoint gets its name if the process ended before that.
+
+    Returns:
+        Paths that remain, because Paceline has not written all that they contain.
     """
+    remain = []
     # Complete ones first: one that was being removed must not get the name of another.
-    names = sorted(directory.glob(".step-*.tmp"), key=lambda path: not _is_complete(path))
-    for path in names:
-        replaced = _REPLACED_NAME.fullmatch(path.name)
-        if replaced and not path.is_symlink() and not os.path.lexists(directory / replaced[1]):
-            path.rename(directory / replaced[1])
-        else:
-            remove(path)
-
-
-def _is_complete(folder: Path) -> bool:
-    """Return whether a replaced checkpoint has a manifest and all shards of the right size."""
-    if not _REPLACED_NAME.fullmatch(folder.name):
-        return False
-    try:
-        entries = read_manifest(folder)["files"]
-        return all((folder / one["name"]).lstat().st_size == one["bytes"] for one in entries)
-    except (OSError, DamagedCheckpointError):
-        return False
+    for path in sorted(directory.glob(".step-*.tmp"), key=lambda path: not is_complete(path)):
+        name = _TEMPORARY_NAME.fullmatch(path.name)
+        final = directory / name[1] if name else None
+        if final is not None and is_checkpoint(path) and not os.path.lexists(final):
+            path.rename(final)
+        elif (is_checkpoint(path) and not replaces(final, path)) or not remove_checkpoint(path):
+            remain.append(path)
+    return remain
 
 
 def check_writable(directory: Path) -> None:

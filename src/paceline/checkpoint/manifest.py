@@ -70,8 +70,12 @@ def checksum(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, dir_fd: int | None = None) -> Manifest:
     """Return the validated manifest of a checkpoint, without opening shards.
+
+    Args:
+        folder: Folder of the checkpoint.
+        dir_fd: Its descriptor, if it is open.
 
     Raises:
         DamagedCheckpointError: The manifest is missing, corrupted, of a newer version, or names
@@ -79,7 +83,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = read_regular(path, MAX_MANIFEST_BYTES, follow_links=False)
+        name = path if dir_fd is None else MANIFEST
+        data = read_regular(name, MAX_MANIFEST_BYTES, dir_fd=dir_fd, follow_links=False)
         body = load_json(data, path, MAX_PARSED_MANIFEST_BYTES)
     except FileNotFoundError:
         raise DamagedCheckpointError(path, "is missing") from None

@@ -23,11 +23,12 @@ from ..security.files import UnsafeFileError
 from ..security.run_lock import RunLock
 from . import checkpoint_folder, state_tree
 from .manifest import Manifest
+from .old_checkpoints import remove_checkpoint
 from .shard_content import load_shards, verify_checkpoint
 from .sharded_tensor import Piece, describe, is_sharded, piece_of
 from .shared_state import SharedState
 from .storage.staging import StagingMemory
-from .unfinished_folder import UnfinishedFolder, remove
+from .unfinished_folder import UnfinishedFolder
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
 WRITER_NICENESS = 10  # of the writing thread; on Linux each thread has a priority of its own
@@ -226,7 +227,7 @@ class CheckpointSaver:
                 )
                 return
             if trusted and not isinstance(error, UnsafeFileError):
-                remove(path)
+                remove_checkpoint(path)
             self.failure = (
                 f"the checkpoint of step {step} could not be written ({error_reason(error)})"
             )

@@ -12,13 +12,14 @@ import ctypes
 import errno
 import os
 import secrets
-import shutil
 import stat
 from pathlib import Path
 
 from ..security.files import UnsafeFileError, kind_of_file
 from ..security.folders import NewFile
+from ..security.removal import MARK, write_mark
 
+KIND = "unfinished checkpoint"  # of the mark
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _AT_FDCWD = -100  # of <fcntl.h>
 _RENAME_EXCHANGE = 2  # of <linux/fs.h>
@@ -55,6 +56,12 @@ class UnfinishedFolder:
                 raise
             kind = kind_of_file(path.lstat().st_mode)
             raise self._unsafe(f"is {kind}, not a folder") from None
+        try:
+            if not os.listdir(self.fd):  # else another rank has marked it, or it is not Paceline's
+                write_mark(self.fd, KIND)
+        except BaseException:
+            self.close()
+            raise
 
     def new_file(self, name: str) -> NewFile:
         """Open a new file, which replaces an existing file or link of that name when complete.
@@ -105,6 +112,15 @@ class UnfinishedFolder:
                 raise
         self.has_final_name, self.replaced = True, replaced
 
+    def complete(self) -> bool:
+        """Flush the complete checkpoint; it is no longer marked as one that may be removed.
+
+        Return whether the names were flushed as well. Raises OSError.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(MARK, dir_fd=self.fd)
+        return flush_folder(self.fd)
+
     def close(self) -> None:
         """Close the descriptor of the folder."""
         os.close(self.fd)
@@ -138,12 +154,3 @@ def flush_folder(fd: int) -> bool:
             raise
         return False
     return True
-
-
-def remove(path: Path) -> None:
-    """Remove a folder with its content, a file, or a link (not its target). Ignore errors."""
-    with contextlib.suppress(OSError):
-        if stat.S_ISDIR(path.lstat().st_mode):
-            shutil.rmtree(path, ignore_errors=True)  # does not follow links
-        else:
-            path.unlink()

@@ -1,12 +1,18 @@
 """Knobs of computation: bfloat16 autocast, precision of matrix products, torch.compile."""
 
 import functools
+import getpass
 import os
-import shutil
+import stat
+import tempfile
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ..record.hooks.import_hooks import after_import
+from ..security.folders import can_be_renamed_by_others, writable_by_others
+from ..security.programs import find_program
 from .apply import KnobResult
 from .ddp import MODULE, made
 
@@ -93,7 +99,7 @@ def compiled(_: bool, turned: KnobResult) -> None:
         own = replica.module._compiled_call_impl is not None
         if own or hasattr(replica.module, "_orig_mod"):
             turned.not_done("the script compiles its model")
-        elif why := _no_compiler(replica.device_type):
+        elif why := _no_compiler(replica.device_type) or _no_cache():
             turned.not_done(why)
         else:
             replica.module.compile()
@@ -107,6 +113,32 @@ def _no_compiler(device: str) -> str:
         if find_spec("triton"):
             return ""
         return "torch.compile needs triton for this device. HINT: pip install triton"
-    if any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+    if any(map(find_program, (os.environ.get("CXX") or "g++", "clang++"))):
         return ""
     return "torch.compile needs a C++ compiler. HINT: load a module, or apt install g++"
+
+
+def _no_cache() -> str:
+    """Return why PyTorch may not use its default cache of compiled code; "" if it may.
+
+    PyTorch loads code from this folder, whose name in the temporary folder is known, whoever has
+    created it.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return ""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # the system has no name for this user
+        user = f"uid_{os.getuid()}"
+    folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    with suppress(OSError):
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        status = folder.lstat()
+        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if own and not writable_by_others(status) and not can_be_renamed_by_others(folder.parent):
+            return ""
+    return (
+        f"other users can write to PyTorch's cache {folder}. HINT: "
+        "TORCHINDUCTOR_CACHE_DIR=$HOME/.cache/torchinductor"
+    )

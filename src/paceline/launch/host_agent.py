@@ -34,7 +34,7 @@ from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
-from .remote.agent_lock import acquire
+from .remote.agent_lock import HeldByOtherUserError, acquire
 from .remote.connect_back import LauncherNotFoundError, connect_to_launcher
 from .remote.prepare_hosts import describe_host
 
@@ -164,7 +164,13 @@ class HostAgent:
         """
         assert self.job is not None
         self._stop_listening()
-        self.agent_lock = acquire(begin["PACELINE_RUN"], place)
+        try:
+            self.agent_lock = acquire(begin["PACELINE_RUN"], place)
+        except HeldByOtherUserError:
+            self.send(
+                warning="a process of another user has the name of this job's agent: an agent that "
+                "is started again after a lost connection does not find the previous one"
+            )
         variables_by_rank = bind_ranks.variables_of_all(self.job, self.places)
         self.folder = job_folder.job_folder()
         job_folder.try_write_label(self.folder, self.job.words, begin["PACELINE_RUN"])

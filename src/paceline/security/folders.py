@@ -16,7 +16,7 @@ from pathlib import Path
 from .files import Name, UnsafeFileError, kind_of_file, open_regular, read_regular
 
 _remove_tree = shutil.rmtree  # by descriptors; experiments replace the function for scripts
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NewFile:
@@ -136,7 +136,7 @@ class Folder:
                 open to other users.
             OSError: The folder can't be opened.
         """
-        return cls(path, _opened(path, str(path), None), group)
+        return cls(path, open_folder(path), group)
 
     @classmethod
     def make(cls, path: Path, group: int | None = None, exist_ok: bool = False) -> "Folder":
@@ -220,7 +220,7 @@ class Folder:
         Raises OSError.
         """
         with contextlib.suppress(FileNotFoundError):
-            _remove(_plain(name), self.fd)
+            remove_entry(_plain(name), self.fd)
 
     def remove_all(self, last: str = "") -> None:
         """Remove the folder with its content, except what can't be removed.
@@ -257,10 +257,11 @@ def remove_content(folder_fd: int, last: str = "") -> None:
     """Remove all that is in an open folder, except what can't be removed; ``last`` comes last."""
     for name in sorted(os.listdir(folder_fd), key=lambda name: (name == last, name)):
         with contextlib.suppress(OSError):
-            _remove(name, folder_fd)
+            remove_entry(name, folder_fd)
 
 
-def _remove(name: str, dir_fd: int) -> None:
+def remove_entry(name: str, dir_fd: int) -> None:
+    """Remove a file, a link itself, or a subfolder with its content. Raises OSError."""
     if stat.S_ISDIR(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
         _remove_tree(name, dir_fd=dir_fd)  # does not follow links
     else:
@@ -327,6 +328,11 @@ def own_group(group: int) -> bool:
     return group == os.getegid() or group in os.getgroups()
 
 
+def open_folder(path: Path) -> int:
+    """Open a folder that is not a link; return its descriptor. Raises UnsafeFileError, OSError."""
+    return _opened(path, str(path), None)
+
+
 def open_subfolder(path: Path) -> int:
     """Open the folder ``path``, creating it if needed, and return its descriptor.
 
@@ -335,7 +341,7 @@ def open_subfolder(path: Path) -> int:
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
-    return _opened(path, str(path), None)
+    return open_folder(path)
 
 
 def replace_file(path: Name, data: bytes, mode: int = 0o666, dir_fd: int | None = None) -> None:
@@ -362,7 +368,7 @@ def _plain(name: str) -> str:
 
 def _opened(path: Path, name: str, dir_fd: int | None) -> int:
     try:
-        return os.open(name, FOLDER_FLAGS, dir_fd=dir_fd)
+        return os.open(name, _FOLDER, dir_fd=dir_fd)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
@@ -392,7 +398,7 @@ def _make(path: Path, dir_fd: int | None, group: int | None, exist_ok: bool) -> 
             raise
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     os.mkdir(new, 0o700, dir_fd=dir_fd)
-    fd = os.open(new, FOLDER_FLAGS, dir_fd=dir_fd)
+    fd = os.open(new, _FOLDER, dir_fd=dir_fd)
     try:
         os.fchown(fd, -1, group)
         os.fchmod(fd, 0o2770)

@@ -43,22 +43,26 @@ def module_folders(name: str) -> list[str]:
 
 def drop_working_directory() -> None:
     """Remove the working directory, which ``python -m`` has put first on ``sys.path``."""
-    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+    if not sys.flags.safe_path and sys.path[:1] == [_working_directory()]:
         del sys.path[0]
 
 
 def warn_of_working_directory() -> None:
     """Warn if Python imports modules from a working directory to which other users add files."""
-    try:
-        here = os.getcwd()
-    except OSError:  # it was removed
-        return
+    here = _working_directory()
     if here in sys.path and _is_open(here):
         sys.stderr.write(
             f"paceline: warning: Python imports modules from {printable(here)}, where other users "
             "can add files. HINT: use another working directory, or remove it from PYTHONPATH (an "
             "empty entry is the working directory)\n"
         )
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
 
 
 def _is_open(folder: str) -> bool:

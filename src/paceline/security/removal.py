@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 from .files import InvalidFileError, UnsafeFileError, read_regular
-from .folders import FOLDER_FLAGS, NewFile, remove_content
+from .folders import NewFile, open_folder, remove_content, remove_entry, root_ids
 
 MARK = ".paceline"
 MAX_MARK_BYTES = 64
+REMOVED_PREFIX = "gone-"  # of an entry that is being removed
 
 
 def write_mark(folder_fd: int, kind: str, name: str = MARK) -> None:
@@ -37,7 +38,9 @@ def write_mark(folder_fd: int, kind: str, name: str = MARK) -> None:
 
 
 def has_mark(folder_fd: int, kind: str, name: str = MARK) -> bool:
-    """Return whether ``write_mark`` has marked the folder."""
+    """Return whether ``write_mark`` has marked the folder, and this user or root owns it."""
+    if os.fstat(folder_fd).st_uid not in {os.geteuid(), *root_ids()}:
+        return False
     try:
         found = read_regular(name, MAX_MARK_BYTES, dir_fd=folder_fd, follow_links=False)
     except (OSError, InvalidFileError):
@@ -50,19 +53,25 @@ def _text(kind: str) -> bytes:
 
 
 def check_mark(folder_fd: int, path: Path, kind: str, name: str = MARK) -> None:
-    """Raise UnsafeFileError if Paceline has not created the folder."""
+    """Raise UnsafeFileError if Paceline has not created the folder for this user."""
+    owner = os.fstat(folder_fd).st_uid
+    if owner not in {os.geteuid(), *root_ids()}:
+        raise UnsafeFileError(errno.EPERM, f"belongs to user {owner}", str(path))
     if not has_mark(folder_fd, kind, name):
         raise UnsafeFileError(errno.EPERM, "was not created by Paceline", str(path))
 
 
 def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
-    """Remove a marked folder with its content, except what can't be removed.
+    """Remove a marked folder with its content, except what can't be removed; or a link itself.
 
     Raises:
         UnsafeFileError: Paceline has not created the folder.
         OSError: There is no folder of that name, or it can't be opened.
     """
-    fd = os.open(path, FOLDER_FLAGS)
+    if path.is_symlink():
+        path.unlink()
+        return
+    fd = open_folder(path)
     try:
         check_mark(fd, path, kind, name)
         remove_content(fd, last=name)
@@ -70,6 +79,28 @@ def remove_marked(path: Path, kind: str, name: str = MARK) -> None:
         os.close(fd)
     with contextlib.suppress(OSError):
         os.rmdir(path)  # removes only an empty folder
+
+
+def remove_from_marked(path: Path, kind: str, name: str = MARK) -> None:
+    """Remove a file, a link itself, or a subfolder with its content from a marked folder.
+
+    It is renamed first, so that processes which still write to it fail.
+
+    Raises:
+        UnsafeFileError: Paceline has not created the folder that contains it.
+        OSError: It can't be removed.
+    """
+    fd = open_folder(path.parent)
+    try:
+        check_mark(fd, path.parent, kind, name)
+        gone = f"{REMOVED_PREFIX}{path.name}"
+        with contextlib.suppress(OSError):
+            os.rename(path.name, gone, src_dir_fd=fd, dst_dir_fd=fd)
+        for one in (gone, path.name):
+            with contextlib.suppress(FileNotFoundError):
+                remove_entry(one, fd)
+    finally:
+        os.close(fd)
 
 
 class TemporaryFolder:
@@ -87,7 +118,7 @@ class TemporaryFolder:
             OSError: The folder can't be created.
         """
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._fd = os.open(self.path, FOLDER_FLAGS)
+        self._fd = open_folder(self.path)
         if os.listdir(self._fd):
             os.close(self._fd)
             raise UnsafeFileError(errno.EPERM, "was replaced by another folder", str(self.path))

@@ -1,26 +1,43 @@
 """Make text of files, scripts and jobs printable.
 
 A control character in a terminal is a command: it moves the cursor, sets the window's title, and
-in some terminals types into the shell. Text that does not come from Paceline itself passes through
-``printable`` when it is read, or at the latest when it is printed.
+in some terminals types into the shell. Invisible characters hide text, or make two names look the
+same. Text that does not come from Paceline itself passes through ``printable`` when it is read, or
+at the latest when it is printed.
 """
 
 import re
+import unicodedata
 from typing import Any
 
-# C0 and C1 controls, DEL, surrogates, and characters that change text direction (bidi controls).
-_CONTROLS = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_IN_A_LINE = re.compile(f"[{_CONTROLS}]")
-_IN_LINES = re.compile(f"[{_CONTROLS}]".replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+_NOT_ASCII_TEXT = re.compile(r"[^\x20-\x7e]")
+# Joiners, and selectors of a glyph's variant: scripts and emoji need them next to other characters.
+_JOINERS = frozenset("\u200c\u200d")
+_SELECTORS = re.compile("[\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+# Characters of Unicode's property Default_Ignorable_Code_Point that are letters or marks, and a
+# blank symbol.
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+# Format characters (category Cf) that are visible: signs of Arabic, Syriac and Kaithi.
+_VISIBLE = frozenset(
+    "\u0600\u0601\u0602\u0603\u0604\u0605\u06dd\u070f\u0890\u0891\u08e2\U000110bd\U000110cd"
+)
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """Return ``text`` with each control character escaped, for example as ``\\x1b``.
+    """Return ``text`` with each control or invisible character escaped, for example as ``\\x1b``.
+
+    These are the categories Cc, Cf, Cs, Co, Cn, Zl and Zp of Unicode, and letters and marks that
+    show nothing. Joiners and variation selectors remain where a script or an emoji needs them.
 
     Args:
         lines: Whether to leave line ends and tabs unchanged.
     """
-    return (_IN_LINES if lines else _IN_A_LINE).sub(_escaped, text)
+
+    def replace(match: "re.Match[str]") -> str:
+        one = match[0]
+        return one if (lines and one in "\n\t") or _is_shown(match) else _escaped(one)
+
+    return _NOT_ASCII_TEXT.sub(replace, text)
 
 
 def printable_tree(tree: Any) -> Any:
@@ -34,6 +51,31 @@ def printable_tree(tree: Any) -> Any:
     return tree
 
 
-def _escaped(match: "re.Match[str]") -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+def _is_shown(match: "re.Match[str]") -> bool:
+    """Whether a character is visible, or changes how its visible neighbours look."""
+    one, before = match[0], match.string[match.start() - 1 : match.start()]
+    if one in _JOINERS:
+        after = match.string[match.end() : match.end() + 1]
+        return _joins(before, "LMS") and _joins(after, "LS")
+    if _SELECTORS.match(one):
+        return _joins(before, "LS")
+    if one in _INVISIBLE:
+        return False
+    return one.isprintable() or one in _VISIBLE or unicodedata.category(one) == "Zs"
+
+
+def _joins(one: str, categories: str) -> bool:
+    """Whether a neighbour of a joiner is a visible character beyond ASCII of these categories."""
+    return bool(
+        one
+        and not one.isascii()
+        and one not in _INVISIBLE
+        and unicodedata.category(one)[0] in categories
+    )
+
+
+def _escaped(one: str) -> str:
+    code = ord(one)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -139,7 +139,11 @@ class Checkpointer:
         Raises ValueError on all ranks where checkpoints exist but none is complete.
         """
         if self.saver.rank == 0:
-            checkpoint_folder.remove_unfinished(self.saver.directory)
+            for path in checkpoint_folder.remove_unfinished(self.saver.directory):
+                self.saver.warn(
+                    f"{path} looks like an unfinished checkpoint, but Paceline has not written all "
+                    "that it contains. HINT: remove it, or move it to another folder"
+                )
         ranks = Ranks(self.saver.rank, self.saver.size, self.collectives.gather)
         chosen = find_newest_valid(self.saver.directory, self.saver.warn, ranks)
         if chosen is None:

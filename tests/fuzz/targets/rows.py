@@ -5,6 +5,7 @@ error, and must give the same dataset.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 
@@ -14,7 +15,8 @@ from fuzz.scratch import new_folder
 from paceline.data.packing import pack_state
 from paceline.data.packing.pieces import PARTITION_FILE, Partition, complete_pieces, piece_name
 from paceline.data.packing.shard_writer import PIECE_STATE_FILE, ShardWriter
-from paceline.data.packing.unfinished import PLAN_FILE, WORK_FOLDER, _prepare
+from paceline.data.packing.unfinished import KIND, PLAN_FILE, WORK_FOLDER, _prepare
+from paceline.security.removal import write_mark
 
 FOLDER = new_folder()
 WORKING = FOLDER / WORK_FOLDER
@@ -57,7 +59,12 @@ def run(data: bytes) -> None:
     (PIECE / "shard-00000.bin").write_bytes(bytes(16))
     FILES[data[0] % len(FILES)].write_bytes(data[1:])
     try:
-        _prepare(FOLDER, WORKING, False)
+        opened = os.open(WORKING, os.O_RDONLY)
+        try:
+            write_mark(opened, KIND)
+            _prepare(FOLDER, WORKING, opened, False)
+        finally:
+            os.close(opened)
         writer = ShardWriter(FOLDER, WORKING, 100, False)
         try:
             cut = Partition.load(WORKING)

@@ -53,9 +53,7 @@ def test_rank_server_that_was_killed_before_it_forks_is_reported(tmp_path):
     [
         (ConnectionResetError("Connection reset by peer"), None),  # the script's own connection
         (
-            RuntimeError(
-                "[/a/pair.cc:5] Connection closed by peer [::1]:3. This is typically a"
-            ),
+            RuntimeError("[/a/pair.cc:5] Connection closed by peer [::1]:3. This is typically a"),
             "another rank has ended (Connection closed by peer [::1]:3)",
         ),
         (

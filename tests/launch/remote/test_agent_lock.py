@@ -8,30 +8,60 @@ import sys
 import time
 import uuid
 
+import pytest
 import ranks
+import users
 
 from paceline.launch.remote import agent_lock
-from paceline.launch.remote.agent_lock import acquire
+from paceline.launch.remote.agent_lock import HeldByOtherUserError, acquire
+
+# Holds the name with a queue of connections that is full.
+SQUATS = """
+import socket, sys
+name, listens = "\\0" + sys.argv[1], sys.argv[2] == "True"
+squatter = socket.socket(socket.AF_UNIX)
+squatter.bind(name)
+if listens:
+    squatter.listen(0)
+    held = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+    for one in held:
+        one.setblocking(False)
+        one.connect_ex(name)
+print(flush=True)
+sys.stdin.read()
+"""
 
 
-def test_acquire_gives_up_quickly_if_socket_does_not_listen():
+@pytest.mark.parametrize("listens", [False, True])
+def test_name_held_by_another_user_is_not_waited_for(listens):
     run = uuid.uuid4().hex
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.bind(f"\0paceline-agent-{os.getuid()}-{run}-0")
+    name = f"paceline-agent-{os.getuid()}-{run}-0"
+    words = (users.ATTACKER, sys.executable, "-c", SQUATS, name, listens)
+    with users.start(*words, stdin=subprocess.PIPE) as other:
+        other.stdout.readline()
         begun = time.monotonic()
-        assert acquire(run, 0) is None
-        assert time.monotonic() - begun < 3.0
-    mine = acquire(run, 0)
-    assert mine is not None
-    mine.close()
+        with pytest.raises(HeldByOtherUserError):
+            acquire(run, 0)
+        assert time.monotonic() - begun < agent_lock.END_TIMEOUT_S / 2
+        other.communicate("")
+    acquire(run, 0).close()
+
+
+def test_nobody_can_connect_to_the_lock():
+    run = uuid.uuid4().hex
+    held, stranger = acquire(run, 0), socket.socket(socket.AF_UNIX)
+    with held, stranger, pytest.raises(ConnectionRefusedError):
+        stranger.connect(f"\0paceline-agent-{os.getuid()}-{run}-0")
 
 
 HOLDS = """
-    import signal, sys
+    import os, signal, sys
     from paceline.launch.remote.agent_lock import acquire
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     lock = acquire(sys.argv[1], 0)
-    open("holds", "w").close()
+    child = os.fork()
+    if child:  # the child is not the agent: it ends with it
+        open("holds", "w").close()
     signal.pause()
     """
 
@@ -39,14 +69,25 @@ HOLDS = """
 def test_previous_agent_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_lock, "END_TIMEOUT_S", 1.5)
     run = uuid.uuid4().hex
-    script = ranks.write(tmp_path, HOLDS)
+    script = ranks.write(tmp_path, HOLDS.replace("    child = os.fork()\n", "    child = 1\n"))
     previous = subprocess.Popen([sys.executable, str(script), run], cwd=tmp_path)
     try:
         ranks.wait_until((tmp_path / "holds").exists)
-        mine = acquire(run, 0)
-        assert mine is not None
-        mine.close()
+        acquire(run, 0).close()
         assert previous.wait(5) == -signal.SIGKILL
     finally:
         previous.kill()
+        previous.wait()
+
+
+def test_holder_is_the_process_that_was_not_forked(tmp_path):
+    run = uuid.uuid4().hex
+    script = ranks.write(tmp_path, HOLDS)
+    previous = subprocess.Popen([sys.executable, str(script), run], cwd=tmp_path, process_group=0)
+    try:
+        ranks.wait_until((tmp_path / "holds").exists)
+        inode = agent_lock._inode(f"paceline-agent-{os.getuid()}-{run}-0")
+        assert agent_lock._holder(inode) == previous.pid
+    finally:
+        os.killpg(previous.pid, signal.SIGKILL)
         previous.wait()

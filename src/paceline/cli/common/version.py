@@ -2,10 +2,10 @@
 
 import os
 import platform
-import shutil
 from importlib import metadata
 from pathlib import Path
 
+from ...security.programs import find_program
 from ...security.text import printable
 
 PACKAGES = ("numpy", "lightning", "accelerate", "transformers", "nvidia-dali-cuda130", "h5py")
@@ -20,7 +20,7 @@ def environment_lines() -> list[str]:
         **{name: version for name in PACKAGES if (version := _version(name))},
         "kernels of the exchange": _kernels(),
         "scheduler": _scheduler(),
-        "commands": ", ".join(filter(shutil.which, SCHEDULER_COMMANDS)) or "no launcher in PATH",
+        "commands": ", ".join(filter(find_program, SCHEDULER_COMMANDS)) or "no launcher in PATH",
     }
     return [f"{name}: {printable(value)}" for name, value in facts.items()]
 

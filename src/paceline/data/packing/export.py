@@ -3,7 +3,6 @@
 import errno
 import inspect
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ...security.files import InvalidFileError, UnsafeFileError, read_regular
-from ...security.folders import Folder
+from ...security.files import InvalidFileError, read_regular
+from ...security.folders import Folder, open_folder, replace_file
+from ...security.removal import MARK, check_mark, remove_marked, write_mark
+from ...security.text import printable
 from ..format.shard_format import FILE, META_FILE, RAW, ZSTD
 from ..shards import ScratchBuffer, Shards
 from ..sources import formats
@@ -24,6 +25,7 @@ from .encode import function_name
 from .pack import PackReport, describe_source, pack
 
 PLAN_FILE = ".plan"
+KIND = "unfinished export"  # of the mark of a folder beside DEST
 MAX_PLAN_BYTES = 1 << 20
 MAX_EXTENSION_CHARS = 16  # a longer suffix is not treated as a file extension
 CONTENT_OPTIONS = ("decode", "resize", "compress", "cast", "apply")  # options that change samples
@@ -69,7 +71,7 @@ def export(
             samples = _samples(shards, step or (lambda done, size: None))
             formats.write_dataset(to, part, info, samples)
             if fresh:
-                _remove(folder)
+                _remove_files(folder)
             part.rename(folder)
     except OSError as error:
         raise _not_written(dest, error) from error
@@ -84,14 +86,16 @@ def _private_folder(path: Path) -> Iterator[Path]:
     the output could be a link that one of them has made. The folder of a killed call is replaced.
 
     Raises:
-        OSError: The path belongs to another user, or the folder can't be created.
+        OSError: Another user or another program has created the path, or it can't be created.
     """
-    _remove_own(path)
-    with Folder.make(path):
+    with suppress(FileNotFoundError):
+        remove_marked(path, KIND)
+    with Folder.make(path) as private:
+        write_mark(private.fd, KIND)
         try:
             yield path
         finally:
-            _remove(path)
+            private.remove_all(last=MARK)
 
 
 def _not_written(dest: str | os.PathLike[str], error: OSError) -> ValueError:
@@ -149,25 +153,31 @@ def convert(
         packed, dest, to, shard_bytes=shard_bytes, fresh=fresh, step=step, prepare=prepare
     )
     if intermediate:
-        shutil.rmtree(packed)
+        remove_marked(packed, KIND)
     return report
 
 
 def _prepare_intermediate(packed: Path, plan: str, fresh: bool) -> None:
     """Keep an unfinished intermediate dataset of the same source and options; remove any other."""
     try:
-        _check_own(packed)
         same = not fresh and read_regular(packed / PLAN_FILE, MAX_PLAN_BYTES) == os.fsencode(plan)
-    except FileNotFoundError:
-        same = False
-    except UnsafeFileError as error:
-        raise _not_written(packed, error) from error
     except (OSError, InvalidFileError):
         same = False
-    if not same:
-        _remove(packed)
-        packed.mkdir(parents=True)
-        (packed / PLAN_FILE).write_bytes(os.fsencode(plan))
+    try:
+        if not same:
+            with suppress(FileNotFoundError):
+                remove_marked(packed, KIND)
+            packed.mkdir(parents=True)
+        opened = open_folder(packed)
+        try:
+            if not same:
+                write_mark(opened, KIND)
+                replace_file(PLAN_FILE, os.fsencode(plan), dir_fd=opened)
+            check_mark(opened, packed, KIND)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        raise _not_written(packed, error) from error
 
 
 def check_destination(dest: str | os.PathLike[str], to: str, fresh: bool) -> None:
@@ -185,6 +195,11 @@ def check_destination(dest: str | os.PathLike[str], to: str, fresh: bool) -> Non
         path.is_file() if to == "hdf5" else formats.detect_format(path) == to
     ):
         raise ValueError(f"{dest} exists and is not in the format {to}. HINT: choose another name")
+    if path.is_dir() and (others := formats.other_names(path, to)):
+        raise ValueError(
+            f"{dest} contains {printable(others[0])}, which is not a file of the format {to}. "
+            "HINT: choose another name"
+        )
 
 
 def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sample]:
@@ -213,23 +228,11 @@ def _samples(shards: Shards, step: Callable[[int, int], None]) -> Iterator[Sampl
         step(i + 1, size)
 
 
-def _remove_own(path: Path) -> None:
-    """Remove what this user has left at ``path``. Raises UnsafeFileError if it is another "
-    "user's."""
-    with suppress(FileNotFoundError):
-        _check_own(path)
-    _remove(path)
-
-
-def _check_own(path: Path) -> None:
-    """Raise UnsafeFileError if ``path`` belongs to another user; FileNotFoundError if missing."""
-    user = path.lstat().st_uid
-    if user != os.geteuid():
-        raise UnsafeFileError(errno.EPERM, f"belongs to user {user}", str(path))
-
-
-def _remove(path: Path) -> None:
+def _remove_files(path: Path) -> None:
+    """Remove a dataset of another format, which ``check_destination`` has accepted."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        for one in path.iterdir():
+            one.unlink()
+        path.rmdir()
     else:
         path.unlink(missing_ok=True)

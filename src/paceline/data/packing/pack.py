@@ -12,7 +12,6 @@ process continues pieces that ranks have begun, too.
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -272,7 +271,7 @@ class PackJob:
         try:
             pieces.pack(self.encoder, left, workers, report_progress)
         finally:
-            shutil.rmtree(run, ignore_errors=True)
+            discard(run)
         return self.join_pieces(partition, start)
 
     def _measure_samples(self) -> tuple[float, tuple[int, ...] | None]:
@@ -345,7 +344,7 @@ def _spool(stream: Source, work: Path, step: ProgressCallback) -> Source:
     """Write a sequential source to the spool, which can be read in random order."""
     spool = work / SPOOL_FOLDER
     if not (spool / shard_format.META_FILE).exists():
-        shutil.rmtree(spool, ignore_errors=True)
+        discard(spool)
         (spool / WORK_FOLDER).mkdir(parents=True)
         writer = ShardWriter(spool, spool / WORK_FOLDER, SPOOL_BYTES, images=False)
         count = 0

@@ -11,7 +11,6 @@ its folder is gone, or its pieces hold the same bytes.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -160,8 +159,8 @@ class PieceWriter:
             except OSError:
                 if not (self.work / piece_name(piece) / PIECE_STATE_FILE).exists():
                     raise
-                # Another rank has completed the same piece, with the same bytes.
-                shutil.rmtree(self._writer.folder)
+                # Another rank has completed the same piece, with the same bytes. This one is
+                # removed with the folder of the job.
             self._writer = None
 
 

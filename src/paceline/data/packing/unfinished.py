@@ -1,29 +1,38 @@
 """The work folder DEST/.packing of an unfinished dataset.
 
-It holds what is needed to continue, and is locked for one process and the ranks that it starts.
+It holds what is needed to continue, and is locked for one process and the ranks that it starts. A
+mark in it proves that Paceline has created it, and with it the unfinished files in DEST.
 """
 
 import errno
 import fcntl
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...security.files import InvalidFileError, open_regular
+from ...security.folders import open_folder, remove_content, remove_entry
+from ...security.removal import (
+    MARK,
+    REMOVED_PREFIX,
+    check_mark,
+    has_mark,
+    remove_from_marked,
+    write_mark,
+)
 from ...security.schema import read_json
 from ...security.text import printable_tree
 from ..format import shard_format
 from ..format.meta_schema import SHARD_NAME
 from ..format.shard_format import write_atomically
 
-WORK_FOLDER, PLAN_FILE, SPOOL_FOLDER = ".packing", "plan.json", "spool"
+WORK_FOLDER, PLAN_FILE, SPOOL_FOLDER, LOCK_FILE = ".packing", "plan.json", "spool", "lock"
+KIND = "unfinished dataset"  # of the mark
 MAX_PLAN_BYTES = 1 << 20
-# Prefixes of folders in it: of a job of ranks, of a complete piece, and of those being removed.
-RUN_PREFIX, PIECE_PREFIX, DISCARDED_PREFIX = "run-", "piece-", "gone-"
+RUN_PREFIX, PIECE_PREFIX = "run-", "piece-"  # of folders in it: a job of ranks, a complete piece
 
 
 @contextmanager
@@ -31,7 +40,8 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
     """Yield the locked work folder; remove it at the end.
 
     It is kept after an error if a later call can continue from it. Raises ValueError if ``folder``
-    holds a dataset, is being packed by another process, or was begun with another ``plan``.
+    holds a dataset, or files of others with the names of a dataset's, is being packed by another
+    process, or was begun with another ``plan``.
     """
     work, owner, plan = folder / WORK_FOLDER, os.getpid(), printable_tree(plan)
     if (folder / shard_format.META_FILE).exists() and not fresh:
@@ -39,15 +49,8 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
             f"{folder} contains a packed dataset. HINT: choose another folder, or replace the "
             "dataset: fresh=True (--fresh)"
         )
-    with _lock(folder, work) as lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"{folder} is being packed by another process. HINT: wait for it, or choose "
-                "another folder"
-            ) from None
-        earlier_plan = _prepare(folder, work, fresh)
+    with _locked(folder, work) as opened:
+        earlier_plan = _prepare(folder, work, opened, fresh)
         different = sorted(
             name for name in plan if earlier_plan and plan[name] != earlier_plan.get(name)
         )
@@ -65,40 +68,67 @@ def open_work_folder(folder: Path, plan: dict[str, Any], fresh: bool) -> Iterato
             # Mostly a user error before anything was packed: remove the folder. The exception also
             # passes through here in the rank server, a fork of this process, which must not.
             if os.getpid() == owner and not has_progress(work):
-                shutil.rmtree(work, ignore_errors=True)
+                with suppress(OSError):
+                    _clear(folder, opened)
+                _remove(work, opened)
             raise
-    shutil.rmtree(work, ignore_errors=True)
+        _remove(work, opened)
+
+
+def _remove(work: Path, opened: int) -> None:
+    remove_content(opened, last=MARK)
+    with suppress(OSError):
+        work.rmdir()
 
 
 @contextmanager
-def _lock(folder: Path, work: Path) -> Iterator[BinaryIO]:
-    """Create the work folder, which may not be a symbolic link, and yield its open lock file."""
+def _locked(folder: Path, work: Path) -> Iterator[int]:
+    """Create and lock the work folder, which may not be a link, and yield its open descriptor."""
+    opened = lock = -1
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        if work.is_symlink():
-            raise NotADirectoryError(errno.ENOTDIR, f"{WORK_FOLDER} is a symbolic link", str(work))
-        flags = os.O_RDWR | os.O_CREAT
-        lock = open_regular(work / "lock", flags, follow_links=False, mode=0o666)
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error
-        raise ValueError(
-            f"{folder}: {reason}. HINT: choose a folder that you can write to"
-        ) from None
-    with open(lock, "r+b", buffering=0) as file:
-        yield file
+        try:
+            work.mkdir(parents=True, exist_ok=True)
+            opened = open_folder(work)
+            is_new = not set(os.listdir(opened)) - {LOCK_FILE}
+            if not is_new:
+                check_mark(opened, work, KIND)
+            flags = os.O_RDWR | os.O_CREAT
+            lock = open_regular(LOCK_FILE, flags, dir_fd=opened, follow_links=False, mode=0o666)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else error
+            raise ValueError(
+                f"{folder}: {reason}. HINT: choose a folder that you can write to"
+            ) from None
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"{folder} is being packed by another process. HINT: wait for it, or choose "
+                "another folder"
+            ) from None
+        yield opened
+    finally:
+        for descriptor in (opened, lock):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
-def _prepare(folder: Path, work: Path, fresh: bool) -> dict[str, Any]:
+def _prepare(folder: Path, work: Path, opened: int, fresh: bool) -> dict[str, Any]:
     """Remove what no call can continue from. Return the plan of what is kept, {} if nothing is."""
     try:
+        if not has_mark(opened, KIND):  # no call has begun here before
+            replaces = fresh and (folder / shard_format.META_FILE).exists()
+            if not replaces and (others := _written(folder)):
+                raise ValueError(
+                    f"{folder} contains {others[0].name}, which is not of a packed dataset, and "
+                    "which paceline pack would replace. HINT: choose another folder"
+                )
+            write_mark(opened, KIND)
         # Folders of a job that was killed.
-        for leftover in (
-            *work.glob(f"{RUN_PREFIX}*"),
-            *work.glob(f"{DISCARDED_PREFIX}*"),
-        ):
+        for leftover in (*work.glob(f"{RUN_PREFIX}*"), *work.glob(f"{REMOVED_PREFIX}*")):
             discard(leftover)
         if fresh or not has_progress(work):
-            _clear(folder, work)
+            _clear(folder, opened)
         return _plan(work)
     except InvalidFileError as error:
         raise ValueError(
@@ -119,19 +149,9 @@ def has_progress(work: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that ranks of a killed job may still write to.
-
-    The folder is renamed first, so that their writes fail.
-    """
-    if folder.is_symlink():
-        folder.unlink(missing_ok=True)
-        return
-    discarded = folder.with_name(f"{DISCARDED_PREFIX}{folder.name}")
-    try:
-        folder.rename(discarded)
-    except OSError:
-        discarded = folder
-    shutil.rmtree(discarded, ignore_errors=True)
+    """Remove a folder in the work folder, to which ranks of a killed job may still write."""
+    with suppress(OSError):
+        remove_from_marked(folder, KIND)
 
 
 def _plan(work: Path) -> dict[str, Any]:
@@ -143,20 +163,20 @@ def _plan(work: Path) -> dict[str, Any]:
     return found
 
 
-def _clear(folder: Path, work: Path) -> None:
-    """Remove all files that Paceline has written, and no others."""
+def _written(folder: Path) -> list[Path]:
+    """Return the files in ``folder`` with names of a dataset's, except its description."""
     shards = (path for path in folder.glob("shard-*.bin") if SHARD_NAME.fullmatch(path.name))
-    written: Iterable[Path] = (
-        *shards,
-        folder / shard_format.INDEX_FILE,
-        folder / shard_format.NAMES_FILE,
-    )
-    for path in (folder / shard_format.META_FILE, *written):
+    lists = (folder / shard_format.INDEX_FILE, folder / shard_format.NAMES_FILE)
+    return [*sorted(shards), *(path for path in lists if os.path.lexists(path))]
+
+
+def _clear(folder: Path, opened: int) -> None:
+    """Remove all files that Paceline has written, and no others. ``opened``: the work folder."""
+    for path in (folder / shard_format.META_FILE, *_written(folder)):
         path.unlink(missing_ok=True)
-    for path in work.iterdir():
-        if path.name != "lock":
-            is_folder = path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if is_folder else path.unlink()
+    for name in os.listdir(opened):
+        if name not in (LOCK_FILE, MARK):
+            remove_entry(name, opened)
 
 
 @contextmanager

@@ -1,28 +1,31 @@
 """Lock that ensures that a job has one agent per node, even after a restart.
 
 A previous agent, which may still occupy the GPUs while the launcher can't reach it, is ended first.
-The lock is the name of an abstract Unix socket (no file). The kernel reports which process holds a
-name.
+The lock is the name of an abstract Unix socket (no file), which nobody can connect to. The kernel
+lists the inode of each name, and each process of this user shows the inodes of its sockets: the
+holder is found without its help, and without that of other users.
 """
 
+import contextlib
 import os
 import signal
 import socket
-import struct
 import time
+from pathlib import Path
 
 from ..process_signals import signal_checked
 
 # Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
 END_TIMEOUT_S = 6.0
-# Seconds after which a name without a listener is not an agent's: agents listen immediately.
-NOT_LISTENING_S = 1.0
-MAX_CONNECTIONS = 64  # that later agents make to find the holder; they are never accepted
 _TRY = 0.05  # seconds between two attempts
-_PEER = struct.Struct("iII")  # pid, uid, gid
+_SOCKETS = Path("/proc/net/unix")
 
 
-def acquire(run: str, place: int) -> socket.socket | None:
+class HeldByOtherUserError(Exception):
+    """A process of another user has the name of the lock."""
+
+
+def acquire(run: str, place: int) -> socket.socket:
     """Make this process the only agent of a job on a node.
 
     Args:
@@ -30,69 +33,91 @@ def acquire(run: str, place: int) -> socket.socket | None:
         place: Index of the node in the job.
 
     Returns:
-        The socket that holds the lock as long as it is open. None if another user's process holds
-        the name, or the previous agent can't be ended.
+        The socket that holds the lock as long as it is open.
+
+    Raises:
+        HeldByOtherUserError: Another user's process holds the name. It is not waited for.
+        ValueError: The previous agent can't be ended.
     """
-    address = f"\0paceline-agent-{os.getuid()}-{run}-{place}"
-    began, has_holder = time.monotonic(), False
+    name = f"paceline-agent-{os.getuid()}-{run}-{place}"
+    began, holder = time.monotonic(), 0
     means = [(END_TIMEOUT_S, signal.SIGKILL), (0.0, signal.SIGHUP)]
     while time.monotonic() - began < 2 * END_TIMEOUT_S:
         mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            mine.bind(address)
-            mine.listen(MAX_CONNECTIONS)
+            mine.bind(f"\0{name}")
             return mine
         except OSError:
             mine.close()
-        due = bool(means) and time.monotonic() - began >= means[-1][0]
-        try:
-            # Each connection takes a place in the holder's queue: no more than are needed.
-            if (due or not has_holder) and not _end(address, means[-1][1] if due else None):
-                return None
-            has_holder = True
-            if due:
-                means.pop()
-        except ConnectionRefusedError:
-            if not has_holder and time.monotonic() - began > NOT_LISTENING_S:
-                return None
+        inode = _inode(name)
+        if inode is not None:  # else the name is free by now
+            holder = _holder(inode)
+            if means and time.monotonic() - began >= means[-1][0]:
+                _, kind = means.pop()
+                _end(holder, kind, name)
         time.sleep(_TRY)
-    return None
+    raise ValueError(
+        f"the previous agent of this job on {socket.gethostname()} (process {holder}) can't be "
+        "ended. HINT: end it, or leave the node out"
+    )
 
 
-def _end(address: str, kind: signal.Signals | None) -> bool:
-    """Send signal ``kind``, if any, to the process that holds the name, if it is this user's.
+def _end(pid: int, kind: signal.Signals, name: str) -> None:
+    """Send a signal to the process, if it still holds the name."""
 
-    Returns:
-        False if the process belongs to another user.
+    def holds() -> bool:
+        inode = _inode(name)
+        return inode is not None and _holder(inode) == pid
+
+    with contextlib.suppress(OSError, HeldByOtherUserError):
+        # A stopped process handles no signals before SIGCONT.
+        signal_checked(pid, [kind, signal.SIGCONT], holds)
+
+
+def _inode(name: str) -> int | None:
+    """Return the inode of the socket that has an abstract name; None if there is none.
 
     Raises:
-        ConnectionRefusedError: No process listens under the name.
+        HeldByOtherUserError: The system does not list its sockets.
     """
+    end = f" @{name}\n".encode()
     try:
-        pid, uid = _holder(address)
-        if uid != os.getuid():
-            return False
-        if kind is not None:
-            # A stopped process handles no signals before SIGCONT.
-            signal_checked(
-                pid, [kind, signal.SIGCONT], lambda: _holder(address) == (pid, os.getuid())
-            )
-    except ConnectionRefusedError:
-        raise
+        with _SOCKETS.open("rb") as lines:
+            found = [int(line.split()[6]) for line in lines if line.endswith(end)]
     except OSError:
-        pass  # the process has ended meanwhile
-    return True
+        raise HeldByOtherUserError from None
+    return max(found, default=None)
 
 
-def _holder(address: str) -> tuple[int, int]:
-    """Return PID and UID of the process that listens under the name.
+def _holder(inode: int) -> int:
+    """Return the PID of this user's process that holds a socket, the oldest if it was forked.
 
     Raises:
-        OSError: There is none (ConnectionRefusedError), or it does not accept connections.
+        HeldByOtherUserError: No other process of this user holds it.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
-        visitor.settimeout(1.0)
-        visitor.connect(address)
-        peer = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        pid, uid, _ = _PEER.unpack(peer)
-        return pid, uid
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # a process of another user, or one that has ended
+            if entry.stat().st_uid == os.geteuid() and _has_socket(entry.name, inode):
+                found.append((_start_time(entry.name), int(entry.name)))
+    if not found:
+        raise HeldByOtherUserError
+    return min(found)[1]
+
+
+def _has_socket(pid: str, inode: int) -> bool:
+    folder = f"/proc/{pid}/fd"
+    wanted = f"socket:[{inode}]"
+    for one in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"{folder}/{one}") == wanted:
+                return True
+    return False
+
+
+def _start_time(pid: str) -> int:
+    """Return when a process began, in clock ticks since the system's start."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return int(fields[19])

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...record.ring.ring import SIDECAR_SUFFIXES
 from ...security.folders import NewFile, open_subfolder
+from ...security.text import printable
 from ..channel import Channel, InvalidMessageError
 from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
@@ -300,6 +301,9 @@ class RemoteHost:
                 self._progress = (ProgressReport(**message["progress"]), now, message["pong"])
         elif "file" in message:
             self._store_record_chunk(message["file"], message["start"], message["last"], raw)
+        elif "warning" in message:
+            said = printable(f"{self.name}: {message['warning']}")
+            sys.stderr.write(f"paceline: warning: {said}\n")
         elif "leaving" in message:
             self._exit_status_when_lost = -int(message["signal"])
             self._mark_lost(message["leaving"])

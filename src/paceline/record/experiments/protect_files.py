@@ -282,7 +282,8 @@ def _make_scratch(folder: Path) -> None:
         UnsafeFileError: Another user has created it.
         OSError: It can't be created.
     """
-    folder.parent.mkdir(0o700, parents=True, exist_ok=True)  # exists on the launcher's node
+    if not folder.parent.exists():  # on another node than the launcher's
+        Folder.make(folder.parent, exist_ok=True).close()
     with Folder.make(folder, exist_ok=True) as made:
         if not made.names():
             write_mark(made.fd, SCRATCH)

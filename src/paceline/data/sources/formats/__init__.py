@@ -37,6 +37,7 @@ class Format:
         extensions: Extensions of a file or folder.
         files: Pattern that all files match in a folder of several.
         marks: File names of which a folder that is one dataset holds some.
+        beside: Other files in such a folder.
         writable: Whether it can be written.
     """
 
@@ -45,6 +46,7 @@ class Format:
     extensions: tuple[str, ...]
     files: str = ""
     marks: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     writable: bool = False
 
 
@@ -52,7 +54,9 @@ FORMATS = {
     "hdf5": Format("hdf5", "h5py", (".h5", ".hdf5", ".he5"), writable=True),
     "netcdf": Format("netcdf", "netCDF4", (".nc", ".nc4", ".cdf")),
     "zarr": Format("zarrs", "zarr", (".zarr",), marks=("zarr.json", ".zgroup", ".zarray")),
-    "lmdb": Format("lmdbs", "lmdb", (".lmdb", ".mdb"), marks=("data.mdb",), writable=True),
+    "lmdb": Format(
+        "lmdbs", "lmdb", (".lmdb", ".mdb"), marks=("data.mdb",), beside=("lock.mdb",), writable=True
+    ),
     "tfrecord": Format(
         "tfrecord", "", (".tfrecord", ".tfrecords", ".tfrec"), "*.tfrec*", writable=True
     ),
@@ -148,6 +152,20 @@ def check_compression(path: Path) -> None:
             f"{path} is compressed with {kind}. HINT: decompress it first: "
             f"{DECOMPRESS[kind]} < {path} > NEW"
         )
+
+
+def other_names(folder: Path, to: str) -> list[str]:
+    """Return the names in a folder that ``write_dataset`` does not write in the format ``to``."""
+    kind = FORMATS[to]
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir(follow_symlinks=False)
+        or not (
+            entry.name in (*kind.marks, *kind.beside, CLASSES_FILE)
+            or (kind.files and fnmatch(entry.name, kind.files))
+        )
+    )
 
 
 def split_path(text: str) -> tuple[Path, str]:
