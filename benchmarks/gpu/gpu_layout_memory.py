@@ -20,7 +20,7 @@ from on_device import device_options, facts, peak_of
 from rich.table import Table
 from torch import nn
 
-from paceline.cost.layout_memory import LAYOUTS, predict_layout
+from paceline.cost.layout_memory import LAYOUTS, Layout, StepMemory, predict_layout
 from paceline.parallel.memory.fake_model import trace_model
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.parallel.sharded.fully_sharded import shard_model
@@ -104,13 +104,16 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     size = 64 if args.quick else 1024
     began, rows, failed = time.perf_counter(), [], {}
+    warm_up(args.device)
     for build in MODELS:
+        traced = None
         for layout in LAYOUTS:
             if time.perf_counter() - began > args.seconds:
                 failed[f"{build.__name__}, {layout}"] = "no time left"
                 continue
             try:
-                rows.append(row(build, layout, size, args.device))
+                traced = traced or trace(build, size, args.device)
+                rows.append(row(build, layout, size, args.device, traced))
             except Exception as error:  # the other rows are measured all the same
                 failed[f"{build.__name__}, {layout}"] = f"{type(error).__name__}: {error}"[:500]
             gc.collect()
@@ -143,15 +146,30 @@ def main() -> None:
     )
 
 
-def row(build: Build, layout: Any, size: int, kind: str) -> dict[str, Any]:
-    """Return predicted and measured bytes of a model in a layout."""
-    device = torch.device(kind)
-    torch.manual_seed(0)
+def warm_up(kind: str) -> None:
+    """Let the libraries allocate their workspace."""
+    x = torch.randn(256, 256, device=kind, requires_grad=True)
+    (x @ x).sum().backward()
+    nn.Conv2d(1, 8, 3).to(kind)(x.detach()[None, None]).sum().backward()
+
+
+def trace(build: Build, size: int, kind: str) -> StepMemory:
+    """Return the memory of a model's step, predicted without data."""
     model, x = build(size)
     optimizer = torch.optim.AdamW(model.parameters())
-    traced = trace_model(ModelSetup(model, optimizer, device), ForwardInputs((x,)))
+    return trace_model(ModelSetup(model, optimizer, torch.device(kind)), ForwardInputs((x,)))
+
+
+def row(build: Build, layout: Layout, size: int, kind: str, traced: StepMemory) -> dict[str, Any]:
+    """Return predicted and measured bytes of a model in a layout."""
+    device = torch.device(kind)
     predicted = predict_layout(traced, layout, 1)
+    gc.collect()
+    before = torch.cuda.memory_allocated() if kind == "cuda" else 0
+    torch.manual_seed(0)
+    model, x = build(size)
     model, x = model.to(device), x.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
     if layout != "data":
         request = parse_request(layout, None, "job", None, kind, {})
         assert request is not None
@@ -165,7 +183,7 @@ def row(build: Build, layout: Any, size: int, kind: str) -> dict[str, Any]:
     for _ in range(3):
         step()
     gc.collect()
-    measured = peak_of(lambda: [step() for _ in range(2)], kind)
+    measured = max(peak_of(lambda: [step() for _ in range(2)], kind) - before, 0)
     return {
         "model": build.__name__,
         "layout": layout,

@@ -7,6 +7,8 @@ whose kernels are sampled are left out.
 """
 
 import json
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import BIN, SCRIPTS, console, finish, launch, ratio, run, spread, target
+from common import BIN, SCRIPTS, console, finish, ratio, run, spread, target
 from on_device import device_options, facts
 from rich.table import Table
 
@@ -38,11 +40,7 @@ def main() -> None:
         "rounds": 3 if is_small else args.repeats,
         "end": began + args.seconds - 2,  # of time.time()
     }
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        words = [str(BIN / "paceline"), "run", "-n", "1", "--record", str(Path(folder) / "record")]
-        launch([*words, str(SCRIPTS / "gpu/gpu_steps.py"), str(out), json.dumps(asked)])
-        found: dict[str, Any] = json.loads(out.read_text())
+    found = measured(asked, args.seconds)
     table = Table(title="Cost of recording a step on a GPU: medians")
     for heading in ("step", "batch", "off, µs", "recorded, µs", "recorded / off", "again / off"):
         table.add_column(heading, justify="right")
@@ -70,6 +68,24 @@ def main() -> None:
     console.print(table)
     result = {"measurements": found, "medians": medians, "ratios": ratios, "targets": targets}
     finish("gpu_recording_cost", args, about, **result)
+
+
+def measured(asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the blocks of each kind of step; those that were measured when the time is over."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = [str(BIN / "paceline"), "run", "-n", "1", "--record", str(Path(folder) / "record")]
+        script = [str(SCRIPTS / "gpu/gpu_steps.py"), str(out), json.dumps(asked)]
+        job = subprocess.Popen([*words, *script], start_new_session=True)
+        try:
+            code = job.wait(seconds)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGINT)
+            code = job.wait(20)
+        if not out.exists():
+            raise SystemExit(f"nothing was measured: exit code {code}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 if __name__ == "__main__":

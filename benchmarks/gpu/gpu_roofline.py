@@ -6,6 +6,7 @@ cards are measured, and not compared.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def main() -> None:
     flops, bandwidth = SHEETS.get(name, ({}, None))
     each = 0.02 if args.quick else min(0.8, args.seconds / args.repeats / 14)
     rounds: list[dict[str, float]] = []
-    for _ in range(1 if args.quick else args.repeats):
+    began = time.perf_counter()
+    for number in range(1 if args.quick else args.repeats):
+        spent = time.perf_counter() - began
+        if number and spent * (number + 1) / number > args.seconds:
+            break
         found = {
             f"{one.operation}, {one.precision}": one.rate.median for one in arithmetic(device, each)
         }

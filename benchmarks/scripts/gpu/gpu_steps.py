@@ -104,7 +104,8 @@ def main(path: str, asked: dict[str, Any]) -> None:
             found[mode] = {"batch": batch, "error": f"{type(error).__name__}: {error}"[:800]}
         recording.switch(True)
         print(mode, {n: statistics.median(b[0] for b in v) for n, v in blocks.items() if v})
-        Path(path).write_text(json.dumps(found))
+        Path(f"{path}.new").write_text(json.dumps(found))
+        Path(f"{path}.new").rename(path)
 
 
 if __name__ == "__main__":
