@@ -25,7 +25,7 @@ MODES = ("eager", "graph", "compiled")
 
 
 def main() -> None:
-    parser = device_options("gpu_recording_cost", __doc__ or "", repeats=40)
+    parser = device_options("gpu_recording_cost", __doc__ or "", repeats=12)
     args = parser.parse_args()
     began = time.time()
     about = facts(args.device)

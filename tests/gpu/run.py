@@ -35,22 +35,37 @@ class Group:
     """A pytest process, or one measurement.
 
     Attributes:
-        name: Of the file ``test_gpu_NAME.py``, or of ``benchmarks/gpu/NAME.py``.
+        name: Of ``test_gpu_NAME.py``, or of ``benchmarks/gpu/NAME.py``; a number may follow.
         what: What it runs.
         seconds: Its limit.
+        words: Parts of the names of its tests; without them all tests of the file.
     """
 
     name: str
     what: str
     seconds: float
+    words: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        return f"test_gpu_{self.name.partition(' ')[0]}.py"
+
+    def has(self, test: str) -> bool:
+        """Return whether a test, by its id, belongs to this group."""
+        file, _, name = test.partition("::")
+        return Path(file).name == self.file and (
+            not self.words or any(word in name for word in self.words)
+        )
 
 
+DIAGNOSED = ("input_stall", "slow_kernel", "nothing"), ("synchronization", "copy", "remedy")
 # The most valuable first.
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
     Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 240),
     Group("commands", "check, roofline, bench comm, verify, guard of the loss", 240),
-    Group("diagnose", "paceline diagnose of planted faults", 240),
+    Group("diagnose 1", "paceline diagnose of planted faults", 240, DIAGNOSED[0]),
+    Group("diagnose 2", "paceline diagnose of planted faults", 240, DIAGNOSED[1]),
     Group("ranks", "ranks that share a GPU, binding, visible devices", 240),
     Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
     Group("hangs", "hangs, failures and interrupts beside a busy GPU", 240),
@@ -125,7 +140,7 @@ class Suite:
         """Run everything; return the exit code."""
         try:
             chosen = set(self.args.only)
-            tests = [g for g in TESTS if not chosen or g.name in chosen]
+            tests = [g for g in TESTS if not chosen or {g.name, g.name.split()[0]} & chosen]
             measured = [g for g in MEASUREMENTS if not chosen or g.name in chosen]
             if self.args.skip_measurements:
                 measured = []
@@ -174,11 +189,13 @@ class Suite:
         }
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"),
-            *("--basetemp", str(self.scratch / f"{group.name}-{restarts}")),
-            str(HERE / f"test_gpu_{group.name}.py"),
+            *("--basetemp", str(self.scratch / f"{group.name.replace(' ', '')}-{restarts}")),
+            str(HERE / group.file),
         ]
-        if self.args.keyword:
-            command += ["-k", self.args.keyword]
+        words = [f"({' or '.join(group.words)})"] if group.words else []
+        words += [f"({self.args.keyword})"] if self.args.keyword else []
+        if words:
+            command += ["-k", " and ".join(words)]
         output = log.open("ab")
         process = subprocess.Popen(
             command,
@@ -259,7 +276,7 @@ class Suite:
         out.unlink(missing_ok=True)
         command = [sys.executable, str(ROOT / f"benchmarks/gpu/{group.name}.py")]
         command += ["--device", self.args.device, "--json", str(out.resolve())]
-        command += ["--seconds", f"{max(limit - 10, limit / 2):.1f}"]
+        command += ["--seconds", f"{max(limit - 15, limit / 2):.1f}"]
         if self.args.device == "cpu":
             command.append("--quick")
         began = time.monotonic()
@@ -359,25 +376,24 @@ def family(pid: int) -> list[int]:
 
 def show_plan() -> None:
     """Print what would run, and its time limits."""
-    counts = count_tests()
+    tests = collected_tests()
     print("make gpu needs a GPU, and PyTorch finds none here. On a GPU it runs:")
     print(f"  {'group':20} {'tests':>5}  limit  what")
     for group in TESTS:
-        number = counts[f"test_gpu_{group.name}.py"]
+        number = sum(map(group.has, tests))
         print(f"  {group.name:20} {number:>5}  {group.seconds:3.0f} s  {group.what}")
     for group in MEASUREMENTS:
         print(f"  {group.name:20} {'':>5}  {group.seconds:3.0f} s  measurement: {group.what}")
-    print(f"{counts.total()} tests. Groups of tests run eight at a time, measurements alone;")
+    print(f"{len(tests)} tests. Groups of tests run twelve at a time, measurements alone;")
     print("together at most 8 minutes.")
     print("HINT: make gpu DEVICE=cpu rehearses on the CPU what has a meaning there.")
 
 
-def count_tests() -> Counter[str]:
-    """Return the number of tests by the name of their file."""
+def collected_tests() -> list[str]:
+    """Return the ids of all tests."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", str(HERE)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = [line for line in found.stdout.splitlines() if "::" in line]
-    return Counter(Path(line.partition("::")[0]).name for line in lines)
+    return [line for line in found.stdout.splitlines() if "::" in line]
 
 
 def difference_to_checkout() -> str:
@@ -405,7 +421,7 @@ def main() -> int:
     parser.add_argument("--skip-measurements", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="print the passed tests too")
     args = parser.parse_args()
-    args.parallel = args.parallel or (8 if args.device == "cuda" else 1)
+    args.parallel = args.parallel or (12 if args.device == "cuda" else 1)
     if args.device == "cuda":
         import torch
 
@@ -414,7 +430,7 @@ def main() -> int:
             return 0
     if note := difference_to_checkout():
         print(note)
-    names = {group.name for group in (*TESTS, *MEASUREMENTS)}
+    names = {group.name.split()[0] for group in (*TESTS, *MEASUREMENTS)}
     if unknown := set(args.only) - names:
         parser.error(f"unknown: {', '.join(sorted(unknown))}. HINT: {', '.join(sorted(names))}")
     return Suite(args).run()

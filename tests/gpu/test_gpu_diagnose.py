@@ -5,14 +5,16 @@ import json
 import pytest
 import ranks
 from faults import SCRIPT, line_of
-from on_gpu import command, filled
+from on_gpu import CUDA, command, filled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit(170)]
+
+MINUTES = "0.6" if CUDA else "1.5"  # of a rehearsal on few cores
 
 
 def diagnosed(folder, fault, *more):
     script = ranks.write(folder, filled(SCRIPT))
-    words = ["diagnose", "-n", "1", "--minutes", "0.3", "--json", *more, script, fault, 100_000]
+    words = ["diagnose", "-n", "1", "--minutes", MINUTES, "--json", *more, script, fault, 100_000]
     done = command(folder, *words, timeout=160, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(done.stdout), script.read_text()

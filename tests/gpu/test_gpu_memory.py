@@ -402,7 +402,7 @@ def test_show_memory_predicts_a_script(tmp_path, number):
     assert data["fits"]
     if number == 1 and CUDA:
         measured = int(run(tmp_path, SHOWN).stdout.split("peak")[1].split()[0])
-        assert data["peak_bytes"] == pytest.approx(measured, rel=0.25)
+        assert data["peak_bytes"] == pytest.approx(measured, rel=0.3)
 
 
 TOO_LARGE = """
