@@ -69,22 +69,22 @@ class Recurrent(nn.Module):
 
 
 def perceptron(size: int) -> tuple[nn.Module, torch.Tensor]:
-    blocks = [nn.Sequential(nn.Linear(size, size), nn.GELU()) for _ in range(8)]
+    blocks = [nn.Sequential(nn.Linear(size, size), nn.GELU()) for _ in range(6)]
     return nn.Sequential(*blocks), torch.randn(4 * size, size)
 
 
 def transformer(size: int) -> tuple[nn.Module, torch.Tensor]:
     layer = nn.TransformerEncoderLayer(size, 8, 4 * size, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(8, 128, size)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(8, 128, size)
 
 
 def convolutions(size: int) -> tuple[nn.Module, torch.Tensor]:
     width = size // 8
-    return nn.Sequential(*(Residual(width) for _ in range(8))), torch.randn(16, width, 32, 32)
+    return nn.Sequential(*(Residual(width) for _ in range(4))), torch.randn(16, width, 32, 32)
 
 
 def language(size: int) -> tuple[nn.Module, torch.Tensor]:
-    return Language(8 * size, size, 4), torch.randint(8 * size, (8, 128))
+    return Language(8 * size, size, 2), torch.randint(8 * size, (8, 128))
 
 
 def recurrent(size: int) -> tuple[nn.Module, torch.Tensor]:

@@ -36,8 +36,7 @@ def causes(found):
 
 def test_input_stall(tmp_path):
     found, text = diagnosed(tmp_path, "input")
-    assert causes(found)
-    assert causes(found)[0].startswith("input"), causes(found)
+    assert any(one.startswith("input") for one in causes(found)), causes(found)
     near = line_of(text, "input")
     assert any(abs(line - near) <= 1 for line in lines_in(found)), lines_in(found)
 
