@@ -94,8 +94,8 @@ def _explain_shared_gpu(error: BaseException) -> str | None:
     """Explain NCCL's error for two ranks on one GPU; None for other errors."""
     line = next((one for one in str(error).splitlines() if one.startswith(_SHARED_GPU)), None)
     return line and (
-        f"NCCL refuses two ranks on one GPU ({line.strip()}). HINT: start at most one rank for each "
-        "GPU, and call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the first "
+        f"NCCL refuses two ranks on one GPU ({line.strip()}). HINT: start at most one rank for "
+        "each GPU, and call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the first "
         "collective"
     )
 
