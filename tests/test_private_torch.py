@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import paceline
+from paceline.parallel.sharded.block_usage import groups_of
 
 SOURCE = Path(paceline.__file__).parent
 
@@ -106,7 +107,6 @@ INTERFACES = {
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
     "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",
     "ddp._build_debug_param_to_name_mapping": "other buckets",
-    "ddp._bucket_config": "other buckets",
     "ddp._comm_hooks": "the user's own communication hook is kept",
     "ddp._delay_all_reduce_params": "other buckets are not possible with it",
     "ddp._join_config": "other buckets are not possible inside join()",
@@ -134,7 +134,6 @@ INTERFACES = {
     "fsdp_parameter._param_fqn": "name of a parameter, where ranks exchange different blocks",
     "fsdp_state._root_post_backward_final_callback": "wrapped: ranks compare the blocks they used",
     "fsdp._get_fsdp_state": "the state of a sharded module",
-    "fsdp_state._fsdp_param_groups": "gradients that wait for their exchange",
     "fsdp_state._lazy_init": "wrapped: knobs of a sharded model, before its first forward",
     "fsdp_state._is_root": "whether a sharded module is the model",
     "fsdp_state._modules": "the modules of a state",
@@ -192,7 +191,8 @@ OTHERS = {
 # on its parameters.
 OPTIONAL = {
     *("_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"),
-    "_is_flat_param",
+    *("_is_flat_param", "_bucket_config"),
+    *("_fsdp_param_groups", "_fsdp_param_group"),  # since PyTorch 2.12, and before
 }
 
 
@@ -205,7 +205,7 @@ def objects(tmp_path_factory):
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     fsdp = dist.fsdp.fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
     fsdp(torch.ones(1, 2))
-    (fsdp_group,) = fsdp._get_fsdp_state()._fsdp_param_groups
+    (fsdp_group,) = groups_of(fsdp._get_fsdp_state())
     scheduled = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     scheduled.step()

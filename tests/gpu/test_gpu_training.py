@@ -380,10 +380,19 @@ def test_unknown_precision_and_fp16_on_the_cpu_are_errors(make_world):
     paceline._world = None
 
 
-def test_local_rank_without_a_gpu_is_an_error(make_world, monkeypatch):
+def test_second_rank_of_a_gpu_is_an_error(monkeypatch):
     if not CUDA:
         pytest.skip("it has no meaning on the CPU")
-    from paceline.world.process_group import select_device
+    from paceline.world import process_group
 
+    if torch.cuda.device_count() > 1:
+        with pytest.raises(ValueError, match=r"there is no GPU for local rank 64.*HINT"):
+            process_group.select_device(64, None)
+        return
+    device = process_group.select_device(64, None)  # a launcher may show each rank its own GPU
+    assert device == torch.device("cuda", 0)
+    monkeypatch.setattr(process_group, "uses_nccl", lambda group: True)
+    store = torch.distributed.HashStore()
+    process_group.check_own_gpu(device, 0, store)
     with pytest.raises(ValueError, match=r"there is no GPU for local rank 64.*HINT"):
-        select_device(64, None)
+        process_group.check_own_gpu(device, 64, store)

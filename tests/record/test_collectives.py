@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -286,3 +287,19 @@ def test_collective_in_a_captured_graph_is_not_recorded(monkeypatch):
     group.allreduce([torch.ones(4)]).wait()
     events = parse_record(recorder.snapshot()).events
     assert set(events[events["group"] > 0]["seq"].tolist()) == {2}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_blocking_collective_without_a_work_is_recorded(is_async):
+    """NCCL returns none: the current stream waits, and the host goes on."""
+    recorder = Recorder(0, 1)
+    recorder.launched_collectives = []
+    group = RecordedGroup(dist.ProcessGroup(dist.HashStore(), 0, 1), "of a GPU", recorder)
+    group.inner = SimpleNamespace(allreduce=lambda *_: None)
+    options = dist.AllreduceOptions()
+    options.asyncOp = is_async  # then it is a part of a batch, which is recorded as a whole
+    assert group.allreduce([torch.ones(4)], options) is None
+    events = parse_record(recorder.snapshot()).events
+    states = [] if is_async else [State.BLOCKED, State.COLLECTIVE]
+    assert events[events["group"] > 0]["state"].tolist() == states
+    assert [one["amount"] for one in recorder.launched_collectives] == [16] * (not is_async)

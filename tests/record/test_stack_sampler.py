@@ -74,3 +74,18 @@ def test_computation_holding_the_gil_is_not_a_standstill(tmp_path):
 def test_native_call_sleeping_with_the_gil_is_a_standstill(tmp_path):
     ((start, end),), _ = seen(tmp_path, SLEEPS)
     assert end - start == pytest.approx(0.8, abs=0.2)
+
+
+def test_packages_outside_of_the_environment_are_libraries(tmp_path):
+    """As PyTorch of a cluster's module, or of a venv with the system's packages."""
+    site = tmp_path / "module" / "site-packages"
+    site.mkdir(parents=True)
+    code = "from paceline.record.ring.stack_sampler import LIBRARY_PREFIXES as found; print(found)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"{site}{os.sep}" in done.stdout

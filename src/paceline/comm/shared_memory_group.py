@@ -167,6 +167,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._scatters(outputs, inputs, name, given, options)
 
     def barrier(self, *given: Any, **options: Any) -> dist.Work:
+        device = getattr(given[0], "device", None) if given else None
+        if device is not None and device.type != "cpu":  # it waits for the device as well
+            return self.inner.barrier(*given, **options)
         return self._start(lambda: self.kernel.barrier(self.timeout), [], given)
 
     # Implementation.

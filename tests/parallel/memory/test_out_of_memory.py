@@ -3,10 +3,14 @@
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.parallel.memory import out_of_memory
 from paceline.parallel.memory.setup import ModelSetup
+from paceline.record.hooks.collectives import RecordedGroup
+from paceline.record.hooks.phases import PhaseRecorder
+from paceline.record.ring.recorder import Recorder
 
 CPU_ERROR = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
@@ -96,3 +100,14 @@ def test_error_of_a_rank_that_has_too_little_memory(tmp_path, layout):
     assert "MiB activations, in " in done.stderr
     assert "HINT: world.distribute(..., " in done.stderr
     assert "recompute='blocks') needs" in done.stderr
+
+
+def test_error_of_a_recorded_rank_is_explained(watched):
+    """The hooks of its recorder, which holds the process groups, can't be copied."""
+    recorder = Recorder(0, 1)
+    group = RecordedGroup(dist.ProcessGroup(dist.HashStore(), 0, 1), "0", recorder)
+    PhaseRecorder(recorder).watch_model(watched)
+    watched(torch.ones(8, 16, 32)).sum().backward()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 MiB.")
+    assert "The predicted peak of this rank" in (out_of_memory.explain(error) or "")
+    assert group in recorder.groups

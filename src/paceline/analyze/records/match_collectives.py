@@ -215,7 +215,7 @@ def _find_deciding_launches(
 
 def launch_states(record: Record) -> tuple[State, ...]:
     """Return the states of communication in flight, of all threads."""
-    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else LAUNCH_STATES
+    return (State.COMMUNICATION_KERNEL,) if record.communicates_on_gpu else LAUNCH_STATES
 
 
 def _collect_rows(

@@ -97,6 +97,11 @@ class Record:
         return bool((self.states == State.KERNEL).any())
 
     @cached_property
+    def communicates_on_gpu(self) -> bool:
+        """Whether collectives are kernels. gloo exchanges a GPU's tensors on the host."""
+        return self.on_gpu and bool((self.states == State.COMMUNICATION_KERNEL).any())
+
+    @cached_property
     def states(self) -> npt.NDArray[np.uint8]:
         """The state of each event, contiguous in memory."""
         return np.ascontiguousarray(self.events["state"])

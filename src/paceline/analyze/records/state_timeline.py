@@ -36,7 +36,7 @@ COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 def blocking_states(record: Record) -> tuple[State, ...]:
     """Return the states in which others may block a rank. On a GPU: communication kernels."""
-    return (State.COMMUNICATION_KERNEL,) if record.on_gpu else BLOCKING_STATES
+    return (State.COMMUNICATION_KERNEL,) if record.communicates_on_gpu else BLOCKING_STATES
 
 
 def useful_states(record: Record) -> tuple[State, ...]:

@@ -24,12 +24,16 @@ COMPARED_BYTES = 1 << 20  # algorithms with the same steps for a vector of this 
 
 
 class ExchangeMethods:
-    """The exchange methods of a replica's process group; created on all of its ranks."""
+    """The exchange methods of a replica's process group; created on all of its ranks.
 
-    def __init__(self, group: Any) -> None:
+    device_type: Type of the replica's device. Gradients of a GPU have one method.
+    """
+
+    def __init__(self, group: Any, device_type: str = "cpu") -> None:
         self.group = group
-        inner = group.inner if isinstance(group, RecordedGroup) else group
-        self._shared = inner if isinstance(inner, SharedMemoryGroup) else None
+        inner: Any = group.inner if isinstance(group, RecordedGroup) else group
+        is_shared = isinstance(inner, SharedMemoryGroup) and device_type == "cpu"
+        self._shared: SharedMemoryGroup | None = inner if is_shared else None
         self.default, self.all, self.sockets = UNCHANGED, [UNCHANGED], False
         if self._shared is not None:
             self.default = GLOO if self._shared.instead_of_gloo else PACELINE

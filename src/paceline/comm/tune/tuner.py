@@ -53,7 +53,7 @@ def begin(wanted: Tuning) -> None:
 
 def _tuner(replica: Any, wanted: Tuning) -> "Tuner | None":
     """Return the tuner of a replica; None, with a message, where it can't be tuned."""
-    found = algorithms.ExchangeMethods(replica.process_group)
+    found = algorithms.ExchangeMethods(replica.process_group, replica.device_type)
     found.set(found.default)
     if why := unsupported_reason(replica):
         _say(f"the exchange is not tuned: {why}")

@@ -30,6 +30,13 @@ GATHERED, REDUCED = "gathers", "reduces"
 _KINDS = (GATHERED, REDUCED)
 
 
+def groups_of(state: Any) -> list[FSDPParamGroup]:
+    """Return the groups of parameters of an FSDP state; before PyTorch 2.12 it has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
 class BlockUsage:
     """The gathers and reductions of one model on this rank since the ranks were compared.
 
@@ -41,7 +48,7 @@ class BlockUsage:
 
     def __init__(self, model: nn.Module, states: Sequence[Any], names: dict[int, str]) -> None:
         self._model, self._names = model, names
-        self._groups: list[FSDPParamGroup] = [g for s in states for g in s._fsdp_param_groups]
+        self._groups = [group for state in states for group in groups_of(state)]
         parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._parameters = parameters

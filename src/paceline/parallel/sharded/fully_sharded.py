@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...record.hooks.sharded.whole_gradients import whole_gradient
 from ..materialization import Materialization
-from .block_usage import BlockUsage
+from .block_usage import BlockUsage, groups_of
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
@@ -113,7 +113,7 @@ class FullyShardedModel:
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     """Return FSDP's groups of parameters, one for each block."""
-    return [group for state in _states_of(model) for group in state._fsdp_param_groups]
+    return [group for state in _states_of(model) for group in groups_of(state)]
 
 
 def _states_of(model: nn.Module) -> list[Any]:

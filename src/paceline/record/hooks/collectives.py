@@ -202,6 +202,20 @@ class RecordedGroup(dist.ProcessGroup):
                 work.wait()
                 in_flight.end_wait(start, now(), in_background=False)
 
+    def _count_launch(self, in_flight: CollectiveInFlight) -> None:
+        recorder = self._recorder
+        recorder.wrapped_calls += 1
+        if recorder.launched_collectives is not None:
+            names = ("amount", "seq", "group", "op", "peer")
+            recorder.launched_collectives.append({n: getattr(in_flight, n) for n in names})
+
+    def note_ended(self, in_flight: CollectiveInFlight, check: PendingCheck | None) -> None:
+        """Note a collective that had ended for the host when its call returned, without a Work."""
+        self._count_launch(in_flight)
+        end = in_flight.returned
+        in_flight.end_wait(end, end, in_flight.in_background)
+        _finish_unrecorded(check)
+
     def note_launch(
         self,
         work: dist.Work,
@@ -213,11 +227,7 @@ class RecordedGroup(dist.ProcessGroup):
 
         by_engine: C++ code of the backward waits for it.
         """
-        recorder = self._recorder
-        recorder.wrapped_calls += 1
-        if recorder.launched_collectives is not None:
-            names = ("amount", "seq", "group", "op", "peer")
-            recorder.launched_collectives.append({n: getattr(in_flight, n) for n in names})
+        self._count_launch(in_flight)
         if by_engine:
             self.finish_after_backward(work, in_flight, check)
             return work
@@ -319,11 +329,13 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             return call(*args, **options)
         work = call(*args, **options)
         returned = now()
-        if work is None:  # part of a coalesced batch, whose wait is recorded as a whole
-            return None
         try:
             times = (launched, called, returned)
             in_flight = CollectiveInFlight(recorder, *times, *place, in_background)
+            if work is None:
+                if _is_blocking(args):  # NCCL, which makes the current stream wait
+                    self.note_ended(in_flight, check)
+                return None  # else part of a coalesced batch, whose wait is recorded as a whole
             return self.note_launch(work, in_flight, check, engine)
         except Exception as error:
             report_failure(COLLECTIVES_HOOK, error)
@@ -332,6 +344,12 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
 
     method.__name__ = name
     return method
+
+
+def _is_blocking(args: tuple[Any, ...]) -> bool:
+    """Return whether a collective has ended for the host when its call returns."""
+    options = next((arg for arg in args if hasattr(arg, "asyncOp")), None)
+    return options is not None and not options.asyncOp
 
 
 def _is_tensor(args: tuple[Any, ...]) -> bool:

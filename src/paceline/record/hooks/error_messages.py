@@ -24,6 +24,7 @@ PEER_GONE_PHRASES = (
 )
 # As above, in Paceline's own exception, which also names the peer's rank.
 NAMED_PEER_GONE = "can't continue: rank"
+_SHARED_GPU = "Duplicate GPU detected"  # in a line of NCCL's error
 
 
 # First words of the text for a failure that only shows that another rank has ended.
@@ -85,7 +86,18 @@ def script_line() -> str:
 
 def explain_error(error: BaseException) -> str | None:
     """Return the first explanation of an exception, or None."""
-    return next((text for explain in explanations if (text := explain(error))), None)
+    every = (*explanations, _explain_shared_gpu)
+    return next((text for explain in every if (text := explain(error))), None)
+
+
+def _explain_shared_gpu(error: BaseException) -> str | None:
+    """Explain NCCL's error for two ranks on one GPU; None for other errors."""
+    line = next((one for one in str(error).splitlines() if one.startswith(_SHARED_GPU)), None)
+    return line and (
+        f"NCCL refuses two ranks on one GPU ({line.strip()}). HINT: start at most one rank for "
+        "each GPU, and call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the first "
+        "collective"
+    )
 
 
 def summarize_error(error: BaseException) -> str:

@@ -33,13 +33,15 @@ MIN_STALL_S = 0.5  # delay of the sampler; longer than a wait for a core on a bu
 _IDLE = 0.2  # CPU time as a share of the delay; a process that computes uses more
 _BEFORE = 0.3  # additional share at most, for CPU time used before the stall began
 _PACKAGE = str(Path(__file__).resolve().parents[2])
-LIBRARY_PREFIXES = (
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-    *(_PACKAGE, "<"),
+# Packages may lie outside of the virtual environment: in a module of the cluster, or the system's.
+_SITES = tuple(
+    dict.fromkeys(
+        path.rstrip(os.sep) + os.sep
+        for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path)
+        if path.rstrip(os.sep).endswith("-packages")
+    )
 )
-
-
-_SITES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+LIBRARY_PREFIXES = (sysconfig.get_path("stdlib") + os.sep, *_SITES, _PACKAGE, "<")
 
 
 class StackSampler:
