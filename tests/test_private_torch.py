@@ -47,6 +47,7 @@ INTERFACES = {
     f"{BOUND}._register_process_group": "functional collectives find the wrapped group",
     f"{BOUND}._unregister_process_group": "functional collectives find the wrapped group",
     f"{BOUND}.AllgatherOptions": "options of a collective that is called directly",
+    f"{BOUND}.AllToAllOptions": "options of a collective that is called directly",
     f"{BOUND}.FakeProcessGroup._create_internal": "experiments without communication",
     f"{BOUND}._create_work_from_future": "a finished collective, in such experiments",
     f"{BOUND}.GradBucket": "type of DDP's communication hooks",

@@ -1,6 +1,7 @@
 """Collectives over shared memory: results equal to PyTorch's for all shapes, dtypes and sizes."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -98,6 +99,23 @@ GROUPS = """
     print(dist.get_rank(), f"has {mapped} mapped and {files} open", flush=True)
     dist.destroy_process_group()
     """
+
+
+OTHER_USER = """
+    import os
+    rank, own = int(os.environ["RANK"]), os.getuid()
+    os.getuid = lambda: own + rank // 2
+    import paceline
+    paceline.init()
+    """
+
+
+def test_ranks_of_a_node_as_different_users_are_an_error(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, OTHER_USER), check=False, ranks=3)
+    assert done.returncode == 1
+    said = "the ranks of a node run as different users: rank 0 as user "
+    assert said in done.stderr
+    assert f"rank 2 as user {os.getuid() + 1}. HINT: " in done.stderr
 
 
 def test_shared_memory_is_freed_with_process_group(tmp_path):

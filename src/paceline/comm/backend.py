@@ -20,7 +20,7 @@ from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder, update_all_headers
 from . import replica_check
 from .hosts.open_hierarchy import open_hierarchy
-from .membership import connect_gloo
+from .members.membership import connect_gloo
 from .shared.open_group import DISABLED_BY_USER, ON_SEVERAL_HOSTS, open_kernel
 from .shared_memory_group import SharedMemoryGroup
 

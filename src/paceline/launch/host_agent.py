@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from ..cluster.rank_identity import launched_by
 from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
-from ..security.connection_owner import Endpoint, connection_owner
 from ..security.files import read_regular
 from .affinity import bind_ranks
 from .channel import START_MARKER, Channel, InvalidMessageError
@@ -30,6 +29,7 @@ from .job import Job, check, preloads
 from .linux_prctl import SUBREAPER, prctl
 from .monitor import live_records
 from .monitor.interrupt import DeferredTermination
+from .ranks.connection_owner import Endpoint, connection_owner
 from .ranks.framework_variables import free_ports
 from .ranks.local_host import ForkedRankServer, LocalHost, RankServer, start_server
 from .ranks.process_groups import end_remaining_children
@@ -229,7 +229,7 @@ class HostAgent:
         """Tell the agent ``asker`` whether a connection to its store is of the job's user."""
         uid = connection_owner((peer[0], peer[1]), (own[0], own[1]))
         if uid is not None or is_only:
-            self.send(owned=owner, asker=asker, is_of_user=uid == os.getuid())
+            self.send(owned=owner, asker=asker, is_of_user=uid == os.geteuid())
 
     def do_admit(self, admit: int, is_of_user: bool) -> None:
         if self.local_host is not None:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.exchange_objects import all_gather_objects
 from ..comm.group_device import exchangeable
+from ..comm.members.exchange_objects import all_gather_objects
 
 
 class Collectives:

@@ -21,7 +21,7 @@ from ...knobs.ddp import before_forward
 from ...knobs.tuning import Tuning
 from ...plurals import counted
 from ...record.ring.launcher_messages import notify
-from ..exchange_objects import broadcast_object
+from ..members.exchange_objects import broadcast_object
 from . import algorithms, saved_settings
 from .buckets import BucketRebuilder, UnableError, unsupported_reason
 from .choice import ExchangeSettings

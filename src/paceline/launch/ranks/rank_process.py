@@ -208,7 +208,7 @@ def execute(command: dict[str, Any]) -> int:
 
 
 def _patch_groups(c10d: ModuleType) -> None:
-    from ...comm.membership import check_groups
+    from ...comm.members.membership import check_groups
 
     patch_destroy_process_group(c10d)
     check_groups(c10d)

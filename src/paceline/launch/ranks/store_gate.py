@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...comm.reachable_address import listen_on
-from ...security.connection_owner import Endpoint, connection_owner
+from .connection_owner import Endpoint, connection_owner
 
 # Ask the agents of other nodes whether a connection (number, other end, own end) is of the job's
 # user; the answer is ``StoreGate.answer``.
@@ -239,7 +239,7 @@ class StoreGate:
 
     def _examine(self, connection: socket.socket, peer: Endpoint, own: Endpoint) -> None:
         owner = connection_owner(peer, own)
-        if owner == os.getuid():
+        if owner == os.geteuid():
             self._admit(connection)
         elif owner is not None or self._ask_agents is None or peer[0] == own[0]:
             where = f"user {owner} of this node" if owner is not None else peer[0]

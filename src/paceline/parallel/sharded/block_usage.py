@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ...comm.members.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ...record.hooks.sharded.whole_gradients import whole_gradient
 from ..blocks import WITHOUT_FORWARD
@@ -153,8 +154,7 @@ class BlockUsage:
 
     def _describe_difference(self) -> str:
         """Return which ranks have used which block, and the way out. Collective."""
-        rows: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(rows, self._calls.tolist())
+        rows = all_gather_objects(self._calls.tolist(), list[int])
         place = next(self._differing_places(rows), 0)
         sides: dict[str, list[int]] = {}
         blocks = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...comm.exchange_objects import all_gather_objects
+from ...comm.members.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ..deferred import is_deferred
 from ..materialization import DeferredStorage, Finish, Materialization, give_values

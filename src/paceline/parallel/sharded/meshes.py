@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...comm.exchange_objects import all_gather_objects
+from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.shared.memory import sharing_domain
 
 _meshes: dict[tuple[str, str, int], DeviceMesh] = {}  # one for all models, with its groups

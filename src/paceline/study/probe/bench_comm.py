@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...cluster.rank_identity import rank_identity
-from ...comm.exchange_objects import all_gather_objects
+from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.tune.algorithms import can_reduce_by_sockets
 from ...cost.machine.dataclass_tree import to_tree
 from ...cost.machine.machine_file import SECONDS, AtSize, Collective, Figure

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ...comm.exchange_objects import all_gather_objects
+from ...comm.members.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ...record.hooks.error_messages import find_peer_gone, script_line
 from ...security.schema import parse_json

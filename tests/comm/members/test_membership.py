@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from paceline.comm import membership
+from paceline.comm.members import membership
 
 
 class Spoiled:

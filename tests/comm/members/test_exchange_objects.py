@@ -15,8 +15,8 @@ SCRIPT = """
     import dataclasses
     import torch.distributed as dist
     import paceline
-    from paceline.comm import exchange_objects
-    from paceline.comm.exchange_objects import all_gather_objects, broadcast_object
+    from paceline.comm.members import exchange_objects
+    from paceline.comm.members.exchange_objects import all_gather_objects, broadcast_object
 
     @dataclasses.dataclass
     class Setting:

@@ -1,6 +1,6 @@
 """Another user of the node, or another host, tries to become a rank of a job.
 
-The attacker (tests/support/join_as_rank.py) attacks before rank 1 joins, which waits for that.
+The attacker (join_as_rank.py) attacks before rank 1 joins, which waits for that.
 """
 
 import os
@@ -14,7 +14,7 @@ import ranks
 import users
 from users import ATTACKER
 
-ATTACK = Path(users.__file__).with_name("join_as_rank.py")
+ATTACK = Path(__file__).with_name("join_as_rank.py")
 VICTIM = 300_000 + os.getpid() % 100_000  # differs between test processes
 TRAIN = """
     import os, sys, time

@@ -9,7 +9,7 @@ import pytest
 import users
 from users import ATTACKER
 
-from paceline.security import connection_owner
+from paceline.launch.ranks import connection_owner
 
 WAYS = [connection_owner._ask_netlink, connection_owner._search_tables]
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..security.schema import parse_json
+from ...security.schema import parse_json
 
 T = TypeVar("T")
 

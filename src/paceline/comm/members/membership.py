@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
 
-from ..plurals import named_ranks
-from ..record.ring.launcher_messages import notify
-from .shared.open_group import agree
+from ...plurals import named_ranks
+from ...record.ring.launcher_messages import notify
+from ..shared.open_group import agree
 
 PROOF_BYTES = 32
 # For the proofs of all ranks, after they have connected; of each attempt to connect.
@@ -80,6 +80,7 @@ def check_groups(c10d: Any) -> None:
         if not is_member or name.lower() == "paceline" or cpu not in group._device_types:
             return group, store
         backend = group._get_backend(cpu)
+        backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(backend, dist.ProcessGroupGloo):
             prove(backend, store, options.get("timeout"))
         return group, store
@@ -111,7 +112,7 @@ def _missing_proof(backend: Any, store: Any, timeout: timedelta) -> str:
         return [hmac.digest(key, f"{sender}>{to}".encode(), hashlib.sha256) for sender, to in pairs]
 
     sent = b"".join(row([(rank, to) for to in range(size)]))
-    received = torch.zeros(size * PROOF_BYTES, dtype=torch.uint8)
+    received = torch.zeros(size * PROOF_BYTES, dtype=torch.uint8, device="cpu")
     options = AllToAllOptions()
     options.timeout = timeout
     own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)

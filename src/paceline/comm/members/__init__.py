@@ -1,0 +1,1 @@
+"""The ranks of a group: proof of membership, and Paceline's own objects between them."""
