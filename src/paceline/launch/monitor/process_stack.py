@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...security.programs import find_program
+from ...security.processes import find_program
 from ..linux_prctl import prctl
 
 SECONDS = 1.8  # timeout for all ranks together; one rank takes some hundredths of a second
