@@ -1,6 +1,6 @@
 """``python -m paceline``."""
 
-from .security.imports import drop_working_directory
+from .security.processes import drop_working_directory
 
 drop_working_directory()  # before anything else is imported
 

@@ -34,9 +34,15 @@ from .manifest import (
     read_manifest,
     read_shard,
 )
-from .old_checkpoints import is_checkpoint, is_complete, remove_checkpoint, replaces
 from .storage.shard_file import BLOCK_BYTES, ShardFile
-from .unfinished_folder import UnfinishedFolder, flush_folder
+from .unfinished_folder import (
+    UnfinishedFolder,
+    flush_folder,
+    is_checkpoint,
+    is_complete,
+    remove_checkpoint,
+    replaces,
+)
 
 __all__ = [
     "MANIFEST",

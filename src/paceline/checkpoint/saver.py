@@ -23,12 +23,11 @@ from ..security.files import UnsafeFileError
 from ..security.run_lock import RunLock
 from . import checkpoint_folder, state_tree
 from .manifest import Manifest
-from .old_checkpoints import remove_checkpoint
 from .shard_content import load_shards, verify_checkpoint
 from .sharded_tensor import Piece, describe, is_sharded, piece_of
 from .shared_state import SharedState
 from .storage.staging import StagingMemory
-from .unfinished_folder import UnfinishedFolder
+from .unfinished_folder import UnfinishedFolder, remove_checkpoint
 
 KEPT_CHECKPOINTS = 2  # the newest and the previous one
 WRITER_NICENESS = 10  # of the writing thread; on Linux each thread has a priority of its own

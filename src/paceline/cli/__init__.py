@@ -5,7 +5,7 @@ import sys
 
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
-from ..security.imports import warn_of_working_directory
+from ..security.processes import warn_of_working_directory
 from .common.base import app, in_words
 
 # The order of imports is the order of the commands in --help.

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..record.hooks.import_hooks import after_import
 from ..security.folders import can_be_renamed_by_others, writable_by_others
-from ..security.programs import find_program
+from ..security.processes import find_program
 from .apply import KnobResult
 from .ddp import MODULE, made
 

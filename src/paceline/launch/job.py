@@ -17,7 +17,7 @@ from ..knobs.registry import VARIABLE
 from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
-from ..security.imports import module_folders
+from ..security.processes import module_folders
 from . import requeue
 from .guard.request import GuardRequest
 from .records import job_folder

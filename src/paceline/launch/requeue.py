@@ -11,7 +11,7 @@ import time
 
 from ..cluster.schedulers import time_limit
 from ..cluster.schedulers.env_numbers import Environment
-from ..security.programs import program_command
+from ..security.processes import program_command
 
 STOPPED_EARLY_EXIT_CODE = 75  # of ranks that stopped early (world.early_exit); EX_TEMPFAIL
 QUERY_TIMEOUT_S = 10.0

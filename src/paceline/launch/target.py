@@ -18,7 +18,7 @@ from ..cluster.topology.local_resources import numa_domain_count
 from ..cluster.topology.network_interfaces import is_local_host
 from ..cluster.topology.visible_gpus import gpu_count
 from ..plurals import counted
-from ..security.programs import program_command
+from ..security.processes import program_command
 from .job import Job
 from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool

@@ -2,8 +2,10 @@
 
 files      open a file that must be a regular one, of this user, of limited size
 folders    private folders in shared places (/dev/shm, node-local disks), by descriptors
+removal    folders that Paceline has created, and may remove
+processes  starts of Python and of other programs; folders from which modules are imported
 schema     parsed JSON and TOML, checked against types before it is used
-text       text of a file, script or job, without the control characters of terminals
+text       text of a file, script or job, without control and invisible characters
 greeting   authentication of incoming connections, without a thread for each
 
 The threat model is in docs/explanation/security.md. These modules need no torch.

@@ -15,8 +15,7 @@ from ..cost.machine.machine_file import AtSize, Collective, Machine
 from ..launch.job import Job
 from ..launch.start import start
 from ..plurals import counted
-from ..security.imports import python_command
-from ..security.programs import find_program
+from ..security.processes import find_program, python_command
 from .rank_summary import run_and_read_summary
 
 PROBE = "paceline.study.probe.bench_comm"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...security.imports import python_command
+from ...security.processes import python_command
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from ...security.programs import find_program
+from ...security.processes import find_program
 from ...security.text import printable
 
 PACKAGES = ("numpy", "lightning", "accelerate", "transformers", "nvidia-dali-cuda130", "h5py")

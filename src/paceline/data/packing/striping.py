@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...security.programs import program_command
+from ...security.processes import program_command
 from ..staging.free_space import kind_of
 
 SHARD_STRIPES = 4  # of a file among many

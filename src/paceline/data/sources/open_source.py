@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...security.imports import import_folders
+from ...security.processes import import_folders
 from ...security.text import printable
 from ..format import shard_format
 from ..format.shard_format import DataError

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...record.ring.launcher_messages import notify
 from ...security.files import UnsafeFileError
 from ...security.folders import Folder, own_group
-from ...security.imports import python_command
+from ...security.processes import python_command
 from ...security.text import printable
 from ..format import shard_format
 

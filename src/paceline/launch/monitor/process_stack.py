@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...security.programs import find_program
+from ...security.processes import find_program
 from ...security.schema import load_json
 from ..linux_prctl import prctl
 

@@ -30,7 +30,7 @@ from ...record.hooks.import_hooks import after_import
 from ...record.ring.header_schema import MAX_FAILURE_CHARS
 from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
-from ...security.imports import import_folders, module_folders, python_command
+from ...security.processes import import_folders, module_folders, python_command
 from ..affinity.memory_policy import prefer
 from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ..monitor import rank_stacks

@@ -12,8 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 from ...cluster.schedulers.hostlist import expand_numbers
 from ...cluster.topology.network_interfaces import is_local_host
-from ...security.imports import python_command
-from ...security.programs import program_command
+from ...security.processes import program_command, python_command
 from ..channel import Channel
 from .agent_listener import AgentListener
 from .forwarded_env import interpreter_variables, login_variables

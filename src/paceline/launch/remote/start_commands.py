@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...security.programs import find_program, program_command
+from ...security.processes import find_program, program_command
 
 # ssh must not ask for a password, and both ends must notice a dead connection.
 SSH = (

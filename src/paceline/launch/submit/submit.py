@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...security.imports import python_command
 from ...security.outputs import write_output
-from ...security.programs import find_program, program_command
+from ...security.processes import find_program, program_command, python_command
 from ...security.removal import TemporaryFolder
 from ..job import Job
 from ..job import check as check_script

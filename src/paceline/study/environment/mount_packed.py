@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...security.programs import find_program, program_command
+from ...security.processes import find_program, program_command
 from ...security.removal import TemporaryFolder
 from ..probe.measure.host_facts import free_space
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...security.programs import find_program, program_command
+from ...security.processes import find_program, program_command
 from ..probe.measure.host_facts import free_space
 from .find_environment import Environment
 

@@ -25,7 +25,7 @@ from ...data.loading.stored_arrays import StoredArrays, is_stored_array
 from ...data.shards import Shards
 from ...data.sources import formats
 from ...data.sources.open_source import import_function
-from ...security.imports import python_command
+from ...security.processes import python_command
 
 BATCH_BYTES, BATCH = 32 << 20, 64
 INSPECTED_SAMPLES = 16  # samples whose shapes are compared

@@ -20,7 +20,7 @@ from ...analyze.reference.run_guard import make_standard
 from ...analyze.reference.series import Reference
 from ...plurals import counted
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ...security.imports import python_command
+from ...security.processes import python_command
 from ...security.removal import TemporaryFolder
 from ...security.text import printable
 from ..script_runs import overlay

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ...security.imports import python_command
+from ...security.processes import python_command
 from ...security.removal import TemporaryFolder
 from .deadline import MINUTE_S, Deadline
 from .overlay import Overlay

@@ -9,8 +9,7 @@ import subprocess
 from dataclasses import dataclass
 
 from ....cost.machine.machine_file import SECONDS, Figure
-from ....security.imports import python_command
-from ....security.programs import find_program
+from ....security.processes import find_program, python_command
 from ....security.removal import TemporaryFolder
 
 CODE = """

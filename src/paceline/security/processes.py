@@ -1,11 +1,15 @@
-"""Start Python, and import the user's modules, without modules of other users.
+"""Start Python and other programs, and import the user's modules, without files of other users.
 
-``python -c`` and ``python -m`` put the working directory first on ``sys.path``: in ``/tmp``, a file
-``json.py`` of another user would be executed. Paceline therefore starts Python only by
-``python_command``, and adds folders to ``sys.path`` only as ``import_folders`` does.
+``python -c`` and ``python -m`` put the working directory first on ``sys.path``, and an empty or
+relative entry of PATH means the working directory. In ``/tmp``, a file ``json.py`` or ``srun`` of
+another user would be executed. Paceline therefore starts Python only by ``python_command``, other
+programs only by ``program_command``, and adds folders to ``sys.path`` only as ``import_folders``
+does.
 """
 
+import errno
 import os
+import shutil
 import stat
 import sys
 
@@ -21,6 +25,27 @@ def python_command(*words: str, interpreter: str | None = None) -> list[str]:
         interpreter: Path of the interpreter; None: that of this process.
     """
     return [interpreter or sys.executable, "-P", *words]
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program in an absolute entry of PATH, or None.
+
+    A name with ``/`` is a path.
+    """
+    given = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return shutil.which(name, path=os.pathsep.join(filter(os.path.isabs, given)))
+
+
+def program_command(name: str, *words: str) -> list[str]:
+    """Return the command that starts a program on PATH.
+
+    Raises:
+        FileNotFoundError: It is not on PATH.
+    """
+    found = find_program(name)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    return [found, *words]
 
 
 def import_folders(folder: str) -> list[str]:

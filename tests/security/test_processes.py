@@ -1,6 +1,7 @@
-"""Modules in a folder to which other users can add files are not executed.
+"""Modules and programs in a folder to which other users can add files are not executed.
 
-Every start of Python in the source has to use ``python_command``.
+Every start of Python in the source has to use ``python_command``, and every start of another
+program ``program_command``.
 """
 
 import ast
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline.security import imports
+from paceline.security import processes
 
 SOURCE = Path(paceline.__file__).parent
 BIN = Path(sys.executable).parent
@@ -76,10 +77,10 @@ def starts(tree: ast.AST) -> list[str]:
 def test_python_is_started_only_by_python_command():
     for path in sorted(SOURCE.rglob("*.py")):
         name = str(path.relative_to(SOURCE))
-        if name == "security/imports.py":
+        if name == "security/processes.py":
             continue
         others = set(starts(ast.parse(path.read_text()))) - NO_STARTS.get(name, set())
-        assert not others, f"{name}: {others}. HINT: paceline.security.imports.python_command"
+        assert not others, f"{name}: {others}. HINT: paceline.security.processes.python_command"
 
 
 def test_search_for_starts_finds_known_cases():
@@ -138,7 +139,7 @@ def test_pack_on_ranks_imports_nothing_from_working_directory(shared):
 def test_function_in_shared_folder_does_not_bring_other_modules(shared):
     (shared / "my_part.py").write_text("import wave\ndef change(sample):\n    return sample")
     code = "from paceline.data.sources.open_source import import_function as f; f('my_part:change')"
-    started(shared, *imports.python_command("-c", code))
+    started(shared, *processes.python_command("-c", code))
 
 
 def test_paceline_as_module_drops_working_directory(tmp_path):
@@ -151,7 +152,7 @@ def test_paceline_as_module_drops_working_directory(tmp_path):
 @pytest.mark.parametrize(("mode", "first"), [(0o755, True), (0o1777, False), (0o777, False)])
 def test_folder_of_script_is_last_if_others_can_add_files(tmp_path, mode, first):
     tmp_path.chmod(mode)
-    folders = imports.import_folders(str(tmp_path))
+    folders = processes.import_folders(str(tmp_path))
     assert folders.index(str(tmp_path)) == (0 if first else len(sys.path))
 
 
@@ -161,3 +162,81 @@ def test_working_directory_on_the_path_of_imports_is_reported(tmp_path):
     words = [BIN / "paceline", "--version"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert "HINT: use another working directory" in done.stderr
+
+
+# Programs
+
+STARTERS = {"run", "Popen", "call", "check_call", "check_output"}
+SEARCHERS = {
+    *("os.system", "os.popen", "os.execvp", "os.execlp", "os.posix_spawnp", "shutil.which"),
+}
+NAMED = ("program_command(", "python_command(")
+# Other first arguments of a start, by module.
+RIGHT_PROGRAMS = {
+    "data/staging/staged_sets.py": {"words"},  # of python_command
+    "launch/monitor/process_stack.py": {
+        "shutil.which",  # in the environment's folder
+        "[tool, 'dump', '--nonblocking', '--json', '--pid', str(pid)]",  # of find_program
+    },
+    "launch/requeue.py": {"words"},  # of program_command
+    "study/bench_comm.py": {"command"},  # of find_program
+    "study/environment/pack_environment.py": {"words"},  # of program_command
+    "study/input_rate/run_loaders.py": {"feed.words()"},  # of python_command
+    "study/probe/measure/import_time.py": {"words"},  # of find_program and python_command
+    "study/script_runs/overlay.py": {"found.command(scratch, ())"},  # of python_command
+    "study/script_runs/run_process.py": {"words"},  # of python_command
+}
+
+
+def program_starts(tree: ast.AST) -> list[str]:
+    """Return what starts a program that ``security.processes`` did not find."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in SEARCHERS:
+            found.append(ast.unparse(node))
+        if not isinstance(node, ast.Call):
+            continue
+        text = ast.unparse(node.func)
+        if text in {f"subprocess.{name}" for name in STARTERS}:
+            found.append(ast.unparse(node.args[0]))
+    return [one for one in found if not one.startswith(NAMED)]
+
+
+def test_programs_are_started_only_by_program_command():
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = str(path.relative_to(SOURCE))
+        if name == "security/processes.py":
+            continue
+        others = set(program_starts(ast.parse(path.read_text()))) - RIGHT_PROGRAMS.get(name, set())
+        assert not others, f"{name}: {others}. HINT: paceline.security.processes.program_command"
+
+
+def test_search_for_program_starts_finds_known_cases():
+    tree = ast.parse("subprocess.run(['srun'])\nos.system('srun')\nshutil.which('srun')")
+    assert program_starts(tree) == ["['srun']", "os.system", "shutil.which"]
+
+
+@pytest.mark.parametrize("entry", ["", ".", "tools"])
+def test_program_is_not_found_in_working_directory(tmp_path, monkeypatch, entry):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([entry, "/usr/bin", "/bin"]))
+    for folder in (tmp_path, tmp_path / "tools"):
+        folder.mkdir(exist_ok=True)
+        for name in ("env", "sbatch-of-another-user"):
+            (folder / name).write_text("#!/bin/sh\necho executed\n")
+            (folder / name).chmod(0o755)
+    assert processes.find_program("env") in ("/usr/bin/env", "/bin/env")
+    assert processes.find_program("./env") == "./env"  # named by the user
+    with pytest.raises(FileNotFoundError, match="sbatch-of-another-user"):
+        processes.program_command("sbatch-of-another-user")
+
+
+def test_submit_does_not_execute_program_of_working_directory(tmp_path):
+    for name in ("sbatch", "qsub", "bsub"):
+        (tmp_path / name).write_text("#!/bin/sh\ntouch executed\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text("")
+    environment = {**os.environ, "PATH": f":{os.environ['PATH']}"}
+    words = [BIN / "paceline", "submit", "train.py"]
+    subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert not (tmp_path / "executed").exists()
