@@ -21,6 +21,7 @@ ATTRIBUTES = {
     "missing": ("f8", {"missing_value": -1.0}),
     "unsigned": ("i1", {"_Unsigned": "true", "scale_factor": 2.0}),
     "whole": ("i4", {"_FillValue": -1}),
+    "integers": ("i2", {"scale_factor": 3000}),
 }
 
 

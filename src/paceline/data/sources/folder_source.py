@@ -206,7 +206,10 @@ class _LabelTable:
                     yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{self.table} can't be read as a CSV: {reason}") from None
+            raise ValueError(
+                f"{self.table} can't be read as a CSV: {reason}. HINT: save it as UTF-8 text, with "
+                "lines FILE,LABEL"
+            ) from None
 
     def _is_heading(self, row: list[str]) -> bool:
         """Return whether the first line is a heading. Raises ValueError if it may be a line whose
