@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,9 +120,9 @@ class FolderSource(Source):
             name = self.name(i)
             self.first_names.setdefault(os.path.splitext(name)[1].lower(), name)
         kinds: dict[str, str] = {}
-        for number, (extension, name) in enumerate(self.first_names.items()):
-            head = self._head(name) if number < MAX_KIND_PROBES else b""
-            kinds.setdefault(kind_of(extension_of(head, extension)), name)
+        # Packing compares each sample with this kind.
+        for extension, name in islice(self.first_names.items(), MAX_KIND_PROBES):
+            kinds.setdefault(kind_of(extension_of(self._head(name), extension)), name)
         if len(kinds) > 1:
             some = ", ".join(f"{printable(name)} ({kind})" for kind, name in sorted(kinds.items()))
             raise ValueError(
