@@ -21,6 +21,7 @@ ATTRIBUTES = {
     "missing": ("f8", {"missing_value": -1.0}),
     "unsigned": ("i1", {"_Unsigned": "true", "scale_factor": 2.0}),
     "whole": ("i4", {"_FillValue": -1}),
+    "integers": ("i2", {"scale_factor": 3000}),
 }
 
 
@@ -114,10 +115,32 @@ def test_missing_integers_and_invalid_attributes_are_errors(tmp_path):
             CFDecoder({"scale_factor": value}, "i2", "f")
 
 
+def test_arrays_of_different_lengths_are_decoded(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        x = file.create_dataset("x", 2, h5py.vlen_dtype(np.int16))
+        x[0], x[1] = [1, 2], [3]
+        x.attrs["scale_factor"] = 0.5
+    pack(tmp_path / "x.h5", tmp_path / "one")
+    found = sorted(Shards(tmp_path / "one")[i].tolist() for i in range(2))
+    assert found == [[0.5, 1.0], [1.5]]
+
+
 def test_arrays_that_are_not_numeric_are_named(tmp_path):
+    """Also beside a named type and an array without values."""
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["opaque"] = np.zeros(3, "V10")
         file["pairs"] = np.zeros(3, [("a", "f4"), ("b", "i4")])
+        file["type"], file["empty"] = np.dtype("f8"), h5py.Empty("f4")
+        file["numbers"] = np.zeros((3, 2))
     for name in ("opaque", "pairs"):
         with pytest.raises(ValueError, match=rf"x\.h5:{name} is .*, which is not a numeric array"):
             pack(f"{tmp_path}/x.h5:{name}", tmp_path / "one")
+    with pytest.raises(ValueError, match=r"'empty' is a scalar"):
+        pack(f"{tmp_path}/x.h5:empty", tmp_path / "one")
+    assert pack(f"{tmp_path}/x.h5:numbers", tmp_path / "one").meta.samples == 3
+    with netCDF4.Dataset(tmp_path / "x.nc", "w") as file:
+        file.createDimension("t", 3)
+        kind = file.createCompoundType(np.dtype([("a", "i4")]), "kind")
+        file.createVariable("pairs", kind, ("t",))
+    with pytest.raises(ValueError, match=r"x\.nc:pairs has the dtype .*, which is not numeric"):
+        pack(f"{tmp_path}/x.nc:pairs", tmp_path / "two")

@@ -168,7 +168,7 @@ def test_images_of_more_than_8_bits_keep_their_values(tmp_path, kind, mode, stor
     assert array.dtype == dtype
     assert np.array_equal(array[..., 0], RAMP.astype(stored))
     assert report.meta.statistics["mean"] == pytest.approx([RAMP.astype(stored).mean()])
-    with pytest.raises(ValueError, match=rf"has {dtype} values.*HINT: replace --resize by --apply"):
+    with pytest.raises(ValueError, match=rf"has {dtype} values.*HINT: replace [^.]*; or leave"):
         pack([content], tmp_path / "small", resize=8)
 
 
@@ -322,3 +322,13 @@ def test_streams_of_pil_images_and_of_buffers(tmp_path):
         assert np.array_equal(Shards(tmp_path / "one")[k][0, 0], [255, 0, 0])
     report = pack([memoryview(IMAGES[1]), bytearray(IMAGES[0])], tmp_path / "two")
     assert report.meta.packed["kind"] == "images"
+
+
+def test_numbers_as_extensions(tmp_path):
+    """More kinds of names than are looked into when the folder is opened."""
+    for k in range(20):
+        (tmp_path / f"image.{k:03}").write_bytes(IMAGES[0])
+    assert Files(tmp_path).images
+    (tmp_path / "image.999").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"image\.999 .* but others are images"):
+        pack(tmp_path, tmp_path.with_name("one"))

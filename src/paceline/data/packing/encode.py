@@ -125,7 +125,7 @@ def encode_sample(
             raise ValueError(
                 f"its label has the shape {array.shape}, but others have {label.shape}"
             )
-        if not np.can_cast(array.dtype, label.dtype, "same_kind"):
+        if not np.can_cast(array.dtype, label.dtype, "safe"):
             raise ValueError(f"its label is {array.dtype}, but others are {label.dtype}")
         array = np.asarray(array, label.dtype, order="C")
         parts.append(array.tobytes())

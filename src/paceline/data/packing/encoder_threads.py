@@ -124,9 +124,10 @@ class Encoder:
         except (OSError, ValueError, ArithmeticError, MemoryError, EOFError) as error:
             reason = printable(f"{self.source.description}: {_reason(error, self.source, i)}")
             if not self.skip_unreadable:
+                repair = ". HINT: repair the sample and repeat the same command, which continues"
                 raise ValueError(
-                    f"{reason}. HINT: repair the sample and repeat the same command, which "
-                    "continues; or leave out unreadable samples: on_error='skip' (--on-error skip)"
+                    f"{reason}{'' if 'HINT: ' in reason else repair}; or leave out unreadable "
+                    "samples: on_error='skip' (--on-error skip)"
                 ) from error
             return reason
         if array is not None:

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,9 +120,9 @@ class FolderSource(Source):
             name = self.name(i)
             self.first_names.setdefault(os.path.splitext(name)[1].lower(), name)
         kinds: dict[str, str] = {}
-        for number, (extension, name) in enumerate(self.first_names.items()):
-            head = self._head(name) if number < MAX_KIND_PROBES else b""
-            kinds.setdefault(kind_of(extension_of(head, extension)), name)
+        # Packing compares each sample with this kind.
+        for extension, name in islice(self.first_names.items(), MAX_KIND_PROBES):
+            kinds.setdefault(kind_of(extension_of(self._head(name), extension)), name)
         if len(kinds) > 1:
             some = ", ".join(f"{printable(name)} ({kind})" for kind, name in sorted(kinds.items()))
             raise ValueError(
@@ -206,7 +207,10 @@ class _LabelTable:
                     yield number, (row[0].strip(), label_text or [""])
         except (OSError, csv.Error, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"{self.table} can't be read as a CSV: {reason}") from None
+            raise ValueError(
+                f"{self.table} can't be read as a CSV: {reason}. HINT: save it as UTF-8 text, with "
+                "lines FILE,LABEL"
+            ) from None
 
     def _is_heading(self, row: list[str]) -> bool:
         """Return whether the first line is a heading. Raises ValueError if it may be a line whose

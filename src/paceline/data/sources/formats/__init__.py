@@ -248,7 +248,7 @@ def read_class_names(path: Path) -> list[str]:
     """Return the class names from the file beside ``path``, or in it; [] if there is none."""
     file = (path if path.is_dir() else path.parent) / CLASSES_FILE
     try:
-        return read_regular(file, MAX_CLASSES_BYTES).decode().splitlines()
+        return read_regular(file, MAX_CLASSES_BYTES).decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         return []
 

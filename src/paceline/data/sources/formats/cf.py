@@ -54,8 +54,8 @@ class CFDecoder:
             raise self._invalid(name, attributes[name])
         if not found.size:
             return None
-        # A number of JSON has no dtype of its own, and leaves float32 values float32.
-        return found[0].item() if isinstance(attributes[name], (int, float)) else found[0]
+        # A fraction in JSON has no dtype, and leaves float32 values float32.
+        return attributes[name] if type(attributes[name]) is float else found[0]
 
     def _numbers(self, attributes: Mapping[str, Any], name: str) -> Array:
         value = attributes.get(name)

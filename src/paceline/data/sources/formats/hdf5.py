@@ -78,7 +78,8 @@ class HDF5Rows(Rows):
             with convert_library_errors(self.description):
                 shapes = self._shapes[first:end]
         for k, (row, shape) in enumerate(zip(rows, shapes, strict=True)):
-            arrays[k] = native(row, self.description).reshape(tuple(shape))
+            values = self._decoder.decode(native(row, self.description))
+            arrays[k] = values.reshape(tuple(shape))
         return arrays
 
     def close(self) -> None:
@@ -123,8 +124,8 @@ def unwritten_note(data: Any, description: str) -> str:
 
 
 def _add_shape(shapes: dict[str, tuple[int, ...]], key: str, item: Any) -> None:
-    if hasattr(item, "dtype"):  # no group
-        shapes[key] = tuple(item.shape)
+    if hasattr(item, "shape"):  # no group, and no named type
+        shapes[key] = tuple(item.shape or ())  # None: it has no values
 
 
 def write(path: Path, info: ExportInfo, samples: Iterator[Sample]) -> None:

@@ -74,7 +74,7 @@ def _files_in(path: Path) -> Iterator[tuple[str, str]]:
     with file:
         links, datasets = list[tuple[str, Any]](), list[Any]()
         file.visititems_links(lambda name, link: links.append((name, link)))
-        file.visititems(lambda _, item: datasets.append(item) if hasattr(item, "dtype") else None)
+        file.visititems(lambda _, item: datasets.append(item) if hasattr(item, "shape") else None)
         for name, link in links:
             if isinstance(link, h5py.ExternalLink):
                 referrer = f"{path}:{name}"
