@@ -33,13 +33,18 @@ MIN_STALL_S = 0.5  # delay of the sampler; longer than a wait for a core on a bu
 _IDLE = 0.2  # CPU time as a share of the delay; a process that computes uses more
 _BEFORE = 0.3  # additional share at most, for CPU time used before the stall began
 _PACKAGE = str(Path(__file__).resolve().parents[2])
+# Libraries are also in the user's folder (pip install --user) and where a .pth file leads to.
+_PACKAGE_FOLDERS = [one for one in sys.path if one.endswith(("site-packages", "dist-packages"))]
 LIBRARY_PREFIXES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    *(one + os.sep for one in _PACKAGE_FOLDERS),
     *(_PACKAGE, "<"),
 )
 
 
-_SITES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_SITES = tuple(
+    one + os.sep for one in (*map(sysconfig.get_path, ("purelib", "platlib")), *_PACKAGE_FOLDERS)
+)
 
 
 class StackSampler:
