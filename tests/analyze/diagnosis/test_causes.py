@@ -29,6 +29,7 @@ def judged(
     line_profile=None,
     exchanged=(),
     savings=None,
+    parts=None,
     **changed,
 ):
     """Return the causes for two ranks with these rungs (default: the ideal), losses and facts."""
@@ -54,7 +55,7 @@ def judged(
         exchanged=list(exchanged), savings=savings or {},
         lines={"transfer": [{"line": 7, "code": "dist.all_reduce(grad)"}]},
     )  # fmt: skip
-    return causes(e)
+    return causes(e, parts)
 
 
 def collective(name="all-reduce", count=10, size=1000, wait=0.0, transfer=0.3):

@@ -1,14 +1,19 @@
 """Communication that is no exchange of gradients has causes of its own, with its line."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from test_causes import EXCHANGE, SLOWER, collective, judged
 
+from paceline.analyze.diagnosis import causes, exchanged_calls
 from paceline.analyze.diagnosis.exchanged_calls import CallSite, CollectiveKind, ExchangedCalls
+from paceline.analyze.diagnosis.failed_parts import FailedParts
 from paceline.analyze.diagnosis.gradient_sync import GradientSync
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.records.rank_lines import SampledLine
 from paceline.record.experiments.rung import NO_BROADCASTS
-from paceline.record.ring.states import Op
+from paceline.record.ring.states import Op, State
 
 LINES = {
     "buffer": (Op.BROADCAST, 17, "loss = model(x).mean()"),
@@ -121,3 +126,49 @@ def test_broadcasts_without_which_steps_are_as_long_are_no_cause():
     )
     assert list(refuted) == ["exchange-bandwidth"]
     assert refuted["exchange-bandwidth"].share == pytest.approx(0.5, abs=0.01)
+
+
+def test_rule_that_fails_is_named_and_costs_no_other_cause(monkeypatch):
+    def broken(_):
+        return 1 / 0
+
+    monkeypatch.setitem(causes.RULES, "script", broken)
+    monkeypatch.setattr(causes, "check_no_time_is_named_twice", lambda found, e: broken(e))
+    losses = [*EXCHANGE, Loss("other", 0.1)]
+    parts = FailedParts()
+    found = judged(
+        losses=losses, calls=collective(), exchanged=[calls("metric", 0.5)], parts=parts, **SLOWER
+    )
+    assert [cause.id for cause in found] == ["metric-collectives"]
+    first, second = parts.notes
+    assert first.startswith("cause 'script': left out, because Paceline failed to compute it (Zero")
+    assert second.startswith("sum of causes: left out")
+
+
+def test_send_and_receive_with_one_number_are_two_calls(monkeypatch):
+    events = np.zeros(2, [(name, "i8") for name in ("start", "end", "group", "seq", "op")])
+    events["op"], events["seq"] = (Op.SEND, Op.RECV), 7
+    steps = np.array([(0, 5)], [("start", "i8"), ("end", "i8")])
+    site = SimpleNamespace(stack=0, kind=CollectiveKind.OTHER, bytes_per_call=64)
+    profile = SimpleNamespace(
+        collectives=np.array([(0, 7, 0)]),
+        collective_sites=[site],
+        stacks=[SimpleNamespace(lines=[], what="dist.send")],
+        lines=[],
+    )
+    record = SimpleNamespace(
+        profile=profile,
+        events_in=lambda *states: steps if states == (State.STEP,) else events,
+    )
+    window = SimpleNamespace(
+        records=[record],
+        within=SimpleNamespace(start=0, end=10, length=10),
+        matched=SimpleNamespace(waits=np.zeros(2, [("record", "i4")])),
+        blocked=SimpleNamespace(transfer=np.array([3, 4]), wait=np.array([0, 0])),
+    )
+    monkeypatch.setattr(exchanged_calls, "blocking_states", lambda _: (State.BLOCKED,))
+    found = exchanged_calls.measure_exchanged_calls(window)
+    assert [(one.site.op, one.calls, one.bytes) for one in found] == [
+        (Op.RECV, 1, 64),
+        (Op.SEND, 1, 64),
+    ]

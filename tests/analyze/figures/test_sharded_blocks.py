@@ -89,6 +89,13 @@ def test_sentence_names_the_latest_gather_and_what_helps(tmp_path):
     )
 
 
+def test_a_single_block_can_not_be_prefetched(tmp_path):
+    report = report_of(zero3(tmp_path))
+    assert describe_blocks(report.blocks[1:]).endswith(
+        "in the forward comes 0.5 ms late: divide the model into more blocks"
+    )
+
+
 def test_reports_have_a_table_and_json(tmp_path):
     report = report_of(zero3(tmp_path))
     text = " ".join(render(report).split())

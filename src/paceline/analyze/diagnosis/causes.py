@@ -20,8 +20,9 @@ from .confirmation import (
 )
 from .evidence import MIN_SHARE, Evidence
 from .exchanged_calls import CollectiveKind
+from .failed_parts import FailedParts, NoFailedParts
 from .ladder import BARS, Interval, RungResult, Waterfall
-from .overlap import Cause, ranked, without_overlap
+from .overlap import Cause, check_no_time_is_named_twice, ranked, without_overlap
 from .rules import compute, exchange, exchange_parts, inputs, lines, ranks, script
 from .rules.operators import Finding
 
@@ -141,31 +142,46 @@ RULES: dict[str, Rule] = {
 }
 
 
-def causes(e: Evidence) -> list[Cause]:
+def causes(e: Evidence, parts: FailedParts | None = None) -> list[Cause]:
     """Return the causes above ``MIN_SHARE``, largest first; empty if nothing holds the training
     back.
 
     Causes that are confirmed, or that the record shows, come before those that are estimated.
+
+    Args:
+        e: What is known about the runs.
+        parts: Takes note of rules that fail; None: their exception is raised.
     """
+    parts = parts or NoFailedParts()
     found: dict[str, Cause] = {}
-    for witness in witnesses(e):
+    for witness in parts.compute("the causes", lambda: witnesses(e), []):
         if verdict(witness) not in (CONFIRMED, NOT_TESTABLE):
             continue
-        if (cause := _named(witness, e)) is None:
+        if (cause := _named_or_note(witness, e, parts)) is None:
             continue
         if cause.id == ranks.NOISY:
             cause = _within_waits_for_cores(cause, e)
         if cause.share >= MIN_SHARE:
             before = found.get(cause.id)
             found[cause.id] = cause if before is None else _merge(before, cause)
-    late = lines.late_rank(e) if not _LATE_RANK_CAUSES & set(found) else None
+    late = None
+    if not _LATE_RANK_CAUSES & set(found):
+        late = parts.compute("the rank that the others wait for", lambda: lines.late_rank(e), None)
     work = late.named[2] if late is not None else None
     work = found["slow-rank"].evidence if "slow-rank" in found else work
     for name in ("script", "synchronisation"):
         if work is not None and name in found and _have_same_line(work, found[name].evidence):
             del found[name]  # it is the work of one rank
-    by_line = _of_lines(e, found, [late] if late is not None else [])
-    return without_overlap([*found.values(), *by_line], e)
+    of_late = [late] if late is not None else []
+    by_line = parts.compute("lines of the script", lambda: _of_lines(e, found, of_late), [])
+    every = [*found.values(), *by_line]
+    result = parts.compute("overlap of causes", lambda: without_overlap(every, e), ranked(every))
+    parts.compute("sum of causes", lambda: check_no_time_is_named_twice(result, e), None)
+    return result
+
+
+def _named_or_note(witness: Witness, e: Evidence, parts: FailedParts) -> Cause | None:
+    return parts.compute(f"cause {witness.name!r}", lambda: _named(witness, e), None)
 
 
 def _have_same_line(*evidence: dict[str, Any]) -> bool:
@@ -199,9 +215,11 @@ _LATE_RANK_CAUSES = {
 }
 
 
-def unconfirmed_causes(e: Evidence) -> list[Cause]:
+def unconfirmed_causes(e: Evidence, parts: FailedParts | None = None) -> list[Cause]:
     """Return what was expected, but is no cause, as no experiment confirms it; largest first."""
-    named = [_named(one, e) for one in witnesses(e) if verdict(one) == NOT_CONFIRMED]
+    parts = parts or NoFailedParts()
+    found = parts.compute("the causes", lambda: witnesses(e), [])
+    named = [_named_or_note(one, e, parts) for one in found if verdict(one) == NOT_CONFIRMED]
     return sorted((one for one in named if one is not None), key=lambda cause: -cause.share)
 
 

@@ -76,7 +76,7 @@ def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
         steps += int(((within > m.within.start) & (within <= m.within.end)).sum())
         sites = {(group, number): site for group, number, site in found.collectives.tolist()}
         events = record.events_in(*blocking_states(record))
-        counted: set[tuple[int, int]] = set()
+        counted: set[tuple[int, int, int]] = set()
         places: dict[tuple[int, int], CallSite] = {}
         for at in np.flatnonzero((transfer > 0) | (wait > 0)).tolist():
             key = (int(events["group"][at]), int(events["seq"][at]))
@@ -91,8 +91,9 @@ def measure_exchanged_calls(m: MeasuredWindow) -> list[ExchangedCalls]:
                 places[place] = CallSite(one.kind, Op(place[1]), line, stack.what)
             into = sums[places[place]]
             into[2:] += [int(transfer[at]), int(wait[at])]
-            if key not in counted:
-                counted.add(key)
+            one_call = (*key, place[1])  # a send and a receive may have the same number
+            if one_call not in counted:
+                counted.add(one_call)
                 into[:2] += [1, found.collective_sites[number].bytes_per_call]
     if not steps:
         return []

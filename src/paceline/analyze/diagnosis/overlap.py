@@ -156,11 +156,10 @@ def without_overlap(causes: list[Cause], e: Evidence) -> list[Cause]:
         elif found:  # its time belongs to the causes before it
             at = found.index(max(found, key=lambda one: one.share))
             found[at] = _with_sign(found[at], cause)
-    _assert_no_time_is_named_twice(found, e)
     return ranked(found)
 
 
-def _assert_no_time_is_named_twice(found: list[Cause], e: Evidence) -> None:
+def check_no_time_is_named_twice(found: list[Cause], e: Evidence) -> None:
     """Assert that shares add up to a step at most, and those of bars to what the bars lose."""
     assert all(0 < one.share <= 1 + ROUNDING for one in found), found
     assert sum(one.share for one in found) <= 1 + ROUNDING, found

@@ -5,6 +5,7 @@ from .block_exchange import BACKWARD_GATHER, FORWARD_GATHER, BlockCalls, Sharded
 
 GATHERS = (FORWARD_GATHER, BACKWARD_GATHER)
 PREFETCH = "prefetch further"
+MORE_BLOCKS = "divide the model into more blocks"  # there is none to gather meanwhile
 KEEP_GATHERED = "keep it gathered after the forward"
 WHEN = {FORWARD_GATHER: "in the forward", BACKWARD_GATHER: "in the backward"}
 
@@ -34,7 +35,8 @@ def describe_blocks(blocks: list[ShardedBlock]) -> str:
     if (late := latest_gather(blocks)) is None:
         return text
     block, calls = late
-    helps = PREFETCH if calls.kind == FORWARD_GATHER else f"{PREFETCH}, or {KEEP_GATHERED}"
+    earlier = PREFETCH if len(blocks) > 1 else MORE_BLOCKS
+    helps = earlier if calls.kind == FORWARD_GATHER else f"{earlier}, or {KEEP_GATHERED}"
     return (
         f"{text}; the gather of {block.name} {WHEN[calls.kind]} comes {1e3 * calls.late_s:.3g} ms "
         f"late: {helps}"

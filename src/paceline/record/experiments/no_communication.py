@@ -3,7 +3,8 @@
 Outputs hold this rank's own inputs, so that later computations find values of the right shape and
 dtype. PyTorch's ``FakeProcessGroup`` fills them. Its futures hold no value, which DDP needs, so
 they are replaced. Python objects that only one rank has are sent all the same, because the other
-ranks could not unpickle anything else.
+ranks could not unpickle anything else; so is all that torch.distributed.checkpoint sends, because
+its ranks plan a checkpoint together.
 """
 
 import sys
@@ -16,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..completed_future import completed_future
 from ..hooks.collectives import METHODS
-from .lines.collective_calls import carries_objects
+from .lines.collective_calls import carries_objects, serves_checkpoint
 
 # Work objects to keep alive, which C++ does not do before PyTorch 2.9. Each one keeps its tensors,
 # whose memory a training would have freed and reused.
@@ -40,7 +41,10 @@ class NoCommunicationGroup:
     def __getattr__(self, name: str) -> Any:
         if name not in METHODS:
             return getattr(self._inner, name)
-        if name in ("broadcast", "scatter") and carries_objects(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if name in ("broadcast", "scatter") and carries_objects(caller):
+            return getattr(self._inner, name)
+        if serves_checkpoint(caller):
             return getattr(self._inner, name)
         return self._with_future_value(getattr(self._fake, name))
 

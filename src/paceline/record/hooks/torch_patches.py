@@ -7,8 +7,10 @@ results.
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, cast
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
@@ -38,7 +40,7 @@ def install(loop: LoopRecorder) -> None:
         "torch.nn.utils.clip_grad": functools.partial(_patch_clipping, loop),
         "torch.amp.grad_scaler": functools.partial(_patch_grad_scaler, loop),
         "torch.serialization": functools.partial(_patch_saving, recorder, ["save"]),
-        "torch.distributed.checkpoint": functools.partial(
+        "torch.distributed.checkpoint.state_dict_saver": functools.partial(
             _patch_saving, recorder, ["save", "async_save", "save_state_dict"]
         ),
         "torch.autograd.profiler": functools.partial(_patch_profiler, recorder),
@@ -192,14 +194,34 @@ def _patch_profiler(recorder: Recorder, module: Any) -> None:
 
 
 def _patch_saving(recorder: Recorder, names: list[str], module: Any) -> None:
-    import torch
-
+    package = sys.modules.get(module.__name__.rpartition(".")[0])
     for name in names:
-        if hasattr(module, name):
-            timed = _timed(getattr(module, name), State.CHECKPOINT, recorder)
-            setattr(module, name, timed)
-            if module.__name__ == "torch.serialization":
-                setattr(torch, name, timed)
+        original = getattr(module, name, None)
+        if original is None:
+            continue
+        saving = original
+        if name == "async_save":
+            saving = functools.wraps(original)(_with_timed_waits(original, recorder))
+        timed = _timed(saving, State.CHECKPOINT, recorder)
+        for holder in (module, package):  # the package has the same functions
+            if getattr(holder, name, None) is original:
+                setattr(holder, name, timed)
+
+
+def _with_timed_waits(save: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Return an asynchronous ``save`` whose futures record waits for them."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        response = save(*args, **kwargs)
+        for name in ("", "staging_completion", "upload_completion"):  # PyTorch 2.9: two futures
+            future = getattr(response, name, None) if name else response
+            if isinstance(future, Future):
+                future.result = _timed(  # type: ignore[method-assign]
+                    future.result, State.CHECKPOINT, recorder
+                )
+        return response
+
+    return call
 
 
 def _patch_agent_store(rendezvous: Any) -> None:

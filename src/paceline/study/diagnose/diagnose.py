@@ -1,11 +1,12 @@
 """``paceline diagnose``: run the ladder, compare it with the record, propose and try remedies."""
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...analyze.diagnosis.build_line_profile import profile_of_runs
 from ...analyze.diagnosis.causes import (
@@ -20,6 +21,7 @@ from ...analyze.diagnosis.causes import (
     witnesses,
 )
 from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
+from ...analyze.diagnosis.failed_parts import FailedParts
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
@@ -64,6 +66,9 @@ CONFIRM_SHARE = 0.2  # of the time of all trials, for all kept remedies together
 PASSES = 2  # of --try all: remedies that helped can reveal other causes
 LATE = 1  # additional pass for promising remedies that the time budget did not allow before
 MAX_SPREAD = 0.15  # standard deviation of the rounds' step times over their median; more is noise
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def run_diagnosis(
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_noisy_rounds(rungs)]
     notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
-    lines = _line_profile(ladder, examined)
+    parts = FailedParts()
+    lines = parts.compute("lines of the script", lambda: _line_profile(ladder, examined), None)
     operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
     if operators is None:
         reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
@@ -158,13 +164,22 @@ def run_diagnosis(
     bounds = [rungs[name] for name in ("alone", "silent", "cached", "everything")]
     count = min(len(results) for results in bounds if results)  # a later round may lack a rung
     fall = waterfall(*(results[:count] for results in bounds))
-    evidence = _evidence(ladder, report, examined.measured, fall, lines)
-    both = [one for one in witnesses(evidence) if one.ladder is not None or one.record]
-    found = causes(evidence)
+    evidence = _evidence(ladder, report, examined.measured, fall, lines, parts)
+    both = parts.compute("the causes", lambda: witnesses(evidence), [])
+    both = [one for one in both if one.ladder is not None or one.record]
+    found = causes(evidence, parts)
     if operators is not None:
-        found = ranked([*found, *operator_causes(findings(operators), found)])
+        more = parts.compute(
+            "findings inside the model", lambda: operator_causes(findings(operators), found), []
+        )
+        found = ranked([*found, *more])
     caused, usual = split_usual(found)
-    would = remedies(evidence, found, _source(asked.script), asked.settings)
+    source = _source(asked.script)
+    would = parts.compute(
+        "the remedies", lambda: remedies(evidence, found, source, asked.settings), []
+    )
+    unconfirmed = unconfirmed_causes(evidence, parts)
+    notes += parts.notes
     return Diagnosis(
         command,
         ladder,
@@ -177,7 +192,7 @@ def run_diagnosis(
         remedies=would,
         lines=lines,
         usual=usual,
-        unconfirmed=unconfirmed_causes(evidence),
+        unconfirmed=unconfirmed,
         off=history.prediction_errors(),
         options=asked.typed_options,
         operators=operators,
@@ -312,13 +327,24 @@ def _evidence(
     measured: MeasuredWindow | None,
     found: Waterfall,
     profile: LineProfile | None,
+    parts: FailedParts,
 ) -> Evidence:
     facts = ladder.facts
     lines: dict[str, list[dict[str, object]]] = {}
     if measured is not None:
         for name in LINES:
             state = STATES.index(name)
-            lines[name] = lines_in(measured.records, measured.timelines, state)
+            lines[name] = parts.compute(
+                f"lines of {name}",
+                functools.partial(lines_in, measured.records, measured.timelines, state),
+                [],
+            )
+
+    def of_window(part: str, measure: Callable[[MeasuredWindow], T], default: T) -> T:
+        if measured is None:
+            return default
+        return parts.compute(part, functools.partial(measure, measured), default)
+
     return Evidence(
         waterfall=found,
         report=report,
@@ -330,11 +356,13 @@ def _evidence(
         rungs=ladder.rungs,
         savings=ladder.savings,
         facts=facts,
-        gradients=measure_gradient_sync(measured) if measured is not None else None,
+        gradients=of_window("gradient synchronization", measure_gradient_sync, None),
         lines=lines,
-        exchanged=measure_exchanged_calls(measured) if measured is not None else [],
-        sharded=sharded_model(report.blocks, ladder.run.records),
-        rank_spread=computing_spread(measured) if measured is not None else None,
+        exchanged=of_window("calls of collectives", measure_exchanged_calls, []),
+        sharded=parts.compute(
+            "sharded blocks", lambda: sharded_model(report.blocks, ladder.run.records), None
+        ),
+        rank_spread=of_window("differences between ranks", computing_spread, None),
         line_profile=profile,
         describe_lateness=lambda rank: lateness(measured, rank) if measured is not None else "",
         rare_losses=ladder.survey.losses if ladder.survey is not None else None,

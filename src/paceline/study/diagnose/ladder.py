@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
+from ...analyze.diagnosis.failed_parts import FailedParts
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
 from ...analyze.diagnosis.survey import survey
 from ...analyze.records.child_processes import untracked_training
@@ -78,6 +79,7 @@ class _Climb:
             (True, (EVERYTHING, CACHED)),
         ]
         self.hypotheses: list[Hypothesis] = []
+        self.parts = FailedParts()
 
     def all(self) -> Ladder:
         found = self._first_run()
@@ -90,7 +92,7 @@ class _Climb:
             found.ended = INTERRUPTED
         found.book_rare(self._most_phases(), self.hypotheses)
         found.seconds = time.monotonic() - self.began
-        found.notes += self._short_notes(found)
+        found.notes += [*self._short_notes(found), *self.parts.notes]
         return found
 
     def _first_run(self) -> Ladder:
@@ -385,7 +387,10 @@ class _Climb:
         self.runner.as_in(run)
         told = [record.meta.get("rung", {}) for record in run.records]
         self.workers = max(one.get("workers", 0) for one in told)
-        self.hypotheses = hypotheses(told, broadcast_share(run, steps))
+        broadcasts = self.parts.compute(
+            "broadcasts of buffers", lambda: broadcast_share(run, steps), 0.0
+        )
+        self.hypotheses = hypotheses(told, broadcasts)
         single, switched = (
             [one.phase for one in self.hypotheses if one.alone == alone and not one.separate]
             for alone in (True, False)

@@ -162,6 +162,13 @@ def carries_objects(frame: FrameType) -> bool:
     return any("object" in name for _, name in _library_functions(frame))
 
 
+def serves_checkpoint(frame: FrameType) -> bool:
+    """Return whether torch.distributed.checkpoint runs, also in a thread of ``async_save``."""
+    return any(
+        module.startswith("torch.distributed.checkpoint") for module, _ in _library_functions(frame)
+    )
+
+
 def _kind_by_functions(names: list[str]) -> CollectiveKind | None:
     if any("object" in name for name in names):  # all_gather_object, broadcast_object_list, ...
         return CollectiveKind.OBJECT

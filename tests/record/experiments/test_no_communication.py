@@ -1,0 +1,40 @@
+"""A run without communication: what torch.distributed.checkpoint sends is sent all the same."""
+
+import ranks
+import torch
+
+from paceline.analyze.records.load_run import load_run
+from paceline.record.ring.stack_sampler import LIBRARY_PREFIXES
+from paceline.record.ring.states import State
+
+SAVES = """
+    import torch, torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.distributed_c10d import _world
+    from paceline.record.experiments.no_communication import NoCommunicationGroup
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for group in list(_world.pg_map):
+        group.inner = NoCommunicationGroup(group.inner)
+        group._checks = None
+    silent = torch.full((2,), float(rank))
+    dist.all_reduce(silent)
+    state = {f"own-{rank}": torch.full((3 + rank,), float(rank)), "step": torch.tensor(7)}
+    dcp.async_save(state, checkpoint_id="saved").result()
+    if rank == 0:
+        found = dcp.FileSystemReader("saved").read_metadata()
+        print(silent.tolist(), sorted(found.state_dict_metadata))
+"""
+
+
+def test_asynchronous_checkpoint_without_communication_is_complete(tmp_path):
+    script = ranks.write(tmp_path, SAVES)
+    out = ranks.run(script, launcher=f"paceline --record {tmp_path}/record").stdout
+    assert "[0.0, 0.0] ['own-0', 'own-1', 'step']" in out
+    for record in load_run(tmp_path / "record").records:  # the call, and the wait for its end
+        assert record.count(State.CHECKPOINT) == 2
+
+
+def test_installed_packages_are_libraries_wherever_they_are_found():
+    assert torch.__file__.startswith(LIBRARY_PREFIXES)
