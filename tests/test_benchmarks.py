@@ -392,7 +392,7 @@ def test_duration_of_verify(tmp_path):
     ],
 )
 def test_measurements_of_a_gpu_run_on_the_cpu(tmp_path, name):
-    options = ("--device", "cpu", "--quick", "--seconds", "30")
+    options = ("--device", "cpu", "--quick", "--seconds", "100")
     result = result_of(name, tmp_path / "found.json", *options)
     assert result["measurements"]
     assert result["medians"] or result["ratios"]
