@@ -382,3 +382,17 @@ def test_duration_of_verify(tmp_path):
     assert list(result["medians"]) == ["2"]
     assert result["measurements"]["step_s"] > 0
     assert len(result["targets"]) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpu_recording_cost", "gpu_layout_memory", "gpu_roofline", "gpu_recomputation"),
+        "gpu_loaders",
+    ],
+)
+def test_measurements_of_a_gpu_run_on_the_cpu(tmp_path, name):
+    options = ("--device", "cpu", "--quick", "--seconds", "100")
+    result = result_of(name, tmp_path / "found.json", *options)
+    assert result["measurements"]
+    assert result["medians"] or result["ratios"]

@@ -96,8 +96,8 @@ if [[ $machine == "$here" ]]; then
 else
     # Compiled on the target machine, if it has a compiler; Paceline works without the kernel too.
     "${pip[@]}" wheel -qq --no-deps --wheel-dir "$stubs" "$root"
-    "${pip[@]}" install -q --target "$stubs/build" build
-    PYTHONPATH=$stubs/build "$python" -m build -q --sdist --outdir "$dest" "$root"
+    "${pip[@]}" install -qq --target "$stubs/build" build
+    PYTHONPATH=$stubs/build "$python" -m build --sdist --outdir "$dest" "$root" > /dev/null
     build=(hatchling)
 fi
 own=$(echo "$dest"/paceline-*.whl)

@@ -58,12 +58,14 @@ class Group:
         )
 
 
+COMMANDS = ("check", "roof", "spread", "bench"), ("verify", "guard")
 DIAGNOSED = ("input_stall", "slow_kernel", "nothing"), ("synchronization", "copy", "remedy")
 # The most valuable first.
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
     Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 240),
-    Group("commands", "check, roofline, bench comm, verify, guard of the loss", 240),
+    Group("commands 1", "check, roofline, bench comm", 240, COMMANDS[0]),
+    Group("commands 2", "verify, guard of the loss", 240, COMMANDS[1]),
     Group("diagnose 1", "paceline diagnose of planted faults", 240, DIAGNOSED[0]),
     Group("diagnose 2", "paceline diagnose of planted faults", 240, DIAGNOSED[1]),
     Group("ranks", "ranks that share a GPU, binding, visible devices", 240),

@@ -90,7 +90,7 @@ def main(path: str, asked: dict[str, Any]) -> None:
                     step = stepper(mode, asked["width"], batch, device)
             for on in (True, False):
                 recording.switch(on)
-                timed(step, WARM_UP_STEPS if on else 5, device)
+                timed(step, WARM_UP_STEPS if on and device.type == "cuda" else 5, device)
             names = list(blocks)
             for turn in range(asked["rounds"]):
                 for name in names if turn % 2 else names[::-1]:
