@@ -34,8 +34,8 @@ def is_store_private() -> bool:
 
 
 def connect_gloo(
-    make: Callable[[Any], dist.ProcessGroupGloo], store: Any, rank: int, size: int
-) -> dist.ProcessGroupGloo:
+    make: "Callable[[Any], dist.ProcessGroupGloo]", store: Any, rank: int, size: int
+) -> "dist.ProcessGroupGloo":  # quoted: torch.distributed may be importing this module
     """Make a gloo group whose connections all lead to ranks of the job.
 
     All ranks connect at the same time, so that other processes have little time to find their
