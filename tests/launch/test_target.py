@@ -166,7 +166,7 @@ def test_variables_of_a_job_on_another_node_are_named(monkeypatch, tmp_path):
     for name, value in slurm("other1", 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="are of Slurm job .* on other1, and this node is") as told:
+    with pytest.raises(ValueError, match=r"are of Slurm job .* on other1, and this") as told:
         find_target(None, None, None)
     assert "srun is not installed" in str(told.value)
     assert str(told.value).endswith("-H localhost:2; or start the job inside the allocation")
