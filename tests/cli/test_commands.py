@@ -154,6 +154,25 @@ def test_diagnosis_in_a_json_file_replaces_the_report(tmp_path, monkeypatch, cap
     assert capsys.readouterr() == ("", "")
 
 
+def test_results_are_on_disk_before_they_are_printed(tmp_path, monkeypatch):
+    def gone(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("paceline.report.terminal.diagnose.render", gone)
+    monkeypatch.setattr(
+        "paceline.report.page.diagnosis_page.diagnosis", lambda found, words: "page"
+    )
+    monkeypatch.setattr(
+        "paceline.report.page.write_page.save", lambda page, at: at.write_text(page)
+    )
+    outputs = DiagnosisOutputs(None, tmp_path / "found.html", None)
+    for show in (outputs.update, outputs.finish):
+        with pytest.raises(BrokenPipeError):
+            show(None)
+        assert (tmp_path / "found.html").read_text() == "page"
+        (tmp_path / "found.html").unlink()
+
+
 def test_verbose_version_names_what_a_bug_report_needs():
     shown = paceline("--version", "--verbose").stdout
     for name in ("paceline", "python", "torch", "vector instructions", "backends", "scheduler"):

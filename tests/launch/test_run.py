@@ -282,6 +282,28 @@ def test_forked_ranks_do_not_share_state_of_the_command_line(tmp_path):
     assert ranks.untagged(out) == {f"True {folder}"}
 
 
+@pytest.mark.parametrize("launcher", ["paceline", "paceline --fresh"])
+def test_process_title_names_rank_and_script(tmp_path, launcher):
+    script = ranks.write(
+        tmp_path,
+        """
+        from pathlib import Path
+        print([Path(f"/proc/self/{name}").read_text() for name in ("cmdline", "comm")])
+        """,
+    )
+    result = subprocess.run(  # without the warm start, which has a command line of its own
+        [ranks.PACELINE, "run", "-n", "2", *launcher.split()[1:], script.name, "x"],
+        cwd=tmp_path,
+        env=ranks.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    for rank in range(2):
+        assert f"['rank {rank}: script.py x\\x00" in result.stdout
+        assert f"'rank {rank}: script.\\n'" in result.stdout
+
+
 def test_variables_that_the_interpreter_reads_at_its_start_reach_it(tmp_path):
     script = ranks.write(tmp_path, "import sys; print(sys.flags.hash_randomization, hash('a'))")
     out = ranks.run(script, launcher="paceline --env PYTHONHASHSEED=0").stdout

@@ -10,6 +10,7 @@ import ranks
 from paceline.cluster.schedulers.hostfile import Host
 from paceline.cluster.topology.local_resources import allowed_threads
 from paceline.cluster.topology.topology import topology
+from paceline.launch import job
 from paceline.launch.layout import default_ranks, explain_default_ranks
 from paceline.launch.target import find_target
 
@@ -159,6 +160,28 @@ def test_allocation_of_local_host_needs_no_start_command(tmp_path):
     assert shown.stdout.startswith("Slurm job 77: ranks on this machine\n")
     assert f"5 ranks: {HERE}: 0-4\n" in shown.stdout
     assert "starts:" not in shown.stdout
+
+
+def test_variables_of_a_job_on_another_node_are_named(monkeypatch, tmp_path):
+    for name, value in slurm("other1", 2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"are of Slurm job .* on other1, and this") as told:
+        find_target(None, None, None)
+    assert "srun is not installed" in str(told.value)
+    assert str(told.value).endswith("-H localhost:2; or start the job inside the allocation")
+
+
+def test_limit_of_open_files_is_raised_or_reported(monkeypatch, tmp_path):
+    limits = [(24, 4096), (24, 24)]
+    monkeypatch.setattr(job.resource, "getrlimit", lambda _: limits.pop(0))
+    wanted = []
+    monkeypatch.setattr(job.resource, "setrlimit", lambda _, new: wanted.append(new))
+    asked = job.Job(str(ranks.write(tmp_path, "")), ranks=2)
+    job.check(asked)
+    assert wanted == [(80, 4096)]
+    with pytest.raises(ValueError, match=r"limit of open files is 24 .* job needs 80. HINT: "):
+        job.check(asked)
 
 
 def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):

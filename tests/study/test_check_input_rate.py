@@ -124,10 +124,8 @@ def loading(folder):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if b"paceline.study.input_rate.load_rank" in words and str(
-                folder
-            ).encode() in b" ".join(words):
+            line = path.read_bytes()
+            if b"paceline.study.input_rate.load_rank" in line and str(folder).encode() in line:
                 found.append(path)
     return found
 

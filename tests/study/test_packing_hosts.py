@@ -69,7 +69,7 @@ def calls(folder, host):
 
 def packing_on(hosts, host):
     """Return the ranks on this host."""
-    command = ["pgrep", "-f", "paceline.launch.ranks.rank_process"]
+    command = ["pgrep", "-f", "^rank [0-9]"]  # the title of a rank
     return hosts.run(host, *command, check=False, cwd=Path("/")).stdout.split()
 
 

@@ -143,17 +143,20 @@ def _answer(asked: "ScriptRequest", html: Path | None, json: Path | None) -> NoR
             runs = run_verification(asked, status.say)
             status.clear()
             found = (runs, *judge(runs))
+            written = None
+            if html is not None:  # first: the process that reads the output may have ended
+                from ..report.page.verification_page import verification
+                from ..report.page.write_page import save
+
+                written = save(verification(found), html)
             if json is not None:
                 print_json(shown.as_json(found), json, indent=1)
             else:
                 from ..report.console import PlainConsole
 
                 PlainConsole().print(shown.render(found))
-            if html is not None:
-                from ..report.page.verification_page import verification
-                from ..report.page.write_page import save
-
-                typer.echo(save(verification(found), html), err=json == STDOUT)
+            if written is not None:
+                typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:
         raise typer.Exit(128 + interruption.signal_number)
     raise typer.Exit(int(any(not one.is_question for one in found[1])))

@@ -4,6 +4,7 @@ import ast
 import importlib.machinery
 import json
 import os
+import resource
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ FRESH_RANK_BYTES = 230 << 20
 OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD")
 # So do these; the process that ranks are forked from may have started with other values.
 READ_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONWARNINGS")
+MIN_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 8
 DEFAULT_HANG_TIMEOUT_S = 300.0
 AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
@@ -205,6 +207,7 @@ def check(job: Job) -> bytes:
             f"--bind {job.bind} is not known. HINT: {AUTO}, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
     time_limit.end_time(os.environ)
+    _raise_file_limit(MIN_OPEN_FILES + OPEN_FILES_PER_RANK * job.ranks)
     if job.record is not None:
         job_folder.check(job.record)
     if job.summary is not None and not job.summary.absolute().parent.is_dir():
@@ -268,6 +271,18 @@ def _module_file(name: str) -> Path:
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise ValueError(f"{name} is not a module of Python source")
     return Path(spec.origin)
+
+
+def _raise_file_limit(needed: int) -> None:
+    """Let this process open ``needed`` files. Raises ValueError where the hard limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"the limit of open files is {hard} (ulimit -Hn), and this job needs {needed}. HINT: "
+            "start it from a shell with a higher limit, or with fewer ranks"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def preloads(job: Job, source: bytes) -> list[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from .layout import format_layout, ranks_per_host
 from .remote.start_commands import LaunchTool, find_tool
 
 MAX_SHOWN_COMMANDS = 4
+MAX_SHOWN_HOSTS = 4  # in a message
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,28 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
     if len(found) == 1 and launcher is None and is_local_host(found[0].name):
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
-    return Target(found, find_tool(launcher or allocation.tool), False, why)
+    return Target(found, _tool_of(allocation, launcher), False, why)
+
+
+def _tool_of(allocation: Allocation, launcher: str | None) -> LaunchTool:
+    """Return the tool that starts agents in an allocation.
+
+    Raises:
+        ValueError: It is not known or not installed. If this node is not in the allocation, its
+            environment variables are probably those of another job, and the message says so.
+    """
+    try:
+        return find_tool(launcher or allocation.tool)
+    except ValueError as error:
+        if launcher is not None or any(is_local_host(host.name) for host in allocation.hosts):
+            raise
+        names = ", ".join(host.name for host in allocation.hosts[:MAX_SHOWN_HOSTS])
+        reason = str(error).partition(" HINT: ")[0]
+        raise ValueError(
+            f"the environment variables are of {allocation.scheduler} job {allocation.job} on "
+            f"{names}, and this node is {socket.gethostname()}: {reason} HINT: to run on this node "
+            "alone: -H localhost:2; or start the job inside the allocation"
+        ) from None
 
 
 @functools.cache

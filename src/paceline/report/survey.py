@@ -27,11 +27,10 @@ def describe_survey(seen: Any, minutes: float) -> list[str]:
         often = f"every {one.period} steps" if one.period else f"in {counted(one.count, 'step')}"
         often = "at the end of each epoch" if one.at_epoch_ends else often
         events.append(f"{name} {percent(one.share)} ({often})")
-    what = "; ".join(events) or "nothing that happens seldom"
-    said = [
-        f"Survey of {counted(seen.steps, 'step')} in {elapsed(seen.seconds)}, shares of the time "
-        f"of all ranks: {what}"
-    ]
+    over = f"{counted(seen.steps, 'step')} of the unchanged script in {elapsed(seen.seconds)}"
+    said = [f"{over} had no validation, no checkpoint and no other event that few steps have"]
+    if events:
+        said = [f"{over}, as shares of the time of all ranks: {'; '.join(events)}"]
     if seen.missing_s:
         more = math.ceil(minutes + seen.missing_s / SURVEY_SHARE / 60)
         said.append(

@@ -1,5 +1,7 @@
 """What happens seldom: its share is of the training, and rungs are compared over steps alike."""
 
+from types import SimpleNamespace
+
 import pytest
 from records import Rank
 
@@ -7,6 +9,7 @@ from paceline.analyze.diagnosis.ladder import measure_rung, waterfall
 from paceline.analyze.diagnosis.survey import book_rare, pooled, survey
 from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import State
+from paceline.report.survey import describe_survey
 
 STEP, COMPUTE, VALIDATION = 20, 15, 500  # ms
 STEP_S, VALIDATION_S = STEP / 1e3, VALIDATION / 1e3
@@ -58,3 +61,11 @@ def test_survey_reports_what_it_did_not_reach(tmp_path):
     seen = survey(run_of(tmp_path, 20, epoch_batches=120), 2)
     assert seen.missing_s == pytest.approx((120 - 21) * STEP_S, rel=0.05)
     assert seen.events == []
+
+
+def test_survey_without_rare_events_says_so():
+    seen = SimpleNamespace(steps=36, seconds=4.5, events=[], missing_s=0.0)
+    assert describe_survey(seen, 5.0) == [
+        "36 steps of the unchanged script in 4.5 s had no validation, no checkpoint and no other "
+        "event that few steps have"
+    ]

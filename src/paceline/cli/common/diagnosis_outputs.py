@@ -26,9 +26,10 @@ class DiagnosisOutputs:
         self._has_printed = False
 
     def update(self, found: "Diagnosis") -> None:
-        """Print what is new in a diagnosis that goes on, and write all files."""
+        """Write all files, and print what is new in a diagnosis that goes on."""
         from ...report.terminal import diagnose as shown
 
+        self._write_files(found)
         if self._json is None:
             from ...report.console import PlainConsole
 
@@ -40,12 +41,13 @@ class DiagnosisOutputs:
             for trial in trials[self._trials :]:
                 console.print(shown.render_trial(trial))
             self._trials = len(trials)
-        self._write_files(found)
 
     def finish(self, found: "Diagnosis") -> None:
-        """Print what was not printed yet, write all files, and say where they are."""
+        """Write all files, print what was not printed yet, and say where the files are."""
         from ...report.terminal import diagnose as shown
 
+        # first: the process that reads the output may have ended (| head)
+        written = self._write_files(found)
         if self._json == STDOUT:
             print_json(shown.as_json(found), STDOUT, indent=1)
         if self._json is None:
@@ -54,7 +56,7 @@ class DiagnosisOutputs:
             console = PlainConsole()
             render = shown.render_trials if self._has_printed else shown.render
             console.print(render(found, console.width))
-        for said in self._write_files(found):
+        for said in written:
             typer.echo(said, err=self._json == STDOUT)
 
     def _write_files(self, found: "Diagnosis") -> list[str]:

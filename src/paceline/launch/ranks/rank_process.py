@@ -32,7 +32,7 @@ from ...record.ring.launcher_messages import send_to_launcher
 from ...record.ring.recorder import update_all_headers
 from ...security.processes import import_folders, module_folders, python_command
 from ..affinity.memory_policy import prefer
-from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl
+from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl, set_title
 from ..monitor import rank_stacks
 from ..records import job_folder
 from .fork_server import RankStart
@@ -162,6 +162,8 @@ def execute(command: dict[str, Any]) -> int:
     rank and fail in turn.
     """
     sys.argv = [command["name"], *command["args"]]
+    if "RANK" in os.environ:
+        set_title(f"rank {os.environ['RANK']}: {' '.join(sys.argv)}")
     rank_stacks.answer()
     try:
         after_import(

@@ -36,15 +36,15 @@ def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGua
     try:
         report = analyse(load_run(folder))
     except ValueError as error:
-        sys.stderr.write(f"paceline: {error}\n")
         if summary is not None:
             _write(summary, json.dumps(_without_figures(str(error), guard_json(guard))))
+        sys.stderr.write(f"paceline: {error}\n")
         return
+    if summary is not None:  # first: the process that reads the output may have ended
+        _write(summary, run_json(report, guard_json(guard)))
     if code in (0, STOPPED_EARLY_EXIT_CODE):
         sys.stderr.write(render(report))
     sys.stderr.write(f"paceline: the record is in {folder}. HINT: paceline report {folder}\n")
-    if summary is not None:
-        _write(summary, run_json(report, guard_json(guard)))
 
 
 def write_summary(
