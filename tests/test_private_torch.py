@@ -67,6 +67,7 @@ INTERFACES = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
     "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",
     "torch.distributed._tools.mem_tracker.MemTracker._update_peak_stats": "half of the time",
+    "torch.distributed._tools.mem_tracker.MemTracker._track_module_params_and_buffers": "frozen",
     "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
