@@ -67,6 +67,8 @@ INTERFACES = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a shape that depends on data",
     "torch.distributed._tools.mem_tracker.MemTracker._pre_fw_hook": "root modules called twice",
     "torch.distributed._tools.mem_tracker.MemTracker._update_peak_stats": "half of the time",
+    "torch.distributed._tools.mem_tracker.MemTracker._track_module_params_and_buffers": "frozen",
+    "tracker._param_to_grad_hook_handles": "frozen parameters have no hooks for gradients",
     "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
@@ -212,6 +214,7 @@ def objects(tmp_path_factory):
     scheduled.step()
     yield {
         "scheduled": scheduled,
+        "tracker": torch.distributed._tools.mem_tracker.MemTracker(),
         "fsdp": fsdp,
         "fsdp_state": fsdp._get_fsdp_state(),
         "fsdp_group": fsdp_group,

@@ -62,6 +62,22 @@ def test_zero1_keeps_whole_gradients_within_an_accumulation():
     assert four.gradients == 4 * N
 
 
+def test_layouts_keep_the_gradients_of_earlier_batches_within_an_accumulation():
+    held = {"parameters": 4 * N, "optimizer_states": 8 * N, "activations": 50 * N}
+    traced = StepMemory(
+        [MemorySample("Net", "backward", MemoryByCategory(**held))], step().blocks, 4 * N
+    )
+    one, two = (
+        [predict_layout(traced, layout, 4, accumulate=n).memory.gradients for layout in LAYOUTS]
+        for n in (1, 2)
+    )
+    assert one == [4 * N, 0, 0, 0]
+    assert two == [8 * N, 4 * N, N, N]  # DDP's buckets and the gradients; whole ones; shards
+    assert predict_layout(traced, "data", 1, accumulate=2).memory.gradients == 4 * N
+    in_optimizer = predict_layout(step(), "data", 4, accumulate=2)
+    assert (in_optimizer.phase, in_optimizer.memory.gradients) == ("forward", 8 * N)
+
+
 def test_blocks_are_sharded_again_when_backward_has_reduced_them():
     held = {"parameters": 4 * N, "optimizer_states": 8 * N}
     begin = MemorySample("Net", "forward", MemoryByCategory(**held))

@@ -130,7 +130,8 @@ def predict_layout(
 
     Args:
         recompute: How ``step`` recomputes activations; stated in the result.
-        accumulate: Batches of one optimizer step. zero1 keeps whole gradients among them.
+        accumulate: Batches of one optimizer step. All layouts keep gradients among them: DDP
+            beside its buckets, zero1 whole ones, zero2 and zero3 shards.
 
     Raises:
         ValueError: the layout is unknown, ``ranks`` is below 1, or the step has no samples.
@@ -138,12 +139,13 @@ def predict_layout(
     _check(layout, ranks)
     if not step.samples:
         raise ValueError("the step has no samples. HINT: trace a step that runs operations")
+    kept = step.gradient_bytes if accumulate > 1 else 0
     if layout == "zero2" or (layout == "zero1" and accumulate == 1):
-        held = _held_by_gathering(step, ranks, keep=True)
+        held = _held_by_gathering(step, ranks, kept, keep=True)
     elif layout == "zero3":
-        held = _held_by_gathering(step, ranks, keep=False)
+        held = _held_by_gathering(step, ranks, kept, keep=False)
     else:
-        held = [_held_whole(step, s, layout, ranks) for s in step.samples]
+        held = [_held_whole(step, s, layout, ranks, kept) for s in step.samples]
     pairs = zip(held, step.samples, strict=True)
     memory, at = max(pairs, key=lambda pair: pair[0].total)
     return LayoutMemory(layout, ranks, at.module, at.phase, memory, recompute, at.line)
@@ -214,27 +216,36 @@ def size_text(size: int) -> str:
 
 
 def _held_whole(
-    step: StepMemory, sample: MemorySample, layout: Layout, ranks: int
+    step: StepMemory, sample: MemorySample, layout: Layout, ranks: int, kept: int
 ) -> MemoryByCategory:
-    """Return what a rank holds that has whole parameters and gradients."""
+    """Return what a rank holds that has whole parameters and gradients.
+
+    Args:
+        kept: Bytes of gradients of the batches before, which wait for the last one.
+    """
     m = sample.memory
     if ranks == 1:
-        return m
-    held = replace(m, gradients=step.gradient_bytes)  # in buckets, which live all the time
+        return replace(m, gradients=max(m.gradients, kept))
+    buckets = step.gradient_bytes  # which live all the time
     if layout == "data":
-        return held
+        # the last backward copies the gradients into the buckets
+        return replace(m, gradients=buckets + (kept if sample.phase != "optimizer" else 0))
     return replace(
-        held,
+        m,
+        gradients=buckets,
         parameters=_part(m.parameters, ranks),
         optimizer_states=_part(m.optimizer_states, ranks),
         unsharded=m.parameters + 2 * max(step.blocks.values(), default=0),
     )
 
 
-def _held_by_gathering(step: StepMemory, ranks: int, *, keep: bool) -> list[MemoryByCategory]:
+def _held_by_gathering(
+    step: StepMemory, ranks: int, kept: int, *, keep: bool
+) -> list[MemoryByCategory]:
     """Return what a rank holds that keeps shards, and gathers the parameters of a block.
 
     Args:
+        kept: Bytes of whole gradients of the batches before, of which each rank has a shard.
         keep: Whether a gathered block stays whole from its forward to the end of its backward.
     """
     found, before_backward = [], 0
@@ -246,7 +257,7 @@ def _held_by_gathering(step: StepMemory, ranks: int, *, keep: bool) -> list[Memo
             replace(
                 m,
                 parameters=_part(m.parameters, ranks),
-                gradients=_part(m.gradients, ranks),
+                gradients=_part(max(m.gradients, kept), ranks),
                 optimizer_states=_part(m.optimizer_states, ranks),
                 unsharded=_unsharded(step, sample, m.gradients - before_backward, keep=keep),
             )

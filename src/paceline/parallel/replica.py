@@ -68,7 +68,7 @@ class FixedBuckets(DistributedDataParallel):
         if self._method is None:
             return super()._run_ddp_forward(*inputs, **options)  # type: ignore[no-untyped-call]
         method, self._method = self._method, None
-        with self._inside_ddp_forward():  # type: ignore[no-untyped-call]
+        with self._inside_ddp_forward():
             return getattr(self.module, method)(*inputs, **options)
 
     def _post_forward(self, output: Any) -> Any:
@@ -106,7 +106,7 @@ class FixedBuckets(DistributedDataParallel):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_"):
                 raise
-        if name in own_methods(type(module)):
+        if name in own_methods(module):
             return functools.partial(self._call_method, name)
         return getattr(module, name)
 
@@ -135,10 +135,12 @@ class FixedBuckets(DistributedDataParallel):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return copy.deepcopy(self.module, memo)
+        plain: nn.Module = copy.deepcopy(self.module, memo)
+        return plain
 
     def __copy__(self) -> nn.Module:
-        return copy.copy(self.module)
+        plain: nn.Module = copy.copy(self.module)
+        return plain
 
     def __reduce_ex__(self, _: Any) -> Any:
         return operator.getitem, ((self.module,), 0)  # can be loaded without Paceline
@@ -161,11 +163,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-@functools.cache
-def own_methods(kind: type) -> list[str]:
+def own_methods(module: object) -> list[str]:
     """Return the public methods that the user's class adds to nn.Module and torch's classes."""
     names: dict[str, None] = {}
-    for base in kind.__mro__:
+    for base in type(module).__mro__:
         if base.__module__.partition(".")[0] == "torch" or base is object:
             continue
         for name, value in vars(base).items():

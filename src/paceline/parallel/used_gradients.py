@@ -5,12 +5,14 @@ would add to them, as if batches were accumulated, which ``world.distribute(accu
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from .sharded.registry import local_part
 
-_Used = tuple[torch.Tensor, torch._C._WeakTensorRef, int, int]
+_weak_reference: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+_Used = tuple[torch.Tensor, Any, int, int]  # parameter, its gradient, address, version
 
 
 class UsedGradients:
@@ -25,8 +27,8 @@ class UsedGradients:
             if parameter.grad is not None:
                 # a weak reference: the memory is free as soon as the script zeroes the gradient
                 own = local_part(parameter.grad)
-                weak = torch._C._WeakTensorRef(own)
-                self._used.append((parameter, weak, own.data_ptr(), own._version))
+                used = (parameter, _weak_reference(own), own.data_ptr(), own._version)
+                self._used.append(used)
 
     def discard(self) -> None:
         """Discard the gradients that have not changed since their step."""

@@ -49,6 +49,28 @@ def test_module_called_twice_in_a_step():
     assert trace_step(build).gradient_bytes == 4 * 72
 
 
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_step_of_a_model_with_frozen_parts(unfreezes):
+    def build():
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 8))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters())
+        x = torch.zeros(64, 256)
+
+        def run():
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            model[0].requires_grad_(unfreezes)
+
+        return TrainingStep([model], [optimizer], [x], run)
+
+    samples = trace_step(build).samples
+    trained = 4 * (512 * 8 + 8) + unfreezes * 4 * (256 * 512 + 512)
+    assert max(sample.memory.gradients for sample in samples) == trained
+    assert samples[-1].memory.parameters == 4 * (256 * 512 + 512 + 512 * 8 + 8)
+
+
 def test_step_that_reads_values():
     def build():
         x = torch.ones(3)

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...optim.gradients import parameters_of
-from ...record.hooks.phases import PhaseRecorder
 from ..blocks import find_blocks
 
 
@@ -85,24 +84,10 @@ def copy_without_data(
         tensors += parameters_of(optimizer)
         tensors += [t for t in tree_leaves(list(optimizer.state.values())) if is_tensor(t)]
     memo: dict[int, Any] = {id(t): empty_as(t, device) for t in tensors}
-    memo |= {id(hook): _ignore for model in models for hook in _recorders_hooks(model)}
     found: tuple[list[nn.Module], list[Optimizer]] = copy.deepcopy(
         (list(models), list(optimizers)), memo
     )
     return found
-
-
-def _recorders_hooks(model: nn.Module) -> list[Any]:
-    """Return the hooks of the recorder, whose process groups can't be copied."""
-    modules = list(model.modules())
-    hooks = [
-        h for m in modules for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
-    ]
-    return [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), PhaseRecorder)]
-
-
-def _ignore(*_: Any) -> None:
-    """Do nothing, in place of a hook."""
 
 
 def empty_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

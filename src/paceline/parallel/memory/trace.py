@@ -11,7 +11,7 @@ a convolution or transposed convolution. benchmarks/layouts/memory_prediction.py
 """
 
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ...cost.layout_memory import MemoryByCategory, MemorySample, Phase, StepMemory
 from ...record.hooks.error_messages import script_line
@@ -46,6 +47,7 @@ FIELDS = {
 TRACED_STEPS = 2  # the first one creates the optimizer's states
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _EQUAL = torch.ops.aten.equal.default
+_NO_HOOKS = (RemovableHandle(OrderedDict()),) * 2  # in place of MemTracker's
 _READS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)
 
 
@@ -188,6 +190,18 @@ class StepTracker(MemTracker):
         if not inside and not self._modules.is_bw:
             self.memory_tracking.pop(module, None)
         super()._pre_fw_hook(module, inputs)
+
+    def _track_module_params_and_buffers(
+        self, module: torch.nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        """Allow frozen parameters, on which MemTracker can't put its hooks for gradients."""
+        handles = self._param_to_grad_hook_handles
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                handles.setdefault(parameter, _NO_HOOKS)
+            elif handles.get(parameter) is _NO_HOOKS:  # trained from now on
+                del handles[parameter]
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         """Do nothing: MemTracker's peaks, of each module after each operation, are not used."""

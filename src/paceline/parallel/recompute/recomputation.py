@@ -7,6 +7,7 @@ changes (batch norm's running statistics, spectral norm's vectors) would change 
 """
 
 import contextlib
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,7 @@ def _check_options(model: nn.Module, recompute: str | None, memory_budget: float
 
 
 class _Recomputed:
-    """The ``forward`` of a block that recomputes. Copies of the model have the plain one."""
+    """The ``forward`` of a block that recomputes. A pickled model has the plain one."""
 
     def __init__(self, module: nn.Module, way: str, plan: "Plan | None") -> None:
         self.module, self.forward, self.plan = module, module.forward, plan
@@ -91,6 +92,11 @@ class _Recomputed:
 
     def __reduce__(self) -> Any:
         return operator.getitem, ((self.forward,), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Recomputed":
+        copied = _Recomputed.__new__(_Recomputed)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from ..replica import has_tensor, own_methods
 
 def wrap_methods(module: FSDPModule) -> None:
     """Let methods of the module's own class gather the parameters when called with a tensor."""
-    for name in own_methods(type(module)):
+    for name in own_methods(module):
         plain = getattr(module, name)
         register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
         gathering = getattr(module, name)
