@@ -194,7 +194,7 @@ OTHERS = {
 # on its parameters.
 OPTIONAL = {
     *("_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"),
-    *("_is_flat_param", "_bucket_config"),
+    *("_is_flat_param", "_bucket_config", "_forward_hooks", "_forward_pre_hooks"),
     *("_fsdp_param_groups", "_fsdp_param_group"),  # since PyTorch 2.12, and before
 }
 

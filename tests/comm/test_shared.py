@@ -6,14 +6,20 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from collectives import ANY, FAILS, SAME, TRAINS
 
 import paceline
+from paceline.comm import backend
+from paceline.comm.group_device import exchangeable
+from paceline.comm.shared_memory_group import SharedMemoryGroup
 
 KERNEL = Path(paceline.__file__).parent / "comm" / "shared"
 
@@ -140,9 +146,9 @@ def test_all_reduce_is_bitwise_reproducible(tmp_path):
 def test_models_train_with_same_result_as_gloo(tmp_path, kind):
     script = ranks.write(tmp_path, TRAINS)
     found = []
-    for backend in ("gloo", "paceline"):
-        ranks.run(script, tmp_path / backend, backend, kind)
-        found.append(torch.load(tmp_path / backend))
+    for name in ("gloo", "paceline"):
+        ranks.run(script, tmp_path / name, name, kind)
+        found.append(torch.load(tmp_path / name))
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -292,3 +298,32 @@ def test_kernel_passes_sanitizers(tmp_path, sanitizer):
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "clean\n"
+
+
+def test_numbers_go_to_a_device_of_the_group():
+    numbers = torch.ones(2)
+    of_both = SimpleNamespace(_device_types=[torch.device("meta"), torch.device("cpu")])
+    assert exchangeable(numbers, of_both) is numbers
+    of_gpus = SimpleNamespace(_device_types=[torch.device("meta")])
+    assert exchangeable(numbers, of_gpus).device.type == "meta"
+
+
+def test_tensors_of_the_host_are_in_shared_memory_on_nodes_with_gpus(monkeypatch):
+    """All ranks decide alike then, also where only some nodes have GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "over_memory", lambda group, *_: (f"{group} in memory", ""))
+    options = SimpleNamespace(
+        store=dist.HashStore(), timeout=timedelta(seconds=1), global_ranks_in_group=[0]
+    )
+    assert backend._faster("group", options) == "group in memory"
+
+
+def test_barrier_of_a_gpu_is_nccls():
+    group = SimpleNamespace(
+        inner=SimpleNamespace(barrier=lambda options: "of NCCL"), _start=lambda *_: "in memory"
+    )
+    options = dist.BarrierOptions()
+    options.device = torch.device("cuda")
+    assert SharedMemoryGroup.barrier(group, options) == "of NCCL"
+    options.device = torch.device("cpu")
+    assert SharedMemoryGroup.barrier(group, options) == "in memory"

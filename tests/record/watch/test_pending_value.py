@@ -4,9 +4,9 @@ No GPU is involved: its tensors have no values, so that reading one is an error.
 """
 
 import torch
-from fake_gpu import fake_gpu
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from fake_gpu import fake_gpu
 from paceline.record import pending_value
 from paceline.record.completed_future import completed_future, devices_of
 from paceline.record.hooks import hook_failures
