@@ -20,10 +20,10 @@ from .confirmation import (
 )
 from .evidence import MIN_SHARE, Evidence
 from .exchanged_calls import CollectiveKind
-from .failed_parts import FailedParts, NoFailedParts
 from .ladder import BARS, Interval, RungResult, Waterfall
 from .overlap import Cause, check_no_time_is_named_twice, ranked, without_overlap
 from .rules import compute, exchange, exchange_parts, inputs, lines, ranks, script
+from .rules.failed_parts import FailedParts, NoFailedParts
 from .rules.operators import Finding
 
 __all__ = [

@@ -21,7 +21,6 @@ from ...analyze.diagnosis.causes import (
     witnesses,
 )
 from ...analyze.diagnosis.exchanged_calls import measure_exchanged_calls
-from ...analyze.diagnosis.failed_parts import FailedParts
 from ...analyze.diagnosis.gradient_sync import measure_gradient_sync
 from ...analyze.diagnosis.ladder import RungResult, Waterfall, waterfall
 from ...analyze.diagnosis.lateness import computing_spread, lateness
@@ -31,6 +30,7 @@ from ...analyze.diagnosis.operator_profile import (
     combine_profiles,
     profile_notes,
 )
+from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.rules.operators import findings
 from ...analyze.figures.losses import lines_in
 from ...analyze.figures.measured_window import MeasuredWindow

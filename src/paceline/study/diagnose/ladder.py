@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable
 
-from ...analyze.diagnosis.failed_parts import FailedParts
 from ...analyze.diagnosis.ladder import EndedError, RungResult, measure_rung
+from ...analyze.diagnosis.rules.failed_parts import FailedParts
 from ...analyze.diagnosis.survey import survey
 from ...analyze.records.child_processes import untracked_training
 from ...analyze.records.load_run import Run
