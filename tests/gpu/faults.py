@@ -35,7 +35,7 @@ SCRIPT = """
             self.enter = nn.Linear(FEATURES, WIDTH)
             self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
             self.leave = nn.Linear(WIDTH, 8)
-            self.table = torch.randn(WIDTH, WIDTH, device=device)
+            self.table = (torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5).double()
         def forward(self, x):
             x = self.enter(x).relu()
             for layer in self.layers:
@@ -44,7 +44,9 @@ SCRIPT = """
                 x = self.slow(x)
             return self.leave(x)
         def slow(self, x):
-            wide = x.double() @ self.table.double() @ self.table.double()  # the fault "kernel"
+            wide = x.double()
+            for _ in range(20):
+                wide = wide @ self.table  # the fault "kernel"
             return x + 1e-9 * wide.float()
 
     def prepare():

@@ -17,7 +17,9 @@ def diagnosed(folder, fault, *more):
     words = ["diagnose", "-n", "1", "--minutes", MINUTES, "--json", *more, script, fault, 100_000]
     done = command(folder, *words, timeout=160, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(done.stdout), script.read_text()
+    found = json.loads(done.stdout)
+    print(json.dumps({name: value for name, value in found.items() if name != "rungs"})[:20_000])
+    return found, script.read_text()
 
 
 def lines_in(value):

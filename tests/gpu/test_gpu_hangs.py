@@ -54,11 +54,12 @@ def test_hang_of_one_rank_in_a_kernel_is_reported(tmp_path):
     done = run(
         *(tmp_path, HANG, "kernel"),
         number=1,
-        launcher="paceline --hang-timeout 12",
+        launcher=f"paceline --hang-timeout 6 --record {tmp_path / 'record'}",
         check=False,
         timeout=90,
     )
     assert done.returncode == 124, done.stderr[-3000:]
+    assert "Rank 0 computes, so the job may be slow" in " ".join(done.stderr.split())
     assert "synchronize" in done.stderr, done.stderr[-2500:]
 
 

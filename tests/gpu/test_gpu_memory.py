@@ -147,20 +147,21 @@ def test_activations_on_the_host_give_the_same_bits(device, number, backwards):
 
 
 @pytest.mark.only_gpu
-def test_activations_leave_the_device(device):
+def test_activations_leave_the_device(device, monkeypatch):
+    monkeypatch.setattr(host_activations, "MAX_LEAVING_BYTES", 16 * MIB)
     block = nn.Sequential(*(Block(WIDTH) for _ in range(4))).to(device)
     x = torch.randn(BATCH, WIDTH, device=device, requires_grad=True)
-    plain, y = peak_of(lambda: block(x))
-    held = torch.cuda.memory_allocated()
-    del y
+    gc.collect()  # memory of earlier tests
     free = torch.cuda.memory_allocated()
+    y = block(x)
+    held = torch.cuda.memory_allocated() - free
+    del y
+    assert held > 128 * MIB
     with activations_on_host(block):
         y = block(x)
     sync()
-    moved = torch.cuda.memory_allocated() - free
-    assert moved < 0.25 * (held - free)
+    assert torch.cuda.memory_allocated() - free < 0.25 * held
     y.sum().backward()
-    assert plain
 
 
 @pytest.mark.only_gpu
@@ -287,16 +288,23 @@ def test_state_dict_continues_with_and_without_offload(pair, device, begins):
 # budgets and predictions
 
 
-def test_available_and_free_memory(device):
+def test_available_and_free_memory(device, monkeypatch):
     available, free = memory_budget.available_bytes(device), memory_budget.free_bytes(device)
     assert 0 < free <= available
     if CUDA:
         total = torch.cuda.get_device_properties(device).total_memory
         assert 0.9 * total < available <= total
+
+        def of_this_process(device):  # other programs may use the GPU
+            return total - torch.cuda.memory_reserved(device), total
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", of_this_process)
+        gc.collect()  # memory of earlier tests
+        free = memory_budget.free_bytes(device)
         held = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-        assert free - memory_budget.free_bytes(device) >= 200 * MIB
+        assert memory_budget.free_bytes(device) == free - 256 * MIB
         del held
-        assert abs(memory_budget.free_bytes(device) - free) < 64 * MIB
+        assert memory_budget.free_bytes(device) == free  # PyTorch keeps the block
 
 
 def built(device, sgd=False, autocast=False):

@@ -3,6 +3,7 @@
 No GPU is involved: kernels are made by hand or are operators of the CPU.
 """
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,15 @@ from torch._C._autograd import DeviceType
 from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.analyze.records.read_record import parse_record
+from paceline.record.experiments.rung import CACHED, EVERYTHING, Rung
+from paceline.record.experiments.survey_end import sampler_of_run
 from paceline.record.hooks import gpu_kernels
-from paceline.record.hooks.gpu_kernels import Kernel, KernelSampler, read_kernels, write_kernels
+from paceline.record.hooks.gpu_kernels import (
+    Kernel,
+    KernelSampler,
+    read_kernels,
+    write_kernels,
+)
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import Op, State
 
@@ -165,3 +173,24 @@ def test_sampling_begins_after_a_capture_and_in_a_resumed_run(monkeypatch):
         sampler.after_step()
         calls += [step] if calls == ["begin"] else []
     assert calls == ["begin", gpu_kernels.FIRST_SAMPLED_STEP + 1]
+
+
+def test_of_experiments_only_the_survey_samples_kernels(monkeypatch):
+    recorder = Recorder(0, 1)
+    assert sampler_of_run(None, recorder).first == gpu_kernels.FIRST_SAMPLED_STEP
+    assert sampler_of_run(Rung(5, 10, (EVERYTHING, CACHED)), recorder) is None
+    survey = Rung(5, 10, (EVERYTHING,), survey_until=1.0)
+    at = time.time_ns()
+    sampler = sampler_of_run(survey, recorder, lambda _: [Kernel("gemm", at, at + 100)])
+    monkeypatch.setattr(
+        sampler, "_begin", lambda: setattr(sampler, "_profiler", SimpleNamespace(stop=int))
+    )
+    for _ in range(15):
+        sampler.after_step()
+    sampler.finish()
+    assert not parse_record(recorder.snapshot()).on_gpu  # only measured steps so far
+    for _ in range(4):
+        sampler.after_step()
+    sampler.finish()  # the survey ends before SAMPLED_STEPS
+    assert parse_record(recorder.snapshot()).on_gpu
+    sampler.finish()

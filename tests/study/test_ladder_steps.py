@@ -1,8 +1,12 @@
 """The number of training steps measured at a time, and the run that profiles operators."""
 
 import pytest
+from records import Rank
 
 from paceline.analyze.records.load_run import Run
+from paceline.record.ring.states import State
+from paceline.study.diagnose import diagnose
+from paceline.study.diagnose.ladder_results import Ladder
 from paceline.study.diagnose.plan import RoundCost, in_bursts
 from paceline.study.diagnose.profile_run import profile_operators
 from paceline.study.diagnose.run_script import FailedError, RunRequest
@@ -59,3 +63,22 @@ def test_profile_takes_fewer_steps_of_a_short_script_and_none_without_time(tmp_p
     runner = FakeRunner(tmp_path, left_s=3.0)
     assert "there is no time" in profile_operators(runner, COST, None).notes[0]
     assert runner.rungs == []
+
+
+def test_report_of_a_gpu_is_that_of_the_run_with_kernels(tmp_path, monkeypatch):
+    runs = []
+    for name in ("first", "round"):
+        (tmp_path / name).mkdir()
+        rank = Rank(tmp_path / name, 0, 1)
+        for step in range(8):
+            rank.was(State.FORWARD, 100 * step, 100 * step + 90)  # launches, or waits for the GPU
+            if name == "first":
+                rank.was(State.INPUT, 100 * step + 90, 100 * step + 100)
+                rank.was(State.KERNEL, 100 * step + 20, 100 * step + 80)
+            rank.step(100 * step, 100 * step + 100, number=step)
+        runs.append(Run(name, [rank.record()], missing=[]))
+    ladder = Ladder(2, 4, {"silent": [], "cached": [], "everything": []}, runs[1], runs[0])
+    monkeypatch.setattr(diagnose, "climb_ladder", lambda *_: ladder)
+    found = diagnose.run_diagnosis(RunRequest("train.py", []), print)
+    assert found.report.states[0]["input"] > 0.05
+    assert 0.55 < found.report.states[0]["useful"] < 0.7

@@ -34,8 +34,8 @@ def attach(child: bool = False) -> None:
     import torch
 
     from .experiments.rung import rung_of_process
+    from .experiments.survey_end import sampler_of_run
     from .hooks import torch_patches
-    from .hooks.gpu_kernels import KernelSampler
     from .hooks.training_loop import LoopRecorder
     from .ring.stack_sampler import StackSampler
 
@@ -60,7 +60,7 @@ def attach(child: bool = False) -> None:
             step_watch.install(recorder)
             seed_shift.install()
         if torch.version.cuda or torch.version.hip:
-            recorder.kernel_sampler = KernelSampler(recorder)
+            recorder.kernel_sampler = sampler_of_run(rung, recorder)
         if os.environ.get("PACELINE_COUNT_FLOPS"):
             from .hooks.flop_counter import COUNTED_STEP, FlopCounter
 

@@ -343,6 +343,18 @@ def test_given_timeout_ends_silent_job(monkeypatch):
     assert job.said == []
 
 
+def test_busy_ranks_without_record_are_reported_once(monkeypatch):
+    for timeout, expected in ((300.0, 1), (None, 0)):
+        job = SilentJob(monkeypatch, timeout)
+        for job.now in range(1, 1000):
+            busy = ProgressReport(0.5, has_record=False)
+            assert job.detector.check(lambda: [busy], job.warn) is None  # noqa: B023
+        assert len(job.said) == expected
+        for at, text in job.said:
+            assert at == 301
+            assert text.startswith("paceline: --hang-timeout 300: the ranks have no record")
+
+
 def test_time_in_which_job_was_suspended_does_not_count(monkeypatch):
     job = SilentJob(monkeypatch, 300.0)
     assert job.run(until=200) is None

@@ -44,9 +44,9 @@ class HangDetector:
         self._ends_silent_jobs = timeout is not None
         self._timeout = DEFAULT_HANG_TIMEOUT_S if timeout is None else timeout
         self._fetch_records = fetch_records
-        self._last_check = time.monotonic()
+        self._last_check = self._started = time.monotonic()
         self._resumed_at = 0.0  # when the launcher was last seen to run again after a suspension
-        self._announced_longer_limit = False
+        self._announced_longer_limit = self._announced_no_record = False
         self._reported_limit_s = 0.0  # limit at which this idle interval was reported; 0: it wasn't
         self._longest_warned_s = 0.0  # longest idle time of which the user was warned
 
@@ -75,11 +75,23 @@ class HangDetector:
             )
         if idle_s < limit:
             self._reported_limit_s = 0.0
+            if now - self._started > limit and not any(report.has_record for report in reports):
+                self._announce_no_record(write_message)
             return None
         if idle_s < _NEXT_REPORT_FACTOR * self._reported_limit_s:
             return None
         return self._judge(
             idle_s, limit, {rank for report in reports for rank in report.busy_ranks}, write_message
+        )
+
+    def _announce_no_record(self, write_message: Callable[[str], None]) -> None:
+        if self._announced_no_record or not self._ends_silent_jobs:
+            return
+        self._announced_no_record = True
+        write_message(
+            f"paceline: --hang-timeout {self._timeout:g}: the ranks have no record, so that a rank "
+            "that uses the CPU (also to wait for a GPU) counts as running. HINT: --record, or "
+            "paceline.init() in the script\n"
         )
 
     def _judge(

@@ -2,6 +2,7 @@
 
 A rank makes progress when it begins or ends a recorded operation. Before its first training step,
 when it still imports, compiles or loads data, it also counts as progressing while it uses the CPU.
+Without a record, no step is known, so this holds until the end.
 The launcher compares the reports of all nodes with ``--hang-timeout``.
 """
 
@@ -27,12 +28,14 @@ class ProgressReport:
         longest_idle_s: Longest such interval that ended, since the first step.
         has_stepped: Whether any rank has completed a training step.
         busy_ranks: Global ranks that have used the CPU during the current idle interval.
+        has_record: Whether any rank has a record. Without one, its steps are not known.
     """
 
     idle_s: float = 0.0
     longest_idle_s: float = 0.0
     has_stepped: bool = False
     busy_ranks: list[int] = field(default_factory=list)
+    has_record: bool = True
 
 
 class ProgressMonitor:
@@ -81,7 +84,10 @@ class ProgressMonitor:
             and seconds - self._cpu_seconds_at_progress.get(rank, seconds)
             >= BUSY_CPU_SHARE * idle_s
         ]
-        return ProgressReport(idle_s, self._longest_idle_s, self._has_stepped, sorted(busy_ranks))
+        return ProgressReport(
+            *(idle_s, self._longest_idle_s, self._has_stepped, sorted(busy_ranks)),
+            has_record=bool(self._last_events),
+        )
 
     def _records_changed(self) -> bool:
         """Whether any rank's last begun or last ended operation differs from the previous poll."""

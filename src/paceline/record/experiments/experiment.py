@@ -52,6 +52,7 @@ from .switches import BufferBroadcasts, GarbageCollector, ScriptThreads, Switch
 if TYPE_CHECKING:
     from .operators.operator_rows import OperatorRun
 
+LEAST_KERNEL_STEPS = 5  # of a survey: a GPU's kernels are sampled after the measured steps
 INSPECTED_STEPS = 2  # at the beginning: the calls of all modules are inspected
 # Phases with the loader's batches.
 _WITH_LOADER = (
@@ -83,7 +84,8 @@ class Experiment:
         self._step_times: list[float] = []  # s, of the measured steps of the last phase
         self._losses: list[PendingValue] = []
         self._step_start = time.perf_counter()
-        self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until)
+        least_step = rung.warm + rung.steps + LEAST_KERNEL_STEPS
+        self._survey = SurveyEnd(Path(rung.scratch), rung.survey_until, least_step)
         self._is_complete = False  # the measurements
         self._cached_batches = CachedBatches(
             self._observer, self._is_caching, self._is_replaying, self._run_loader_only
@@ -322,6 +324,14 @@ class Experiment:
         notify(f"paceline: the experiment stops: {why}\n")
         self._finish()
 
+    def _end_kernels(self) -> None:
+        """Write a GPU's kernels of the steps so far; a failure ends no experiment."""
+        try:
+            if self.recorder.kernel_sampler is not None:
+                self.recorder.kernel_sampler.finish()
+        except Exception as error:
+            notify(f"warning: Paceline could not read the GPU's kernels: {error}\n")
+
     def _complete(self) -> None:
         """End the measurements, and write the line profile."""
         if "stopped" not in self._results and not self._is_complete:
@@ -339,6 +349,7 @@ class Experiment:
     def _finish(self) -> NoReturn:
         """Write the results into the record and end this process without exit handlers."""
         self._lines.stop()
+        self._end_kernels()
         self._complete()
         self.write_results()
         self._detach()

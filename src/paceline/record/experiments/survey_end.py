@@ -1,8 +1,12 @@
-"""The step at which all ranks of a node end the survey of ``paceline diagnose``."""
+"""The survey of ``paceline diagnose``: when it ends, and the sampler of its GPU kernels."""
 
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+from ..hooks.gpu_kernels import KernelSampler
+from .rung import Rung
 
 EPOCHS = 1.25  # enough to see the end of the first one, and what follows it
 MAX_STEPS = 2000
@@ -15,10 +19,12 @@ class SurveyEnd:
     Args:
         folder: A folder that all ranks of the node share.
         until_s: On the clock of ``time.monotonic``.
+        least_step: The survey does not end before this step.
     """
 
-    def __init__(self, folder: Path, until_s: float) -> None:
+    def __init__(self, folder: Path, until_s: float, least_step: int = 0) -> None:
         self._file, self._until_s = folder / "survey-end", until_s
+        self._least_step = least_step
         self._last_step: int | None = None
 
     def is_over(self, step: int, epoch_steps: float, has_room: bool) -> bool:
@@ -34,7 +40,7 @@ class SurveyEnd:
         if self._last_step is None:
             enough = step >= min(EPOCHS * epoch_steps, MAX_STEPS)
             if enough or not has_room or time.monotonic() > self._until_s:
-                self._propose(step + STEPS_AHEAD)
+                self._propose(max(step + STEPS_AHEAD, self._least_step))
             self._last_step = self._agreed()
         return self._last_step is not None and step >= self._last_step
 
@@ -52,3 +58,21 @@ class SurveyEnd:
             return int(self._file.read_text())
         except OSError:
             return None
+
+
+def sampler_of_run(rung: Rung | None, *args: Any) -> KernelSampler | None:
+    """Return the sampler of a run, or of an experiment of ``paceline diagnose``.
+
+    Sampling slows steps down, and the steps of experiments are compared with each other. So only
+    the survey has a sampler, for steps after the measured ones.
+
+    Args:
+        rung: The experiment; None: the run is none.
+        args: Of KernelSampler.
+    """
+    if rung is not None and not rung.survey_until:
+        return None
+    sampler = KernelSampler(*args)
+    if rung is not None:
+        sampler.first = rung.warm + rung.steps + 1
+    return sampler

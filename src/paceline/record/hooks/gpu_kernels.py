@@ -120,7 +120,12 @@ class KernelSampler:
             self._has_begun = True
             self._last = self._steps + SAMPLED_STEPS
             self._begin()
-        elif self._profiler is not None and self._steps >= self._last:
+        elif self._steps >= self._last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the kernels of the steps that were sampled so far, and sample no more."""
+        if self._profiler is not None:
             self._end()
 
     def _begin(self) -> None:

@@ -133,14 +133,17 @@ def run_diagnosis(
     """
     asked = replace(asked, deadline=asked.deadline or total_deadline(asked.minutes, False))
     ladder = climb_ladder(replace(asked, count=machine is not None), say)
-    examined = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
+    last = analyse_with_window(ladder.run, (ladder.warm, ladder.warm + ladder.steps))
+    examined = last
+    if all(record.on_gpu for record in ladder.first.records):  # only this run samples kernels
+        examined = analyse_with_window(ladder.first)
     report = examined.report
     rungs = ladder.rungs
     notes = [*ladder.notes, *_refused(ladder), *_unseen(rungs), *_noisy_rounds(rungs)]
     notes += growing_notes(ladder.first.records, _source(asked.script))
     roofline = _roofline(ladder, report, machine) if machine is not None else None
     parts = FailedParts()
-    lines = parts.compute("lines of the script", lambda: _line_profile(ladder, examined), None)
+    lines = parts.compute("lines of the script", lambda: _line_profile(ladder, last), None)
     operators = combine_profiles(ladder.operators.files, ladder.operators.notes)
     if operators is None:
         reasons = profile_notes(ladder.operators.files, ladder.operators.notes)
