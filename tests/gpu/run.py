@@ -59,7 +59,7 @@ class Group:
 
 
 COMMANDS = ("check", "roof", "spread", "bench"), ("verify", "guard")
-DIAGNOSED = ("input_stall", "slow_kernel", "nothing"), ("synchronization", "copy", "remedy")
+DIAGNOSED = ("input_stall", "nothing"), ("synchronization", "copy", "remedy"), ("slow_kernel",)
 # The most valuable first.
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
@@ -68,6 +68,7 @@ TESTS = (
     Group("commands 2", "verify, guard of the loss", 240, COMMANDS[1]),
     Group("diagnose 1", "paceline diagnose of planted faults", 240, DIAGNOSED[0]),
     Group("diagnose 2", "paceline diagnose of planted faults", 240, DIAGNOSED[1]),
+    Group("diagnose 3", "paceline diagnose of a planted kernel", 240, DIAGNOSED[2]),
     Group("ranks", "ranks that share a GPU, binding, visible devices", 240),
     Group("records", "kernels of sampled steps, states, losses, planted faults", 240),
     Group("hangs", "hangs, failures and interrupts beside a busy GPU", 240),
