@@ -164,7 +164,7 @@ def _lead(found: Diagnosis, unit: str) -> str:
         return "Paceline cannot determine the causes, because some of the measurements are missing."
     reach = "reaches" if size == 1 else "reach"
     reached = (
-        f"{counted(size, 'rank')} {reach} {percent(w.measured.mean / w.ideal.mean)} of the ideal: "
+        f"{counted(size, 'rank')} {reach} {percent(w.reached)} of the ideal: "
         f"{amount(w.measured.mean)} of {amount(w.ideal.mean)} {unit}."
     )
     if found.causes:
@@ -270,7 +270,7 @@ def chart(w: Waterfall, unit: str) -> dict[str, Any]:
         one |= {"colours": _COLOURS.get(bar.id, "other"), "lengths": -bar.loss.mean}
         bars.append(one | {"sure": not bar.loss.low <= 0 <= bar.loss.high})
         level -= bar.loss.mean
-    bars.append(_bar("measured", w.measured, 0.0, w.measured.mean / w.ideal.mean, unit))
+    bars.append(_bar("measured", w.measured, 0.0, w.reached, unit))
     highest = max(one["bases"] + max(one["lengths"], 0) for one in bars)
     intervals = [one["bases"] + one["lengths"] + one["errors"] for one in bars]
     top = 1.02 * min(max(highest, *intervals), ROOM * highest)

@@ -110,7 +110,7 @@ def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
     """Return what limits a training, according to its diagnosis."""
     if found.waterfall is None:
         return _without_experiments(found)
-    reached = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
+    reached = percent(found.waterfall.reached)
     if not found.causes:
         return _without_cause(found, found.waterfall, reached)
     cause = found.causes[0]
