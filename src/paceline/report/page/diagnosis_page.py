@@ -13,6 +13,7 @@ from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, 
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
+from ..state_names import STATE_NAMES
 from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing, waits_for_cores
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
@@ -91,7 +92,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "conclusion": verdict_of_diagnosis(found),
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
-        "states": [(name, name) for name in STATES],
+        "states": [(name, STATE_NAMES[name]) for name in STATES],
         "largest": largest_losses(found.report) if w is None else [],
         **profiles,
         **_remedies(found, unit),
