@@ -84,6 +84,11 @@ def test_reference_has_every_knob(site):
         ("firewall", "explanation/security.html"),
         ("number of ranks", "reference/launchers.html"),
         ("slurm two nodes", "how-to/run/first-cluster-job.html"),
+        ("million files", "how-to/improve/pack-and-stage.html"),
+        ("model too large", "explanation/layouts.html"),
+        ("EMA", "how-to/run/average-weights.html"),
+        ("starved", "how-to/improve/read-the-report.html"),
+        ("core wait", "reference/glossary.html"),
     ],
 )
 def test_search_finds_the_page_first(site, browser, query, page):

@@ -169,7 +169,9 @@ def test_variables_of_a_job_on_another_node_are_named(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"are of Slurm job .* on other1, and this") as told:
         find_target(None, None, None)
     assert "srun is not installed" in str(told.value)
-    assert str(told.value).endswith("-H localhost:2; or start the job inside the allocation")
+    assert str(told.value).endswith(
+        "-H localhost:2; or start the job inside an allocation that has not ended"
+    )
 
 
 def test_limit_of_open_files_is_raised_or_reported(monkeypatch, tmp_path):
@@ -252,3 +254,21 @@ def test_heterogeneous_slurm_job_is_reported_once(monkeypatch, capsys):
     for _ in range(2):
         assert [host.name for host in find_target(None, None, None).hosts] == [HERE]
     assert capsys.readouterr().err.count("job 77 is heterogeneous") == 1
+
+
+def test_stale_allocation_is_named_with_the_way_out(tmp_path, monkeypatch):
+    """srun is installed, and the job of the environment variables has ended."""
+    srun = tmp_path / "srun"
+    error = "srun: error: Unable to confirm allocation for job 4711: Invalid job id specified"
+    srun.write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    variables = slurm("gone[1-2]", 4) | {"SLURM_TASKS_PER_NODE": "2(x2)"}
+    done = run(tmp_path, "-n", "4", ranks.write(tmp_path, ""), **variables)
+    assert done.returncode == 2
+    message = done.stderr
+    assert error in message
+    assert "Slurm job 77 on gone1, gone2" in message
+    assert f"this node is {socket.gethostname()}" in message
+    assert "HINT: to run on this node alone: -H localhost:2" in message
+    assert "Traceback" not in message

@@ -8,6 +8,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 import subprocess
 
 import pytest
@@ -153,6 +154,18 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert "14.2 ms per batch" in text
     assert "left out: something." in page.inner_text("#how")
     assert "paceline run -n 4 --record record train.py '--x y'" in page.inner_text("#summary")
+
+
+def test_tables_show_their_sums_and_call_noise_so(tmp_path):
+    text = words_of(found(tmp_path / "run"))
+    column = re.search(r"of a step's time experiment .* sum 100\.0 %", text).group()
+    # the experiments alone: the record's figures follow an interval
+    shares = re.findall(r"[a-z] (-?[\d.]+) %", column)
+    assert sum(map(float, shares)) == pytest.approx(200, abs=0.3), column
+    noisy = RUNGS | {"silent": rung(900, 1300, 1000), "cached": rung(990, 800, 1010)}
+    text = words_of(found(tmp_path / "noisy", rungs=noisy))
+    exchange = re.search(r"- exchange ([\d,.-]+) (.*?) -?[\d.]+ %", text)
+    assert exchange[2] == "within the noise", text
 
 
 def test_single_round_gives_uncertain_causes_and_hatched_bars(tmp_path, opened):

@@ -31,6 +31,7 @@ from paceline.report.page.comparison import before_and_after
 from paceline.report.page.definitions import DEFINITIONS
 from paceline.report.page.wording import largest_losses
 from paceline.report.report_command import report_text as told
+from paceline.report.state_names import STATE_NAMES
 
 
 @pytest.fixture
@@ -65,7 +66,9 @@ def test_page_figures_match_json_in_charts_and_text(tmp_path, opened):
     assert page.locator("#efficiencies tbody th:not(:has(.term))").count() == 0
     traces = {trace["name"]: trace for trace in drawn(page, "states")}
     for state in data["states"][0]:
-        assert traces[state]["y"] == pytest.approx([r[state] for r in data["states"]], abs=1e-5)
+        assert traces[STATE_NAMES[state]]["y"] == pytest.approx(
+            [r[state] for r in data["states"]], abs=1e-5
+        )
     (waiting,) = drawn(page, "waiting")
     assert len(waiting["z"]) == 4
     # The last rank computes longer. It never waits, and all others wait in every step.

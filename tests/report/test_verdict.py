@@ -1,5 +1,6 @@
 """The three lines of every report: what limits the training, the evidence, what to do next."""
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -7,16 +8,20 @@ from pathlib import Path
 
 import pytest
 from records import Rank, made, report_of
+from rich.console import Console
 from test_diagnosis_page import RUNGS, found, rung
 
 import paceline
 from paceline.analyze.diagnosis.ladder import Interval
 from paceline.analyze.diagnosis.overlap import Cause
-from paceline.analyze.figures.report import analyse
-from paceline.analyze.records.load_run import load_run
+from paceline.analyze.figures.report import analyse, analyse_with_window
+from paceline.analyze.records.load_run import Run, load_run
+from paceline.cli.common.options import launch_options
 from paceline.predict.remedies import Remedy
 from paceline.record.ring.states import State
+from paceline.report.page.run_page import single
 from paceline.report.report_command import report_text
+from paceline.report.terminal.run_report import panel
 from paceline.report.verdict.of_diagnosis import LOST_TO, verdict_of_diagnosis
 from paceline.report.verdict.of_run import verdict_of_run
 from paceline.study.diagnose.try_remedies import Trial, TrialResults
@@ -26,6 +31,12 @@ WORKERS = Remedy(
     "DataLoader(num_workers=4)",
     line=12,
 )
+
+
+def text_of(report):
+    console = Console(width=120, file=io.StringIO())
+    console.print(panel(report, 120, full=True))
+    return console.file.getvalue()
 
 
 def run(folder, state, longer, steps=30, ranks=1, command=("train.py", "--lr", "1 e")):
@@ -80,13 +91,55 @@ def test_waits_for_a_rank_are_booked_to_what_it_did(tmp_path):
     assert verdict.next == "paceline diagnose -H node0:2,node1:2 SCRIPT"
 
 
+def test_share_of_a_verdict_is_shown_as_the_sum_of_the_rows_of_its_states(tmp_path):
+    report = run(tmp_path, State.INPUT, 10)
+    (loss,) = report.losses
+    shares = {"transfer": (0.2, 0.05), "wait": (0.04,), "input": (0.01,)}
+    losses = [
+        replace(loss, kind=kind, rank=None, share=share, collective="all-reduce", lines=[])
+        for kind, parts in shares.items()
+        for share in parts
+    ]
+    report = replace(report, losses=losses)
+    verdict = verdict_of_run(report)
+    assert re.findall(r"([a-z]*) ?\(?(\d+\.\d) %", verdict.verdict) == [
+        *(("", "29.0"), ("transfer", "25.0"), ("wait", "4.0"))
+    ]
+    assert "20.0 %: all-reduce itself" in verdict.why
+    text = re.sub(r"[│\s]+", " ", text_of(report))
+    assert "1.0 %: 1 smaller loss (--json) 30.0 %: all losses" in text
+
+
+def test_waits_for_a_core_have_one_name(tmp_path):
+    ranks = []
+    for number in range(2):
+        rank = Rank(tmp_path, number, 2)
+        rank.step(0, 10)
+        for step in range(1, 30):
+            begin = 10 + 20 * (step - 1)
+            rank.was(State.FORWARD, begin, begin + 20)
+            rank.was(State.STARVED, begin, begin + 20, amount=8_000_000)
+            rank.step(begin, begin + 20, samples=8, number=step)
+        ranks.append(rank)
+    report = report_of(ranks)
+    verdict = verdict_of_run(report)
+    assert verdict.verdict == "40.0 % of the ranks' time is lost to waiting for a core."
+    text = text_of(report)
+    assert re.search(r"core wait +40\.0 %", text)
+    page = single(analyse_with_window(Run("test", [r.record() for r in ranks], missing=[])))
+    visible = re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", page, flags=re.DOTALL)
+    assert "core wait" in visible
+    for seen in (text, visible):
+        assert not re.search("starved|without a core|had no core|free core", seen)
+
+
 def test_healthy_run_has_a_verdict_too(tmp_path):
     verdict = verdict_of_run(run(tmp_path, State.INPUT, 0.5))
     assert verdict.verdict == (
         "No loss takes 5 % of the ranks' time or more: 97.6 % of the ranks' time is useful."
     )
     assert verdict.why.startswith("The largest loss is 2.4 %: waiting for the next batch")
-    assert verdict.next.startswith("paceline diagnose -n 1 train.py --lr '1 e' measures what")
+    assert verdict.next.startswith("paceline diagnose -n 1 train.py --lr '1 e'  # measures")
 
 
 def test_few_steps_and_low_confidence_make_a_verdict_uncertain(tmp_path):
@@ -133,7 +186,7 @@ def test_verdict_of_a_diagnosis_has_the_first_cause_and_its_remedy(tmp_path):
     )
     assert verdict.why.startswith("The loader takes 14.2 ms per batch and mostly waits")
     command = "paceline diagnose -n 4 --try loader-workers train.py '--x y'"
-    assert verdict.next == f"{command} (predicted gain +40 %)"
+    assert verdict.next == f"{command}  # predicted gain +40 %"
     edit = replace(WORKERS, settable=False)
     by_hand = verdict_of_diagnosis(replace(told, remedies=[edit]))
     assert by_hand.next == "line 12: DataLoader(num_workers=4) (predicted gain +40 %)"
@@ -152,11 +205,21 @@ def test_next_after_a_trial_without_time_is_to_try_again(tmp_path):
     trial = Trial(WORKERS, WORKERS.gain, None, False, "not measured", late=True)
     told = replace(found(tmp_path / "run"), remedies=[WORKERS], tried=TrialResults([trial]))
     assert verdict_of_diagnosis(told).next.endswith(
-        "--try loader-workers train.py '--x y' (predicted gain +40 %)"
+        "--try loader-workers train.py '--x y'  # predicted gain +40 %"
     )
     slower = replace(trial, late=False, gain=Interval(-0.1, -0.2, -0.05))
     rejected = replace(told, tried=TrialResults([slower]))
-    assert verdict_of_diagnosis(rejected).next.startswith("no remedy is known for this cause")
+    assert verdict_of_diagnosis(rejected).next == (
+        "paceline diagnose --json diagnosis.json train.py '--x y'"
+        "  # no remedy is known: the file has the evidence"
+    )
+
+
+def test_options_that_the_user_did_not_give_are_not_in_the_command():
+    given = (None, None, None, False, False, None, None)
+    values = {"--threads": None, "--bind": "auto", "--cpus-per-rank": None}
+    assert launch_options(*given, values) == ([], [])
+    assert launch_options(*given, values | {"--bind": "core"}) == ([], ["--bind", "core"])
 
 
 def test_values_of_environment_variables_are_not_in_the_command(tmp_path):

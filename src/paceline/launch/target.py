@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,18 +101,23 @@ def _tool_of(allocation: Allocation, launcher: str | None) -> LaunchTool:
         ValueError: It is not known or not installed. If this node is not in the allocation, its
             environment variables are probably those of another job, and the message says so.
     """
+    names = ", ".join(host.name for host in allocation.hosts[:MAX_SHOWN_HOSTS])
+    names += ", ..." * (len(allocation.hosts) > MAX_SHOWN_HOSTS)
+    source = (
+        f"the environment variables are of {allocation.scheduler} job {allocation.job} on {names}, "
+        f"and this node is {socket.gethostname()}"
+    )
+    hint = (
+        "to run on this node alone: -H localhost:2; or start the job inside an allocation that has "
+        "not ended"
+    )
     try:
-        return find_tool(launcher or allocation.tool)
+        return replace(find_tool(launcher or allocation.tool), source=f"{source}. HINT: {hint}")
     except ValueError as error:
         if launcher is not None or any(is_local_host(host.name) for host in allocation.hosts):
             raise
-        names = ", ".join(host.name for host in allocation.hosts[:MAX_SHOWN_HOSTS])
         reason = str(error).partition(" HINT: ")[0]
-        raise ValueError(
-            f"the environment variables are of {allocation.scheduler} job {allocation.job} on "
-            f"{names}, and this node is {socket.gethostname()}: {reason} HINT: to run on this node "
-            "alone: -H localhost:2; or start the job inside the allocation"
-        ) from None
+        raise ValueError(f"{source}: {reason} HINT: {hint}") from None
 
 
 @functools.cache

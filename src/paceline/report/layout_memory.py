@@ -1,6 +1,6 @@
 """Table of the memory of a rank in each layout: ``paceline run --show-memory``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..cost.layout_memory import WORDS, LayoutMemory, choose_layout
+from ..cost.layout_memory import WORDS, Layout, LayoutMemory, choose_layout
 from .numbers import counted, size
 
 FORMAT, VERSION = "paceline-memory", 1
@@ -42,13 +42,19 @@ def memory_json(predicted: Sequence[LayoutMemory], available: int) -> dict[str, 
     }
 
 
-def render(predicted: Sequence[LayoutMemory], available: int) -> Group:
-    """Return the predictions as text for the terminal."""
+def render(
+    predicted: Sequence[LayoutMemory], available: int, problems: Mapping[Layout, str]
+) -> Group:
+    """Return the predictions as text for the terminal.
+
+    problems: Why layouts are impossible, by layout.
+    """
     ranks = counted(predicted[0].ranks, "rank")
     parts: list[RenderableType] = [
         Text(f"Memory of a rank at the peak of a step, predicted for {ranks}"),
         _table(predicted),
         *(Text(line) for line in _places(predicted)),
+        *(Text(f"{layout} is left out: {why}") for layout, why in problems.items()),
     ]
     try:
         parts.append(Text(choose_layout(predicted, available).reason))

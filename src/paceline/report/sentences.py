@@ -20,7 +20,7 @@ _LATE_BECAUSE = {
     "input": "had waited for its batch",
     "checkpoint": "had saved a checkpoint",
     "validation": "had evaluated the model",
-    "starved": "had been ready to run without a core",
+    "starved": "had waited for a core",
     "other": "had done other work of the script",
     "wait": "had waited for another rank",
     "transfer": "was late after its previous collective",

@@ -48,6 +48,15 @@ def test_waterfall_bars_add_up():
     assert found.of_step("input").mean == pytest.approx(600 * (1 / 600 - 1 / 800), rel=0.01)
 
 
+def test_shares_fit_to_the_rates_beside_them():
+    found = made(alone=(500, 1500, 700), silent=(980, 1200, 970))
+    for bar in found.bars:
+        assert bar.share.mean == pytest.approx(bar.loss.mean / found.ideal.mean, rel=1e-12)
+    for shares in ([bar.share for bar in found.bars], [bar.of_step for bar in found.bars]):
+        assert sum(one.mean for one in shares) + found.reached == pytest.approx(1, rel=1e-12)
+        assert all(one.low <= one.mean <= one.high for one in shares)
+
+
 def test_interval_uses_student_t_distribution():
     found = Interval.of([9, 10, 11])
     assert found.mean == 10

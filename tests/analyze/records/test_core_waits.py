@@ -126,14 +126,14 @@ def test_report_names_waits_for_a_core_and_the_state_they_lay_in(tmp_path):
     assert (own.rank, own.doing, own.share) == (1, "useful", pytest.approx(0.125))
     wait = next(loss for loss in report.losses if loss.kind == "wait")
     assert (wait.rank, wait.doing) == (1, "starved")
-    assert "which had been ready to run without a core" in sentence(wait, report)
+    assert "which had waited for a core" in sentence(wait, report)
     assert sentence(own, report).startswith("waiting for a core, mostly while it computed; most on")
     assert report.other_threads == [OtherThreads(3.0, pytest.approx(1.5))] * 2
     assert core_wait_sentence(report) == (
         "2 ranks with 4 threads of PyTorch each share 2 cores: the training threads wait for a "
         "core 12.5 % of the time, and on average 3 other threads wait for one"
     )
-    assert "starved" in render(report)
+    assert "core wait" in render(report)
 
 
 def test_report_without_waits_for_a_core_does_not_mention_threads(tmp_path):

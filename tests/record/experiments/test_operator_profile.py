@@ -96,8 +96,8 @@ def test_healthy_model_has_no_finding_and_its_products_are_named(profile):
 def test_terminal_names_the_products_of_a_healthy_model(profile):
     said = shown(profile(Model(functional.relu)))
     assert "Inside the model: operators take" in said
-    assert "Nothing inside the model takes 5 % of a step without need" in said
-    assert "of the roofline (" in said
+    assert "No unneeded work inside the model takes 5 % of a step or more. The" in said
+    assert "of the roofline: " in said
     assert "mm of float32[192x192], float32[192x192] in Model.second" in said
 
 

@@ -79,6 +79,19 @@ class Interval:
         mean, half = statistics.fmean(values), half_width(values, INTERVAL_TAIL)
         return cls(mean, mean - half, mean + half)
 
+    @classmethod
+    def of_shares(cls, parts: Sequence[float], wholes: Sequence[float]) -> "Interval":
+        """Return the share of all parts in all wholes, one of each per repetition.
+
+        It is the quotient of their means, so that it fits to both of them on one page. The
+        interval is that of the residuals (linearized).
+        """
+        whole = statistics.fmean(wholes)
+        share = statistics.fmean(parts) / whole
+        each = zip(parts, wholes, strict=True)
+        half = half_width([(part - share * one) / whole for part, one in each], INTERVAL_TAIL)
+        return cls(share, share - half, share + half)
+
     def scaled(self, factor: float) -> "Interval":
         """Return the interval times a factor that is not negative."""
         return Interval(factor * self.mean, factor * self.low, factor * self.high)
@@ -95,8 +108,8 @@ class Bar:
 
     Attributes:
         loss: In samples/s.
-        share: Of the ideal rate.
-        of_step: Share of the time of a real step.
+        share: Of the ideal rate: mean loss / mean ideal.
+        of_step: Share of the time of a real step. Each repetition counts with its ideal rate.
     """
 
     id: str
@@ -109,14 +122,19 @@ class Bar:
 class Waterfall:
     """From the ideal rate down to the measured one.
 
-    The bars' mean losses add up to ideal - measured exactly, and ``of_step`` to 1 - measured /
-    ideal in each repetition.
+    The bars' mean losses add up to ideal - measured exactly, and both ``share`` and ``of_step`` to
+    1 - ``reached``.
     """
 
     ideal: Interval
     measured: Interval
     bars: list[Bar]
     repetitions: int
+
+    @property
+    def reached(self) -> float:
+        """Measured rate / ideal rate: also the share of a step that one rank alone takes."""
+        return self.measured.mean / self.ideal.mean
 
     def of_step(self, name: str) -> Interval | None:
         """Return a bar's share of a step's time, or None where there is no such bar."""
@@ -279,7 +297,7 @@ def _waterfall(
     for name in BARS:
         if not any(losses[name]) and name not in shown:  # no validation, say
             continue
-        shares = [loss / whole for loss, whole in zip(losses[name], ideals, strict=True)]
-        found = (Interval.of(values) for values in (losses[name], shares, times[name]))
-        bars.append(Bar(name, *found))
+        weighted = [ideal * time for ideal, time in zip(ideals, times[name], strict=True)]
+        of_ideal, of_step = (Interval.of_shares(v, ideals) for v in (losses[name], weighted))
+        bars.append(Bar(name, Interval.of(losses[name]), of_ideal, of_step))
     return Waterfall(ideal, Interval.of(ends), bars, len(ideals))

@@ -107,6 +107,7 @@ Threads = Annotated[
         rich_help_panel=BINDING,
     ),
 ]
+DEFAULTS = {"--bind": "auto"}  # of options that are not None where the user has not given them
 Bind = Annotated[
     str,
     typer.Option(
@@ -300,13 +301,15 @@ def launch_options(
 ) -> tuple[list[str], list[str]]:
     """Return options for ``paceline run``: those that select the hosts, and the others.
 
+    They are those that differ from the default: reports repeat them in commands for the user.
+
     values: Further options with their values; None for those that are not set.
     """
     options = ["-m"] * module + ["--fresh"] * fresh
     if smt is not None:
         options.append("--smt" if smt else "--no-smt")
     for name, value in values.items():
-        options += [name, str(value)] if value is not None else []
+        options += [name, str(value)] if value not in (None, DEFAULTS.get(name)) else []
     for variable in env or []:
         options += ["--env", variable]
     where = ["-H", hosts] if hosts else []

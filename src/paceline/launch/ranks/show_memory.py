@@ -6,7 +6,6 @@ import os
 
 from ...cost.layout_memory import LayoutMemory
 from ...parallel.memory.survey import MemorySurvey, start_survey
-from ...parallel.memory_budget import available_bytes
 from ...record.hooks import error_messages
 from ...record.ring.launcher_messages import notify, send_to_launcher
 from ...report.console import PlainConsole
@@ -22,11 +21,11 @@ def start_showing() -> MemorySurvey:
 
 def _show(predicted: list[LayoutMemory], survey: MemorySurvey) -> None:
     """Print the table, and send the JSON to the launcher."""
-    available = available_bytes(survey.device, survey.ranks_of_node)
+    available = survey.available_bytes
     send_to_launcher(summary=json.dumps(memory_json(predicted, available)))
     text = io.StringIO()
     terminal = os.environ.get("PACELINE_TTY") == "1"
     width = int(os.environ.get("PACELINE_WIDTH", 0)) or 100
     console = PlainConsole(file=text, force_terminal=terminal, width=width)
-    console.print(render(predicted, available))
+    console.print(render(predicted, available, survey.problems))
     notify(text.getvalue())

@@ -92,10 +92,17 @@ class AgentConnections:
         Raises:
             ValueError: A host does not answer; with the tool's output if there is any.
         """
-        if self.tool.one_call_per_host:
-            self._start_each()
-        else:
-            self._start_all()
+        try:
+            if self.tool.one_call_per_host:
+                self._start_each()
+            else:
+                self._start_all()
+        except ValueError as mistake:
+            if self.hosts or not self.tool.source:
+                raise
+            # no agent at all: the environment variables of an allocation outlive it
+            source = self.tool.source[0].upper() + self.tool.source[1:]
+            raise ValueError(f"{mistake}\n{source}") from None
         for host in self.hosts:
             host.hello = host.wait_for_answer("hello", START_TIMEOUT_S)["hello"]
         if not self.tool.one_call_per_host:

@@ -33,6 +33,8 @@ class LaunchTool:
             does.
         exit_pattern: Matches its message about processes that ended while others run; "tasks" are
             their numbers.
+        source: Where the hosts come from and what to do if that is wrong, for messages about agents
+            that do not start; empty for hosts that the user has named.
     """
 
     name: str
@@ -42,6 +44,7 @@ class LaunchTool:
     accepts_host_names: bool = True
     removed_variables: tuple[str, ...] = ()
     exit_pattern: str = ""
+    source: str = ""
 
 
 def _ssh(hosts: list[str], agent: list[str]) -> list[str]:

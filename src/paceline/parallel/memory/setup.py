@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...cost.layout_memory import Layout
 from ...optim.gradients import parameters_of
 from ..blocks import find_blocks
 
@@ -42,6 +43,23 @@ class ModelSetup:
         """Return whether recomputation would change what the model holds."""
         names = self.recomputed_blocks
         return not self.recomputes and bool(find_blocks(self.model, names, by_size=False))
+
+
+@dataclass(frozen=True)
+class ScriptLimits:
+    """What a script's ``world.distribute`` leaves to choose, as ``layout="auto"`` would choose.
+
+    Attributes:
+        recompute: Its option of this name.
+        memory_budget: Its option of this name.
+        per_node: Whether the model is sharded over the ranks of a node (``shard_over="host"``).
+        problems: Why layouts are impossible, by layout.
+    """
+
+    recompute: str | None = None
+    memory_budget: float | None = None
+    per_node: bool = False
+    problems: Mapping[Layout, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

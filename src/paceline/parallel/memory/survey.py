@@ -24,12 +24,13 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ...cost.layout_memory import LayoutMemory, StepMemory, predict_layouts
+from ...cost.layout_memory import LAYOUTS, Layout, LayoutMemory, StepMemory, predict_layouts
 from ..blocks import find_blocks, nbytes_of
 from ..data import Autocast
+from ..memory_budget import available_bytes, budget_bytes
 from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
-from .setup import ModelSetup, empty_as, is_tensor
+from .setup import ModelSetup, ScriptLimits, empty_as, is_tensor
 from .trace import (
     READS_VALUES,
     TRACED_STEPS,
@@ -51,7 +52,7 @@ _survey: "MemorySurvey | None" = None
 @dataclass(frozen=True)
 class _Entry:
     setup: ModelSetup
-    recompute: str | None  # the script's option
+    limits: ScriptLimits
 
 
 class MemorySurvey:
@@ -94,10 +95,22 @@ class MemorySurvey:
     def models(self) -> list[nn.Module]:
         return [entry.setup.model for entry in self._entries]
 
-    def add(self, setup: ModelSetup, recompute: str | None = None) -> None:
+    @property
+    def available_bytes(self) -> int:
+        """The bytes that a rank may take: the script's budget, else what it has."""
+        available = available_bytes(self.device, self.ranks_of_node)
+        budgets = [e.limits.memory_budget for e in self._entries if e.limits.memory_budget]
+        return min((budget_bytes(one, self.device) for one in budgets), default=available)
+
+    @property
+    def problems(self) -> dict[Layout, str]:
+        """Why layouts are impossible, by layout."""
+        return {key: why for e in self._entries for key, why in e.limits.problems.items()}
+
+    def add(self, setup: ModelSetup, limits: ScriptLimits) -> None:
         """Replace the tensors of a model by tensors without data, and trace its steps."""
         model, optimizer = setup.model, setup.optimizer
-        self._entries.append(_Entry(setup, recompute))
+        self._entries.append(_Entry(setup, limits))
         self._replace_tensors(model, setup.device)
         if optimizer is not None:
             self._add_optimizer(optimizer)
@@ -207,7 +220,7 @@ class MemorySurvey:
     @property
     def _way(self) -> str:
         """How blocks recompute: as the script wants, else "blocks"."""
-        ways = [entry.recompute for entry in self._entries if entry.recompute]
+        ways = [entry.limits.recompute for entry in self._entries]
         return "selective" if "selective" in ways else "blocks"
 
     def _finish(self, recomputed: StepMemory | None) -> None:
@@ -215,12 +228,19 @@ class MemorySurvey:
         assert self._kept is not None
         self._stop()
         accumulate = max(entry.setup.accumulate for entry in self._entries)
-        self._show(
-            predict_layouts(
-                self._kept, recomputed, self.ranks, recompute=self._way, accumulate=accumulate
-            ),
-            self,
+        per_node = any(entry.limits.per_node for entry in self._entries)
+        found = predict_layouts(
+            self._kept,
+            recomputed,
+            self.ranks_of_node if per_node else self.ranks,
+            recompute=self._way,
+            accumulate=accumulate,
+            allowed=[one for one in LAYOUTS if one not in self.problems],
         )
+        fixed = any(entry.limits.recompute in ("blocks", "selective") for entry in self._entries)
+        if fixed and recomputed is not None:
+            found = [one for one in found if one.recompute]
+        self._show(found, self)
         raise SystemExit(0)
 
     def _stop(self) -> None:
@@ -257,7 +277,7 @@ def _trace_data_parallel(survey: MemorySurvey) -> None:
         self.module = module
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        survey.add(ModelSetup(module, None, device))
+        survey.add(ModelSetup(module, None, device), ScriptLimits())
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         return self.module(*args, **options)

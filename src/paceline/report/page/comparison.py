@@ -15,6 +15,7 @@ from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, signed_duration
 from ..sentences import sentence
+from ..state_names import STATE_NAMES
 from ..terminal.comparison import (
     FACTORS,
     NAMES,
@@ -61,6 +62,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
         "chance": describe_chance(*groups, changes),
         "changed_states": changed_states,
         "explained": explanation(changed_states) if changed_states is not None else "",
+        "state_names": STATE_NAMES,
         "state_verdict": state_verdict,
         "signed": signed_duration,
         "noise_of": noise_of,
@@ -70,7 +72,7 @@ def before_and_after(before: RunAnalysis, after: RunAnalysis) -> str:
             (NAMES[one.figure].strip(), definition_key(one.figure), one, *verdict(one))
             for one in changes
         ],
-        "states": [(name, name) for name in STATES],
+        "states": [(name, STATE_NAMES[name]) for name in STATES],
         "steps_label": "Step times of both runs",
     }
     return page("compare.html", _data(both, ["before", "after"]), context)
@@ -98,7 +100,7 @@ def scales(runs: list[RunAnalysis]) -> str:
         "told": [_stage(first, then) for first, then in itertools.pairwise(found)],
         "rows": [row for row in rows if any(value is not None for value in row[3])],
         "graded": set(FACTORS) | {"scaling_efficiency"},
-        "states": [(name, name) for name in STATES],
+        "states": [(name, STATE_NAMES[name]) for name in STATES],
         "steps_label": "Step times of all runs",
         "rated": found[0].samples_per_s is not None,
     }
@@ -123,6 +125,7 @@ def _data(runs: list[RunAnalysis], labels: list[str]) -> dict[str, Any]:
             courses.append({"name": label, **times(steps)})
     return {
         "states": list(STATES),
+        "stateNames": STATE_NAMES,
         "runs": {"names": labels, "seconds": shares},
         "courses": courses,
     }

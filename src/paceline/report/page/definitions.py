@@ -6,15 +6,15 @@ docs/reference/measures.md lists those that neither it nor the glossary defines 
 
 DEFINITIONS = {
     # states
-    "state": "What a rank does at an instant: useful, input, checkpoint, validation, starved, "
+    "state": "What a rank does at an instant: useful, input, checkpoint, validation, core wait, "
     "other, wait or transfer. The states of a rank add up to its time.",
     "useful": "Time in which a rank computes for the model: forward, loss, backward, optimizer. On "
     "a GPU: the kernels that do not communicate.",
     "input": "Time in which a rank waits for the next batch of its loader.",
     "checkpoint": "Time in which training waits while a checkpoint is copied or written.",
     "validation": "Time in which a rank evaluates the model.",
-    "starved": "Time in which the training thread was ready to run and had no core, as the kernel "
-    "counts it. It is taken out of the state in which it lay.",
+    "starved": "Time in which the training thread was ready to run and waited for a core, as the "
+    "kernel counts it. It is taken out of the state in which it lay.",
     "other": "Time that no other state explains, such as work of the script between the phases of "
     "a step.",
     "wait": "Time in a collective before its last rank arrived.",

@@ -13,6 +13,7 @@ from ...analyze.diagnosis.causes import MIN_SHARE, USUAL_SHARE, Cause, Witness, 
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
+from ..state_names import STATE_NAMES
 from ..survey import describe_survey
 from ..terminal.diagnose import NAMES, Diagnosis, computing, waits_for_cores
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
@@ -91,7 +92,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "conclusion": verdict_of_diagnosis(found),
         "chart_caption": _caption(w) if w else "",
         "chart_label": _label(w, unit) if w else "",
-        "states": [(name, name) for name in STATES],
+        "states": [(name, STATE_NAMES[name]) for name in STATES],
         "largest": largest_losses(found.report) if w is None else [],
         **profiles,
         **_remedies(found, unit),
@@ -164,7 +165,7 @@ def _lead(found: Diagnosis, unit: str) -> str:
         return "Paceline cannot determine the causes, because some of the measurements are missing."
     reach = "reaches" if size == 1 else "reach"
     reached = (
-        f"{counted(size, 'rank')} {reach} {percent(w.measured.mean / w.ideal.mean)} of the ideal: "
+        f"{counted(size, 'rank')} {reach} {percent(w.reached)} of the ideal: "
         f"{amount(w.measured.mean)} of {amount(w.ideal.mean)} {unit}."
     )
     if found.causes:
@@ -270,7 +271,7 @@ def chart(w: Waterfall, unit: str) -> dict[str, Any]:
         one |= {"colours": _COLOURS.get(bar.id, "other"), "lengths": -bar.loss.mean}
         bars.append(one | {"sure": not bar.loss.low <= 0 <= bar.loss.high})
         level -= bar.loss.mean
-    bars.append(_bar("measured", w.measured, 0.0, w.measured.mean / w.ideal.mean, unit))
+    bars.append(_bar("measured", w.measured, 0.0, w.reached, unit))
     highest = max(one["bases"] + max(one["lengths"], 0) for one in bars)
     intervals = [one["bases"] + one["lengths"] + one["errors"] for one in bars]
     top = 1.02 * min(max(highest, *intervals), ROOM * highest)

@@ -9,6 +9,7 @@ from ..memory import memory_warnings, peak_sentence
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
+from ..state_names import state_name
 from ..terminal import step_work
 from ..terminal.run_report import EFFICIENCY_TREE, MULTI_RANK_EFFICIENCIES
 from ..verdict.of_run import verdict_of_run
@@ -31,7 +32,7 @@ LONGER = {  # what a late rank did longer, as the tooltip of its bar
     "input": "it waited longer for its batch",
     "checkpoint": "it saved a checkpoint",
     "validation": "it evaluated the model",
-    "starved": "it had no core",
+    "starved": "it waited for a core",
     "other": "it did other work of the script",
     "wait": "it waited for another rank",
     "transfer": "its previous collective took longer",
@@ -122,14 +123,6 @@ def tree(report: Report) -> Any:
         value = getattr(report.efficiencies, field, None)
         if value is not None and not (report.size == 1 and field in MULTI_RANK_EFFICIENCIES):
             yield name, field, _KEYS.get(field, field), depth, value
-
-
-def state_name(report: Report, name: str) -> str:
-    """Return the label of a state.
-
-    Wait and transfer cannot be distinguished if the clocks could not be aligned.
-    """
-    return name if report.clocks_aligned or name != "transfer" else "wait or transfer"
 
 
 def _groups(report: Report) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ...analyze.figures.steps import states_by_step
 from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.figures.window_steps import Steps
 from ...analyze.records.state_timeline import STATES
+from ..state_names import STATE_NAMES
 
 COLUMNS = 400  # of a map: steps, or parts of one step
 ROWS = 1024  # of a map: ranks
@@ -54,7 +55,11 @@ def series(examined: RunAnalysis) -> dict[str, Any]:
     if m is None:
         return {}
     steps = m.steps
-    found: dict[str, Any] = {"states": list(STATES), "ranks": examined.report.ranks}
+    found: dict[str, Any] = {
+        "states": list(STATES),
+        "stateNames": STATE_NAMES,
+        "ranks": examined.report.ranks,
+    }
     if steps is not None:
         found |= {"steps": times(steps), "moments": moments(m, steps, examined)}
         found |= {"waiting": waiting(m, steps)} if len(m.records) > 1 else {}

@@ -26,7 +26,8 @@ _OWN = {
         "the frequency of the validation, its number of samples, and whether all ranks share them",
     ),
     "starved": (
-        "The training thread was ready to run, and all cores that it may use were busy.",
+        "The training thread waited for a core: it was ready to run, and all cores that it may use "
+        "were busy.",
         "other programs on the node, the number of threads of each rank and of its loader's "
         "workers, and the binding of the ranks to cores",
     ),
@@ -56,8 +57,7 @@ _LATE = {
         "validation on all ranks, each with a part of the samples",
     ),
     "starved": (
-        "{rank} was ready to run and had no core, and all other ranks waited for it in the next "
-        "collective.",
+        "{rank} waited for a core, and all other ranks waited for it in the next collective.",
         "other programs on its node, and the cores that it shares with other ranks",
     ),
     "other": (

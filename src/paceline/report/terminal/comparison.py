@@ -17,6 +17,7 @@ from ...analyze.figures.compare_runs import (
 )
 from ...analyze.figures.report import Report
 from ..numbers import counted, duration, figure, signed_duration
+from ..state_names import STATE_NAMES
 from .run_report import GOOD_EFFICIENCY
 
 NAMES = {
@@ -127,7 +128,7 @@ def _states(found: StateChanges | None) -> list[RenderableType]:
         )
     for row in [*found.rows, found.whole]:
         told, kind = state_verdict(row)
-        name = f"whole {found.unit}" if row is found.whole else row.state
+        name = f"whole {found.unit}" if row is found.whole else STATE_NAMES[row.state]
         times = (duration(row.before_s), duration(row.after_s), signed_duration(row.longer_s))
         table.add_row(name, *times, noise_of(row), Text(told, style=_STYLES[kind]))
     return [Text(), table, Text(f"\n{explanation(found)}", style="bold")]
@@ -161,7 +162,7 @@ def explanation(found: StateChanges) -> str:
         return f"{took}. No state alone explains it."
     rows = {row.state: row for row in found.rows}
     parts = [
-        f"{name} {signed_duration(rows[name].longer_s)} "
+        f"{STATE_NAMES[name]} {signed_duration(rows[name].longer_s)} "
         f"({100 * rows[name].longer_s / whole.longer_s:.0f} %)"
         for name in found.explained_by
     ]

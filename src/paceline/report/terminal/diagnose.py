@@ -17,6 +17,7 @@ from ...analyze.diagnosis.causes import (
     Witness,
     uncertain_bars,
 )
+from ...analyze.diagnosis.confirmation import EXCHANGE_PARTS
 from ...analyze.diagnosis.ladder import Interval, Waterfall
 from ...analyze.diagnosis.line_profile import LineProfile
 from ...analyze.diagnosis.operator_profile import OperatorProfile
@@ -58,6 +59,8 @@ NAMES = {
     "interpreter": "interpreter lock",
     "search": "search for unused parameters",
 }
+
+MIN_SHOWN = 0.005  # of a step's time; smaller parts of it are not listed
 
 
 class Diagnosis(Protocol):
@@ -113,7 +116,8 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
     verdict = verdict_table(verdict_of_diagnosis(found))
     parts: list[RenderableType] = [verdict, Text(), Text(head, style="bold"), Text()]
     if found.waterfall is not None:
-        parts += [_bars(found.waterfall, width), Text(), _both(found.witnesses), Text()]
+        parts += [_bars(found.waterfall, width), Text()]
+        parts += [_both(found.waterfall, found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
     else:  # the time was not enough for the experiments
@@ -205,11 +209,12 @@ def _bars(w: Waterfall, width: int) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     table.add_column("of ideal", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     whole = w.ideal.mean
-    wide = max(10, min(60, width - 52))
-    table.add_row("ideal", _rate(w.ideal), "100.0 %", "█" * wide)
+    wide = max(10, min(60, width - 60))
+    table.add_row("ideal", *_rate(w.ideal), "100.0 %", "█" * wide)
     level = whole
     for bar in w.bars:
         high, level = level, level - bar.loss.mean
@@ -218,41 +223,59 @@ def _bars(w: Waterfall, width: int) -> Table:
         sure = bar.loss.low > 0 or bar.loss.high < 0
         table.add_row(
             Text(f"- {NAMES[bar.id]}", style="" if sure else "bright_black"),
-            _rate(bar.loss),
+            *_rate(bar.loss),
             percent(bar.share.mean),
             Text(" " * start + "░" * (end - start), style="red" if lost else "green"),
         )
-    share = w.measured.mean / whole
-    table.add_row("measured", _rate(w.measured), percent(share), "█" * round(wide * share))
+    share = w.reached
+    table.add_row("measured", *_rate(w.measured), percent(share), "█" * round(wide * share))
     return table
 
 
-def _rate(interval: Interval) -> str:
-    return f"{amount(interval.mean)} {_around(interval)}"
-
-
-def _around(interval: Interval) -> str:
+def _rate(interval: Interval) -> tuple[str, str]:
+    """Return a rate, and its interval if that says more than that the rate is noise."""
     half = (interval.high - interval.low) / 2
-    return f"± {amount(half)}" if math.isfinite(half) else "± ?"
+    around = f"± {amount(half)}" if math.isfinite(half) else "± ?"
+    noise = math.isfinite(half) and half >= abs(interval.mean)
+    return amount(interval.mean), "within the noise" if noise else around
 
 
-def _both(witnesses: list[Witness]) -> Table:
+def _both(w: Waterfall, witnesses: list[Witness]) -> Table:
+    """Return the shares of a step's time: those of the waterfall with their sum, then parts."""
     table = Table(box=None, pad_edge=False)
     for heading in ("of a step's time", "experiment", "record", ""):
         table.add_column(
             heading, justify="right" if heading in ("experiment", "record") else "left"
         )
-    for one in witnesses:
-        said = (one.ladder.mean if one.ladder else 0.0, one.record or 0.0)
-        if max(said) < 0.005:
-            continue
-        table.add_row(
-            f"  {NAMES[one.name]}",
-            _spread(one.ladder) if one.ladder is not None else "",
-            percent(one.record) if one.record is not None else "",
-            Text("they differ" if one.differ else "", style="yellow"),
-        )
+    bars = [bar.id for bar in w.bars]
+    whole = [
+        one for one in witnesses if one.name in bars or (one.ladder and one.name in EXCHANGE_PARTS)
+    ]
+    for one in whole:
+        table.add_row(*_witness_row(one))
+    rest = 1 - w.reached - sum(one.ladder.mean for one in whole if one.ladder)
+    if abs(rest) >= MIN_SHOWN:  # a rung did not switch off all that it should
+        table.add_row("  other losses", percent(rest))
+    table.add_row("  the rest, as one rank alone", percent(w.reached))
+    table.add_row("  sum", percent(1.0))
+    if parts := [one for one in witnesses if one not in whole and _shows(one)]:
+        table.add_row("parts of these shares")
+    for one in parts:
+        table.add_row(*_witness_row(one))
     return table
+
+
+def _shows(one: Witness) -> bool:
+    return max(one.ladder.mean if one.ladder else 0.0, one.record or 0.0) >= MIN_SHOWN
+
+
+def _witness_row(one: Witness) -> tuple[str, str, str, Text]:
+    return (
+        f"  {NAMES[one.name]}",
+        _spread(one.ladder) if one.ladder is not None else "",
+        percent(one.record) if one.record is not None else "",
+        Text("they differ" if one.differ else "", style="yellow"),
+    )
 
 
 def _spread(interval: Interval) -> str:
@@ -266,7 +289,7 @@ def _causes(found: Diagnosis) -> list[RenderableType]:
     known = [*found.causes, *found.usual]
     doubtful = " and ".join(NAMES[name] for name in uncertain_bars(found.waterfall, known))
     if not found.causes:
-        share = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
+        share = percent(found.waterfall.reached)
         other = "other " * bool(found.usual)
         said = f"Training runs at {share} of the ideal. No {other}cause takes "
         said += f"{100 * MIN_SHARE:.0f} % of a step's time."

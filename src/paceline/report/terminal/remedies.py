@@ -162,7 +162,7 @@ def render_before_after(
     for one in dict.fromkeys(bar.id for w in (before, after) for bar in w.bars):
         found = [w.of_step(one) for w in (before, after)]
         table.add_row(f"  {names[one]}", *(percent(x.mean) if x else "" for x in found))
-    shares = (percent(w.measured.mean / w.ideal.mean) for w in (before, after))
+    shares = (percent(w.reached) for w in (before, after))
     table.add_row("  of the ideal", *shares)
     return table
 

@@ -19,6 +19,7 @@ from ..memory import memory_warnings, peak_sentence
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
+from ..state_names import state_name
 from ..verdict.of_run import verdict_of_run
 from ..verdict.table import verdict_table
 from . import step_work
@@ -47,7 +48,7 @@ MEANING = {
     "input": "waiting for a batch",
     "checkpoint": "waiting for a checkpoint",
     "validation": "evaluating",
-    "starved": "ready to run, without a core",
+    "starved": "waiting for a core",
     "other": "in no other state",
     "wait": "waiting for the last rank",
     "transfer": "after the last rank arrived",
@@ -166,8 +167,7 @@ def _states(report: Report, explained: bool) -> Table:
         bar = Text(
             "█" * round(mean * BAR_COLUMNS) or ("▏" if mean > 0 else ""), style=COLOURS[name]
         )
-        label = name if report.clocks_aligned or name != "transfer" else "wait or transfer"
-        table.add_row(label, *cells, bar, MEANING[name] if explained else "")
+        table.add_row(state_name(report, name), *cells, bar, MEANING[name] if explained else "")
     return table
 
 
@@ -316,6 +316,15 @@ def _losses(report: Report) -> list[RenderableType]:
     for i, loss in enumerate(told):
         text = Text(f"{i + 1}. ").append(percent(loss.share), style="bold")
         parts.append(text.append(f": {sentence(loss, report)}"))
+    lost = sum(loss.share for loss in report.losses)
+    if others := len(report.losses) - len(told):
+        rest = percent(lost - sum(loss.share for loss in told))
+        parts.append(
+            Text(f"   {rest}: {counted(others, 'smaller loss', 'smaller losses')} (--json)")
+        )
+    assert report.efficiencies is not None
+    useful = percent(report.efficiencies.useful)
+    parts.append(Text(f"   {percent(lost)}: all losses; {useful} is useful"))
     return [*parts, Text()]
 
 

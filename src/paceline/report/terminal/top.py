@@ -14,6 +14,7 @@ from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
 from ...plurals import named_ranks
 from ..numbers import amount, counted, elapsed
+from ..state_names import STATE_NAMES
 from .run_report import COLOURS
 
 MAX_RANK_ROWS = 16  # most ranks with one row each; larger jobs get one row per host, and MOST ranks
@@ -32,7 +33,7 @@ SIGNS = {
 # Short names of states for narrow terminals, so that the bars have room, and shorter ones for
 # terminals in which these are still too wide.
 _SHORT = {"checkpoint": "save", "validation": "eval"}
-_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "starved": "starv", "other": "oth"}
+_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "starved": "core", "other": "oth"}
 _SHORTER |= {"transfer": "trans"}
 _LEAST_BAR, _MOST_BAR = 8, 60
 _SEEN = 0.005  # a state with a smaller share on every rank gets no column
@@ -113,7 +114,7 @@ def _table(view: View, width: int, most: int) -> Table:
     longest = max(len(name) for name, _ in [("rank", {}), *rows])
     label = min(longest, 14 if width < 100 else 24)
     for names in ({}, _SHORT, _SHORTER):
-        heads = [f"{SIGNS[state]} {names.get(state, state)}" for state in shown]
+        heads = [f"{SIGNS[state]} {names.get(state, STATE_NAMES[state])}" for state in shown]
         taken = label + sum(max(len(head), 5) for head in heads) + 2 * (len(heads) + 1)
         if width - taken >= (_LEAST_BAR if names is _SHORTER else 2 * _LEAST_BAR):
             break

@@ -25,6 +25,7 @@ from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
 from ...record.ring.states import Op, State
+from ..state_names import STATE_NAMES
 from .chrome_trace import Process, Put, slice_label
 
 PHASES = {
@@ -383,7 +384,9 @@ def _nesting_keys(rows: Any) -> Ints:
 
 def _state_names(apart: bool) -> list[str]:
     return [
-        slice_label("wait or transfer", name) if apart and name == "transfer" else slice_label(name)
+        slice_label("wait or transfer", name)
+        if apart and name == "transfer"
+        else slice_label(STATE_NAMES[name], name)
         for name in STATES
     ]
 

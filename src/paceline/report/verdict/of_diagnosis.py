@@ -9,7 +9,7 @@ from ...analyze.diagnosis.ladder import Waterfall
 from ...analyze.figures.report import Report
 from ...knobs.registry import KNOBS
 from ..numbers import percent
-from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt
+from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, with_comment
 
 # Noun phrases that continue "is lost to", by the id of a cause.
 LOST_TO = {
@@ -110,7 +110,7 @@ def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
     """Return what limits a training, according to its diagnosis."""
     if found.waterfall is None:
         return _without_experiments(found)
-    reached = percent(found.waterfall.measured.mean / found.waterfall.ideal.mean)
+    reached = percent(found.waterfall.reached)
     if not found.causes:
         return _without_cause(found, found.waterfall, reached)
     cause = found.causes[0]
@@ -141,16 +141,19 @@ def _next(found: Diagnosed, cause: Cause) -> str:
     others = [one for one in left if one.knob in KNOBS and cause.id in KNOBS[one.knob].answers]
     for remedy in (*first, *others):
         return _apply(found, remedy)
-    return f"no remedy is known for this cause; {_command(found, ['--json'])} has its evidence"
+    return with_comment(
+        _command(found, ["--json", "diagnosis.json"]),
+        "no remedy is known: the file has the evidence",
+    )
 
 
 def _apply(found: Diagnosed, remedy: Remedy) -> str:
     """Return the command that measures a remedy, or the edit that it needs."""
     gain = remedy.gain
-    predicted = f" (predicted gain {100 * gain.mean:+.0f} %)" if gain is not None else ""
+    predicted = f"predicted gain {100 * gain.mean:+.0f} %" if gain is not None else ""
     if remedy.settable:
-        return f"{_command(found, ['--try', remedy.knob])}{predicted}"
-    return f"{_edit(remedy)}{predicted}"
+        return with_comment(_command(found, ["--try", remedy.knob]), predicted)
+    return f"{_edit(remedy)}{f' ({predicted})' if predicted else ''}"
 
 
 def _edit(remedy: Remedy) -> str:
@@ -197,7 +200,7 @@ def _without_experiments(found: Diagnosed) -> Verdict:
     said = "Paceline cannot determine what limits the training: experiments are missing."
     note = next(iter(found.notes), "the script could not be measured with parts switched off")
     why, _, hint = note.partition(" HINT: ")
-    record = "paceline run --record FOLDER SCRIPT, which needs no experiments"
+    record = "paceline run --record FOLDER SCRIPT  # needs no experiments"
     return Verdict(said, begin_sentence(why.rstrip(". ")), hint or record)
 
 

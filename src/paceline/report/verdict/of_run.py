@@ -11,7 +11,8 @@ from ...analyze.memory.growth import MemoryGrowth
 from ..memory import first_end, memory_sentence
 from ..numbers import counted, duration, percent
 from ..sentences import doing, place, sentence
-from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options
+from ..state_names import state_name
+from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options, with_comment
 
 MIN_CONFIDENCE = 0.8  # below it, a verdict is uncertain
 MIN_MEASURED_STEPS = 10
@@ -22,7 +23,7 @@ _LOST_TO = {
     "checkpoint": "checkpoints",
     "validation": "validation",
     "other": "other work of the script",
-    "starved": "waiting for a free core",
+    "starved": "waiting for a core",
 }
 # What to change in the line of the script that a loss was seen in.
 _EDITS = {
@@ -65,11 +66,16 @@ def verdict_of_run(report: Report) -> Verdict:
             why = f"the largest loss is {percent(topics[0].share)}: {sentence(largest, report)}"
         said = f"No loss takes {100 * MIN_SHARE:.0f} % of the ranks' time or more: {useful}."
         experiment = "measures what a record cannot show: whether the computation is slow"
-        return Verdict(in_doubt(said, doubt), begin_sentence(why), f"{command} {experiment}")
+        return Verdict(
+            in_doubt(said, doubt), begin_sentence(why), with_comment(command, experiment)
+        )
     topic = topics[0]
     largest = max(topic.losses, key=lambda loss: loss.share)
-    said = f"{percent(topic.share)} of the ranks' time is lost to {_lost_to(topic, report)}."
+    said = f"{percent(topic.share)} of the ranks' time is lost to {_lost_to(topic, report)}"
+    said += f"{_sum_by_state(topic, report)}."
     why = begin_sentence(sentence(largest, report))
+    if len(topic.losses) > 1:
+        why = f"The largest part, {percent(largest.share)}: {sentence(largest, report)}"
     return Verdict(in_doubt(said, doubt), why, _next(topic, report, command))
 
 
@@ -78,7 +84,7 @@ def verdict_of_growth(grown: list[MemoryGrowth], command: str) -> Verdict:
     hours = min(one.hours_left for one in grown if one.hours_left is not None)
     left = duration(3600 * hours)
     said = f"The {grown[0].kind} memory grows, and ends the job in about {left}."
-    return Verdict(said, begin_sentence(memory_sentence(grown)), f"{command} {_WHAT_GROWS}")
+    return Verdict(said, begin_sentence(memory_sentence(grown)), with_comment(command, _WHAT_GROWS))
 
 
 def run_json(report: Report, guard: dict[str, Any] | None = None) -> str:
@@ -99,6 +105,18 @@ def _topics(report: Report) -> list[_Topic]:
         found.setdefault((key, rank), []).append(loss)
     topics = [_Topic(key, losses) for (key, _), losses in found.items()]
     return sorted(topics, key=lambda topic: -topic.share)
+
+
+def _sum_by_state(topic: _Topic, report: Report) -> str:
+    """Return the sum of a topic's share, by the states in the table; empty for one state."""
+    shares: dict[str, float] = {}
+    for loss in topic.losses:
+        shares[loss.kind] = shares.get(loss.kind, 0.0) + loss.share
+    if len(shares) < 2:
+        return ""
+    ordered = sorted(shares.items(), key=lambda one: -one[1])
+    parts = (f"{state_name(report, kind)} {percent(share)}" for kind, share in ordered)
+    return f" ({' + '.join(parts)})"
 
 
 def _lost_to(topic: _Topic, report: Report) -> str:

@@ -53,6 +53,11 @@ def diagnose_command(
     return f"{command[:MAX_COMMAND_CHARS]} ..."
 
 
+def with_comment(command: str, comment: str) -> str:
+    """Return a command with what it is for: one line that a shell runs as it is."""
+    return f"{command}  # {comment}" if comment else command
+
+
 def rank_options(hosts: Sequence[str], size: int) -> list[str]:
     """Return the options that start as many ranks again. hosts: The node of each recorded rank."""
     each = {host: hosts.count(host) for host in dict.fromkeys(hosts)}

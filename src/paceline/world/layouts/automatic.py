@@ -55,12 +55,14 @@ def resolve_automatic(
     layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
     predicted: int | None = None
     if layout == "auto":
-        usable = _usable_layouts(setup, parse)
+        problems = layout_problems(setup, parse)
+        usable = [one for one in get_args(Layout) if one not in problems]
         choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
         layout, recompute = choice.predicted.layout, recompute or choice.predicted.recompute
         message = f"layout='auto': {choice.reason}"
         if example_inputs is not None:
             predicted = choice.predicted.memory.total
+            message += ". The loss function is left out; paceline run --show-memory includes it"
         else:
             message += (
                 ". Activations are left out. HINT: world.distribute(model, optimizer, "
@@ -78,26 +80,23 @@ def resolve_automatic(
     return MemoryOptions(layout, recompute, gib, held, message, predicted)
 
 
-def _usable_layouts(setup: ModelSetup, parse: Parse) -> list[Layout]:
-    """Return the layouts that the model and the other options of ``world.distribute`` allow.
+def layout_problems(setup: ModelSetup, parse: Parse) -> dict[Layout, str]:
+    """Return the layouts that the model or the other options of ``world.distribute`` rule out.
 
     Raises:
         ValueError: No layout is possible.
     """
-    found: list[Layout] = []
-    errors: list[ValueError] = []
+    problems: dict[Layout, str] = {}
     for layout in get_args(Layout):
         try:
             request = parse(layout)
             if request is not None:
                 check_sharding(setup.model, setup.optimizer, request)
         except ValueError as error:
-            errors.append(error)
-        else:
-            found.append(layout)
-    if not found:
-        raise errors[0]
-    return found
+            problems[layout] = str(error)
+    if len(problems) == len(get_args(Layout)):
+        raise ValueError(next(iter(problems.values())))
+    return problems
 
 
 def _choose_layout(

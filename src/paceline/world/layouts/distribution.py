@@ -14,7 +14,7 @@ from ...parallel.data import check_accumulate
 from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
-from ...parallel.memory.setup import ModelSetup
+from ...parallel.memory.setup import ModelSetup, ScriptLimits
 from ...parallel.offload import check_offload, offload_states
 from ...parallel.recompute.recomputation import recompute_blocks
 from ...parallel.sharded.layouts import ShardingRequest, parse_request
@@ -23,7 +23,7 @@ from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
-from .automatic import MemoryOptions, resolve_automatic
+from .automatic import MemoryOptions, layout_problems, resolve_automatic
 from .tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
@@ -123,13 +123,15 @@ class ModelDistribution:
         setup = ModelSetup(
             model, optimizer, self.device, self._dtype, blocks, recomputed_blocks, accumulate
         )
-        if self._survey is not None:  # paceline run --show-memory
-            self._survey.add(setup, recompute)
-            return self._add(setup, model)
 
         def parse(one: str) -> ShardingRequest | None:
             return parse_request(one, blocks, shard_over, offload, self.device.type, options)
 
+        if self._survey is not None:  # paceline run --show-memory
+            problems = layout_problems(setup, parse)
+            limits = ScriptLimits(recompute, memory_budget, shard_over == "host", problems)
+            self._survey.add(setup, limits)
+            return self._add(setup, model)
         sharding_ranks = self.size
         if shard_over == "host":
             sharding_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

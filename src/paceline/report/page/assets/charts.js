@@ -46,15 +46,17 @@
   // A row of a map never gets less than a pixel: what can't be seen would be left out.
   const tall = (count, least) => Math.max(least, Math.min(24, Math.max(1, 420 / count)) * count + 90);
 
+  const label = (state) => (data.stateNames || {})[state] || state;
+
   function states() {
     const { ranks, shares } = data.shares;
     const order = ranks.map((_, i) => i);
     if (chosen("sort", "rank") === "loss") order.sort((a, b) => shares.useful[a] - shares.useful[b]);
     const names = order.map((i) => String(ranks[i]));
     const traces = data.states.map((state) => ({
-      type: "bar", name: state, x: names, y: order.map((i) => shares[state][i]),
+      type: "bar", name: label(state), x: names, y: order.map((i) => shares[state][i]),
       marker: { color: css(state), line: { width: 0 } },
-      hovertemplate: `rank %{x}<br>${state} %{y:.1%}<extra></extra>`,
+      hovertemplate: `rank %{x}<br>${label(state)} %{y:.1%}<extra></extra>`,
     }));
     return [traces, layout(320, {
       barmode: "stack", bargap: ranks.length > 64 ? 0 : 0.15,
@@ -109,7 +111,7 @@
   function late() {
     const { names, shares } = data.late;
     const traces = Object.keys(shares).map((state) => ({
-      type: "bar", orientation: "h", y: names, x: shares[state], name: state, marker: { color: css(state) },
+      type: "bar", orientation: "h", y: names, x: shares[state], name: label(state), marker: { color: css(state) },
       hovertemplate: `%{y} was late: ${data.longer[state]}<br>%{x:.1%} of all ranks' time<extra></extra>`,
     }));
     return [traces, layout(Math.max(220, 26 * names.length + 80), {
@@ -133,7 +135,7 @@
   function moment(number) {
     const one = data.moments[number];
     const z = rows(one.state, one.columns, (v) => (v >= FULL ? null : v));
-    const text = z.map((row) => row.map((v) => (v === null ? "" : data.states[v])));
+    const text = z.map((row) => row.map((v) => (v === null ? "" : label(data.states[v]))));
     const count = data.states.length;
     const steps = data.states.flatMap((state, i) => [[i / count, css(state)], [(i + 1) / count, css(state)]]);
     const width = one.span_ms / one.columns;
@@ -152,8 +154,8 @@
     const whole = names.map((_, i) => data.states.reduce((sum, state) => sum + seconds[state][i], 0));
     const [sign, times] = unit(Math.max(...whole));
     const traces = data.states.map((state) => ({
-      type: "bar", orientation: "h", y: names, x: seconds[state].map((v) => v * times), name: state,
-      marker: { color: css(state) }, hovertemplate: `%{y}<br>${state} %{x:.3~g} ${sign} per step<extra></extra>`,
+      type: "bar", orientation: "h", y: names, x: seconds[state].map((v) => v * times), name: label(state),
+      marker: { color: css(state) }, hovertemplate: `%{y}<br>${label(state)} %{x:.3~g} ${sign} per step<extra></extra>`,
     }));
     return [traces, layout(Math.max(180, 48 * names.length + 90), {
       barmode: "stack", xaxis: { title: { text: `time per step, mean of all ranks (${sign})` } },

@@ -80,20 +80,24 @@ def _remedy(found: Finding) -> Text:
 
 def nothing_wrong(profile: OperatorProfile) -> str:
     """Return the sentence for a model in which no finding takes ``MIN_SHARE`` of a step."""
-    said = f"Nothing inside the model takes {100 * MIN_SHARE:.0f} % of a step without need"
+    said = f"No unneeded work inside the model takes {100 * MIN_SHARE:.0f} % of a step or more."
     largest = products(profile)
     if not largest:
-        return f"{said}."
+        return said
     share = sum(one.share for one in largest)
     reached = sum(one.share * (one.of_roofline or 0.0) for one in largest) / share if share else 0.0
-    count = f"these {len(largest)} products" if len(largest) > 1 else "one product"
     names = ", ".join(
         f"{one.row.operator} of {one.row.shapes}" + (f" in {one.row.module}" * bool(one.row.module))
         for one in largest
     )
+    which = (
+        f"{len(largest)} largest matrix products take"
+        if len(largest) > 1
+        else "largest matrix product takes"
+    )
     return (
-        f"{said}: {percent(share)} of a step is {count}, at {percent(reached)} of the roofline "
-        f"({names})."
+        f"{said} The {which} {percent(share)} of a step, at {percent(reached)} of the roofline: "
+        f"{names}."
     )
 
 

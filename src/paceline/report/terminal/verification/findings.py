@@ -51,9 +51,9 @@ def compared_sentences(seen: Compared) -> list[str]:
     ]
     if seen.related:
         said.append(
-            f"In {seen.related} of {counted(seen.steps, 'step')}, the gradient is a multiple of "
-            f"the mean of the ranks' gradients, up to a relative difference of "
-            f"{seen.largest_residual:.1g}."
+            f"In {seen.related} of {counted(seen.steps, 'step')}, the gradient after the exchange "
+            "is the mean of the ranks' gradients times a constant. The largest relative difference "
+            f"from that is {seen.largest_residual:.1g}."
         )
     if seen.replayed:
         largest = max((value for value, _ in seen.differences.values()), default=0.0)
