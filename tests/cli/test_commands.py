@@ -8,6 +8,7 @@ import pytest
 import ranks
 import typer
 
+from paceline import cli
 from paceline.cli import app
 from paceline.cli.common.command import STDOUT
 from paceline.cli.common.diagnosis_outputs import DiagnosisOutputs
@@ -171,6 +172,30 @@ def test_results_are_on_disk_before_they_are_printed(tmp_path, monkeypatch):
             show(None)
         assert (tmp_path / "found.html").read_text() == "page"
         (tmp_path / "found.html").unlink()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            ImportError("many lines\nblas.so: failed to map segment from shared object\n"),
+            "blas.so: ",
+        ),
+        (MemoryError(), "out of memory: "),
+        (ImportError("No module named 'numpy'"), None),
+    ],
+)
+def test_limit_of_address_space_is_named_instead_of_a_traceback(monkeypatch, error, reason):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (600000 << 10, -1))
+    with pytest.raises(SystemExit if reason else ImportError) as ended:
+        cli.main()
+    if reason:
+        assert str(ended.value).startswith(f"paceline: {reason}")
+        assert "limited to 600000 KiB (ulimit -v). HINT: ulimit -v unlimited" in str(ended.value)
 
 
 def test_verbose_version_names_what_a_bug_report_needs():

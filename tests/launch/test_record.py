@@ -111,6 +111,32 @@ def test_two_runs_do_not_record_into_one_folder(tmp_path):
     assert not (record / run_lock.NAME).exists()
 
 
+def test_ranks_of_another_launcher_do_not_record_into_the_folder_of_a_run(tmp_path):
+    script = ranks.write(
+        tmp_path, "import os, sys; print('started'); print(os.listdir(sys.argv[1]))"
+    )
+    record = tmp_path / "record"
+    record.mkdir()
+    other = job_folder.lock_record(record, "other")
+    words = [ranks.PACELINE, "record", record, script, record]
+
+    def start(rank):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+        environment = ranks.environment(MASTER_ADDR="127.0.0.1", **place)
+        return ranks.run_command(words, tmp_path, environment)
+
+    for rank in ("0", "1"):
+        result = start(rank)
+        assert result.returncode == 2
+        assert f"{record} is in use by run other (process {os.getpid()} on" in result.stderr
+        assert "started" not in result.stdout
+    other.release()
+    result = start("0")
+    assert "started" in result.stdout, result.stderr
+    assert run_lock.NAME in result.stdout
+    assert not (record / run_lock.NAME).exists()
+
+
 def test_record_of_a_killed_job_is_not_overwritten_by_the_next(tmp_path, monkeypatch):
     record, places = tmp_path / "record", tmp_path / "places"
     monkeypatch.setattr(job_folder, "_PLACES", (places,))

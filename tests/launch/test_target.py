@@ -175,7 +175,7 @@ def test_variables_of_a_job_on_another_node_are_named(monkeypatch, tmp_path):
 
 
 def test_limit_of_open_files_is_raised_or_reported(monkeypatch, tmp_path):
-    limits = [(24, 4096), (24, 24)]
+    limits = [(24, 4096), (-1, -1), (24, 24)]
     monkeypatch.setattr(job.resource, "getrlimit", lambda _: limits.pop(0))
     wanted = []
     monkeypatch.setattr(job.resource, "setrlimit", lambda _, new: wanted.append(new))
@@ -184,6 +184,14 @@ def test_limit_of_open_files_is_raised_or_reported(monkeypatch, tmp_path):
     assert wanted == [(80, 4096)]
     with pytest.raises(ValueError, match=r"limit of open files is 24 .* job needs 80. HINT: "):
         job.check(asked)
+
+
+def test_limit_of_address_space_is_reported_before_torch_is_imported(monkeypatch, tmp_path):
+    limit = (600000 << 10, -1)
+    monkeypatch.setattr(job, "_raise_file_limit", lambda _: None)
+    monkeypatch.setattr(job.resource, "getrlimit", lambda _: limit)
+    with pytest.raises(ValueError, match=r"limited to 600000 KiB \(ulimit -v\).* HINT: ulimit -v"):
+        job.check(job.Job(str(ranks.write(tmp_path, "")), ranks=2))
 
 
 def test_inconsistent_or_expired_allocation_is_rejected(tmp_path):

@@ -6,7 +6,7 @@ import sys
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
 from ..security.processes import warn_of_working_directory
-from .common.base import app, in_words
+from .common.base import app, exit_on_address_space_limit, in_words
 
 # The order of imports is the order of the commands in --help.
 # isort: off
@@ -39,6 +39,9 @@ def main() -> None:
         app()
     except OSError as error:  # standard output can't be written
         sys.exit(f"paceline: {in_words(error)}")
+    except (ImportError, MemoryError) as error:
+        exit_on_address_space_limit(error)
+        raise
     except ForkedRankServer as forked:
         job = forked
     run_rank_server(job)  # outside of ``except``: a rank's exceptions get no __context__

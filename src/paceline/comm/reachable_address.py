@@ -84,6 +84,19 @@ def listen_on(address: str, port: int = 0) -> socket.socket:
     return listening
 
 
+def check_loopback() -> None:
+    """Raise ValueError where processes of this node can't connect to 127.0.0.1."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.connect(probe.getsockname())
+    except OSError as error:
+        raise ValueError(
+            "the loopback interface of this node can't be used (127.0.0.1: "
+            f"{error.strerror}). HINT: ip link set lo up; ip addr replace 127.0.0.1/8 dev lo"
+        ) from None
+
+
 def variables(interface: str) -> dict[str, str]:
     """Return the environment variables that make gloo, NCCL and TensorPipe use one interface.
 

@@ -31,6 +31,7 @@ OWN_INTERPRETER = ("OMP_PLACES", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOA
 # So do these; the process that ranks are forked from may have started with other values.
 READ_AT_START = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONWARNINGS")
 MIN_OPEN_FILES, OPEN_FILES_PER_RANK = 64, 8
+MIN_ADDRESS_SPACE_BYTES = 1 << 30  # of a process that has imported a CPU build of PyTorch
 DEFAULT_HANG_TIMEOUT_S = 300.0
 AUTO = "auto"  # bind ranks only if the cores are reserved for this job
 # Imported before the fork if the script imports them: they are slow to import and have no side
@@ -208,6 +209,7 @@ def check(job: Job) -> bytes:
         )
     time_limit.end_time(os.environ)
     _raise_file_limit(MIN_OPEN_FILES + OPEN_FILES_PER_RANK * job.ranks)
+    _check_address_space()
     if job.record is not None:
         job_folder.check(job.record)
     if job.summary is not None and not job.summary.absolute().parent.is_dir():
@@ -283,6 +285,16 @@ def _raise_file_limit(needed: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _check_address_space() -> None:
+    """Raise ValueError where this process could not import PyTorch."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_SPACE_BYTES:
+        raise ValueError(
+            f"the address space of a process is limited to {limit >> 10} KiB (ulimit -v), and "
+            f"PyTorch needs at least {MIN_ADDRESS_SPACE_BYTES >> 10} KiB. HINT: ulimit -v unlimited"
+        )
 
 
 def preloads(job: Job, source: bytes) -> list[str]:

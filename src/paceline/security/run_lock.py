@@ -107,6 +107,13 @@ class RunLock:
             time.sleep(POLL_INTERVAL_S)
         self._create()
 
+    def check(self) -> None:
+        """Raise FolderInUseError if another run, of which a process runs on this node, has it."""
+        found = self._look()
+        holder = self._parse(found[0]) if found is not None else Holder()
+        if holder.run not in ("", self._own.run) and self._is_alive(holder):
+            raise self._in_use(holder)
+
     def keep(self, warn: Callable[[str], None]) -> None:
         """Renew the lock in a background thread until ``release``.
 

@@ -1,13 +1,18 @@
 """The store of a job: ranks reach it through its gate, and nobody else reaches it."""
 
+import shutil
 import socket
+import subprocess
+import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import ranks
 import torch.distributed as dist
 import users
+from needs import need
 from users import ATTACKER
 
 from paceline.launch.ranks import store_gate
@@ -142,3 +147,45 @@ def test_kernel_without_signatures_is_reported(opened, monkeypatch, capfd):
     store, _ = opened()
     client(store, timeout=timedelta(seconds=5)).set("still", "works")
     assert "other users of this node can connect to the store" in capfd.readouterr().err
+
+
+OPEN = """
+import os, sys
+from paceline.launch.ranks.store_gate import open_store
+for before in sys.argv[1:]:
+    assert os.system(before) == 0
+try:
+    open_store("127.0.0.1", 0)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("ip link set lo down", "Network is unreachable"),
+        ("ip link set lo up; ip addr del 127.0.0.1/8 dev lo", "Cannot assign requested address"),
+    ],
+)
+def test_node_without_loopback_is_an_error_that_names_it(state, reason):
+    need([*users.missing(), *(["ip"] if shutil.which("ip") is None else [])])
+    words = ["unshare", "-n", sys.executable, "-c", OPEN, state]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+    assert said.startswith(
+        f"the loopback interface of this node can't be used (127.0.0.1: {reason})"
+    )
+    assert "HINT: ip link set lo up" in said
+
+
+def test_store_without_free_descriptors_is_an_error():
+    words = ["sh", "-c", 'ulimit -n 24; exec "$@"', "sh", sys.executable, "-c", OPEN]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+    assert "Too many open files; the limit of a process is 24 (ulimit -Hn). HINT: " in said
+
+
+def test_store_that_can_not_be_reached_has_a_time_limit(monkeypatch, opened):
+    monkeypatch.setattr(store_gate, "OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(store_gate.StoreGate, "_accept", lambda self: time.sleep(0.01))
+    with pytest.raises(ValueError, match=r"can't be reached from its own node within .* HINT: "):
+        opened()

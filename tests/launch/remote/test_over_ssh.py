@@ -317,6 +317,21 @@ def test_node_local_records_are_copied_or_removed(hosts, shared_folder, kind):
     assert hosts.left_over(10) == []
 
 
+@pytest.mark.long
+def test_launchers_of_two_nodes_do_not_record_into_one_folder(hosts, shared_folder):
+    record = shared_folder / "record"
+    process = started(hosts, shared_folder, 2, "-H", "host1:1,host2:1", "--record", record)
+    words = [ranks.PACELINE, "run", "-H", "host1:1,host2:1", "--record", record, "script.py"]
+    second = hosts.run("host3", *words, cwd=shared_folder, check=False, timeout=60)
+    assert second.returncode == 2, second.stderr
+    assert re.search(rf"{record} is in use by run \w+ \(process \d+ on host0\)", second.stderr)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert not (record / ".paceline-run.json").exists()
+    assert hosts.left_over(10) == []
+
+
 def test_crashed_host_is_reported_and_other_ranks_end(hosts, shared_folder):
     process = started(hosts, shared_folder, 3, "-H", "host1:2,host2:1")
     hosts.crash("host2")

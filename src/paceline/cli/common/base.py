@@ -1,6 +1,8 @@
 """Code shared by all commands: the Typer application and the printing of user errors."""
 
 import contextlib
+import resource
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -50,6 +52,19 @@ def exit_on_mistake() -> Iterator[None]:
     except (ValueError, OSError) as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)
         raise typer.Exit(2) from None
+
+
+def exit_on_address_space_limit(error: ImportError | MemoryError) -> None:
+    """Exit with a message that names the limit of the address space, if it caused the error."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    reason = str(error).strip().rpartition("\n")[2] or "out of memory"
+    # texts of the dynamic linker
+    mapped = "failed to map segment" in reason or "annot allocate memory" in reason
+    if limit != resource.RLIM_INFINITY and (mapped or isinstance(error, MemoryError)):
+        sys.exit(
+            f"paceline: {printable(reason)}: the address space of a process is limited to "
+            f"{limit >> 10} KiB (ulimit -v). HINT: ulimit -v unlimited"
+        )
 
 
 def in_words(mistake: ValueError | OSError) -> str:

@@ -1,5 +1,6 @@
 """The ranks of this host, forked by the rank server that this process controls."""
 
+import errno
 import gc
 import json
 import os
@@ -160,8 +161,11 @@ class LocalHost:
         try:
             self._store, self._gate = open_store(self.address, port, self.ask_agents, self.report)
         except OSError as error:
-            if port == 0:
-                raise
+            if port == 0 or error.errno != errno.EADDRINUSE:
+                raise ValueError(
+                    f"the store of the job can't listen at {self.address}: {error.strerror}. HINT: "
+                    "GLOO_SOCKET_IFNAME=NAME selects another interface"
+                ) from error
             raise ValueError(
                 f"port {port} is in use. HINT: choose another --port, or leave it out: Paceline "
                 "then selects a free one"

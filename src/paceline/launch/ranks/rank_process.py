@@ -5,6 +5,7 @@ import ctypes
 import errno
 import faulthandler
 import gc
+import hashlib
 import json
 import os
 import random
@@ -19,7 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ...cluster.rank_identity import rank_identity, set_torchrun_variables
+from ...cluster.rank_identity import (
+    RankIdentity,
+    job_key,
+    rank_identity,
+    set_torchrun_variables,
+)
 from ...cluster.schedulers.env_numbers import openmp_threads
 from ...knobs import tuning
 from ...knobs.apply import apply_knobs
@@ -115,23 +121,38 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
     rank that was killed is copied by ranks that end later on the same host.
 
     Raises:
-        ValueError: The script can't be run, ``target`` contains a record of an earlier run or
-            can't be written, or the launcher's environment variables contradict each other.
+        ValueError: The script can't be run, ``target`` contains a record of an earlier run, is used
+            by another run or can't be written, or the launcher's environment variables contradict
+            each other.
     """
     from ..job import Job, check
 
-    set_torchrun_variables(rank_identity(dict(os.environ)))
+    place = rank_identity(dict(os.environ))
+    run = _run_of_launcher(place)
+    set_torchrun_variables(place)
     first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
     check(Job(**command, record=target if first else None))
+    lock = job_folder.lock_record(target, run, of_this_process=place.rank == 0)
     folder = job_folder.job_folder()
-    run = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID", "")
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
     job_folder.write_destination(folder, target, [command["name"], *command["args"]], run)
+    if place.rank == 0:
+        lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
     code = execute(command)
     detach()
     job_folder.clear(folder)
     job_folder.clear_orphans()
+    lock.release()
     finish(code)
+
+
+def _run_of_launcher(place: RankIdentity) -> str:
+    """Return the ID of the run to which a rank of another launcher belongs; "" if it has none."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if given != "none":  # torchrun's default
+        return given
+    key = job_key(dict(os.environ), place)
+    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
 
 
 def main() -> NoReturn:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...comm.reachable_address import listen_on
+from ...comm.reachable_address import check_loopback, listen_on
 from .connection_owner import Endpoint, connection_owner
 
 # Ask the agents of other nodes whether a connection (number, other end, own end) is of the job's
@@ -37,6 +37,9 @@ MAX_PENDING = 1024  # connections whose agent was asked and has not answered
 MAX_PENDING_PER_ADDRESS = 256
 PENDING_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0  # within this process
+OPEN_TIMEOUT_S = 15.0  # of the store's own connection to the gate
+STORE_TIMEOUT_S = 60.0  # of the launcher's calls
+OPEN_DESCRIPTORS = 32  # of a store and its gate without ranks, with a reserve
 READ_BYTES = 1 << 18
 MAX_WAITING_BYTES = 4 << 20  # that one side has sent and the other has not read
 FIND_ADDRESS_ATTEMPTS = 16
@@ -58,13 +61,16 @@ def open_store(
         report: Prints a message, in the thread of the gate; None: to standard error.
 
     Raises:
-        OSError: The port is in use.
+        OSError: The address can't be listened on; with EADDRINUSE: the port is in use.
+        ValueError: The store can't be reached from this process.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes several descriptors
+    check_loopback()
+    _check_descriptors(most)
     from torch._C._distributed_c10d import TCPStore
 
     report = report or _print
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes several descriptors
     gate_socket = listen_on(address, port)
     port = gate_socket.getsockname()[1]
     key = secrets.token_bytes(SIGNATURE_KEY_BYTES)
@@ -74,20 +80,48 @@ def open_store(
         gate_socket.close()
         raise
     # TCPStore wants the port of its own socket, and connects there, to this address: to the gate.
-    gate = StoreGate(gate_socket, store_socket, key, ask_agents, report)
+    gate: StoreGate | None = None
     try:
+        gate = StoreGate(gate_socket, store_socket, key, ask_agents, report)
+        # TCPStore has no time limit for the answer: end its connection
+        deadline = threading.Timer(OPEN_TIMEOUT_S, gate.close)
+        deadline.daemon = True
+        deadline.start()
         store = TCPStore(
             address,
             port,
             is_master=True,
             wait_for_workers=False,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=OPEN_TIMEOUT_S),
             master_listen_fd=os.dup(store_socket.fileno()),
         )
-    except BaseException:
-        gate.close()
-        raise
+        deadline.cancel()
+    except BaseException as error:
+        if gate is not None:
+            gate.close()
+        if not isinstance(error, RuntimeError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"the store of the job at {address}, port {port}, can't be reached from its own node "
+            f"within {OPEN_TIMEOUT_S:.0f} s: {reason}. HINT: a firewall must permit connections "
+            "from this node to itself; check ulimit -u and ulimit -v"
+        ) from error
+    store.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_S))
     return store, gate
+
+
+def _check_descriptors(limit: int) -> None:
+    """Raise ValueError where no files can be opened: PyTorch would wait for its time limit."""
+    with contextlib.ExitStack() as opened:
+        try:
+            for _ in range(OPEN_DESCRIPTORS):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise ValueError(
+                f"the store of the job can't be opened: {error.strerror}; the limit of a process "
+                f"is {limit} (ulimit -Hn). HINT: start the job with a higher limit"
+            ) from None
 
 
 def _print(text: str) -> None:

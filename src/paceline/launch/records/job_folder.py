@@ -95,15 +95,23 @@ def check(target: Path) -> None:
         ) from None
 
 
-def lock_record(target: Path, run: str) -> RunLock:
+def lock_record(target: Path, run: str, of_this_process: bool = True) -> RunLock:
     """Keep other runs from recording into ``target`` until the lock is released.
+
+    Args:
+        run: ID of the run.
+        of_this_process: Whether this process takes the lock. Otherwise another one of the run does,
+            and this one only checks it.
 
     Raises:
         ValueError: Another run records into it, or the lock can't be written.
     """
     lock = RunLock(target, "record", run)
     try:
-        lock.acquire(lambda line: print(f"paceline: {line}", file=sys.stderr))
+        if of_this_process:
+            lock.acquire(lambda line: print(f"paceline: {line}", file=sys.stderr))
+        elif run:
+            lock.check()
     except OSError as error:
         raise ValueError(
             f"{target}: {error.strerror}. HINT: choose a folder that you can write to"
