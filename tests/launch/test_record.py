@@ -17,7 +17,6 @@ from paceline.analyze.figures.report import analyse
 from paceline.analyze.records.load_run import load_run
 from paceline.launch.records import job_folder
 from paceline.security import run_lock
-from paceline.security.folders import Folder
 
 TRAIN = """
     import os, signal, sys, time
@@ -142,10 +141,9 @@ def test_record_of_a_killed_job_is_not_overwritten_by_the_next(tmp_path, monkeyp
     monkeypatch.setattr(job_folder, "_PLACES", (places,))
     places.mkdir()
     record.mkdir()
-    with Folder.make(places / f"{job_folder._prefix()}killed") as killed:
+    with job_folder.make(places / f"{job_folder._prefix()}killed") as killed:
         Rank(killed.path, 0, 1).step(0, 1)
         job_folder.write_destination(killed.path, record, ["script.py"], "run")
-        os.close(killed.open_file(job_folder.LOCK, os.O_RDWR | os.O_CREAT))
     with pytest.raises(ValueError, match="already contains a record"):
         job_folder.check(record)
 

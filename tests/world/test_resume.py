@@ -198,7 +198,7 @@ def test_training_whose_last_checkpoint_can_not_be_written_fails(tmp_path, launc
 
 def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     class OneFails(Collectives):
-        def gather(self, value):
+        def gather(self, value, schema):
             return ["disk full. HINT: free space", value]
 
     training = SimpleNamespace(models=[], optimizers=[])

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.serialization import config
 
 from ..plurals import named_ranks
 from ..security.files import open_regular
@@ -87,6 +86,10 @@ def _archive_options(state: Any) -> contextlib.AbstractContextManager[Any]:
     while it holds the interpreter's lock. Large tensors begin on a block of the file, so that
     ``ShardFile`` writes them from where they are.
     """
+    try:
+        from torch.utils.serialization import config
+    except ImportError:  # PyTorch 2.6
+        return contextlib.nullcontext()
     options: dict[str, Any] = {"save.compute_crc32": False}
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     nbytes = sum(one.nbytes for one in tensors if one.layout is torch.strided)

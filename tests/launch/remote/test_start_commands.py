@@ -298,7 +298,8 @@ def test_missing_scheduler_command_is_rejected(tmp_path, job):
     (tmp_path / "bin/blaunch").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
     assert result.returncode == 2
-    assert "blaunch is not installed on this machine. HINT: name another" in result.stderr
+    assert "LSF job 901 on node1, node2" in result.stderr
+    assert "blaunch is not installed on this machine. HINT: to run on this node" in result.stderr
     variables = job("Flux")
     (tmp_path / "bin/flux").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")

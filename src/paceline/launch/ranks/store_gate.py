@@ -68,6 +68,7 @@ def open_store(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank takes several descriptors
     check_loopback()
     _check_descriptors(most)
+    import torch
     from torch._C._distributed_c10d import TCPStore
 
     report = report or _print
@@ -94,6 +95,7 @@ def open_store(
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=OPEN_TIMEOUT_S),
             master_listen_fd=os.dup(store_socket.fileno()),
+            use_libuv=torch.__version__ >= (2, 7),  # libuv's takes no socket in PyTorch 2.6
         )
         deadline.cancel()
     except BaseException as error:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 AUTO = "auto"  # the fastest layout that fits
 SHARD_OVER = ("job", "host")
 OFFLOADS = (None, "optimizer", "parameters")
@@ -100,6 +102,11 @@ def parse_request(
                 f"world.distribute: layout={layout!r} does not have the option {name}: {reason}. "
                 f"HINT: leave {name} out, or layout='data'"
             )
+    if device == "cpu" and torch.__version__ < (2, 7):
+        raise ValueError(
+            f"world.distribute: layout={layout!r} needs PyTorch 2.7 or later on the CPU; this is "
+            f"{torch.__version__}. HINT: pip install -U torch, or layout='data'"
+        )
     if offload == "parameters" and device == "cpu":
         raise ValueError(
             f"world.distribute: offload={offload!r} moves shards from a GPU to the host's memory, "
