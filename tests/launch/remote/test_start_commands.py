@@ -298,7 +298,7 @@ def test_missing_scheduler_command_is_rejected(tmp_path, job):
     (tmp_path / "bin/blaunch").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
     assert result.returncode == 2
-    assert "blaunch is not installed on this machine. HINT: name another" in result.stderr
+    assert "blaunch is not installed on this machine. HINT: " in result.stderr
     variables = job("Flux")
     (tmp_path / "bin/flux").unlink()
     result = paceline(tmp_path, variables, "--fresh", "script.py")
