@@ -165,7 +165,7 @@ def _edit(remedy: Remedy) -> str:
 
 
 def _command(found: Diagnosed, wanted: Sequence[str]) -> str:
-    return diagnose_command(_without_values(found.options), found.command, wanted)
+    return diagnose_command(without_values(found.options), found.command, wanted)
 
 
 def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
@@ -208,7 +208,7 @@ def _without_experiments(found: Diagnosed) -> Verdict:
     return Verdict(said, begin_sentence(why.rstrip(". ")), hint or record)
 
 
-def _without_values(options: Sequence[str]) -> list[str]:
+def without_values(options: Sequence[str]) -> list[str]:
     """Return options without the values of environment variables, which may be secret."""
     words = list(options)
     for at, word in enumerate(words[:-1]):
