@@ -285,6 +285,16 @@ def test_rate_is_in_steps_if_samples_are_unknown(tmp_path):
     told = dataclasses.replace(told, report=dataclasses.replace(told.report, samples_per_s=None))
     text = diagnosis(told, WORDS)
     assert "1,600 of 4,800 steps/s" in text
+    said = words_of(told)
+    assert "steps/s of ideal" in said
+    assert "samples/s" not in said
+
+
+def test_page_repeats_the_options_that_the_user_gave(tmp_path):
+    options = ["-H", "a:2,b:2", "-m", "--env", "TOKEN=secret"]
+    told = dataclasses.replace(found(tmp_path / "run", command=("train", "x")), options=options)
+    page = diagnosis(told, WORDS)
+    assert "paceline run -H a:2,b:2 -m --env TOKEN --record record train x" in page
 
 
 def test_unwritable_output_is_reported_before_any_run(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from records import Rank, made, report_of
 from rich.console import Console
-from test_diagnosis_page import RUNGS, found, rung
+from test_diagnosis_page import CAUSES, RUNGS, found, rung
 
 import paceline
 from paceline.analyze.diagnosis.ladder import Interval
@@ -184,6 +184,9 @@ def test_verdict_of_a_diagnosis_has_the_first_cause_and_its_remedy(tmp_path):
     assert verdict.verdict == (
         "43.0 % (41 to 47) of a step's time is lost to waiting for the loader."
     )
+    measured = replace(CAUSES[0], measured=Interval(0.43, 0.426, 0.431))
+    wider = verdict_of_diagnosis(replace(told, causes=[measured])).verdict
+    assert wider.startswith("43.0 % (41 to 47 with the record) of a step's time")
     assert verdict.why.startswith("The loader takes 14.2 ms per batch and mostly waits")
     command = "paceline diagnose -n 4 --try loader-workers train.py '--x y'"
     assert verdict.next == f"{command}  # predicted gain +40 %"

@@ -102,7 +102,7 @@ def parse_request(
                 f"world.distribute: layout={layout!r} does not have the option {name}: {reason}. "
                 f"HINT: leave {name} out, or layout='data'"
             )
-    if device == "cpu" and torch.__version__ < (2, 7):
+    if device == "cpu" and torch.__version__ < "2.7":
         raise ValueError(
             f"world.distribute: layout={layout!r} needs PyTorch 2.7 or later on the CPU; this is "
             f"{torch.__version__}. HINT: pip install -U torch, or layout='data'"

@@ -15,9 +15,9 @@ from ...analyze.records.state_timeline import STATES
 from ..numbers import amount, counted, percent
 from ..state_names import STATE_NAMES
 from ..survey import describe_survey
-from ..terminal.diagnose import NAMES, Diagnosis, computing, waits_for_cores
+from ..terminal.diagnose import NAMES, Diagnosis, computing, rate_unit, waits_for_cores
 from ..terminal.remedies import describe_confirmed, how_to_apply, loss_changes, set_to
-from ..verdict.of_diagnosis import verdict_of_diagnosis
+from ..verdict.of_diagnosis import verdict_of_diagnosis, without_values
 from .definitions import DEFINITIONS
 from .step_profile import legend, line_rows, operator_context
 from .wording import joined, largest_losses
@@ -48,7 +48,8 @@ _COLOURS = {  # of each bar: the colour of the state that it belongs to
 def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
     """Return the page as HTML; ``words`` has a description of each rung."""
     w, size, profiles = found.waterfall, found.report.size, _profiles(found)
-    unit = "samples/s" if found.report.samples_per_s else "steps/s"
+    unit = rate_unit(found.report)
+    options = without_values(found.options) or ["-n", str(size)]
     command = shlex.join(found.command)
     there = {
         "summary": "Summary",
@@ -68,7 +69,7 @@ def diagnosis(found: Diagnosis, words: Mapping[str, str]) -> str:
         "heading": f"Causes of lost time on {counted(size, 'rank')}",
         "parts": [(key, name) for key, name in there.items() if name],
         "command": command,
-        "record_command": f"paceline run -n {size} --record record {command}",
+        "record_command": f"paceline run {shlex.join(options)} --record record {command}",
         "lead": _lead(found, unit),
         "report": found.report,
         "ladder": found.ladder,

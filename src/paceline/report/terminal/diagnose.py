@@ -116,7 +116,7 @@ def render(found: Diagnosis, width: int = 100) -> RenderableType:
     verdict = verdict_table(verdict_of_diagnosis(found))
     parts: list[RenderableType] = [verdict, Text(), Text(head, style="bold"), Text()]
     if found.waterfall is not None:
-        parts += [_bars(found.waterfall, width), Text()]
+        parts += [_bars(found.waterfall, width, rate_unit(found.report)), Text()]
         parts += [_both(found.waterfall, found.witnesses), Text()]
         parts += _causes(found)
         parts += _cures(found)
@@ -159,7 +159,8 @@ def _cures(found: Diagnosis) -> list[RenderableType]:
     rates = (found.waterfall.measured.mean, after.waterfall.measured.mean)
     gain = found.tried.confirmed
     said = (
-        f"From {amount(rates[0])} to {amount(rates[1])} samples/s: {rates[1] / rates[0]:.3g} times."
+        f"From {amount(rates[0])} to {amount(rates[1])} {rate_unit(found.report)}: "
+        f"{rates[1] / rates[0]:.3g} times."
         if gain is None
         else cures.describe_confirmed(gain)
     )
@@ -205,10 +206,15 @@ def waits_for_cores(found: Diagnosis) -> list[str]:
     return [said]
 
 
-def _bars(w: Waterfall, width: int) -> Table:
+def rate_unit(report: Report) -> str:
+    """Return the unit of the waterfall: steps stand in for samples that the script hides."""
+    return "samples/s" if report.samples_per_s else "steps/s"
+
+
+def _bars(w: Waterfall, width: int, unit: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column(unit, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("of ideal", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

@@ -118,7 +118,11 @@ def verdict_of_diagnosis(found: Diagnosed) -> Verdict:
     if cause.witness == OPERATORS:  # the share is an upper bound
         said = f"Up to {percent(cause.share)} of a step's time is lost to {_lost_to(cause)}."
         return Verdict(said, begin_sentence(cause.sentence), _next(found, cause))
-    around = f" ({100 * low:.0f} to {100 * high:.0f})" if low < high and math.isfinite(low) else ""
+    around = ""
+    if low < high and math.isfinite(low):
+        seen = cause.measured  # tables show the experiment's own interval
+        is_wider = seen is not None and (low < seen.low - 0.005 or high > seen.high + 0.005)
+        around = f" ({100 * low:.0f} to {100 * high:.0f}{' with the record' * is_wider})"
     said = f"{percent(cause.share)}{around} of a step's time is lost to {_lost_to(cause)}."
     doubt = "the interval contains less than 2.5 %" if low < MIN_SHARE / 2 else ""
     return Verdict(in_doubt(said, doubt), begin_sentence(cause.sentence), _next(found, cause))
@@ -161,7 +165,7 @@ def _edit(remedy: Remedy) -> str:
 
 
 def _command(found: Diagnosed, wanted: Sequence[str]) -> str:
-    return diagnose_command(_without_values(found.options), found.command, wanted)
+    return diagnose_command(without_values(found.options), found.command, wanted)
 
 
 def _without_cause(found: Diagnosed, w: Waterfall, reached: str) -> Verdict:
@@ -204,7 +208,7 @@ def _without_experiments(found: Diagnosed) -> Verdict:
     return Verdict(said, begin_sentence(why.rstrip(". ")), hint or record)
 
 
-def _without_values(options: Sequence[str]) -> list[str]:
+def without_values(options: Sequence[str]) -> list[str]:
     """Return options without the values of environment variables, which may be secret."""
     words = list(options)
     for at, word in enumerate(words[:-1]):
