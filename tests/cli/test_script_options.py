@@ -66,6 +66,8 @@ def test_value_of_option_moves_with_it(tmp_path):
     [
         ["run", "ddp.py", "--ranks", "4"],
         ["run", "ddp.py", "-n", "4"],
+        ["run", "ddp.py", "--nproc-per-node", "4"],
+        ["run", "ddp.py", "--show"],
         ["run", "ddp.py", "--no-smt"],
         ["diagnose", "ddp.py", "--minutes=3"],
         ["record", "out", "ddp.py", "--count-flops"],
@@ -77,6 +79,15 @@ def test_all_commands_with_script_refuse_their_options_after_it(tmp_path, words)
     name = next(word for word in words if word.startswith("-")).partition("=")[0]
     assert f"{name} is after ddp.py" in said
     assert not list(tmp_path.glob("out*"))
+
+
+def test_value_joined_to_a_short_option_is_seen(tmp_path):
+    code, said = paceline(tmp_path, "run", "ddp.py", "x", "-n2", "y")
+    assert code == 2
+    assert "-n is after ddp.py" in said
+    assert "`paceline run -n2 ddp.py x y`" in said
+    code, said = paceline(tmp_path, *PBS, "ddp.py", "-name", "-t2")
+    assert code == 0, said
 
 
 def test_options_after_two_dashes_are_the_scripts(tmp_path):

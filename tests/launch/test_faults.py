@@ -28,6 +28,19 @@ DIE = """
     """
 
 
+def test_one_traceback_is_shown_if_all_ranks_fail(tmp_path):
+    script = """
+        import os, time
+        time.sleep(0.25 * int(os.environ["RANK"]))
+        raise KeyError("weights")
+        """
+    result = ranks.run(ranks.write(tmp_path, script), check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.count("KeyError: 'weights'") == 2  # and in the launcher's line
+    assert "last lines of" not in result.stderr
+
+
 # Ranks in new interpreters end like forked ranks; only `make test-long` tests both.
 FRESH = pytest.param("paceline --fresh", marks=pytest.mark.long)
 

@@ -1,5 +1,6 @@
 """``paceline run --record`` and ``paceline record``: records that survive faults."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -146,6 +147,24 @@ def test_record_of_a_killed_job_is_not_overwritten_by_the_next(tmp_path, monkeyp
         job_folder.write_destination(killed.path, record, ["script.py"], "run")
     with pytest.raises(ValueError, match="already contains a record"):
         job_folder.check(record)
+
+
+def test_folder_of_another_version_is_reported_unless_its_job_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(job_folder, "_PLACES", (tmp_path,))
+    monkeypatch.setattr(job_folder, "_reported", set())
+    running, left = (tmp_path / f"{job_folder._prefix()}{name}" for name in ("running", "left"))
+    for folder in (running, left):
+        folder.mkdir(mode=0o700)
+        (folder / job_folder.LOCK).touch()
+    with (running / job_folder.LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(2):
+            job_folder.clear_orphans()
+    said = capsys.readouterr().err
+    assert said.count("was not created by Paceline: Paceline does not use or remove it") == 1
+    assert f"HINT: if no other program needs it: rm -r {left}\n" in said
+    assert running.exists()
+    assert left.exists()
 
 
 def test_unwritable_record_folder_is_rejected_before_ranks_start(tmp_path):

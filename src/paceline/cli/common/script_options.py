@@ -80,8 +80,10 @@ class ScriptCommand(Command):
             if option.param_type_name == "option" and option.name != "help"
             for name in (*option.opts, *option.secondary_opts)
         }
-        found = _first_own(given, options)
-        if found is None:
+        spellings = {**self.renamed, **{old: new for old, (new, _) in self.translated.items()}}
+        options |= {old: options[new] for old, new in spellings.items()}
+        found, name = _first_own(given, options)
+        if not name:
             return
         from ...launch.script_source import read_source
 
@@ -89,11 +91,10 @@ class ScriptCommand(Command):
             source = read_source(script, bool(ctx.params["module"]))
         except ValueError:  # no such script: reported where the job is checked
             return
-        name = given[found].partition("=")[0]
         mention = find_mention(source, name)
         if mention is Mention.FOUND:
             return
-        takes_value = not options[name].is_flag and "=" not in given[found]
+        takes_value = not options[name].is_flag and given[found] == name
         own = given[found : found + 1 + takes_value]
         moved = [*after[: -len(given)], *given[:found], *given[found + len(own) :]]
         command = ["paceline", str(self.name)]
@@ -116,14 +117,20 @@ class ScriptCommand(Command):
             typer.echo(printable(f"paceline: warning: {text}"), err=True)
 
 
-def _first_own(given: Sequence[str], options: dict[str, Any]) -> int | None:
-    """Return the index of the first argument of the script that is one of ``options``."""
+def _first_own(given: Sequence[str], options: dict[str, Any]) -> tuple[int, str]:
+    """Return the index of the first argument of the script that is one of ``options``, and the
+    name of the option; the name is "" if there is none. ``-n2`` is ``-n``.
+    """
     for index, word in enumerate(given):
         if word == "--":
-            return None
-        if word.partition("=")[0] in options:
-            return index
-    return None
+            break
+        name = word.partition("=")[0]
+        if name in options:
+            return index, name
+        short = options.get(word[:2])
+        if short is not None and word[2:].isdecimal() and not short.is_flag:
+            return index, word[:2]
+    return 0, ""
 
 
 def find_mention(source: "ScriptSource", option: str) -> Mention:

@@ -22,7 +22,9 @@ from .rank_messages import MAX_MESSAGE_BYTES, RankMessage, message_of
 
 OUT, ERR, STATUS = 1, 2, 3
 HOLD = 0.2  # seconds
+FAILURE_HOLD = 2.0  # seconds after a rank has failed: others often fail with the same traceback
 TAIL = 20  # number of last lines of each rank that are stored for error reports
+MAX_LINES_AFTER = 40  # lines after the last error text of a rank that is still on the screen
 ERASE = b"\r\x1b[2K"
 
 
@@ -47,6 +49,7 @@ class RankOutput:
         self.tails: dict[int, deque[str]] = {rank: deque(maxlen=TAIL) for rank in range(ranks)}
         self._heard, self._take_line = heard, take_line
         self._screen = _Screen(out, err)
+        self._hold = HOLD
         self._streams = {s: _Stream(ranks, s, self._screen) for s in (OUT, ERR)}
         self._status: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
@@ -76,20 +79,36 @@ class RankOutput:
             self.drain()
             self._screen.write(ERR, for_terminal(text).encode())
 
-    def shows_last(self, rank: int) -> bool:
-        """Return whether the last output that was shown is an error text of this rank."""
+    def shows_error(self, rank: int) -> bool:
+        """Return whether an error text of this rank is among the last lines that were shown."""
         with self._lock:
-            return (ERR, rank) in self._screen.last
+            at = self._screen.errors.get(rank)
+            return at is not None and self._screen.lines - at <= MAX_LINES_AFTER
 
-    def drain(self) -> None:
-        """Read and show what is in the pipes now (all output, if the ranks have ended)."""
+    def forget(self, rank: int) -> None:
+        """Forget the last lines of a rank, and failures: the rank starts again."""
+        with self._lock:
+            self.tails[rank].clear()
+            self._screen.errors.pop(rank, None)
+            self._hold = HOLD
+
+    def hold_lines(self) -> None:
+        """Wait longer for lines that all ranks print, because a rank has failed."""
+        self._hold = FAILURE_HOLD
+
+    def drain(self, all_of_it: bool = True) -> None:
+        """Read what is in the pipes now (all output, if the ranks have ended), and show it.
+
+        Args:
+            all_of_it: Also show lines for which other ranks may still print the same.
+        """
         deadline = time.monotonic() + 2.0  # a process may write without end
         with self._lock:
             while time.monotonic() < deadline and (ready := self._selector.select(0)):
                 for key, _ in ready:
                     self._take(key)
             for stream in self._streams.values():
-                stream.flush(all_of_it=True)
+                stream.flush(0.0 if all_of_it else self._hold)
 
     def close(self) -> None:
         self.drain()
@@ -104,7 +123,7 @@ class RankOutput:
                 for key, _ in ready:
                     self._take(key)
                 for stream in self._streams.values():
-                    stream.flush()
+                    stream.flush(self._hold)
                     stream.show_moving()
 
     def _take(self, key: selectors.SelectorKey) -> None:
@@ -169,13 +188,20 @@ class _Screen:
         self.terminal = {s: file.isatty() for s, file in self.to.items()}
         self.moving: int | None = None  # stream of the line that ranks are overwriting
         self.lost = False  # whether a stream could not be written
-        self.last: list[tuple[int, int]] = []  # stream and ranks of the last output
+        self.lines = 0  # number of lines of ranks
+        self.errors: dict[int, int] = {}  # number of the last line of each rank's stderr
 
     def write(self, stream: int, data: bytes) -> None:
         if self.moving is not None and not data.startswith(ERASE) and self.terminal[self.moving]:
             self._write(self.moving, ERASE)
         self.moving = stream if data.endswith(b"\r") else None
         self._write(stream, data)
+
+    def note(self, stream: int, ranks: list[int], lines: int = 1) -> None:
+        """Note that the last lines are of these ranks."""
+        self.lines += lines
+        if stream == ERR:
+            self.errors.update(dict.fromkeys(ranks, self.lines))
 
     def _write(self, stream: int, data: bytes) -> None:
         try:
@@ -207,7 +233,7 @@ class _Stream:
         """Process a rank's output (b"" at its end) and return its complete lines."""
         if self.ranks == 1 and data:
             self.screen.write(self.number, data)
-            self.screen.last = [(self.number, rank)]
+            self.screen.note(self.number, [rank], data.count(b"\n"))
         *lines, rest = (self.partial[rank] + data).split(b"\n")
         if not data and rest:
             lines.append(rest)
@@ -225,8 +251,8 @@ class _Stream:
         """Queue a message of Paceline from inside a rank, after the lines of that rank."""
         self.queues[rank].append((0.0, text, True))
 
-    def flush(self, all_of_it: bool = False) -> None:
-        """Write lines that all ranks have printed, and lines that have waited ``HOLD`` seconds."""
+    def flush(self, hold: float) -> None:
+        """Write lines that all ranks have printed, and lines that have waited ``hold`` seconds."""
         while True:
             for queue in self.queues:
                 while queue and queue[0][2]:
@@ -238,13 +264,13 @@ class _Stream:
             since, line, _ = heads[oldest]
             same = [rank for rank, head in heads.items() if head[1] == line and not head[2]]
             everyone = len(same) == self.ranks
-            if not everyone and not all_of_it and time.monotonic() - since < HOLD:
+            if not everyone and time.monotonic() - since < hold:
                 return
             for rank in same:
                 self.queues[rank].popleft()
             tag = b"" if everyone else f"[{format_ranges(same)}] ".encode()
             self.screen.write(self.number, tag + line + b"\n")
-            self.screen.last = [(self.number, rank) for rank in same]
+            self.screen.note(self.number, same)
 
     def show_moving(self) -> None:
         """Show a rank's line that is being overwritten (a progress bar), on a terminal."""

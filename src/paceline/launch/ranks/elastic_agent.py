@@ -111,7 +111,7 @@ class ElasticAgent(SimpleElasticAgent):
         workers, coordinator = self._rank_addresses
         environment = dict(os.environ)
         for worker in worker_group.workers:
-            self.output.tails[worker.global_rank].clear()
+            self.output.forget(worker.global_rank)
             variables = {
                 **self._variables(worker_group, worker),
                 **framework_variables.variables(
@@ -131,7 +131,8 @@ class ElasticAgent(SimpleElasticAgent):
         self._readmit_hosts()
         self._forward()
         if first_failure(self.ranks) is not None or any(not rank.running for rank in self.ranks):
-            self.output.drain()  # a rank's last output comes before its exit
+            # a rank's last output comes before its exit
+            self.output.drain(all_of_it=first_failure(self.ranks) is None)
         if first_failure(self.ranks) is not None:
             self._settle()
             self.cause = first_failure(self.ranks)
@@ -177,8 +178,8 @@ class ElasticAgent(SimpleElasticAgent):
         self.output.drain()
         if self.cause is not None and self.end is None:
             number = self.cause.rank
-            # the end of the output is its traceback
-            shown = self.cause.raised_exception and self.output.shows_last(number)
+            # its traceback is at the end of the output
+            shown = self.cause.raised_exception and self.output.shows_error(number)
             tail = [] if shown else list(self.output.tails[number])
             waiting = next((rank for rank in self.ranks if rank.is_consequence), None)
             self.output.say(describe_failure(self.cause, tail, len(self.ranks) - 1, waiting))
@@ -372,6 +373,8 @@ class ElasticAgent(SimpleElasticAgent):
         if rank is not None:
             host = self._hosts[self._seats[number].host]
             rank.take_message(message, host.to_local_time)
+            if rank.failed:
+                self.output.hold_lines()
         if "ending" in message:
             self.defer_termination(signal.SIGTERM)
         elif "summary" in message:

@@ -4,9 +4,11 @@ The destination of the records (the *promise*) is stored in the job folder itsel
 remaining process can copy them at the end: the rank server, the launcher after it, or the next
 ``paceline run`` on this host. Only this user can access a job folder (``security.folders``), and
 its lock file is the proof that Paceline has created it (``security.removal``). Any other folder of
-that name is left unchanged and reported once. A path that is read from a file is never removed.
+that name is left unchanged and reported once, except that of a running job of another version. A
+path that is read from a file is never removed.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -14,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -208,7 +211,7 @@ def _folders(prefix: str) -> Iterator[Folder]:
             except FileNotFoundError:
                 continue  # just removed
             except OSError as error:
-                if name not in _reported:
+                if name not in _reported and not _is_of_running_job(place / name):
                     _reported.add(name)
                     _report(place / name, error)
 
@@ -228,9 +231,30 @@ def _open(path: Path) -> Folder:
     return folder
 
 
+def _is_of_running_job(path: Path) -> bool:
+    """Return whether a process holds the lock of an own folder that has no mark: it is a job of an
+    earlier version of Paceline.
+    """
+    try:
+        with Folder.open(path) as folder:
+            return _is_own(os.fstat(folder.fd)) and _locked(folder)
+    except OSError:
+        return False
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def _report(path: Path, error: OSError) -> None:
     if len(_reported) <= MAX_NAMED:
-        sys.stderr.write(f"paceline: {path} {error.strerror}: Paceline does not use or remove it\n")
+        hint = ""
+        with contextlib.suppress(OSError):
+            if _is_own(path.lstat()):  # it may be of an earlier version, and takes memory
+                hint = f". HINT: if no other program needs it: rm -r {path}"
+        sys.stderr.write(
+            f"paceline: {path} {error.strerror}: Paceline does not use or remove it{hint}\n"
+        )
     elif len(_reported) == MAX_NAMED + 1:
         sys.stderr.write(f"paceline: {path.parent} has more such folders\n")
 
