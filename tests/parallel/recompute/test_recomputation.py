@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
 from torch import nn
 
+from fake_gpu import fake_gpu
 from paceline.parallel import memory_budget
 from paceline.parallel.blocks import find_blocks
 from paceline.parallel.recompute import plan
