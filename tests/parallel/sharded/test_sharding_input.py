@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import paceline
 from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
@@ -152,3 +153,11 @@ def test_one_rank_leaves_model_and_optimizer_unchanged(world):
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     assert world.distribute(plain, optimizer, layout="zero3") == (plain, optimizer)
     assert type(plain) is nn.Sequential
+
+
+def test_pytorch_in_which_sharding_was_not_compared_with_one_process(world, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.10.1+cpu"))
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"zero1.* needs PyTorch 2.11 or later; this is 2.10.1"):
+        world.distribute(made, optimizer, layout="zero1")

@@ -95,7 +95,7 @@ def open_store(
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=OPEN_TIMEOUT_S),
             master_listen_fd=os.dup(store_socket.fileno()),
-            use_libuv=torch.__version__ >= "2.7",  # libuv's takes no socket in PyTorch 2.6
+            use_libuv=torch.__version__ >= "2.11",  # before, libuv's takes no socket
         )
         deadline.cancel()
     except BaseException as error:

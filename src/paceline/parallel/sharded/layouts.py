@@ -10,6 +10,7 @@ import torch
 AUTO = "auto"  # the fastest layout that fits
 SHARD_OVER = ("job", "host")
 OFFLOADS = (None, "optimizer", "parameters")
+OLDEST_TESTED = "2.11"  # version whose fully_shard equals one process in the tests
 FULLY_SHARD_OPTIONS = ("mp_policy",)  # passed on to fully_shard
 
 
@@ -102,9 +103,9 @@ def parse_request(
                 f"world.distribute: layout={layout!r} does not have the option {name}: {reason}. "
                 f"HINT: leave {name} out, or layout='data'"
             )
-    if device == "cpu" and torch.__version__ < "2.7":
+    if torch.__version__ < OLDEST_TESTED:
         raise ValueError(
-            f"world.distribute: layout={layout!r} needs PyTorch 2.7 or later on the CPU; this is "
+            f"world.distribute: layout={layout!r} needs PyTorch {OLDEST_TESTED} or later; this is "
             f"{torch.__version__}. HINT: pip install -U torch, or layout='data'"
         )
     if offload == "parameters" and device == "cpu":

@@ -21,7 +21,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer, layout: str) -> None
             "parameters. HINT: create the optimizer for model.parameters(), before model, "
             "optimizer = world.distribute(model, optimizer)"
         )
-    kinds = tuple(getattr(torch.optim, name) for name in NEEDS_WHOLE_PARAMETERS)
+    found = (getattr(torch.optim, name, None) for name in NEEDS_WHOLE_PARAMETERS)
+    kinds = tuple(filter(None, found))  # Muon is not in older versions of PyTorch
     if isinstance(optimizer, kinds):
         raise ValueError(
             f"world.distribute: {kind} can't update the shards of layout={layout!r}: its step "
