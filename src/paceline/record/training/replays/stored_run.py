@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ....security.folders import Folder
 from ..observation import Observation
 from ..optimization.model_names import clean_name, named_parameters
 from ..optimization.models import Model
@@ -63,8 +64,12 @@ class StoredRun:
 
     def _write(self, path: Path, content: Any) -> None:
         with self._observation.writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (
+                Folder.make(path.parent, exist_ok=True) as folder,
+                folder.replacing(path.name) as new,
+                open(new.fd, "wb", closefd=False) as file,
+            ):
                 _save(content, file)
 
 
@@ -123,5 +128,6 @@ def _plain(value: Any) -> Any:
 
 
 def _read(path: Path) -> Any:
-    # The file is of an earlier run of the same script, in a folder of this user.
-    return _load(path, weights_only=False)
+    # A batch may consist of the script's own classes. Only this user can have written the file.
+    with Folder.open(path.parent) as folder, open(folder.open_file(path.name), "rb") as file:
+        return _load(file, weights_only=False)
