@@ -20,7 +20,7 @@ class Output:
     def say(self, text):
         self.said.append(text)
 
-    def drain(self):
+    def drain(self, all_of_it=False):
         pass
 
 
