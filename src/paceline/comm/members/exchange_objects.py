@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...security.schema import parse_json
+from ..group_device import exchangeable
 
 T = TypeVar("T")
 
@@ -82,7 +83,5 @@ def _checked_length(length: int, rank: int) -> int:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of the group's tensors: the CPU, unless NCCL is its only backend."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Return the device of the group's tensors: the CPU, unless the group is for GPUs only."""
+    return exchangeable(torch.empty(0), group).device
