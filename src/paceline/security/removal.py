@@ -126,8 +126,9 @@ class TemporaryFolder:
     def remove_inside(self, path: Path) -> None:
         """Remove a folder inside, if it exists, with all that can be removed."""
         name = str(path.relative_to(self.path))
-        _permit(name, self._fd)
-        shutil.rmtree(name, ignore_errors=True, dir_fd=self._fd)
+        with contextlib.suppress(FileNotFoundError):
+            _permit(name, self._fd)
+            shutil.rmtree(name, ignore_errors=True, dir_fd=self._fd)
 
     def remove(self) -> None:
         """Remove the folder with its content, except what can't be removed. Never raises."""
