@@ -44,7 +44,7 @@ SCRIPT = """
             "flush": (os, "fsync"),
             "report": (saving.CheckpointSaver, "_gather"),
             "commit": (checkpoint_folder, "commit"),
-            "flush_folder": (checkpoint_folder, "flush_folder"),
+            "flush_folder": (unfinished_folder, "flush_folder"),
             "rename": (unfinished_folder.UnfinishedFolder, "rename"),
             "remove": (checkpoint_folder, "remove_old"),
         }[phase])
