@@ -82,6 +82,7 @@ def open_store(
         raise
     # TCPStore wants the port of its own socket, and connects there, to this address: to the gate.
     gate: StoreGate | None = None
+    deadline: threading.Timer | None = None
     try:
         gate = StoreGate(gate_socket, store_socket, key, ask_agents, report)
         # TCPStore has no time limit for the answer: end its connection
@@ -97,7 +98,6 @@ def open_store(
             master_listen_fd=os.dup(store_socket.fileno()),
             use_libuv=torch.__version__ >= "2.11",  # before, libuv's takes no socket
         )
-        deadline.cancel()
     except BaseException as error:
         if gate is not None:
             gate.close()
@@ -109,6 +109,9 @@ def open_store(
             f"within {OPEN_TIMEOUT_S:.0f} s: {reason}. HINT: a firewall must permit connections "
             "from this node to itself; check ulimit -u and ulimit -v"
         ) from error
+    finally:
+        if deadline is not None:
+            deadline.cancel()
     store.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_S))
     return store, gate
 

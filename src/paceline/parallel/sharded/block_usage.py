@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from ...comm.group_device import exchangeable
 from ...comm.members.exchange_objects import all_gather_objects
 from ...plurals import named_ranks
 from ...record.hooks.sharded.whole_gradients import whole_gradient
@@ -139,7 +140,7 @@ class BlockUsage:
             ValueError: The ranks have gathered or reduced different blocks.
         """
         digest = zlib.crc32(self._calls.tobytes(), self._digest)
-        used = torch.tensor([digest, -digest, *self._used], device=_exchange_device())
+        used = exchangeable(torch.tensor([digest, -digest, *self._used]))  # on the CPU if possible
         with torch.no_grad():
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
         highest, lowest, *is_used = used.tolist()
@@ -200,11 +201,3 @@ class BlockUsage:
 def _class_name(module: nn.Module) -> str:
     """Return the name of the user's class, which FSDP has extended."""
     return type(module).__name__.removeprefix("FSDP")
-
-
-def _exchange_device() -> torch.device:
-    """Return where the ranks compare: the CPU if it can, so that a GPU need not be waited for."""
-    group = dist.group.WORLD
-    assert group is not None
-    devices = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
