@@ -126,5 +126,5 @@ def test_bad_input_is_refused(make, message):
 def test_sparse_gradient_is_refused():
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="a gradient is sparse.*sparse=False"):
+    with pytest.raises(ValueError, match=r"a gradient is sparse.*sparse=False"):
         LARS(table.parameters(), 0.1).step()

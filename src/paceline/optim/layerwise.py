@@ -60,7 +60,7 @@ class LayerwiseOptimizer(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters. All ranks that hold shards must call this.
 
         Args:
@@ -146,9 +146,9 @@ class LARS(LayerwiseOptimizer):
         if is_scaled:
             of_w, of_g = whole_norms(own + updates, params + params).chunk(2)
             rates = _ratio(group["trust_coefficient"] * of_w, of_g + decay * of_w, of_g) * lr
-            if decay:
-                updates = list(torch._foreach_add(updates, own, alpha=decay))
             _add_scaled(velocities, updates, rates)
+            if decay:
+                _add_scaled(velocities, own, rates * decay)
         else:
             torch._foreach_add_(velocities, updates, alpha=lr)
         torch._foreach_sub_(own, velocities)
@@ -196,20 +196,23 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
         # r is `scale` times m / (sqrt(v) + eps'), so that fewer passes over memory are needed.
         counts = self._count(params)
-        roots = [math.sqrt(1 - beta2**count) for count in counts]
-        scales = [root / (1 - beta1**count) for root, count in zip(roots, counts, strict=True)]
-        below = torch._foreach_sqrt(second)
-        torch._foreach_add_(below, [group["eps"] * root for root in roots])
+        corrections = [math.sqrt(1 - beta2**count) for count in counts]
+        scales = [c / (1 - beta1**count) for c, count in zip(corrections, counts, strict=True)]
+        below = list(torch._foreach_sqrt(second))
+        torch._foreach_add_(below, [group["eps"] * c for c in corrections])
         lr = float(group["lr"])
         if not is_scaled:
             torch._foreach_addcdiv_(own, first, below, [-lr * scale for scale in scales])
             return
-        updates = torch._foreach_mul(own, [group["weight_decay"] / scale for scale in scales])
-        torch._foreach_addcdiv_(updates, first, below)
-        of_w, of_r = whole_norms([*own, *updates], params + params).chunk(2)
+        for above, root in zip(first, below, strict=True):
+            torch.div(above, root, out=root)  # in place: new tensors take longer than a pass
+        if group["weight_decay"]:
+            decay = own[0].new_tensor([group["weight_decay"] / scale for scale in scales])
+            _add_scaled(below, own, decay)
+        of_w, of_r = whole_norms([*own, *below], params + params).chunk(2)
         scaled = of_r.new_tensor(scales)
         rates = _ratio(of_w, of_r * scaled, of_r) * scaled * -lr
-        _add_scaled(own, list(updates), rates)
+        _add_scaled(own, below, rates)
 
     def _count(self, params: list[torch.Tensor]) -> list[float]:
         """Return the number of updates of each parameter, with this one."""

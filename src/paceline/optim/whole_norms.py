@@ -51,7 +51,7 @@ def whole_norms(
     return squares.sqrt()
 
 
-def _norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _norms(parts: list[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm(parts)
     if len({(norm.dtype, norm.device) for norm in norms}) == 1:
         return torch.stack(norms).double()
