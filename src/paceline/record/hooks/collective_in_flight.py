@@ -1,5 +1,6 @@
 """One collective of this rank between its launch and its completion, and the events of both."""
 
+from collections.abc import Callable
 from threading import get_ident
 
 import torch
@@ -29,7 +30,7 @@ class CollectiveInFlight:
 
     __slots__ = (
         *("amount", "called", "group", "in_background", "is_done", "launched", "op", "peer"),
-        *("recorder", "returned", "seq"),
+        *("on_end", "recorder", "returned", "seq"),
     )
 
     def __init__(
@@ -52,6 +53,7 @@ class CollectiveInFlight:
         self.amount, self.seq, self.group, self.op, self.peer = amount, seq, group, op, peer
         self.in_background = in_background  # launched by another thread than the training one
         self.is_done = False
+        self.on_end: Callable[[], None] | None = None  # called when the result is known
 
     def _event(self, state: int, start: int, end: int) -> None:
         self.recorder.event(
@@ -84,3 +86,5 @@ class CollectiveInFlight:
             if self.returned:
                 self._record_long_call()
             self._event(COLLECTIVE[self.in_background], self.launched, end)
+            if self.on_end is not None:
+                self.on_end()
