@@ -31,13 +31,12 @@ from ..records.state_timeline import (
     total,
 )
 from ..sharding.block_exchange import ShardedBlock, measure_blocks
-from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .noise_scale import NoiseScale, noise_scale_of
 from .pop import Efficiencies, busy_ns, efficiencies
 from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
-from .rank_placement import RankPlacement, rank_placements
+from .rank_placement import LoaderTotals, RankPlacement, loader_totals, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range

@@ -40,11 +40,18 @@ from .collective_check import (
     PendingCheck,
     is_checked,
 )
-from .collective_in_flight import BLOCKED, COLLECTIVE, CollectiveInFlight, is_in_background
+from .collective_in_flight import (
+    BLOCKED,
+    COLLECTIVE,
+    COLLECTIVES_HOOK,
+    KEEPS_PYTHON_WORK,
+    CollectiveInFlight,
+    RecordedWork,
+    is_in_background,
+)
 from .gradient_noise import HOOK as NOISE_HOOK
 from .gradient_noise import GradientNoise
 from .hook_failures import failed_hooks, report_failure
-from .recorded_work import COLLECTIVES_HOOK, KEEPS_PYTHON_WORK, RecordedWork
 
 
 def _bytes(tensors: Any) -> int:
