@@ -14,7 +14,6 @@ from rates import rate
 
 NEAR = 1  # a named line may be off by this many lines, as statements may have several
 SCRIPT = "train.py"  # name of each script while it is verified
-MISTAKE = "mistake"  # certainty of a finding that accuses
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Case:
         true: Further ids that are true of the script.
         lines: Numbers of the lines to blame.
         ranks: Number of ranks.
-        found: Findings: mistake, certainty, lines.
+        found: Findings: mistake, nature, is_wrong, lines.
         ended: Whether the command ended with an answer.
         seconds: Wall time of the command.
         output: End of what it printed where there is no answer.
@@ -80,7 +79,7 @@ class Case:
             {
                 one["mistake"]
                 for one in self.found
-                if one["certainty"] == MISTAKE and one["mistake"] not in allowed
+                if one["is_wrong"] and one["mistake"] not in allowed
             }
         )
 
@@ -91,7 +90,7 @@ class Case:
             {
                 one["mistake"]
                 for one in self.found
-                if one["certainty"] != MISTAKE and one["mistake"] not in self.names
+                if not one["is_wrong"] and one["mistake"] not in self.names
             }
         )
 
@@ -101,7 +100,8 @@ def read_answer(case: Case, code: int | None, output: str, errors: str) -> None:
     try:
         findings = json.loads(output)["findings"]
         case.found = [
-            {key: one[key] for key in ("mistake", "certainty", "lines")} for one in findings
+            {key: one[key] for key in ("mistake", "nature", "is_wrong", "lines")}
+            for one in findings
         ]
         case.ended = code in (0, 1)
     except (ValueError, KeyError, TypeError):
@@ -141,7 +141,7 @@ def line_of(case: Case) -> str:
     if not case.ended:
         return f"--   {case.name}: no answer: {case.output[-300:]}"
     found = ", ".join(
-        f"{one['mistake']}{'' if one['certainty'] == MISTAKE else '?'} {' '.join(one['lines'][:2])}"
+        f"{one['mistake']}{'' if one['is_wrong'] else '?'} {' '.join(one['lines'][:2])}"
         for one in case.found
     )
     if not case.kind:

@@ -81,11 +81,11 @@ def test_all_mistakes_are_planted_on_both_sides(battery):
 
 
 def answer(*findings):
-    told = [
-        {"mistake": name, "certainty": certainty, "lines": lines, "text": ""}
-        for name, certainty, *lines in findings
+    found = [
+        {"mistake": name, "nature": "", "is_wrong": told == "mistake", "lines": lines, "text": ""}
+        for name, told, *lines in findings
     ]
-    return json.dumps({"findings": told})
+    return json.dumps({"findings": found})
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ class VerifyRuns:
             run.
         permuted: The same with the samples of each step in another order. Its differences from
             ``replay`` are those of rounding.
+        cut: One rank that trained the batches of the ranks one after the other; None if the replay
+            does not differ, or trains them so itself.
         alone: The unchanged script on one rank, with its own batch size.
         resumed: The script started again after it saved a checkpoint, by rank.
         resume_error: Why that failed; None if it did not.
@@ -57,6 +59,7 @@ class VerifyRuns:
     is_too_large: bool = False
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    cut: RankFacts | None = None
 
     @property
     def single(self) -> RankFacts | None:

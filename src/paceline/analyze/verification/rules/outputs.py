@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ....record.training.facts.events import OutputFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import RankPass, Sample, Stream
 from ..view import View, is_reduction, unique
 from .logged_metrics import own_metrics
@@ -48,7 +48,7 @@ def metric_of_one_rank(view: View) -> Iterator[Finding]:
                 "ranks before.",
                 ranks=[0],
                 values={"samples": samples, "text": output.text.strip()[:80]},
-                certainty=None if is_sure else Certainty.QUESTION,
+                nature=None if is_sure else Nature.QUESTION,
             )
             return
 

@@ -6,7 +6,7 @@ from ....record.training.facts.events import FileFacts
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import BatchFacts, Phase
 from ....record.training.facts.steps import StepFacts
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Sample, streams
 from ..relations import distance, vectors
 from ..steps import shown, trained
@@ -27,7 +27,7 @@ def resumed_fails(view: View) -> Iterator[Finding]:
         MISTAKES["resume-differs"],
         unique(failed.lines),
         f"The script saves a checkpoint, and fails when it is started again: {failed.short}.",
-        certainty=None if failed.is_restoring else Certainty.QUESTION,
+        nature=None if failed.is_restoring else Nature.QUESTION,
         remedy="start the script a second time, and mend what fails there",
     )
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from ....record.training.facts.models import StateFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import distance, vectors
 from ..steps import shown
 from ..view import View, listed, unique
-from .step_gradients.whole_gradient import differs
 
 SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
@@ -69,7 +68,7 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             step=step.index + 1,
             layer=layers[0],
             values={"buffers": len(names)},
-            certainty=Certainty.QUESTION if others or not norms else None,
+            nature=Nature.QUESTION if others or not norms else None,
         )
         return
 
@@ -168,33 +167,11 @@ def _made(view: View) -> list[str]:
     return [one.line for one in view.ranks[0].draws if one.place == "construction"][:1]
 
 
-def batch_norm_of_one_rank(view: View) -> Iterator[Finding]:
-    """Ask whether batch normalization is meant to use the batch of a rank."""
-    if view.size < 2:
-        return
-    for model in view.ranks[0].models:
-        if not model.batch_norms:
-            continue
-        sizes = [one.samples for stream in view.training[:1] for one in stream.first.batches[:1]]
-        if not sizes:
-            continue
-        yield Finding(
-            MISTAKES["batch-norm-of-one-rank"],
-            unique([model.line]),
-            f"{listed(model.batch_norms)} of {model.class_name} "
-            f"compute{'s' * (len(model.batch_norms) == 1)} statistics of the {sizes[0]} samples of "
-            f"one rank, where one process with the global batch has {sizes[0] * view.size}.",
-            layer=model.batch_norms[0],
-            values={"samples": sizes[0], "global": sizes[0] * view.size},
-        )
-        return
-
-
 def differ(view: View) -> Iterator[Finding]:
     """Find scalers, schedules and averages whose values differ between the ranks."""
     if view.size < 2 or view.is_model_parallel:
         return
-    told = {STATISTICS_KIND, *(() if _has_other_gradients(view) else ("tensor",))}
+    told = {STATISTICS_KIND, *(() if view.difference is not None else ("tensor",))}
     for states in _on_all_ranks(view).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):
@@ -214,13 +191,8 @@ def differ(view: View) -> Iterator[Finding]:
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
-                certainty=Certainty.QUESTION if ours.kind in OWN else None,
+                nature=Nature.QUESTION if ours.kind in OWN else None,
             )
-
-
-def _has_other_gradients(view: View) -> bool:
-    """Return whether gradients differ from those of one process: a state may be the reason."""
-    return next(differs(view), None) is not None
 
 
 def _changes(view: View, ours: StateFacts) -> list[str]:

@@ -16,6 +16,7 @@ from ..facts.ranks import RankFacts
 from ..facts.samples import PassFacts, Phase
 from ..facts.steps import StepFacts
 from ..facts_file import read_facts
+from ..generators import restore_generators
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
@@ -32,8 +33,9 @@ class Replay:
     """The replay of a stored run in this process.
 
     The first training forward begins with the stored parameters. Loaders return the stored
-    batches: each those of all ranks, or of an equal share of them if several ranks replay. Each
-    step uses the learning rates and momenta of the stored run.
+    batches: each those of all ranks, or of an equal share of them if several ranks replay. A batch
+    that is trained in parts draws the random numbers of the ranks. Each step uses the learning
+    rates and momenta of the stored run.
 
     Args:
         observation: Its settings have the folder of the stored run.
@@ -143,12 +145,14 @@ class Replay:
             try:
                 if self.accumulation is None:
                     opened.is_at_end = is_last
-                    yield self._permuted(join_batches([load_batch(x) for x in paths]), number)
+                    yield self._permuted(join_batches([load_batch(x)[0] for x in paths]), number)
                 else:
                     for part in self._parts(paths, (key, one.number, number)):
                         self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
                         opened.is_at_end = is_last and part.is_last
-                        yield self._permuted(load_batch(part.path), number)
+                        batch, states = load_batch(part.path)
+                        restore_generators(states)
+                        yield self._permuted(batch, number)
             except ValueError as error:
                 self._stop_replay(f"{CANNOT_JOIN}: {error}")
 
@@ -159,7 +163,7 @@ class Replay:
         """Return the parts of a global batch."""
         facts = self._observation.facts
         facts.parts = max(facts.parts, len(paths))
-        weights = weights_of([samples_in(load_batch(path)) for path in paths])
+        weights = weights_of([samples_in(load_batch(path)[0]) for path in paths])
         return [
             Part(path, whole, weight, is_last=path == paths[-1])
             for path, weight in zip(paths, weights, strict=True)
