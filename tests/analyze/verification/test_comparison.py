@@ -146,6 +146,32 @@ def test_parts_are_no_comparison_where_ranks_exchange_values_in_each_step():
     assert "not compared with one process: they exchange values in each step" in headline
 
 
+def counting(facts, ranks):
+    """Let one process compute another gradient from step 2 on, as if its loss counted batches."""
+    for row in facts.steps[0].backwards[0].gradients.values():
+        facts.sketches[row] /= ranks  # the weight of a part
+    for step in facts.steps[1:]:
+        for row in step.gradients.values():
+            facts.sketches[row][:SKETCH_SIZE] *= 1.3
+    return facts
+
+
+@pytest.mark.parametrize("is_cut_only", [True, False])
+def test_loss_that_counts_batches_is_not_held_against_parts(is_cut_only):
+    asked = Training(root=spread)
+    if is_cut_only:  # random numbers, or batches that can't be joined
+        runs = VerifyRuns(train(asked), counting(in_turn(asked), 2))
+        assert "They were not compared with one process" in judged(runs)[1]
+    else:
+        runs = verified(asked)
+        runs.cut = counting(in_turn(asked), 2)
+        runs.ranks[0].models[0].batch_norms = ["norm"]
+    assert judged(runs)[0] == 0
+    summed = replace(asked, exchange=total)  # the ranks do not average: that is a difference
+    runs.ranks = train(summed)
+    assert judged(runs)[0] == 1
+
+
 def test_rule_that_fires_where_nothing_differs_does_not_accuse(monkeypatch):
     def rule(view):
         yield Finding(MISTAKES["gradients-summed"], ["train.py:1"], "It is summed.", step=1)

@@ -9,7 +9,7 @@ from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.samples import Phase
 from .comparison import Comparison, compare
 from .differences import Difference
-from .exchange import Exchange, Kind, exchange_of
+from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replay import Replay
 from .runs_facts import VerifyRuns
@@ -42,18 +42,9 @@ class View:
         return [found for step in self.steps if (found := exchange_of(step)) is not None]
 
     @cached_property
-    def floors(self) -> dict[tuple[int, int], float]:
-        """By optimizer and step, the relative difference that the exchange itself makes."""
-        return {
-            (one.step.optimizer, one.step.index): one.residual
-            for one in self.exchanges
-            if one.kind is not Kind.OTHER
-        }
-
-    @cached_property
     def comparison(self) -> Comparison:
         """The training beside that of one process with the same samples."""
-        found = compare(self.runs, self.steps, self.replay, self.floors, self.value_lines())
+        found = compare(self.runs, self.steps, self.replay, self.exchanges, self.value_lines())
         self.notes += found.notes
         return found
 

@@ -13,7 +13,8 @@ SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
 STATISTICS = ("running_mean", "running_var")
 STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
-OWN = ("tensor", "buffer")  # of the script, which may mean them to differ
+BUFFER = "buffer"
+OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
@@ -171,7 +172,8 @@ def differ(view: View) -> Iterator[Finding]:
     """Find scalers, schedules and averages whose values differ between the ranks."""
     if view.size < 2 or view.is_model_parallel:
         return
-    told = {STATISTICS_KIND, *(() if view.difference is not None else ("tensor",))}
+    differs = view.difference or view.comparison.doubtful
+    told = {STATISTICS_KIND, *(() if differs is not None else ("tensor",))}
     for states in _on_all_ranks(view).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):
@@ -181,17 +183,19 @@ def differ(view: View) -> Iterator[Finding]:
             if not what:
                 continue
             told.add(ours.kind)
+            is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
             yield Finding(
                 MISTAKES["state-differs"],
                 unique([*_changes(view, ours), ours.line]),
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
-                + " Does the loss depend on it? Then it must agree."
-                * (ours.kind in OWN),
+                + " Does the loss depend on it? Then it must agree." * is_asked
+                + (f" {differs.text[0].upper()}{differs.text[1:]}." if differs is not None else ""),
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
-                nature=Nature.QUESTION if ours.kind in OWN else None,
+                nature=Nature.QUESTION if is_asked else None,
+                difference=differs,
             )
 
 

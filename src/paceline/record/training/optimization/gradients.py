@@ -137,8 +137,8 @@ class Gradients:
     def forget_cleared(self) -> None:
         """Leave out of earlier backwards of this step the gradients that were cleared since."""
         earlier = [one for one in self._observation.backwards if not one.is_returned]
-        if not earlier:
-            return
+        if not earlier or self._observation.settings.accumulates:
+            return  # a replay in parts collects the gradient of each part itself
         for parameter in list(self._hooked):
             name = self._name(parameter)
             if name is None or not any(name in one.gradients for one in earlier):
