@@ -13,7 +13,7 @@ from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.report.verdict.of_verification import answer, exit_code
-from trainings import Training, mean, total, train, verified
+from trainings import Training, mean, own, total, train, verified
 
 
 def spread(losses, rank, size, whole):
@@ -143,7 +143,7 @@ def test_parts_are_no_comparison_where_ranks_exchange_values_in_each_step():
             facts.collectives.append(CollectiveFacts(*one))
     code, headline, found = judged(runs)
     assert (code, found) == (0, [])
-    assert "not compared with one process: they exchange values in each step" in headline
+    assert "not compared with one process: they exchange values in each step, and one" in headline
 
 
 def counting(facts, ranks):
@@ -204,6 +204,25 @@ def test_updates_and_buffers_are_compared():
     code, _, (one,) = judged(runs)
     assert (code, one.mistake.id, one.step) == (1, "state-differs", 2)
     assert "the buffer of center differs" in one.text
+
+
+def test_averaged_parameters_and_parts_of_a_model_are_not_compared():
+    """Local SGD: each rank uses its own gradient, and parameters are averaged in every 2nd step."""
+    count = iter(range(100))
+
+    def average(ranks):
+        if next(count) % 2:
+            for name in ranks[0]:
+                whole = sum(one[name] for one in ranks) / len(ranks)
+                for one in ranks:
+                    one[name].copy_(whole)
+
+    asked = Training(exchange=own, after_step=average)
+    ranks = train(asked)
+    single = verified(Training())
+    code, headline, found = judged(VerifyRuns(ranks, single.replay, single.permuted))
+    assert (code, found) == (0, [])
+    assert "not compared with one process: the ranks average parameters" in headline
 
 
 def test_training_whose_gradients_are_not_known_has_no_verdict():

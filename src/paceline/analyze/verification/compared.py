@@ -81,9 +81,9 @@ def compared(view: View, meant: Sequence[str] = ()) -> Compared:
     if not found.replayed:
         known = [one for one in view.runs.notes if one.startswith(NOT_COMPARED)]
         reason = known[0].partition(": ")[2] if known else view.replay.obstacle
-        if view.comparison.notes:
-            reason = "they exchange values in each step, and a global batch was trained in parts"
-        found.not_replayed = reason or "its samples or parameters are others"
+        found.not_replayed = (
+            view.comparison.reason or reason or "its samples or parameters are others"
+        )
     return found
 
 

@@ -25,6 +25,7 @@ class Comparison:
             of the ranks one after the other.
         whole: The first difference from one process that trains them as one batch.
         doubtful: A difference that may come from the number of batches that one process trains.
+        reason: Why nothing was compared, as the end of a sentence; "" if something was.
         notes: What was no comparison, and why.
     """
 
@@ -33,6 +34,7 @@ class Comparison:
     meant: list[str] = field(default_factory=list)
     whole: Difference | None = None
     doubtful: Difference | None = None
+    reason: str = ""
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,9 +65,9 @@ def compare(
     if replay.in_parts:
         names = ["batch-norm"] * has_norms + ["random-numbers"] * bool(draws_of(runs.ranks))
         if whole is not None and value_lines:
-            return Comparison(notes=[_no_comparison(value_lines[0])])
+            return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])
         if whole is not None and _may_count_batches(whole, replay, before, exchanges):
-            return Comparison(doubtful=whole, notes=[_COUNTS])
+            return Comparison(doubtful=whole, reason=_COUNTED, notes=[_COUNTS])
         return Comparison(replayed, whole, names if whole is None and replayed else [], whole)
     cut = Replay(runs.ranks, runs.cut, None)
     in_turn = [step for step in before if cut.joint(step) is not None]
@@ -78,7 +80,7 @@ def compare(
             names = ["batch-norm" if has_norms else "part-loss"]
             return Comparison(in_turn, None, names, whole, notes=notes)
     elif has_norms and value_lines:
-        return Comparison(notes=[_no_comparison(value_lines[0])])
+        return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])
     return Comparison(replayed, rest if has_norms and rest is not None else whole, whole=whole)
 
 
@@ -128,6 +130,8 @@ def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: Rep
     return values is None or residual > COMBINED
 
 
+_EXCHANGED = "they exchange values in each step, and one process trained their batches in turn"
+_COUNTED = "the loss may depend on the number of batches, and one process trained them in turn"
 _COUNTS = (
     "one process that trains the batches of the ranks one after the other computes the gradient of "
     "rank 0 in the first batch, and others later: the loss may depend on the number of batches "

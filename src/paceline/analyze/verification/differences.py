@@ -10,6 +10,7 @@ from .relations import ROUNDINGS, Vectors, distance, epsilon, vectors
 from .replay import NOISE_FACTOR, Replay, significant
 from .steps import JointStep, parameters, shown
 
+STATISTICS = ("running_mean", "running_var")
 IN_TURN = " that trains the ranks' batches in turn"
 VISIBLE = {"gradient": 1e-5, "clipped gradient": 1e-5, "update": 1e-3, "buffer": 1e-4}
 
@@ -98,7 +99,8 @@ def _compared(
     """Yield what is compared, the tolerances, and the relative differences, by tensor."""
     limits = replay.tolerances(step, floor)
     ours, other = step.unclipped(0), theirs.unclipped(0)
-    names = [name for name in significant(ours, other) if name in limits]
+    ignored = {name for model in step.ranks[0].models for name in model.ignored}  # by the wrapper
+    names = [n for n in significant(ours, other) if n in limits and shown(n) not in ignored]
     yield What.GRADIENT, limits, _distances(ours, other, names)
     if any(one.clips for one in step.steps):
         ours, other = step.used(0), theirs.used(0)
@@ -116,7 +118,8 @@ def _compared(
     }
     yield What.UPDATE, *_with_noise(made, moved, exact)
     rows = [vectors(one.ranks[0], one.steps[0].buffers) for one in (step, theirs, twin)]
-    both = [n for n in rows[0] if all(n in one for one in rows)]
+    own = STATISTICS  # of the batches of rank 0, as the wrapper broadcasts them
+    both = [n for n in rows[0] if all(n in one for one in rows) and not n.endswith(own)]
     yield What.BUFFER, *_with_noise(rows, both, dict.fromkeys(both, epsilon("float32")))
 
 

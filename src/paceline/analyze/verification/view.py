@@ -44,6 +44,10 @@ class View:
     @cached_property
     def comparison(self) -> Comparison:
         """The training beside that of one process with the same samples."""
+        if self.is_model_parallel:
+            return Comparison(reason="the ranks hold different parts of the model")
+        if self.averages_parameters:
+            return Comparison(reason="the ranks average parameters, and not gradients")
         found = compare(self.runs, self.steps, self.replay, self.exchanges, self.value_lines())
         self.notes += found.notes
         return found

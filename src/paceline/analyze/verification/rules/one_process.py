@@ -16,7 +16,7 @@ def differs(view: View) -> Iterator[Finding]:
     if one is not None:
         more = f" Nor is it the gradient of {_IN_TURN}." if view.runs.cut is not None else ""
         nature = Nature.QUESTION if is_compensated(view) else Nature.MEASURED
-        yield _finding(one, more, nature)
+        yield _finding(one, _lines(view, one), more, nature)
 
 
 def part_loss(view: View) -> Iterator[Finding]:
@@ -32,18 +32,35 @@ def part_loss(view: View) -> Iterator[Finding]:
         "gather what the loss compares from all ranks; if the loss is meant to be that of each "
         "part: --accept part-loss"
     )
-    yield _finding(one, more, Nature.MEANT, "part-loss", remedy)
+    yield _finding(one, one.lines, more, Nature.MEANT, "part-loss", remedy)
+
+
+def _lines(view: View, one: Difference) -> list[str]:
+    """Return the lines to look at: those that change gradients, if the exchange is no mean."""
+    exchange = next(
+        (
+            x
+            for x in view.exchanges
+            if (x.step.optimizer, x.step.index) == (one.optimizer, one.index) and not x.is_mean
+        ),
+        None,
+    )
+    if exchange is None or one.what is What.BUFFER:
+        return one.lines
+    step = exchange.step
+    before = [*view.lines_before_exchange(step), *view.hook_lines(step)]
+    return [*before, *view.lines_after_exchange(step), *one.lines]
 
 
 def _finding(
-    one: Difference, more: str, nature: Nature, meant: str = "", remedy: str = ""
+    one: Difference, lines: list[str], more: str, nature: Nature, meant: str = "", remedy: str = ""
 ) -> Finding:
     text = f"{one.text[0].upper()}{one.text[1:]}"
     if len(one.names) > 1:
         text += f"; so do those of {len(one.names) - 1} other{'s' * (len(one.names) > 2)}"
     return Finding(
         MISTAKES["state-differs" if one.what is What.BUFFER else "gradients-differ"],
-        unique(one.lines),
+        unique(lines),
         f"{text}.{more}",
         step=one.index + 1,
         layer=one.name,

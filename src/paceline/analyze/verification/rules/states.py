@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ....record.training.facts.models import StateFacts
 from ....record.training.facts.samples import Phase
+from ..differences import STATISTICS
 from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import distance, vectors
 from ..steps import shown
@@ -11,7 +12,6 @@ from ..view import View, listed, unique
 
 SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
-STATISTICS = ("running_mean", "running_var")
 STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
 BUFFER = "buffer"
 OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
