@@ -5,6 +5,7 @@ import pytest
 import ranks
 
 from paceline.analyze.verification.find import find
+from paceline.analyze.verification.view import View
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
 from paceline.study.verify.resume import saves_every_some_steps
@@ -80,14 +81,23 @@ def test_all_runs_of_a_script_that_resumes(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch):
+def test_script_that_draws_in_its_forward_is_replayed_with_the_numbers_of_the_ranks(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.replace("Dropout(0.0)", "Dropout(0.5)").replace("torch.save(", "print(")
+    text = text.replace("start = 0", "start = 0; torch.manual_seed(1 + dist.get_rank())")
     script = ranks.write(tmp_path, text)
     found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
-    assert found.replay is None
+    assert found.replay is not None
+    assert found.replay.parts == 2
+    assert found.permuted is None
+    for step in (0, 7, 17):
+        mine, other = (gradient(x, step, "0/2.bias") for x in (found.ranks[0], found.replay))
+        assert np.allclose(mine, other, rtol=1e-4, atol=1e-6)
     (note,) = found.notes
-    assert "the model's forward draws random numbers (script.py:26)" in note
+    assert "draws random numbers in script.py:26, others on each rank: one rank trained" in note
+    assert View(found).comparison.meant == ["random-numbers"]
 
 
 @pytest.mark.long
