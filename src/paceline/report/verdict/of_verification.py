@@ -60,7 +60,8 @@ def answer(found: Verification) -> str:
     names = [*seen.meant, *(one.meant for one in findings if one.is_accepted and one.meant)]
     but = "; ".join(MEANT[name].clause for name in dict.fromkeys(names))
     but = f", but for: {but} (confirmed)" if but else ", as far as it was compared"
-    return f"{size} ranks train what {seen.replayed_by} does{but}.{_not_compared(seen)}{more}"
+    does = "does" if seen.replayed_by == "one process" else "do"
+    return f"{size} ranks train what {seen.replayed_by} {does}{but}.{_not_compared(seen)}{more}"
 
 
 def _not_compared(seen: Compared) -> str:
