@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...hooks.phases import UncopiedHook
 from ..observation import Observation
 from ..user_lines import is_users_file, user_line
 from .shards import Shard, shard_of
@@ -83,8 +84,7 @@ class Gradients:
             if self._observation.backward is not None and not self._observation.is_over:
                 note(reference(), gradient)
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
-        self._register(parameter, hook)
+        self._register(parameter, UncopiedHook(hook))
 
     def hook(self, parameter: torch.Tensor) -> None:
         """Observe the gradients of a parameter before any exchange."""
@@ -99,8 +99,7 @@ class Gradients:
             if self._observation.backward is not None and not self._observation.is_over:
                 note(reference(), gradient)
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
-        self._hooked[parameter] = self._register(parameter, hook)
+        self._hooked[parameter] = self._register(parameter, UncopiedHook(hook))
 
     def note(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Note the gradient of a parameter that this rank has computed."""
