@@ -8,7 +8,7 @@ from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
 from ...record.training.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
-from .steps import JointStep, parameters, trained_by
+from .steps import JointStep, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
@@ -94,13 +94,8 @@ class Replay:
         found = _step(self._replay, step.optimizer, step.index)
         if found is None:
             return None
-        own = sum(
-            facts.batches[at].samples
-            for facts in (self._replay, *self._peers)
-            for at in trained_by(
-                facts, (_step(facts, step.optimizer, step.index) or found).backwards
-            )
-        )
+        theirs = self._joint(step.optimizer, step.index)
+        own = sum(theirs.samples) if theirs is not None else 0
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
 

@@ -38,6 +38,7 @@ class Gradients:
         self.loose: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of parameters of no model
         self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
         self._later_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of summed gradients
+        self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # By sharded parameter, the gradient that it accumulates before it is reduced.
         self.whole_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._register: Any = torch.Tensor.register_hook
@@ -133,6 +134,14 @@ class Gradients:
         if backward is not None and name is not None and isinstance(shard, Shard):
             backward.raw[name] = self._observation.rows.add(shard.values, shard.offset)
 
+    def note_taken(self) -> None:
+        """Note the gradients that a hook has cleared in a backward: it adds them up elsewhere."""
+        for parameter in list(self._hooked):
+            if getattr(parameter, "_post_accumulate_grad_hooks", None) and _is_cleared(
+                parameter.grad
+            ):
+                self._taken[parameter] = True
+
     def forget_cleared(self) -> None:
         """Leave out of earlier backwards of this step the gradients that were cleared since."""
         earlier = [one for one in self._observation.backwards if not one.is_returned]
@@ -145,6 +154,10 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None and (whole := self.whole_gradients.get(parameter)) is not None:
                 gradient = whole()  # FSDP2: not yet reduced
-            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
+            if parameter not in self._taken and _is_cleared(gradient):
                 for one in earlier:
                     one.gradients.pop(name, None)
+
+
+def _is_cleared(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or not (gradient.is_sparse or bool(gradient.any()))

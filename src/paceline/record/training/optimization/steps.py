@@ -164,6 +164,7 @@ class Steps:
 
     def _end_backward(self) -> None:
         observation = self._observation
+        self._models.gradients.note_taken()
         observation.loss, observation.scale = None, 1.0
         observation.reduction, observation.elements = "", 0
         observation.class_weight = 0.0
