@@ -538,3 +538,37 @@ def test_hooks_of_the_script_and_of_the_observer_do_not_disturb_each_other(tmp_p
     assert len(wrapped) > 40
     assert not [one for one in wrapped if one.startswith("False")]  # arguments by name
     assert "loss: 5.000000e-01" in [one.text for one in facts.outputs]
+
+
+PARTS = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    policy, value = nn.Linear(4, 2), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*policy.parameters(), *value.parameters()], lr=0.1)
+    for step in range(3):  # both models get the same observations
+        seen = torch.randn(6, 4)
+        loss = policy(seen).square().mean() + value(seen).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 2)), batch_size=12)
+    for epoch in range(2):  # every rank reads the global batch, and trains a part of it
+        for x, y in loader:
+            mine = slice(0, None, 2)
+            for part in x[mine].split(3):
+                policy(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_samples_are_those_that_the_models_get(tmp_path):
+    (facts,), _ = observe(tmp_path, PARTS, size=1)
+    assert not facts.unseen
+    of_loader = [one for one in facts.batches if facts.loaders[one.loader].dataset]
+    others = [one for one in facts.batches if not facts.loaders[one.loader].dataset]
+    assert [one.samples for one in others] == [6] * 3
+    assert [(one.samples, one.used) for one in of_loader] == [(12, 6)] * 4

@@ -8,6 +8,7 @@ from paceline.analyze.verification.find import find
 from paceline.analyze.verification.view import View
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.verify import run_observed
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
 
@@ -188,3 +189,19 @@ def test_script_that_saves_too_late_is_said_not_to_be_resumed(tmp_path, monkeypa
 def test_scripts_that_save_every_some_steps(tmp_path, line, wanted):
     (tmp_path / "script.py").write_text(line)
     assert saves_every_some_steps(tmp_path / "script.py") is wanted
+
+
+def test_each_run_says_how_long_all_will_take(tmp_path, monkeypatch):
+    said, now = [], [0.0]
+    monkeypatch.setattr(run_observed.time, "monotonic", lambda: now[0])
+    with run_observed.ObservedRuns(ScriptRequest("train.py", []), said.append) as runs:
+        runs._announce("all ranks")
+        now[0], runs.rest = 8.0, 3
+        runs._announce("one rank")
+        now[0] = 24.0
+        runs._announce("another")
+    assert said == [
+        "all ranks (run 1 of about 4)",
+        "one rank (run 2 of about 4, about 24 s to the end)",
+        "another (run 3 of about 4, about 24 s to the end)",
+    ]

@@ -61,7 +61,7 @@ def compared(view: View, meant: Sequence[str] = ()) -> Compared:
     found.parameters = max((len(step.names) for step in view.steps), default=0)
     found.epochs = max((len(one.passes) for one in view.training), default=0)
     found.samples = sum(
-        batch.samples
+        batch.used
         for stream in view.training
         for one in stream.passes
         for made in one.ranks.values()

@@ -24,7 +24,8 @@ class VerifySettings:
         keeps_mib: Maximum MiB of batches and of initial parameters that the ranks together store
             for a replay.
         replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
-        permutes: Whether the samples of each replayed batch have another order.
+        permutes: Whether the samples of each replayed batch have another order, and the parameters
+            before the first step other last bits: what differs then is rounding.
         accumulates: Whether a replay trains each global batch in parts: those of the ranks.
         traces: Whether the operators of the first step are listed, with checksums of their results.
         token: Number of a file that each rank looks for in the folder, whether its node shares it;

@@ -13,6 +13,7 @@ from ...record.training.replays.joined_batches import CANNOT_JOIN
 from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError
 
+REPLAYS = 2  # runs, of a script that can be replayed
 LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
 CUT = "one rank: train the batches of the ranks one after the other"
 

@@ -10,8 +10,8 @@ from ...analyze.verification.same_batches import trains_same_batches
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
-from .replay import run_replay
-from .resume import run_resumed
+from .replay import REPLAYS, run_replay
+from .resume import resumed_runs, run_resumed
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
@@ -35,10 +35,13 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
         found.command = [asked.script, *asked.args]
         ranks = found.ranks
         if ranks[0].size > 1:
+            runs.rest = REPLAYS + 1 + resumed_runs(runs, found)
             run_replay(runs, found)
+            runs.rest = 1 + resumed_runs(runs, found)
             if not found.is_too_large:
                 _run_alone(runs, found)
                 _compare_with_alone(found)
+        runs.rest = resumed_runs(runs, found)
         run_resumed(runs, found)
     found.seconds = time.monotonic() - start
     return found

@@ -24,7 +24,7 @@ from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
 from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
-from .stored_run import batch_paths, load_batch, restore_initial
+from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
 _HOOK = "the replay"
 
@@ -82,6 +82,8 @@ class Replay:
         if reason:
             self._stop_replay(reason)
         root = model.module()
+        if root is not None and self._observation.settings.permutes:
+            perturb(root)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
                 if isinstance(one, nn.SyncBatchNorm):

@@ -17,6 +17,7 @@ from ..optimization.models import Model
 from ..optimization.shards import Shard, shard_of
 from ..samples.open_pass import OpenPass
 
+LAST_BITS = 2.0  # relative change of parameters, in roundings of their dtype
 BATCHES, INITIAL = "batches", "initial"  # folders
 BESIDE_BATCH_BYTES = 16 << 10  # of a stored batch: states of generators, names
 
@@ -118,6 +119,22 @@ def restore_initial(folder: Path, model: Model) -> str:
             end = part.offset + part.values.numel()
             part.values.copy_(whole[part.offset : end].reshape(part.values.shape))
     return ""
+
+
+def perturb(root: nn.Module) -> None:
+    """Change the last bits of a module's parameters at random.
+
+    Another order of additions changes values as little. What depends on it (which of two almost
+    equal values is the maximum, the sign before a ReLU) then differs as well.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in named_parameters(root):
+        part = shard_of(parameter)
+        if isinstance(part, Shard) and part.values.is_floating_point():
+            noise = 2 * torch.rand(part.values.shape, generator=generator) - 1
+            scale = LAST_BITS * torch.finfo(part.values.dtype).eps
+            with torch.no_grad():
+                part.values.mul_((1 + scale * noise.double()).to(part.values))
 
 
 def _state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
