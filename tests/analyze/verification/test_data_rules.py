@@ -30,6 +30,13 @@ def test_features_that_each_rank_draws_for_itself_are_named():
     assert not one.is_question
 
 
+def test_labels_that_each_rank_numbers_in_another_order_are_named():
+    (one,) = with_contents(lambda rank, epoch, at: (at, (at + rank * (at % 2)) % 3))
+    assert one.mistake.id == "different-random-numbers"
+    assert "in number 2 of 2 tensors" in one.text
+    assert not one.is_question
+
+
 def test_data_that_a_seed_of_each_rank_makes_are_asked_about():
     """Nothing in them is common: they may be meant. Common targets show one dataset."""
     for target, is_question in ((500, True), (0, False)):

@@ -70,7 +70,8 @@ def test_each_case_is_on_the_side_that_was_drawn(battery):
 def test_all_mistakes_are_planted_on_both_sides(battery):
     cases = battery["cases"]
     for half in HALVES:
-        assert {one.kind for one in cases.planted(half)} == set(MISTAKES)
+        # A difference that has no other name is planted under the names of its causes.
+        assert {one.kind for one in cases.planted(half)} == set(MISTAKES) - {"metric-differs"}
     consequences = battery["consequences"].CONSEQUENCES
     assert set(consequences) == set(MISTAKES)
     assert {name for names in consequences.values() for name in names} <= set(MISTAKES)

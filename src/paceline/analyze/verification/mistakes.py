@@ -257,6 +257,14 @@ MISTAKES = {
             "A printed value is that of one rank",
             "printed and logged values of the ranks",
             "sum the value and the number of samples over the ranks before it is printed",
+            explains=("metric-differs",),
+            is_late=True,
+        ),
+        Mistake(
+            "metric-differs",
+            "A printed value differs from that of one process",
+            "values that ranks and one process print with the same parameters and samples",
+            "combine sums and numbers of samples of all ranks before the value is computed",
             is_late=True,
         ),
         Mistake(
@@ -264,6 +272,7 @@ MISTAKES = {
             "Validation counts samples several times",
             "how often a validation of all ranks evaluates each sample",
             "leave out the samples that the sampler added, or validate on one rank",
+            explains=("metric-differs",),
             is_late=True,
         ),
         Mistake(
@@ -271,6 +280,7 @@ MISTAKES = {
             "Validation leaves out samples",
             "the samples that no rank evaluates",
             "use drop_last=False, and a split that covers all samples",
+            explains=("metric-differs",),
             is_late=True,
         ),
         Mistake(

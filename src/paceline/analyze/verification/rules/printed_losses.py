@@ -69,6 +69,12 @@ def loss_of_one_rank(view: View) -> Iterator[Finding]:
             return
 
 
+def is_own_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
+    """Return whether a number of some lines is a training loss of rank 0."""
+    losses = _losses(view)
+    return losses is not None and _own_value(losses, outputs, number) is not None
+
+
 def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:
     """Return whether other ranks write the same line of code."""
     return any(one.line == output.line and one.line for facts in ranks for one in facts.outputs)

@@ -23,6 +23,7 @@ from ..optimization.steps import Steps, momentum_of
 from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
+from .evaluations import Evaluations
 from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
 from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
@@ -62,6 +63,7 @@ class Replay:
             (one.optimizer, one.index): one for one in self._stored.steps
         }
         self._own: list[tuple[float, float]] = []  # learning rate and momentum of each group
+        self._evaluations = Evaluations(self._folder, self._ranks, loaders)
         self.accumulation: Accumulation | None = None
         if observation.settings.accumulates:
             self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
@@ -73,6 +75,8 @@ class Replay:
         """
         if self.accumulation is not None:
             self.accumulation.install()
+        else:
+            self._evaluations.install()
         self._steps.before_step.append(self._set_rates)
         self._steps.after_step.append(self._restore_rates)
 
@@ -122,16 +126,19 @@ class Replay:
     def iterator(self, loader: Any, opened: OpenPass) -> Any:
         """Return the iterator that replaces that of a loader in a pass.
 
-        None if the pass evaluates: it has the script's own batches.
+        None if the pass evaluates samples that can't be joined: it has the script's own batches.
         """
         key, pass_number = opened.loader.key, opened.facts.number
         stored = next((one for one in self._stored.loaders if one.key == key), None)
         passes = stored.passes if stored is not None else []
         if pass_number >= len(passes):
             self._end()
-        if passes[pass_number].phase != Phase.TRAINING:
-            return None
-        return _StoredBatches(self, loader, opened, passes[pass_number])
+        if passes[pass_number].phase is Phase.TRAINING:
+            return _StoredBatches(self, loader, self.batches(opened, passes[pass_number]))
+        joined = None
+        if self.accumulation is None:
+            joined = self._evaluations.batches(key, pass_number)
+        return None if joined is None else _StoredBatches(self, loader, iter(joined))
 
     def batches(self, opened: OpenPass, one: PassFacts) -> Iterator[Any]:
         """Yield the batches of a pass: joined, or in parts."""
@@ -182,8 +189,8 @@ class Replay:
 class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
     """An iterator over stored batches."""
 
-    def __init__(self, replay: Replay, loader: Any, opened: OpenPass, one: PassFacts) -> None:
-        self._replay, self._batches = replay, replay.batches(opened, one)
+    def __init__(self, replay: Replay, loader: Any, batches: Iterator[Any]) -> None:
+        self._replay, self._batches = replay, batches
         self._dataset, self._num_yielded, self._length = loader.dataset, 0, len_of(loader)
 
     def __next__(self) -> Any:

@@ -101,6 +101,10 @@ class Loaders:
     def _note_loader(self, loader: Any) -> None:
         self._lines[loader] = user_line()
 
+    def line_of(self, loader: Any) -> str:
+        """Return the line that made a loader; "" if it is not known."""
+        return str(self._lines.get(loader, ""))
+
     def _note_split(self, subset: Any) -> None:
         self._splits[subset] = user_line()
 
