@@ -89,10 +89,12 @@ def test_evaluations_of_ranks_are_joined_with_each_sample_once(tmp_path, other, 
         def line_of(self, loader):
             return "train.py:9"
 
-    evaluations = Evaluations(tmp_path, [0, 1], Made())
+    evaluations = Evaluations(tmp_path, [0, 1], Made(), joins=True)
     assert [one.tolist() for one in evaluations.batches(0, 0)] == joined
     assert evaluations._length_on_ranks(None) == 2
     (batch_path(tmp_path, (0, 0, 1), 0)).unlink()
-    again = Evaluations(tmp_path, [0, 1], Made())
+    own = Evaluations(tmp_path, [0, 1], Made(), joins=False)
+    assert own.batches(0, 0) is None
+    again = Evaluations(tmp_path, [0, 1], Made(), joins=True)
     assert again.batches(0, 0) is None
     assert again._length_on_ranks(None) is None

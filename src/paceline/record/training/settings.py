@@ -17,6 +17,7 @@ class VerifySettings:
         scratch: Folder for the files that the script writes.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
         batches: Batches of a pass, at least: longer passes are shortened where that is safe.
+        evaluated: Batches of an evaluation, at least, where the loader has a length.
         passes: Passes over the training loader that are observed.
         steps: Optimizer steps after which the run ends, if it has lasted so many seconds.
         max_steps: Optimizer steps after which it ends.
@@ -36,6 +37,7 @@ class VerifySettings:
     scratch: str = ""
     covered: tuple[str, ...] = ()
     batches: int = 6
+    evaluated: int = 24
     passes: int = 3
     steps: int = 40
     max_steps: int = 160

@@ -56,6 +56,8 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
         found.notes.append(f"{NOT_COMPARED}: {reason}")
         return
     settings = VerifySettings("", replays=str(runs.folder / "ranks"))
+    size = found.ranks[0].size  # the script's own batches are so many times as many
+    settings = replace(settings, evaluated=size * settings.evaluated)
     cause = _cause_to_cut(found.ranks)
     way = _first_that_fits(runs, found, settings, cause)
     if way is None or found.replay is None:

@@ -40,7 +40,7 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
             runs.rest = 1 + resumed_runs(runs, found)
             if not found.is_too_large:
                 _run_alone(runs, found)
-                _compare_with_alone(found)
+                _compare_with_alone(runs, found)
         runs.rest = resumed_runs(runs, found)
         run_resumed(runs, found)
     found.seconds = time.monotonic() - start
@@ -73,13 +73,15 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     found.alone = _try(runs, found, "alone", what, settings)
 
 
-def _compare_with_alone(found: VerifyRuns) -> None:
+def _compare_with_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     """Let the unchanged script on one rank stand for a replay, if it trains the same samples."""
     alone = found.alone
     if found.replay is not None or alone is None or Replay(found.ranks, alone, None).obstacle:
         return
     if trains_same_batches(found.ranks, alone):
         found.replay = alone
+        settings = VerifySettings("", passes=ALONE_PASSES)
+        found.again = _try(runs, found, "alone-2", "one rank: the same once more", settings)
         found.notes = [one for one in found.notes if not one.startswith(NOT_COMPARED)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ....record.training.facts.events import OutputFacts
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR
 from ..steps import JointStep
@@ -37,7 +37,7 @@ class _Pair:
     Attributes:
         output: That of rank 0.
         ours, theirs: Its numbers on N ranks, and on one.
-        again: Those of the second replay; empty without one.
+        again: Those of the second replay.
         samples: Number of evaluated samples; 0 if it is a line of the training.
     """
 
@@ -66,8 +66,11 @@ def differ(view: View) -> Iterator[Finding]:
 
 
 def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
-    """Yield, for each line of code and its words, what both print with equal parameters."""
-    theirs, again = _by_place(replay), _by_place(view.runs.permuted)
+    """Yield, for each line of code and its words, what both print with equal parameters.
+
+    A line that the second replay does not print is left out: nothing tells what varies.
+    """
+    theirs, again = _by_place(replay), _by_place(view.runs.permuted or view.runs.again)
     for place, outputs in _by_place(view.ranks[0]).items():
         pairs = []
         for at, one in enumerate(outputs):
@@ -78,11 +81,9 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
             if samples is None or not _same_models(view, replay, one.step):
                 continue
             twin = next(iter(again.get(place, [])[at : at + 1]), None)
-            numbers = [
-                NUMBER.findall(x.text) if x is not None and x.step == one.step else []
-                for x in (one, other, twin)
-            ]
-            pairs.append(_Pair(one, numbers[0], numbers[1], numbers[2], samples))
+            if twin is not None and twin.step == one.step:
+                numbers = [NUMBER.findall(each.text) for each in (one, other, twin)]
+                pairs.append(_Pair(one, numbers[0], numbers[1], numbers[2], samples))
         if pairs:
             yield pairs
 
@@ -154,13 +155,12 @@ def _is_off(one: _Pair, number: int, every: Sequence[_Pair]) -> bool:
     digit = max(_last_digit(one.ours[number]), _last_digit(one.theirs[number]))
     noise = 0.0
     for each in every:
-        if len(each.again) > number:
-            texts = each.theirs[number], each.again[number]
-            value, again = map(float, texts)
-            step = max(map(_last_digit, texts))
-            if abs(value - again) > VARIABLE * max(abs(value), abs(again)) + 2 * step:
-                return False
-            noise = max(noise, abs(value - again) - step)
+        texts = each.theirs[number], each.again[number]
+        value, again = map(float, texts)
+        step = max(map(_last_digit, texts))
+        if abs(value - again) > VARIABLE * max(abs(value), abs(again)) + 2 * step:
+            return False
+        noise = max(noise, abs(value - again) - step)
     limit = 2 * digit + NOISE_FACTOR * noise + FLOOR * abs(theirs) + _flip(every, number)
     return abs(ours - theirs) > limit
 
@@ -219,5 +219,5 @@ def _finding(view: View, one: _Pair, number: int, label: str) -> Finding:
         f"{of}.",
         step=one.output.step,
         values={"printed": float(ours), "of_one_process": float(theirs)},
-        certainty=None if is_evaluated else Certainty.QUESTION,
+        nature=None if is_evaluated else Nature.QUESTION,
     )

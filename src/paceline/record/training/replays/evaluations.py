@@ -1,8 +1,9 @@
 """Evaluate on one rank what several ranks have evaluated: each sample once.
 
-The batches of the ranks that have the same place in a pass are joined. Samples that several ranks
-evaluate, or that a sampler has added, are left out after the first time, as one process has them
-only once.
+A replay joins the batches of the ranks that have the same place in a pass. Samples that several
+ranks evaluate, or that a sampler has added, are left out after the first time, as one process has
+them only once. Another replay evaluates the script's own batches: a value that depends on how
+samples are cut into batches differs then.
 """
 
 from functools import cached_property
@@ -29,10 +30,12 @@ class Evaluations:
         folder: Folder of the stored run.
         ranks: Ranks of the stored run that this process stands for.
         loaders: Know where loaders were made.
+        joins: Whether batches are joined; else the script's own batches are evaluated.
     """
 
-    def __init__(self, folder: Path, ranks: list[int], loaders: Loaders) -> None:
+    def __init__(self, folder: Path, ranks: list[int], loaders: Loaders, joins: bool) -> None:
         self._folder, self._numbers, self._loaders = folder, ranks, loaders
+        self._joins = joins
         self._joined: dict[tuple[int, int], list[Any] | None] = {}
 
     @cached_property
@@ -74,6 +77,8 @@ class Evaluations:
             key: Of the loader.
             number: Of the pass.
         """
+        if not self._joins:
+            return None
         if (key, number) not in self._joined:
             try:
                 self._joined[key, number] = self._join(key, number)

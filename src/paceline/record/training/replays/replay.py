@@ -63,7 +63,8 @@ class Replay:
             (one.optimizer, one.index): one for one in self._stored.steps
         }
         self._own: list[tuple[float, float]] = []  # learning rate and momentum of each group
-        self._evaluations = Evaluations(self._folder, self._ranks, loaders)
+        joins = not (observation.settings.accumulates or observation.settings.permutes)
+        self._evaluations = Evaluations(self._folder, self._ranks, loaders, joins)
         self.accumulation: Accumulation | None = None
         if observation.settings.accumulates:
             self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
@@ -135,9 +136,7 @@ class Replay:
             self._end()
         if passes[pass_number].phase is Phase.TRAINING:
             return _StoredBatches(self, loader, self.batches(opened, passes[pass_number]))
-        joined = None
-        if self.accumulation is None:
-            joined = self._evaluations.batches(key, pass_number)
+        joined = self._evaluations.batches(key, pass_number)
         return None if joined is None else _StoredBatches(self, loader, iter(joined))
 
     def batches(self, opened: OpenPass, one: PassFacts) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations
 
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import Stream
 from ...view import View, unique
 
@@ -40,7 +40,7 @@ def different_data(view: View) -> Iterator[Finding]:
             "rank reads a position alike in all epochs. The sampler divides the dataset as if it "
             "were the same on all ranks.",
             values={"positions": pairs},
-            certainty=Certainty.QUESTION if is_own else None,
+            nature=Nature.QUESTION if is_own else None,
             remedy="make the dataset with the same seed on all ranks, or on one, and broadcast it; "
             "an order of a Python set also differs between processes",
         )
