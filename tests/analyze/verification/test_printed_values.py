@@ -22,7 +22,7 @@ def evaluated(facts, samples, step):
     facts.batches.append(BatchFacts(key, 0, 0, len(samples), [*samples], contents, step))
 
 
-def printing(ours, theirs, again=None, phase=Phase.EVALUATION, **changes):
+def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, **changes):
     """Return what is found if N ranks and two replays print these lines after 4 and 8 steps."""
     runs = verified(Training(**changes))
     again = again or theirs
@@ -35,7 +35,7 @@ def printing(ours, theirs, again=None, phase=Phase.EVALUATION, **changes):
         for facts in (runs.replay, runs.permuted):
             evaluated(facts, range(SAMPLES), step)
     runs.ranks[0].collectives = [
-        CollectiveFacts("allreduce", "sum", 8, Phase.EVALUATION, 4, False, REDUCE)
+        CollectiveFacts("allreduce", "sum", 8, combined or Phase.EVALUATION, 4, False, REDUCE)
     ]
     return [one for one in find(runs) if one.mistake.id == "metric-differs"]
 
@@ -79,3 +79,5 @@ def test_values_of_a_training_are_asked_about():
     lines = ["step acc 0.7013", "step acc 0.6500"], ["step acc 0.6013", "step acc 0.5000"]
     (one,) = printing(*lines, phase=Phase.TRAINING)
     assert one.is_question
+    (one,) = printing(*lines, phase=Phase.TRAINING, combined=Phase.TRAINING)
+    assert not one.is_question  # the ranks have combined it

@@ -171,13 +171,7 @@ def test_exit_codes_are_counted_apart_from_names(battery):
         judge.Case("same-samples/b", "same-samples", ["same-samples"], lines=[3]),
         judge.Case("gan"),
     )
-    told = json.dumps(
-        {
-            "findings": [
-                {"mistake": "same-samples", "certainty": "mistake", "lines": ["a/train.py:3"]}
-            ]
-        }
-    )
+    told = answer(("same-samples", "mistake", "a/train.py:3"))
     judge.read_answer(wrong, 1, told, "")
     judge.read_answer(missed, 2, json.dumps({"findings": []}), "")
     judge.read_answer(right, 1, json.dumps({"findings": []}), "")

@@ -18,6 +18,7 @@ SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be comp
 FLOOR = 1e-3  # relative difference of printed values that rounding may make
 VARIABLE = 0.01  # relative difference of two replays, from which on a value is a time or a rate
 FLIPPED = 1.6  # samples whose class may be another one by rounding
+METRIC_BYTES = 1024  # of a collective that combines metrics
 SHARE = 0.02  # distance of a share from whole samples, in samples
 TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
 # Words beside a number that depends on the machine, or on the number of ranks.
@@ -36,31 +37,36 @@ class _Pair:
 
     Attributes:
         output: That of rank 0.
+        since: Number of collectives before the line of this place that was printed before.
+        samples: Number of evaluated samples; 0 if it is a line of the training.
         ours, theirs: Its numbers on N ranks, and on one.
         again: Those of the second replay.
-        samples: Number of evaluated samples; 0 if it is a line of the training.
     """
 
     output: OutputFacts
+    since: int
+    samples: int
     ours: list[str]
     theirs: list[str]
     again: list[str]
-    samples: int
 
 
 def differ(view: View) -> Iterator[Finding]:
     """Find printed values that differ from those of one process by more than rounding."""
     replay = view.runs.replay
-    if view.size < 2 or replay is None or replay.parts > 1 or view.runs.replay_peers:
+    if view.size < 2 or replay is None or view.runs.replay_peers:
         return
     found: list[Finding] = []
     for pairs in _pairs(view, replay):
         for number in range(len(pairs[0].ours)):
             label = _label(pairs[0].output.text, number)
             wrong = None if MACHINE.search(label) else _different(pairs, number)
-            # Rules ask about the losses of one rank.
-            if wrong is not None and not is_own_loss(view, [x.output for x in pairs], number):
-                found.append(_finding(view, wrong, number, label))
+            if wrong is None:
+                continue
+            one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
+            # Another rule asks about the losses of one rank.
+            if not (one.is_question and is_own_loss(view, [x.output for x in pairs], number)):
+                found.append(one)
     found.sort(key=lambda one: (one.is_question, one.step or 0))
     yield from found[:1]
 
@@ -73,17 +79,21 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
     theirs, again = _by_place(replay), _by_place(view.runs.permuted or view.runs.again)
     for place, outputs in _by_place(view.ranks[0]).items():
         pairs = []
+        begin = 0
         for at, one in enumerate(outputs):
+            begin, since = one.collectives, begin
             other = next(iter(theirs.get(place, [])[at : at + 1]), None)
             if other is None or other.step != one.step or is_printed_by(view.ranks[1:], one):
                 break
+            if replay.parts > 1 and one.phase is not Phase.EVALUATION:
+                continue  # printed for parts of the batches
             samples = _same_samples(view, replay, one.step)
             if samples is None or not _same_models(view, replay, one.step):
                 continue
             twin = next(iter(again.get(place, [])[at : at + 1]), None)
             if twin is not None and twin.step == one.step:
                 numbers = [NUMBER.findall(each.text) for each in (one, other, twin)]
-                pairs.append(_Pair(one, numbers[0], numbers[1], numbers[2], samples))
+                pairs.append(_Pair(one, since, samples, *numbers))
         if pairs:
             yield pairs
 
@@ -191,8 +201,13 @@ def _label(text: str, number: int) -> str:
     return text[start : one.end()] + re.split(r"[,;|\]]|\s{2}", text[one.end() :])[0][:12]
 
 
-def _finding(view: View, one: _Pair, number: int, label: str) -> Finding:
-    ours, theirs = one.ours[number], one.theirs[number]
+def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
+    """Return the finding of two values.
+
+    A value of the training may be meant to be that of one rank, unless the script combines values
+    of the ranks before it prints.
+    """
+    ours, theirs = values
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
     is_evaluated = is_evaluated and not TRAINED.search(label)
     loops = [
@@ -205,10 +220,16 @@ def _finding(view: View, one: _Pair, number: int, label: str) -> Finding:
         )
         for line in reversed(stream.lines)
     ]
+    steps = view.ranks[0].steps
+    others = {"", *view.gradient_lines(), *(x.line for step in steps for x in step.clips)}
+    others |= {x.line for step in steps for x in (step, *step.backwards)}
     reductions = [
         each.line
-        for each in view.ranks[0].collectives[: one.output.collectives]
-        if each.step == one.output.step and each.phase is Phase.EVALUATION and is_reduction(each)
+        for each in view.ranks[0].collectives[one.since : one.output.collectives]
+        if each.phase is one.output.phase
+        and is_reduction(each)
+        and each.line not in others
+        and (is_evaluated or each.nbytes <= METRIC_BYTES)
     ]
     of = f" of {one.samples} samples" if is_evaluated else ""
     return Finding(
@@ -219,5 +240,5 @@ def _finding(view: View, one: _Pair, number: int, label: str) -> Finding:
         f"{of}.",
         step=one.output.step,
         values={"printed": float(ours), "of_one_process": float(theirs)},
-        nature=None if is_evaluated else Nature.QUESTION,
+        nature=None if is_evaluated or reductions else Nature.QUESTION,
     )
