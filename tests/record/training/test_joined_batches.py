@@ -68,7 +68,7 @@ def stored(folder, rank, batches, key=0):
         facts.batches.append(BatchFacts(key, 0, number, len(batch), positions, checksums, 4))
         path = batch_path(folder, (key, 0, number), rank)
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        torch.save(values, path)
+        torch.save((values, {}), path)
     write_facts(folder, facts)
 
 

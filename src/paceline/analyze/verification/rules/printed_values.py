@@ -222,7 +222,7 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     ]
     steps = view.ranks[0].steps
     others = {"", *view.gradient_lines(), *(x.line for step in steps for x in step.clips)}
-    others |= {x.line for step in steps for x in (step, *step.backwards)}
+    others |= {step.line for step in steps} | {x.line for one in steps for x in one.backwards}
     reductions = [
         each.line
         for each in view.ranks[0].collectives[one.since : one.output.collectives]

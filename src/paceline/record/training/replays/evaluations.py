@@ -101,7 +101,7 @@ class Evaluations:
             if keys and keys in [[each for _, each in one] for one in parts]:
                 continue  # all samples, also without positions
             paths = [batch_path(self._folder, (key, number, x.number), rank) for x in every]
-            parts.append([(load_batch(a), b) for a, b in zip(paths, keys, strict=True)])
+            parts.append([(load_batch(a)[0], b) for a, b in zip(paths, keys, strict=True)])
         seen: set[Key] = set()
         found = []
         for at in range(max(map(len, parts), default=0)):

@@ -59,9 +59,10 @@ class Inputs:
         and each trains a part of it.
         """
         observation = self._observation
-        at = (observation.unassigned or observation.last_batches or [None])[-1]
-        if at is None:
+        read = observation.unassigned or observation.last_batches
+        if not read:
             return
+        at = read[-1]
         if self._parts is None or self._parts[0] != at:
             self._parts = (at, set())
         batch, rows = observation.facts.batches[at], self._parts[1]
