@@ -87,7 +87,7 @@ def test_random_numbers_and_losses_of_each_rank_are_confirmed(tmp_path):
     done = run(tmp_path, text, "--settings", "s.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
-    assert "but for: a loss that is computed over the part of a rank (confirmed)" in said
+    assert "but for: a loss or a normalization over the part of a rank (confirmed)" in said
 
 
 @pytest.mark.long

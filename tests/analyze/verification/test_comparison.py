@@ -50,7 +50,7 @@ def test_loss_over_the_part_of_a_rank_is_confirmed_and_accepted_by_name():
     assert judged(runs, "batch-norm")[0] == 1
     code, headline, (one,) = judged(runs, "part-loss")
     assert (code, one.is_accepted) == (0, True)
-    assert "but for: a loss that is computed over the part of a rank (confirmed)" in headline
+    assert "but for: a loss or a normalization over the part of a rank (confirmed)" in headline
 
 
 def test_difference_that_one_process_with_the_same_parts_has_not_is_not_accepted():

@@ -34,7 +34,7 @@ MEANT = {
     for one in (
         Meant("batch-norm", "batch normalization over the part of a rank", is_usual=True),
         Meant("random-numbers", "random numbers of each rank in the model or the loop", True),
-        Meant("part-loss", "a loss that is computed over the part of a rank", is_usual=False),
+        Meant("part-loss", "a loss or a normalization over the part of a rank", is_usual=False),
     )
 }
 

@@ -25,8 +25,8 @@ def part_loss(view: View) -> Iterator[Finding]:
     if one is None or "part-loss" not in view.comparison.meant:
         return
     more = (
-        f" {_IN_TURN[0].upper()}{_IN_TURN[1:]} computes the same gradient as the ranks: the loss "
-        "of a rank depends on which samples are in its part of the batch."
+        f" {_IN_TURN[0].upper()}{_IN_TURN[1:]} computes the same gradient as the ranks: what a "
+        "rank computes depends on which samples are in its part of the batch."
     )
     remedy = (
         "gather what the loss compares from all ranks; if the loss is meant to be that of each "
