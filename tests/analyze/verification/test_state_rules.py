@@ -233,6 +233,15 @@ def test_average_that_one_rank_updates_is_named_with_the_line():
     assert ids(find(runs)) == []
 
 
+def test_gradients_with_the_names_of_parameters_are_no_average():
+    """A dictionary of a script, before the ranks exchange what it holds."""
+    runs = VerifyRuns(train(Training()))
+    for facts in runs.ranks:
+        rows = facts.steps[2].backwards[0].gradients
+        facts.states = [StateFacts("average", "grads", LOOP, 3, rows=rows)]
+    assert ids(find(runs)) == []
+
+
 def test_running_statistics():
     def with_statistics(broadcasts, synchronized=False):
         runs = VerifyRuns(train(Training()))

@@ -11,6 +11,8 @@ from ..steps import shown
 from ..view import View, listed, unique
 
 SAME = 1e-6  # relative difference of equal values
+NEAR_PARAMETERS = 0.8  # median relative difference of averages from the parameters
+AVERAGE = "average"
 LEAST_STEPS = 3  # in which a constant does not change
 STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
 BUFFER = "buffer"
@@ -18,7 +20,7 @@ OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
-    "average": "averaged copy of the model",
+    AVERAGE: "averaged copy of the model",
     "tensor": "tensor",
     "buffer": "buffer",
 }
@@ -180,7 +182,7 @@ def differ(view: View) -> Iterator[Finding]:
             if ours.kind in told:
                 continue
             what = _difference(view, ours, theirs, rank)
-            if not what:
+            if not what or (ours.kind == AVERAGE and not _is_average(view, ours)):
                 continue
             told.add(ours.kind)
             is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
@@ -197,6 +199,17 @@ def differ(view: View) -> Iterator[Finding]:
                 nature=Nature.QUESTION if is_asked else None,
                 difference=differs,
             )
+
+
+def _is_average(view: View, ours: StateFacts) -> bool:
+    """Return whether tensors with the names of parameters are near these: gradients are not."""
+    steps = view.ranks[0].steps[: ours.step]
+    rows = steps[-1].parameters if steps else {}
+    names = [name for name in ours.rows if name in rows]
+    if not names:
+        return True
+    one, two = vectors(view.ranks[0], ours.rows), vectors(view.ranks[0], rows)
+    return sorted(distance(one[n], two[n]) for n in names)[len(names) // 2] < NEAR_PARAMETERS
 
 
 def _changes(view: View, ours: StateFacts) -> list[str]:
