@@ -145,3 +145,11 @@ def test_reference_of_verify_is_one_of_run(tmp_path):
     assert len(read_reference(folder).runs) == 2
     result = ranks.run(script, 3, ranks=1, launcher=f"paceline --reference {folder}")
     assert "stayed within the band of the reference" in result.stderr
+
+
+def test_help_has_the_names_of_all_differences_that_can_be_accepted():
+    from paceline.analyze.verification.mistakes import MEANT
+    from paceline.cli.verify import verify
+
+    (option,) = verify.__annotations__["accept"].__metadata__
+    assert all(name in option.help for name in MEANT)
