@@ -81,3 +81,13 @@ def test_values_of_a_training_are_asked_about():
     assert one.is_question
     (one,) = printing(*lines, phase=Phase.TRAINING, combined=Phase.TRAINING)
     assert not one.is_question  # the ranks have combined it
+
+
+def test_values_that_differ_by_the_number_of_ranks_are_asked_about():
+    """A mean over the batches of a loader, which has N times as many in one process."""
+    words = {"phase": Phase.TRAINING, "combined": Phase.TRAINING}
+    ours = ["loss 1.2516", "loss 1.1012"]
+    (one,) = printing(ours, ["loss 0.6258", "loss 0.5506"], **words)
+    assert one.is_question
+    (other,) = printing(ours, ["loss 0.7258", "loss 0.6506"], **words)
+    assert not other.is_question

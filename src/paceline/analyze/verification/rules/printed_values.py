@@ -201,6 +201,17 @@ def _label(text: str, number: int) -> str:
     return text[start : one.end()] + re.split(r"[,;|\]]|\s{2}", text[one.end() :])[0][:12]
 
 
+def _counts_batches(size: int, ours: str, theirs: str) -> bool:
+    """Return whether values differ by the number of ranks.
+
+    A script may divide by the length of its loader, which is N times as long in one process. The
+    replay trains batches that are N times as large instead.
+    """
+    large, small = sorted((abs(float(ours)), abs(float(theirs))), reverse=True)
+    digit = _last_digit(ours) + size * _last_digit(theirs)
+    return abs(large - size * small) <= FLOOR * large + digit * size
+
+
 def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
     """Return the finding of two values.
 
@@ -240,5 +251,7 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
         f"{of}.",
         step=one.output.step,
         values={"printed": float(ours), "of_one_process": float(theirs)},
-        nature=None if is_evaluated or reductions else Nature.QUESTION,
+        nature=None
+        if is_evaluated or (reductions and not _counts_batches(view.size, ours, theirs))
+        else Nature.QUESTION,
     )
