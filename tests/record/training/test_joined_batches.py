@@ -25,8 +25,18 @@ def test_batches_of_different_sizes_are_joined_in_order():
     assert joined["scale"] == 2.0
 
 
+def test_global_batch_that_each_rank_reads_is_not_doubled():
+    whole = [{"x": torch.arange(8).reshape(4, 2), "name": list("abcd")}, torch.ones(4)]
+    again = [{"x": torch.arange(8).reshape(4, 2), "name": list("abcd")}, torch.ones(4)]
+    assert len(join_batches([whole, again])[1]) == 4
+    again[0]["name"] = list("abce")
+    assert len(join_batches([whole, again])[1]) == 8
+
+
 def test_type_of_containers_is_kept():
-    joined = join_batches([Pair(torch.zeros(2, 3), torch.zeros(2))] * 2)
+    joined = join_batches(
+        [Pair(torch.zeros(2, 3), torch.zeros(2)), Pair(torch.ones(2, 3), torch.ones(2))]
+    )
     assert isinstance(joined, Pair)
     assert joined.x.shape == (4, 3)
     assert isinstance(join_batches([[torch.zeros(2)], [torch.ones(2)]]), list)

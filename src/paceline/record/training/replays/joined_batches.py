@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from ...hooks.batch_size import samples_in
 
@@ -13,10 +14,12 @@ CANNOT_JOIN = "batches of several ranks can't be joined"
 def join_batches(batches: list[Any]) -> Any:
     """Return one batch with the samples of all, in order.
 
+    Batches that are equal are one: each rank reads the global batch, and trains its part.
+
     Raises:
         ValueError: They can't be joined.
     """
-    if len(batches) == 1:
+    if all(_have_equal_tensors(batches[0], one) for one in batches[1:]):
         return batches[0]
     return _join(batches, [samples_in(one) for one in batches])
 
@@ -89,6 +92,16 @@ def _rebuilt(first: Any, items: list[Any]) -> Any:
     if hasattr(first, "_fields"):  # a named tuple
         return type(first)(*items)
     return tuple(items) if isinstance(first, tuple) else items
+
+
+def _have_equal_tensors(one: Any, other: Any) -> bool:
+    """Return whether batches have equal tensors and plain values at the same places."""
+    (leaves, made), (others, like) = tree_flatten(one), tree_flatten(other)
+    plain = torch.Tensor | str | int | float | None
+    return made == like and all(
+        isinstance(a, plain) and type(a) is type(b) and _is_equal(a, b)
+        for a, b in zip(leaves, others, strict=True)
+    )
 
 
 def _is_equal(one: Any, other: Any) -> bool:
