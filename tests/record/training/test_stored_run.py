@@ -24,8 +24,8 @@ def test_only_the_last_bits_of_parameters_are_changed_and_no_random_number_is_dr
     torch.manual_seed(0)
     model, low = nn.Linear(50, 20), nn.Linear(8, 8, dtype=torch.bfloat16)
     before, generator = model.weight.detach().clone(), torch.get_rng_state()
-    stored_run.perturb(model)
-    stored_run.perturb(low)
+    stored_run.perturb(model, 2.0)
+    stored_run.perturb(low, 2.0)
     change = ((model.weight.detach() - before) / before).abs()
     assert 0 < change.max() <= 3 * torch.finfo(torch.float32).eps
     assert (change > 0).float().mean() > 0.3

@@ -6,11 +6,13 @@ import ranks
 
 from paceline.analyze.verification.find import find
 from paceline.analyze.verification.view import View
+from paceline.record.training.settings import VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
-from paceline.study.verify import run_observed
+from paceline.study.verify import replay, run_observed
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
+from trainings import Training, verified
 
 SCRIPT = """
     import os
@@ -205,3 +207,27 @@ def test_each_run_says_how_long_all_will_take(tmp_path, monkeypatch):
         "one rank (run 2 of about 4, about 24 s to the end)",
         "another (run 3 of about 4, about 24 s to the end)",
     ]
+
+
+@pytest.mark.parametrize("is_rounding", [True, False])
+def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
+    """As that of another maximum of almost equal values."""
+    change = lambda size: lambda rank, step, all_: {n: size * g for n, g in all_.items()}  # noqa: E731
+    found = verified(Training(epochs=1))
+    found.ranks = verified(Training(epochs=1, change=change(1.0004))).ranks
+    one = View(found).comparison.whole
+    assert one is not None
+    assert one.size == pytest.approx(0.0004, rel=0.1)
+    other = verified(Training(epochs=1, change=change(1.0002 if is_rounding else 1.000001)))
+    asked, before = [], found.permuted
+
+    class Runs:
+        def run(self, name, what, settings, ranks):
+            asked.append(settings)
+            return [other.permuted]
+
+    rest = replay._round(Runs(), found, VerifySettings(""), one)
+    assert [(x.permutes, x.last_bits > 2) for x in asked] == [(True, True)]
+    assert (rest is None) == is_rounding
+    assert (found.permuted is before) != is_rounding
+    assert ["other last bits" in note for note in found.notes] == [True] * is_rounding

@@ -27,6 +27,8 @@ class VerifySettings:
         replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
         permutes: Whether the samples of each replayed batch have another order, and the parameters
             before the first step other last bits: what differs then is rounding.
+        last_bits: Relative change of the parameters in a replay that permutes, in roundings of
+            their dtype.
         accumulates: Whether a replay trains each global batch in parts: those of the ranks.
         traces: Whether the operators of the first step are listed, with checksums of their results.
         token: Number of a file that each rank looks for in the folder, whether its node shares it;
@@ -45,6 +47,7 @@ class VerifySettings:
     keeps_mib: int = 0
     replays: str = ""
     permutes: bool = False
+    last_bits: float = 2.0
     accumulates: bool = False
     traces: bool = False
     token: int | None = None

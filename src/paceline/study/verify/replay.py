@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...analyze.verification.determinism import describe_noise, suspicious_noise
+from ...analyze.verification.differences import Difference
 from ...analyze.verification.replay import NOT_COMPARED, draws_of
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.view import View
@@ -14,6 +15,8 @@ from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError
 
 REPLAYS = 2  # runs, of a script that can be replayed
+DOUBTFUL = 0.01  # relative difference up to which rare effects of rounding are looked for
+MANY_LAST_BITS = 32.0  # relative change of the parameters for it, in roundings of their dtype
 LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
 CUT = "one rank: train the batches of the ranks one after the other"
 
@@ -69,9 +72,38 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
     settings = replace(settings, accumulates=way.accumulates)
     if not draws_of(found.ranks):  # others would be drawn for each sample
         _permute(runs, found, settings, way)
-    view = View(found)
-    if not way.accumulates and view.comparison.whole is not None:
+    if (one := View(found).comparison.whole) is not None and one.size <= DOUBTFUL:
+        one = _round(runs, found, settings, one)
+    if not way.accumulates and one is not None:
         _cut(runs, found, replace(settings, accumulates=True))
+
+
+def _round(
+    runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, one: Difference
+) -> Difference | None:
+    """Return a small difference, or None if rounding makes such ones as well.
+
+    Another maximum of almost equal values, or another side of a threshold, changes a gradient by
+    far more than a rounding, and seldom: more of the last bits of the parameters are changed.
+    """
+    before = found.permuted
+    if before is None or found.replay_peers:
+        return one
+    what = "one rank: is a small difference rounding?"
+    settings = replace(settings, permutes=True, last_bits=MANY_LAST_BITS)
+    try:
+        found.permuted = runs.run("rounded", what, settings, ranks=1)[0]
+    except RunFailedError as error:
+        found.notes.append(f"{what}: failed ({error.short})")
+        return one
+    rest = View(found).comparison.whole
+    if rest is None:
+        found.notes.append(
+            f"{one.text}: this is rounding, as other last bits of the parameters change it as much"
+        )
+    else:
+        found.permuted = before
+    return rest and one
 
 
 def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, way: _Way) -> None:

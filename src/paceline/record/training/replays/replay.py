@@ -88,7 +88,7 @@ class Replay:
             self._stop_replay(reason)
         root = model.module()
         if root is not None and self._observation.settings.permutes:
-            perturb(root)
+            perturb(root, self._observation.settings.last_bits)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
                 if isinstance(one, nn.SyncBatchNorm):

@@ -17,7 +17,6 @@ from ..optimization.models import Model
 from ..optimization.shards import Shard, shard_of
 from ..samples.open_pass import OpenPass
 
-LAST_BITS = 2.0  # relative change of parameters, in roundings of their dtype
 BATCHES, INITIAL = "batches", "initial"  # folders
 BESIDE_BATCH_BYTES = 16 << 10  # of a stored batch: states of generators, names
 
@@ -121,18 +120,20 @@ def restore_initial(folder: Path, model: Model) -> str:
     return ""
 
 
-def perturb(root: nn.Module) -> None:
+def perturb(root: nn.Module, last_bits: float) -> None:
     """Change the last bits of a module's parameters at random.
 
     Another order of additions changes values as little. What depends on it (which of two almost
     equal values is the maximum, the sign before a ReLU) then differs as well.
+
+    last_bits: Largest relative change, in roundings of the dtype.
     """
     generator = torch.Generator().manual_seed(0)
     for _, parameter in named_parameters(root):
         part = shard_of(parameter)
         if isinstance(part, Shard) and part.values.is_floating_point():
             noise = 2 * torch.rand(part.values.shape, generator=generator) - 1
-            scale = LAST_BITS * torch.finfo(part.values.dtype).eps
+            scale = last_bits * torch.finfo(part.values.dtype).eps
             with torch.no_grad():
                 part.values.mul_((1 + scale * noise.double()).to(part.values))
 

@@ -61,9 +61,7 @@ def compared_sentences(seen: Compared) -> list[str]:
             f"samples: largest relative difference of a gradient in the first one {largest:.1g}"
         )
         if seen.noise is not None:
-            text += (
-                f"; the order of the samples alone changes gradients by {seen.noise:.1g} (median)"
-            )
+            text += f"; rounding alone changes gradients by {seen.noise:.1g} (median)"
         said.append(f"{text}.")
     return said
 
