@@ -61,6 +61,7 @@ def test_metric_that_differs_is_found_with_both_values_and_lines():
         (["val 2.512 s", "val 2.611 s"], ["val 1.401 s", "val 1.402 s"], None),  # a time
         (["score 2.512", "score 2.6"], ["score 1.401", "score 1.4"], ["score 1.523"] * 2),  # varies
         (["loss 0.5 lr 0.200"] * 2, ["loss 0.5 lr 0.100"] * 2, None),
+        (["val 0.5 412.1 img/s"] * 2, ["val 0.5 300.2 img/s"] * 2, None),
     ],
 )
 def test_what_rounding_time_and_settings_explain_is_no_difference(ours, theirs, again):

@@ -231,3 +231,51 @@ def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
     assert (rest is None) == is_rounding
     assert (found.permuted is before) != is_rounding
     assert ["other last bits" in note for note in found.notes] == [True] * is_rounding
+
+
+EVALUATED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, Subset, TensorDataset, DistributedSampler
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(75, 4)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    train, val = Subset(data, range(48)), Subset(data, range(48, 75))
+    start, end = (0, 20) if world > 1 and rank == 0 else (20 * (world > 1), 27)
+    loader = DataLoader(train, batch_size=4, sampler=DistributedSampler(train))
+    parts = DataLoader(Subset(val, range(start, end)), batch_size=4)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        sums = torch.zeros(2)
+        with torch.no_grad():
+            for x, y in parts:
+                loss = nn.functional.cross_entropy(model(x), y, reduction="sum")
+                sums += torch.tensor([loss, len(x)])
+        total = sums.clone()
+        dist.all_reduce(total)
+        means = sums[:1] / sums[1]
+        dist.all_reduce(means)
+        if rank == 0:
+            print(f"epoch {epoch} exact {total[0] / total[1]:.5f}", flush=True)
+            print(f"epoch {epoch} mean {means.item() / world:.5f}", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_mean_of_the_means_of_uneven_parts_differs_from_one_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = ranks.write(tmp_path, EVALUATED)
+    found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda text: None)
+    wrong = [one for one in find(found) if not one.is_question]
+    assert [one.mistake.id for one in wrong] == ["metric-differs"]
+    assert "'epoch 0 mean" in wrong[0].text
+    assert wrong[0].lines[0] == "script.py:32"

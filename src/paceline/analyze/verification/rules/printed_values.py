@@ -1,5 +1,6 @@
 """Printed values beside those that one process prints with the same parameters and samples."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,20 @@ from ..view import View, is_reduction, unique
 from .printed_losses import NUMBER, is_own_loss, is_printed_by
 
 SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
-FLOOR = 1e-3  # relative difference of printed values that rounding may make
+FLOOR = 2e-4  # relative difference of printed values that rounding may make
+AMPLIFIED = 10.0  # largest relative change of a metric, relative to that of the parameters
 VARIABLE = 0.01  # relative difference of two replays, from which on a value is a time or a rate
 FLIPPED = 1.6  # samples whose class may be another one by rounding
 METRIC_BYTES = 1024  # of a collective that combines metrics
 SHARE = 0.02  # distance of a share from whole samples, in samples
 TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
-# Words beside a number that depends on the machine, or on the number of ranks.
+# Words before a number, and units after it, of what depends on the machine or the number of ranks.
 MACHINE = re.compile(
-    r"\d\s*(ms|s|sec\w*|min\w*|h|it|its|img|images|samples|tok\w*|[KMG]i?B)\b|/\s*s\b"
-    r"|time|took|elapsed|second|eta\b|per.?sec|throughput|speed|mem|rank|world|proc|gpu|batch.?size"
-    r"|lr\b|learning.?rate",
+    r"time|took|elapsed|second|eta\b|per.?sec|throughput|speed|mem|rank|world|proc|gpu|batch.?size"
+    r"|flo[ps]|lr\b|learning.?rate",
     re.IGNORECASE,
 )
+UNIT = re.compile(r"\s*((ms|s|sec\w*|min\w*|h|its?|[KMGT]i?B)\b|[\w ]{0,10}/\s*s)", re.IGNORECASE)
 WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
 
 
@@ -39,6 +41,7 @@ class _Pair:
         output: That of rank 0.
         since: Number of collectives before the line of this place that was printed before.
         samples: Number of evaluated samples; 0 if it is a line of the training.
+        apart: Largest relative difference of a parameter or buffer.
         ours, theirs: Its numbers on N ranks, and on one.
         again: Those of the second replay.
     """
@@ -46,6 +49,7 @@ class _Pair:
     output: OutputFacts
     since: int
     samples: int
+    apart: float
     ours: list[str]
     theirs: list[str]
     again: list[str]
@@ -60,7 +64,7 @@ def differ(view: View) -> Iterator[Finding]:
     for pairs in _pairs(view, replay):
         for number in range(len(pairs[0].ours)):
             label = _label(pairs[0].output.text, number)
-            wrong = None if MACHINE.search(label) else _different(pairs, number)
+            wrong = _different(pairs, number) if label else None
             if wrong is None:
                 continue
             one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
@@ -87,13 +91,13 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
                 break
             if replay.parts > 1 and one.phase is not Phase.EVALUATION:
                 continue  # printed for parts of the batches
-            samples = _same_samples(view, replay, one.step)
-            if samples is None or not _same_models(view, replay, one.step):
+            samples, apart = _same_samples(view, replay, one.step), _apart(view, replay, one.step)
+            if samples is None or apart > SAME_MODEL:
                 continue
             twin = next(iter(again.get(place, [])[at : at + 1]), None)
             if twin is not None and twin.step == one.step:
                 numbers = [NUMBER.findall(each.text) for each in (one, other, twin)]
-                pairs.append(_Pair(one, since, samples, *numbers))
+                pairs.append(_Pair(one, since, samples, apart, *numbers))
         if pairs:
             yield pairs
 
@@ -108,27 +112,28 @@ def _by_place(facts: RankFacts | None) -> dict[tuple[str, str, int], list[Output
     return found
 
 
-def _same_models(view: View, replay: RankFacts, count: int) -> bool:
-    """Return whether both have the same parameters and buffers after some steps."""
+def _apart(view: View, replay: RankFacts, count: int) -> float:
+    """Return the largest relative difference of parameters and buffers after some steps."""
     before = [one.steps[:count] for one in (*view.ranks, replay)]
     if not all(len(one) == count for one in before):
-        return False
+        return math.inf
     last = [one[-1] for one in before]
     if len({(one.optimizer, one.index) for one in last}) > 1:
-        return False
-    optimizers = {one.optimizer for one in before[0]}
-    for key in optimizers:
+        return math.inf
+    found = 0.0
+    for key in {one.optimizer for one in before[0]}:
         steps = [next(x for x in reversed(one) if x.optimizer == key) for one in before]
         ours = JointStep(key, steps[0].index, view.ranks, steps[:-1]).values(0)
         other = JointStep(key, steps[0].index, [replay], steps[-1:]).values(0)
-        if not _are_close(ours, other):
-            return False
+        found = max(found, _largest(ours, other))
     buffers = vectors(view.ranks[0], last[0].buffers), vectors(replay, last[-1].buffers)
-    return _are_close(*buffers)
+    return max(found, _largest(*buffers))
 
 
-def _are_close(one: Vectors, two: Vectors) -> bool:
-    return one.keys() == two.keys() and all(distance(one[n], two[n]) <= SAME_MODEL for n in one)
+def _largest(one: Vectors, two: Vectors) -> float:
+    if one.keys() != two.keys():
+        return math.inf
+    return max((distance(one[name], two[name]) for name in one), default=0.0)
 
 
 def _same_samples(view: View, replay: RankFacts, step: int) -> int | None:
@@ -171,7 +176,8 @@ def _is_off(one: _Pair, number: int, every: Sequence[_Pair]) -> bool:
         if abs(value - again) > VARIABLE * max(abs(value), abs(again)) + 2 * step:
             return False
         noise = max(noise, abs(value - again) - step)
-    limit = 2 * digit + NOISE_FACTOR * noise + FLOOR * abs(theirs) + _flip(every, number)
+    limit = 2 * digit + NOISE_FACTOR * noise + _flip(every, number)
+    limit += max(FLOOR, AMPLIFIED * one.apart) * abs(theirs)
     return abs(ours - theirs) > limit
 
 
@@ -194,11 +200,13 @@ def _last_digit(text: str) -> float:
 
 
 def _label(text: str, number: int) -> str:
-    """Return the words around a number: those before it, and its unit."""
+    """Return the words before a number; "" if it depends on the machine or the number of ranks."""
     every = list(NUMBER.finditer(text))
-    one = every[number]
     start = every[number - 1].end() if number else 0
-    return text[start : one.end()] + re.split(r"[,;|\]]|\s{2}", text[one.end() :])[0][:12]
+    words = text[start : every[number].start()]
+    if MACHINE.search(words) or UNIT.match(text[every[number].end() :]):
+        return ""
+    return words or " "
 
 
 def _counts_batches(size: int, ours: str, theirs: str) -> bool:
