@@ -45,7 +45,7 @@ class JointStep:
     def samples(self) -> list[int]:
         """Number of samples of each rank in this step; 0 if it is not known."""
         return [
-            sum(facts.batches[at].samples for at in trained_by(facts, backwards))
+            sum(facts.batches[at].used for at in trained_by(facts, backwards))
             for facts, backwards in zip(self.ranks, self.backwards, strict=True)
         ]
 
