@@ -131,6 +131,21 @@ class Stream:
             return [loader.subset[at] if 0 <= at < len(loader.subset) else at for at in indices]
         return list(indices)
 
+    @cached_property
+    def divides_batches(self) -> bool:
+        """Whether all ranks read the same batches, and each trains another part of them."""
+        parts: dict[tuple[int, int], list[set[int]]] = {}
+        for one in self.passes:
+            for made in one.ranks.values():
+                for batch in made.batches:
+                    parts.setdefault((one.number, batch.number), []).append(set(batch.rows))
+        return all(
+            len(rows) == self.size > 1
+            and all(rows)
+            and sum(map(len, rows)) == len(set().union(*rows))
+            for rows in parts.values()
+        )
+
     def _same_contents(self) -> bool:
         """Return whether samples with the same position were seen to have the same contents."""
         pairs = list(self._contents_of_two_ranks())

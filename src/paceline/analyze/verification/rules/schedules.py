@@ -222,8 +222,8 @@ def _growth(view: View, single: RankFacts) -> float | None:
                 if line == loader.line and size and loader.batch_size:
                     return view.size * loader.batch_size / size
         return None
-    mine = [one.samples for f in view.ranks for one in f.batches[:1]]
-    theirs = [one.samples for one in single.batches[:1]]
+    mine = [one.used for f in view.ranks for one in f.batches[:1]]
+    theirs = [one.used for one in single.batches[:1]]
     return sum(mine) / theirs[0] if mine and theirs and theirs[0] else None
 
 

@@ -76,7 +76,7 @@ class Inputs:
             rows.update(found[one] for one in checksums)
         else:
             rows.update(range(batch.samples))
-        batch.trained = len(rows) if len(rows) < batch.samples else 0
+        batch.rows = sorted(rows) if len(rows) < batch.samples else []
 
     def _trains_without_loader(self) -> bool:
         loaders = self._loaders

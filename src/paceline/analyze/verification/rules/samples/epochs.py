@@ -21,7 +21,7 @@ def same_samples(view: View) -> Iterator[Finding]:
     if view.size < 2 or view.is_model_parallel:
         return
     for stream in view.training:
-        if len(stream.loaders) < 2:
+        if len(stream.loaders) < 2 or stream.divides_batches:
             continue
         if (found := _same_batches(stream, view)) or (found := _whole_dataset(stream)):
             yield found
@@ -33,6 +33,8 @@ def repeated_or_missing(view: View) -> Iterator[Finding]:
     if view.is_model_parallel:
         return
     for stream in view.training:
+        if stream.divides_batches:
+            continue
         if not (stream.shares_dataset or stream.has_root):
             yield from by_contents(view, stream)
             continue
