@@ -114,7 +114,15 @@ def _other_state(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> F
             name = max(off, key=lambda one: off[one], default="")
             if not name or off[name] <= 10 * SAME:
                 continue
-            parameter, _, key = name.partition(" ")
+            number, _, key = name.partition(" ")
+            parameters = [
+                each
+                for made in ours.optimizers
+                if made.key == first.optimizer
+                for group in made.parameters
+                for each in group
+            ]
+            parameter = parameters[int(number)] if int(number) < len(parameters) else number
             load = load_of(view, resumed, file)
             made = next((x.line for x in facts.optimizers if x.key == first.optimizer), "")
             return Finding(

@@ -274,12 +274,12 @@ class Steps:
                 rows[name] = row
 
     def _add_state(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
-        for name, parameter in self.parameters(optimizer):
+        for number, (_, parameter) in enumerate(self.parameters(optimizer)):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     row = self._models.add_row(value)
-                    if row is not None:
-                        rows[f"{name} {key}"] = row
+                    if row is not None:  # the parameter may have no name yet
+                        rows[f"{number} {key}"] = row
 
     def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
         if self._observation.is_observed and self._running() is optimizer:
