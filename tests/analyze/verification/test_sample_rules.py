@@ -301,3 +301,17 @@ def test_validation_without_the_last_batch_is_named():
     found = find(validated(plans, 19, drops_last=True))
     assert ids(found) == ["validation-misses-samples"]
     assert "leaves out 3 of 19 samples: drop_last is set" in found[0].text
+
+
+def test_ranks_that_train_parts_of_one_batch_do_not_train_the_same_samples():
+    """Each reads the global batch. Without the parts that the models got, the samples are equal."""
+    for has_parts in (True, False):
+        runs = verified(
+            Training(order=lambda r, n, e: shuffled(0, 1, e, 32), sampler="RandomSampler"),
+            with_replay=False,
+        )
+        for facts in runs.ranks:
+            for batch in facts.batches:
+                batch.rows = [*range(batch.samples)][facts.rank :: 2] if has_parts else []
+        wrong = [one for one in find(runs) if not one.is_question]
+        assert [one.mistake.id for one in wrong] == ["same-samples"] * (not has_parts)

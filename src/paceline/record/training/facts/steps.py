@@ -84,9 +84,9 @@ class StepFacts:
         buffers: By name, the row of the model's floating-point buffers at the step.
         before: By parameter, the row of its values before the step.
         momenta: Of each parameter group: ``momentum``, or the first of ``betas``; NaN without them.
-        state: By "NUMBER KEY", the row of a tensor of the optimizer's state before the step. NUMBER is
-            the position of its parameter in the optimizer. Only in the first step, and after a
-            checkpoint was saved or loaded.
+        state: By "NUMBER KEY", the row of a tensor of the optimizer's state before the step, with
+            the position of the parameter; only in the first step, and after a checkpoint was saved
+            or loaded.
         state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
             it is not known.
         gradient_lines: Lines of the script that changed gradients after a backward, in order; of
