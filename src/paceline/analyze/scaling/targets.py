@@ -83,8 +83,8 @@ def _size_target(point: SizePoint, goal: Goal, reference: Estimate | None) -> Si
     rates = [end.learning_rate for end in ends if end.learning_rate is not None]
     efficiency = None
     if samples is not None:
-        is_first = reference is None
-        efficiency = Estimate(1.0, 1.0, 1.0, samples.runs) if is_first else reference.over(samples)
+        one = Estimate(1.0, 1.0, 1.0, samples.runs)
+        efficiency = reference.over(samples) if reference is not None else one
     return SizeTarget(
         point,
         len(ends),
