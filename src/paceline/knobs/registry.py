@@ -47,6 +47,15 @@ KNOBS: dict[str, Knob] = {
         r"\bDataLoader\(",
         "memory for these batches",
     ),
+    "global-batch": Knob(
+        "samples of a step on all ranks together; the learning rate is not changed",
+        (),
+        "world.shard(loader, global_batch={value}), or DataLoader(batch_size={value} / ranks)",
+        "knobs.batch:global_batch",
+        Range(1, 1 << 40),
+        r"\bDataLoader\(|\bshard\(",
+        numbers=True,
+    ),
     "pin-memory": Knob(
         "batches are in pinned memory, from which a GPU copies asynchronously",
         _LOADING,

@@ -45,7 +45,7 @@ def figures(step_s: float, samples: int, useful: float = 0.8) -> RunFigures:
     pop = {"parallel": useful, "useful": useful, "serialisation": None}
     spread = Spread([useful * step_s], [useful * step_s])
     steps = [step_s] * 8
-    return RunFigures(3, 2, True, steps, samples, True, seconds, pop, spread)
+    return RunFigures(3, 2, True, steps, samples, samples, seconds, pop, spread)
 
 
 def run(folder, setup: Setup, repeat: int, taken: RunFigures | None, failure: str = "") -> None:

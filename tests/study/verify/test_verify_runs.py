@@ -6,7 +6,7 @@ import ranks
 
 from paceline.analyze.verification.find import find
 from paceline.record.training.sketch_rows import SKETCH_SIZE
-from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.trials import ScriptRequest
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
 

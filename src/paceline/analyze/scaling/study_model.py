@@ -177,7 +177,7 @@ class RunFigures:
         step_s: Duration of each measured step on the job: from the last rank's end of a step to
             its end of the next one.
         samples_per_step: Samples of the whole job per step, as recorded (mean).
-        samples_even: Whether all ranks had the same number of samples, within one.
+        usual_samples: Median of the same; differs where the last batch of an epoch is smaller.
         seconds: By state. The states add up to the mean of ``step_s``.
         pop: POP factors by name (Efficiencies): "load_balance", "communication",
             "serialisation", "transfer", "parallel", "checkpoint", ..., "useful".
@@ -195,7 +195,7 @@ class RunFigures:
     steady: bool
     step_s: list[Seconds]
     samples_per_step: Amount
-    samples_even: bool
+    usual_samples: Amount
     seconds: StateSeconds
     pop: dict[str, Factor | None]
     spread: Spread
