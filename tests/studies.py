@@ -46,7 +46,7 @@ def run_figures(ranks, batch, step_s, useful_s, noise=0.0, target=None, seed=Non
         steady=True,
         step_s=steps,
         samples_per_step=batch,
-        samples_even=True,
+        usual_samples=batch,
         seconds=seconds,
         pop={**pop, **dict.fromkeys(ones, 1.0)},
         spread=Spread([useful_s] * ranks, [useful_s] * ranks),
