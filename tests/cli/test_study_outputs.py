@@ -33,7 +33,8 @@ def test_table_is_printed_without_json(capsys):
     assert err == ""
 
 
-def test_comparison_is_printed(capsys):
+def test_comparison_is_printed(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     found = compare_studies(make_study((1, 2)), make_study((1, 2)))
     print_comparison(found, None)
     assert "within the noise" in capsys.readouterr().out

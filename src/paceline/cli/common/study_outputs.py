@@ -9,8 +9,8 @@ import typer
 
 from ...security.error_reason import error_reason
 from ...security.outputs import write_output
-from ..common.options import can_be_written
 from .command import STDOUT, json_output
+from .options import can_be_written
 
 if TYPE_CHECKING:
     from ...analyze.scaling.compare_studies import StudyComparison
@@ -123,10 +123,10 @@ class StudyOutputs:
             with json_output(self.json):
                 typer.echo(study_json(study, findings), nl=False)
         else:
-            from ...report.console import PlainConsole
+            from ...report.console import PlainConsole, output_width
             from ...report.terminal.scaling.study_table import study_panel
 
-            console = PlainConsole()
+            console = PlainConsole(width=output_width())
             console.print(study_panel(study, findings, console.width))
         for said in written:
             typer.echo(said, err=self.json == STDOUT)
@@ -173,10 +173,10 @@ def print_comparison(found: "StudyComparison", json: Path | None) -> None:
         with json_output(json):
             typer.echo(comparison_json(found), nl=False)
         return
-    from ...report.console import PlainConsole
+    from ...report.console import PlainConsole, output_width
     from ...report.terminal.scaling.compare_table import comparison_panel
 
-    PlainConsole().print(comparison_panel(found))
+    PlainConsole(width=output_width()).print(comparison_panel(found))
 
 
 def _write(path: Path, text: str) -> None:
