@@ -50,6 +50,11 @@ def study_page(study: ScalingStudy, findings: Findings) -> str:
         "factors": [(name, NAMES[name].strip(), definition_key(name)) for name in FACTORS],
         "states": [(name, STATE_NAMES[name]) for name in STATES],
         "fits": [fit_sentence(one) for one in findings.fits],
+        "parameters": [
+            {"at": at, "kind": one.kind, "model": one.model, "parameters": one.parameters}
+            for at, one in enumerate(findings.fits)
+            if one.parameters
+        ],
         "predictions": [prediction_sentence(one) for one in findings.predictions],
         "notes": study.notes,
         "energy_notes": _energy_notes(study),

@@ -18,6 +18,7 @@ from ...scaling.target_sentences import target_sentences
 from ..run_report import GOOD_EFFICIENCY
 
 WIDE = 118  # columns of a terminal from which on all POP factors are shown
+MAX_SHOWN_PARAMETERS = 3  # of a fit; the cost model has more, which are on the page
 SAME = {
     STRONG: "strong scaling: the same global batch",
     "weak": "weak scaling: the same batch per rank",
@@ -148,19 +149,21 @@ def _sentences(findings: Findings) -> list[RenderableType]:
 
 
 def fit_sentence(fit: Fit) -> str:
-    """Return the parameters of a fit with their intervals, and its error."""
-    parameters = ", ".join(
-        f"{one.name} = {one.value:.3g}{f' {one.unit}' if one.unit else ''} "
-        f"({one.low:.3g} to {one.high:.3g})"
-        for one in fit.parameters
-    )
+    """Return the few parameters of a law with their intervals, and the error of the fit."""
+    parameters = ""
+    if 0 < len(fit.parameters) <= MAX_SHOWN_PARAMETERS:
+        parameters = ", ".join(
+            f"{one.name} = {one.value:.3g}{f' {one.unit}' if one.unit else ''} "
+            f"({one.low:.3g} to {one.high:.3g})"
+            for one in fit.parameters
+        )
+        parameters = f"{parameters}; "
     if fit.error is None:
-        error = fit.note or "fewer than four sizes: the fit cannot be tested"
+        error = "fewer than four sizes: the fit cannot be tested"
     else:
         error = f"leave-one-out error {percent(fit.error)}"
         error += f", at most {percent(fit.worst)}" if fit.worst is not None else ""
-        error += f"; {fit.note}" if fit.note else ""
-    return f"{fit.model}: {parameters}; {error}"
+    return f"{fit.model}: {parameters}{error}{f'; {fit.note}' if fit.note else ''}"
 
 
 def prediction_sentence(checked: CheckedPrediction) -> str:
