@@ -55,7 +55,7 @@ def study_panel(
             parts += _targets(study, kind)
     if any(run.figures for run in study.runs):
         parts.append(Text(f"\n{_legend(width)}", style="bright_black"))
-    parts += [Text(f"{note}.".replace("..", "."), style="yellow") for note in study.notes]
+    parts += [Text(f"note: {note}", style="yellow") for note in study.notes]
     return Panel(Group(*parts), title="Paceline: scaling study", expand=False)
 
 
