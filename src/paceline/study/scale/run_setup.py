@@ -17,7 +17,7 @@ from ...analyze.scaling.study_model import (
     StudyRequest,
     StudyRun,
 )
-from ...knobs.batch import NAME as BATCH_KNOB
+from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
