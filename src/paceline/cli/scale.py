@@ -186,10 +186,10 @@ def scale(
     --continue runs what is missing. The script and its files are not changed: what the script
     writes goes to a scratch folder.
     """
-    from ..report.terminal.scaling_text import study_text
     from ..study.scale.progress_lines import ProgressLines
     from ..study.scale.request import new_folder, parse_precision, parse_sizes
     from ..study.scale.run_study import new_study, run_study
+    from ..study.scale.study_text import study_text
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),
