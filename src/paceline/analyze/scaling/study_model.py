@@ -154,6 +154,7 @@ class TargetResult:
         reached: Whether the target was reached.
         best: The value nearest to the target.
         steps, samples, seconds: Until the target, or until the end.
+        learning_rate: Largest of the run; None if it is not known.
     """
 
     target: str
@@ -162,6 +163,7 @@ class TargetResult:
     steps: Count
     samples: Count
     seconds: Seconds
+    learning_rate: Amount | None = None
 
 
 @dataclass(frozen=True)
