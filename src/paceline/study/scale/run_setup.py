@@ -58,12 +58,10 @@ class SetupResult:
 
     Attributes:
         run: As stored; without ``figures`` it failed.
-        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if it was not.
         text: The failure with the last lines of the output, if it failed.
     """
 
     run: StudyRun
-    batch_how: str = ""
     text: str = ""
 
 
@@ -163,7 +161,7 @@ class SetupRunner:
         how, why = self._check_batch(run.setup, plan, record, figures)
         if why:
             return SetupResult(replace(run, failure=why))
-        return SetupResult(replace(run, figures=figures), how)
+        return SetupResult(replace(run, figures=figures, batch_how=how))
 
     def _check_batch(
         self, setup: Setup, plan: RunPlan, record: Run, figures: RunFigures
