@@ -62,7 +62,7 @@ class FakeRuns:
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
         how = KNOB if found[0] is not None else ""
         name, started = f"runs/{path.name}", 1.0 + len(self.order)
-        run = StudyRun(name, setup, repeat, *found, how, 1, 0.2, started)
+        run = StudyRun(name, setup, repeat, *found, 1, 0.2, started, how)
         write_run(self.folder, run)
         return SetupResult(run)
 

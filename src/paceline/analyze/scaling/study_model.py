@@ -260,10 +260,10 @@ class StudyRun:
         repeat: Number of the run among those of its setup, from 0 on.
         figures: None if it failed.
         failure: Why it failed, in the words of the script; "" if it did not.
-        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if the run failed.
         hosts: Number of nodes.
         took_s: Wall time of the whole run.
         started: When it started (s since 1970).
+        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if the run failed.
     """
 
     folder: str
@@ -271,10 +271,10 @@ class StudyRun:
     repeat: Count
     figures: RunFigures | None = None
     failure: str = ""
-    batch_how: str = ""
     hosts: Size = 1
     took_s: Seconds = 0.0
     started: Seconds = 0.0
+    batch_how: str = ""
 
 
 @dataclass(frozen=True)
