@@ -157,6 +157,7 @@ class Trials:
         asked: The request.
         say: Receives what happens now.
         prefix: Beginning of the name of a temporary folder, which is removed at the end.
+        kept: Folder of records and logs that remain, if there is one.
 
     Attributes:
         folder: The temporary folder.
@@ -167,15 +168,23 @@ class Trials:
     folder: Path
     overlay: Overlay | None
 
-    def __init__(self, asked: ScriptRequest, say: Callable[[str], None], prefix: str) -> None:
+    def __init__(
+        self,
+        asked: ScriptRequest,
+        say: Callable[[str], None],
+        prefix: str,
+        kept: Path | None = None,
+    ) -> None:
         self.asked, self.say = asked, say
         self.deadline = Deadline.after(MINUTE_S * asked.minutes)
         self._prefix, self._count = prefix, 0
+        self._kept = () if kept is None else (kept,)
 
     def __enter__(self) -> Self:
         self._temporary = TemporaryFolder(self._prefix)
         self.folder = self._temporary.path
-        self.overlay = Overlay.prepare(self.asked.script, self.asked.args, self.folder)
+        asked = self.asked
+        self.overlay = Overlay.prepare(asked.script, asked.args, self.folder, *self._kept)
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from ...security.files import InvalidFileError
 from ...security.folders import replace_file
-from ...security.schema import read_json
+from ...security.schema import Count, read_json
 from ...security.text import printable
 from .study_model import (
     BatchSource,
@@ -29,6 +29,7 @@ from .study_model import (
     StudyRequest,
     StudyRun,
 )
+from .study_notes import study_notes
 
 FORMAT, VERSION = "paceline-scaling", 1
 STUDY_FILE, PREDICTIONS_FILE, FIGURES_FILE = "study.json", "predictions.json", "figures.json"
@@ -49,13 +50,18 @@ class PlannedPoint:
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """Contents of ``study.json``."""
+    """Contents of ``study.json``.
+
+    Attributes:
+        steps: Measured steps of each run; 0: not chosen yet.
+    """
 
     format: str
     version: Annotated[int, Meta(ge=1)]
     request: StudyRequest
     batch: BatchSource | None = None
     points: list[PlannedPoint] = field(default_factory=list)
+    steps: Count = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -117,7 +123,7 @@ def read_study(folder: Path) -> ScalingStudy:
         sorted(points, key=lambda point: (point.kind, point.ranks)),
         runs,
         predictions,
-        [*map(printable, stored.notes), *notes],
+        [*map(printable, stored.notes), *notes, *study_notes(stored.request, points)],
     )
 
 

@@ -5,7 +5,7 @@ rank" means: the mean over all measured steps and over all ranks.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -14,7 +14,7 @@ from ...security.schema import Count, Size
 STRONG, WEAK = "strong", "weak"
 # How the batch of a size is set.
 SHARD, KNOB, TEMPLATE, FIXED = "world.shard", "loader knob", "template", "unchanged"
-MAX_STEPS = 1 << 20
+MIN_REPEATS, MAX_REPEATS = 3, 12  # runs of a setup
 MAX_RANKS = 1 << 20
 MAX_SIZES = 64
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -154,6 +154,7 @@ class TargetResult:
         reached: Whether the target was reached.
         best: The value nearest to the target.
         steps, samples, seconds: Until the target, or until the end.
+        learning_rate: Largest of the run; None if it is not known.
     """
 
     target: str
@@ -162,6 +163,7 @@ class TargetResult:
     steps: Count
     samples: Count
     seconds: Seconds
+    learning_rate: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -345,12 +347,17 @@ class StudyRequest:
     Attributes:
         script, args: As typed; the arguments may have templates ({per_rank}, {global}, {ranks}).
         cwd: Working directory of the runs.
-        where, options: Options of ``paceline run`` for all runs.
+        where, options: Options of ``paceline run`` for all runs: hosts, and others.
+        settings: Knobs that are set in all runs.
         kinds: STRONG, WEAK or both.
         sizes: Numbers of ranks, ascending.
-        steps: Measured and warm-up steps of a run; None: chosen from the first run.
+        global_batch: Batch of all ranks at the smallest size; None: that of the script.
+        steps: Measured steps of a run; None: chosen from the first run.
         precision: Relative half width of the interval of a throughput that is asked for.
-        minutes: Time budget; None under ``--submit``.
+        minutes: Time budget of all runs; of each job under ``--submit``.
+        oversubscribe: Whether ranks may outnumber cores and GPUs.
+        weak_if_time: Whether weak scaling may be left out if the time is too short for both.
+        efficiency: Lowest efficiency of a size that is called worthwhile.
         until: Target of the runs, or "".
         seeds: Runs to the target for each setup.
     """
@@ -362,9 +369,13 @@ class StudyRequest:
     sizes: Annotated[list[Ranks], Meta(min_length=1, max_length=MAX_SIZES)]
     where: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    global_batch: Size | None = None
     steps: Size | None = None
     precision: Annotated[float, Meta(gt=0, le=1)] = 0.03
     minutes: Amount | None = None
+    oversubscribe: bool = False
+    weak_if_time: bool = False
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     until: str = ""
     metric: str = ""

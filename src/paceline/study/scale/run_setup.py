@@ -1,0 +1,189 @@
+"""One run of a scaling study: a setup of ranks and batch, from the trial to its figures on disk."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...analyze.records.load_run import Run
+from ...analyze.scaling.figures_of_run import TooShortError, figures_of_run, recorded_batch
+from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
+from ...analyze.scaling.study_model import (
+    KNOB,
+    SHARD,
+    TEMPLATE,
+    MachineState,
+    RunFigures,
+    Setup,
+    StudyRequest,
+    StudyRun,
+)
+from ...knobs.loading.batch import NAME as BATCH_KNOB
+from ...plurals import counted
+from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
+from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
+from .machine_watch import MachineWatch
+from .places import Place
+from .plan import SEED, filled_in, uses_template
+from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+
+BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
+NO_BATCH_HINT = (
+    "HINT: put the batch into the script's arguments: --batch-size {per_rank}, or {global} for the "
+    "batch of all ranks"
+)
+
+
+class TimeOverError(Exception):
+    """A run was ended because the time of the study was over."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What one run does.
+
+    Attributes:
+        steps: Steps after which it ends; 0: the script decides.
+        sets_batch: Whether the global batch of the setup is set; else the script's own is used.
+        limit_s: Duration after which it counts as failed.
+    """
+
+    steps: int
+    sets_batch: bool = True
+    limit_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class SetupResult:
+    """A run that ended, and what the study learns from it.
+
+    Attributes:
+        run: As stored; without ``figures`` it failed.
+        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if it was not.
+        text: The failure with the last lines of the output, if it failed.
+    """
+
+    run: StudyRun
+    batch_how: str = ""
+    text: str = ""
+
+
+class SetupRunner:
+    """Runs the setups of a study in its folder.
+
+    Args:
+        folder: The study's folder.
+        request: The study's request.
+        place: Where the sizes run.
+        trials: Runs the script.
+    """
+
+    def __init__(self, folder: Path, request: StudyRequest, place: Place, trials: Trials) -> None:
+        self.folder, self.request, self.place, self.trials = folder, request, place, trials
+
+    def run(self, setup: Setup, plan: RunPlan) -> SetupResult:
+        """Run a setup once and store its figures, or its failure.
+
+        Raises:
+            TimeOverError: The time of the study was over; nothing is stored.
+            InterruptedTrialError: The user interrupted the run; nothing is stored.
+            OSError: The folder can't be written.
+        """
+        path, repeat = new_run_folder(self.folder, setup)
+        result = self._run_in(path, setup, repeat, plan)
+        write_run(self.folder, result.run)
+        return result
+
+    def first_run(self, setup: Setup, plan: RunPlan) -> SetupResult:
+        """Run a setup once without storing it. Raises as ``run``."""
+        path = self.trials.folder / f"first-{setup.name}"
+        path.mkdir()
+        return self._run_in(path, setup, 0, plan)
+
+    def _run_in(self, path: Path, setup: Setup, repeat: int, plan: RunPlan) -> SetupResult:
+        hosts = self.place.hosts_of(setup.ranks)
+        run = StudyRun(f"{RUNS_FOLDER}/{path.name}", setup, repeat, hosts=hosts)
+        watch = MachineWatch()
+        watch.start()
+        try:
+            trial = self.trials.run_trial(self._spec(setup, repeat, plan, path))
+        except InterruptedTrialError:
+            remove_run(path)
+            raise
+        finally:
+            machine = watch.stop()
+            remove_scratch(path)
+        if trial.code is None and not self.trials.deadline.left_s:
+            remove_run(path)
+            raise TimeOverError
+        return self._result(run, trial, plan, machine)
+
+    def _spec(self, setup: Setup, repeat: int, plan: RunPlan, folder: Path) -> TrialSpec:
+        request = self.request
+        covered, scratch = self.trials.covered, folder / SCRATCH_FOLDER
+        limit = StepLimit(plan.steps, str(scratch), covered)
+        options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
+        settings = dict(request.settings)
+        if plan.sets_batch and not uses_template(request.args):
+            settings[BATCH_KNOB] = setup.global_batch
+        return TrialSpec(
+            folder / RECORD_FOLDER,
+            folder / LOG_FILE,
+            options,
+            ranks=setup.ranks,
+            where=self.place.where(setup.ranks),
+            args=filled_in(request.args, setup, repeat),
+            settings=settings,
+            limit_s=plan.limit_s,
+        )
+
+    def _result(
+        self, run: StudyRun, trial: Trial, plan: RunPlan, machine: MachineState
+    ) -> SetupResult:
+        """Return the result of a trial that ended."""
+        run = replace(run, took_s=trial.took_s, started=trial.started)
+        who = counted(run.setup.ranks, "rank")
+        try:
+            record = trial.load()
+        except (ValueError, OSError) as error:
+            return SetupResult(replace(run, failure=f"the record can't be read: {error}"))
+        if stopped := trial.stopped(record):
+            return SetupResult(replace(run, failure=f"Paceline stopped the script: {stopped}"))
+        if trial.code is None:
+            return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
+        failure = trial.failure(record, who)
+        if failure is not None:
+            return SetupResult(replace(run, failure=failure.short), text=failure.text)
+        assert record is not None, "a trial without a record has failed"
+        try:
+            figures = figures_of_run(record)
+        except TooShortError as error:
+            return SetupResult(replace(run, failure=str(error)))
+        seed = run.repeat if any(SEED in word for word in self.request.args) else None
+        figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s)
+        how, why = self._check_batch(run.setup, plan, record, figures)
+        if why:
+            return SetupResult(replace(run, failure=why))
+        return SetupResult(replace(run, figures=figures), how)
+
+    def _check_batch(
+        self, setup: Setup, plan: RunPlan, record: Run, figures: RunFigures
+    ) -> tuple[str, str]:
+        """Return how the batch was set, and why the record shows another one, or ""."""
+        if not figures.usual_samples:
+            return "", "the record has no samples, so the batch can't be checked"
+        if not plan.sets_batch:
+            return "", ""
+        how = TEMPLATE
+        if not uses_template(self.request.args):
+            told, why = recorded_batch(record)
+            if why:
+                return "", f"the batch can't be set: {why}. {NO_BATCH_HINT}"
+            how = SHARD if told == SHARD else KNOB
+        wanted, found = setup.global_batch, figures.usual_samples
+        if abs(found - wanted) > BATCH_TOLERANCE * wanted:
+            return "", (
+                f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} "
+                f"instead of {wanted}: it does not use the batch that it was given "
+                f"({how}). {NO_BATCH_HINT}"
+            )
+        return how, ""

@@ -1,0 +1,355 @@
+"""Run the sizes of a scaling study, interleaved, until they are known or the time is over.
+
+The study's folder is all that is known: a study that was interrupted or killed is continued by
+calling ``run_study`` again.
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...analyze.scaling.derived import estimate
+from ...analyze.scaling.study_events import Progress, StudyListener
+from ...analyze.scaling.study_folder import (
+    FORMAT,
+    RUNS_FOLDER,
+    STUDY_FILE,
+    VERSION,
+    PlannedPoint,
+    StoredStudy,
+    read_runs,
+    read_stored,
+    read_study,
+    write_study,
+)
+from ...analyze.scaling.study_model import (
+    MAX_REPEATS,
+    MIN_REPEATS,
+    STRONG,
+    TEMPLATE,
+    WEAK,
+    BatchSource,
+    RunFigures,
+    ScalingStudy,
+    Setup,
+    StudyRequest,
+    StudyRun,
+)
+from ...plurals import counted
+from ..trials import ScriptRequest, Trials, rounds
+from .places import Place, check_sizes, place_of
+from .plan import (
+    FIRST_STEPS,
+    Cost,
+    choose_steps,
+    describe_batch,
+    plan_points,
+    setups_of,
+    total_steps,
+    uses_template,
+)
+from .run_folders import remove_unfinished
+from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
+
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
+DEFAULT_MINUTES = 10.0
+HOW_UNKNOWN = "unknown"  # until the first run that sets a batch
+
+
+def new_study(folder: Path, request: StudyRequest) -> None:
+    """Create the folder of a study.
+
+    Raises:
+        ValueError: It exists and is not empty, or the request cannot be measured.
+        OSError: It can't be created.
+    """
+    check_request(request)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        is_study = (folder / STUDY_FILE).exists()
+        what = "has a study already" if is_study else "exists and is not empty"
+        hint = f"paceline scale --continue {folder}" if is_study else "name a new folder"
+        raise ValueError(f"--output {folder} {what}. HINT: {hint}")
+    batch, points = None, list[PlannedPoint]()
+    if request.global_batch is not None:
+        batch = BatchSource(
+            TEMPLATE if uses_template(request.args) else HOW_UNKNOWN, request.global_batch
+        )
+        points = plan_points(request, batch)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUNS_FOLDER).mkdir(exist_ok=True)
+    write_study(folder, StoredStudy(FORMAT, VERSION, request, batch, points))
+
+
+def check_request(request: StudyRequest) -> None:
+    """Raise ValueError for a request that cannot be measured anywhere."""
+    if uses_template(request.args) and request.global_batch is None:
+        raise ValueError(
+            "the script's arguments contain the batch of a size, and the batch is not given. HINT: "
+            "--global-batch N, the batch of all ranks at the smallest size"
+        )
+
+
+def run_study(
+    folder: Path,
+    listener: StudyListener,
+    minutes: float | None = None,
+    only: Collection[int] | None = None,
+) -> "StudyEnd":
+    """Run what is missing of a study.
+
+    Args:
+        folder: Its folder.
+        listener: Receives what happens.
+        minutes: Time budget, instead of that of the request.
+        only: Sizes that are run, if not all: a job of ``--submit`` measures one size.
+
+    Raises:
+        ValueError: The study cannot be measured here.
+        OSError: The folder can't be written.
+    """
+    stored = read_stored(folder)
+    request = stored.request
+    place = place_of(request.where)
+    if not request.oversubscribe:
+        check_sizes([size for size in request.sizes if only is None or size in only], place)
+    options = _with_equal_cores(request, place)
+    asked = ScriptRequest(
+        request.script,
+        request.args,
+        options=options,
+        minutes=minutes or request.minutes or DEFAULT_MINUTES,
+    )
+    folder = folder.absolute()
+    with (
+        contextlib.chdir(request.cwd),
+        Trials(asked, listener.message, "paceline-scale-", folder) as trials,
+    ):
+        runner = SetupRunner(folder, request, place, trials)
+        return _StudyRun(folder, stored, runner, listener, only).all()
+
+
+def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:
+    """Return the options of all runs: each rank has as many cores at every size."""
+    cores = place.cores_of_rank(max(request.sizes))
+    given = {"--cpus-per-rank", "--threads"} & set(request.options)
+    if cores is None or given:
+        return request.options
+    return [*request.options, "--cpus-per-rank", str(cores)]
+
+
+@dataclass(frozen=True)
+class StudyEnd:
+    """How ``run_study`` ended.
+
+    Attributes:
+        study: The study with all that was measured.
+        interrupted: Whether the user interrupted it.
+    """
+
+    study: ScalingStudy
+    interrupted: bool = False
+
+
+class _StudyRun:
+    """The loop over the runs of a study."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stored: StoredStudy,
+        runner: SetupRunner,
+        listener: StudyListener,
+        only: Collection[int] | None,
+    ) -> None:
+        self.folder, self.stored, self.runner, self.listener = folder, stored, runner, listener
+        self.request, self.only = stored.request, only
+        self.deadline, self.began = runner.trials.deadline, time.monotonic()
+        self.runs = read_runs(folder)[0]
+        self.first_cost: Cost | None = None
+        self.no_time: set[Setup] = set()  # setups whose next run does not fit into the time
+        self.runs_done = 0
+
+    def all(self) -> StudyEnd:
+        interrupted = False
+        try:
+            self._prepare()
+            self.listener.study_started(read_study(self.folder), self._progress())
+            for _, setup in rounds(self._unfinished, MAX_REPEATS):
+                if setup in self._unfinished():
+                    self._run(setup)
+        except TimeOverError:
+            pass
+        except KeyboardInterrupt:
+            interrupted = True
+        study = read_study(self.folder)
+        self.listener.study_ended(study, self._progress())
+        return StudyEnd(study, interrupted)
+
+    # Before the first repeat
+
+    def _prepare(self) -> None:
+        """Find the batch, the points and the number of steps."""
+        stored = self.stored
+        if stored.points:
+            remove_unfinished(self.folder, self._setups())
+        if stored.batch is None or not self.runs:
+            self._first_run()
+        cost = self._cost()
+        if not self.stored.steps:
+            setups = len(self._setups())
+            steps = choose_steps(self.request, cost, setups, self.deadline.left_s)
+            self._store(replace(self.stored, steps=steps))
+        self._leave_out_weak(cost)
+
+    def _first_run(self) -> None:
+        """Run the smallest size once, for the duration of its steps and the batch of the script.
+
+        If the batch is known and the smallest size fails, the next one is used.
+
+        Raises:
+            ValueError: It fails.
+        """
+        sizes = [size for size in self.request.sizes if self.only is None or size in self.only]
+        known = self.stored.batch is not None
+        what = "the duration of a step" if known else "the duration of a step and the batch"
+        failures = []
+        for setup in self._setups() if known else [Setup(min(sizes), min(sizes))]:
+            self.listener.message(
+                f"first run: {counted(setup.ranks, 'rank')}, {FIRST_STEPS} steps, to measure {what}"
+            )
+            before = time.monotonic()
+            result = self.runner.first_run(setup, RunPlan(FIRST_STEPS, sets_batch=known))
+            took_s = time.monotonic() - before
+            if result.run.figures is not None:
+                self._learn(result, result.run.figures, took_s)
+                return
+            failures.append(result.text or result.run.failure)
+        raise ValueError(f"the study can't begin: {failures[0]}")
+
+    def _learn(self, result: SetupResult, figures: RunFigures, took_s: float) -> None:
+        """Store what the first run has shown."""
+        step_s = statistics.median(figures.step_s)
+        self.first_cost = Cost(max(took_s - FIRST_STEPS * step_s, 0.1), step_s)
+        if self.stored.batch is None:
+            batch = BatchSource(HOW_UNKNOWN, max(round(figures.usual_samples), 1))
+            points = plan_points(self.request, batch)
+            self._store(replace(self.stored, batch=batch, points=points))
+        self._note_batch(result)
+
+    def _leave_out_weak(self, cost: Cost) -> None:
+        """Leave out weak scaling if the user did not ask for it and the time is too short."""
+        kinds = {one.kind for one in self.stored.points}
+        if not self.request.weak_if_time or kinds != {STRONG, WEAK} or self.only is not None:
+            return
+        strong = [one for one in self.stored.points if one.kind == STRONG]
+        each_s = cost.run_s(total_steps(self.stored.steps))
+        both_s = each_s * len(self._setups()) * MIN_REPEATS
+        if both_s <= self.deadline.left_s:
+            return
+        note = (
+            f"weak scaling is left out: {MIN_REPEATS} runs of each size of both kinds take about "
+            f"{both_s / 60:.0f} min. HINT: --minutes {math.ceil(both_s / 60)}, or --weak"
+        )
+        self.listener.message(note)
+        self._store(replace(self.stored, points=strong, notes=[*self.stored.notes, note]))
+
+    def _store(self, stored: StoredStudy) -> None:
+        self.stored = stored
+        if self.only is None:  # jobs of several sizes must not overwrite each other's
+            write_study(self.folder, stored)
+
+    # Repeats
+
+    def _setups(self) -> list[Setup]:
+        setups = setups_of(self.stored.points)
+        return [one for one in setups if self.only is None or one.ranks in self.only]
+
+    def _unfinished(self) -> list[Setup]:
+        """Return the setups that need more runs, by ranks."""
+        return [
+            setup
+            for setup in self._setups()
+            if setup not in self.no_time and not self._is_known(setup)
+        ]
+
+    def _is_known(self, setup: Setup) -> bool:
+        mine = [run for run in self.runs if run.setup == setup]
+        good = [run.figures for run in mine if run.figures is not None]
+        if len(mine) > len(good):  # a run that failed is not repeated
+            return True
+        if len(good) < MIN_REPEATS:
+            return False
+        rates = [figures.throughput for figures in good]
+        return len(good) >= MAX_REPEATS or estimate(rates).precision <= self.request.precision
+
+    def _run(self, setup: Setup) -> None:
+        expected_s = self._expected_s(setup)
+        if expected_s > self.deadline.left_s:
+            self.no_time.add(setup)
+            return
+        repeat = sum(run.setup == setup for run in self.runs)
+        self.listener.run_started(setup, repeat, expected_s, self._progress())
+        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
+        plan = RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
+        result = self.runner.run(setup, plan)
+        self.runs.append(result.run)
+        self.runs_done += 1
+        self._note_batch(result)
+        self.listener.run_ended(result.run, read_study(self.folder), self._progress())
+
+    def _note_batch(self, result: SetupResult) -> None:
+        """Store and say how the batch is set, once a run has shown it."""
+        batch = self.stored.batch
+        assert batch is not None, "the batch is found before the first run"
+        if not result.batch_how or batch.text:
+            return
+        text = describe_batch(result.batch_how, batch.base)
+        self._store(replace(self.stored, batch=BatchSource(result.batch_how, batch.base, text)))
+        self.listener.message(f"batch: {text}")
+
+    # Costs
+
+    def _cost(self) -> Cost:
+        """Return what runs cost at the smallest size that was run."""
+        good = [run for run in self.runs if run.figures is not None]
+        if not good:
+            assert self.first_cost is not None, "without runs, the first run is made"
+            return self.first_cost
+        smallest = min(run.setup.ranks for run in good)
+        steps = [
+            run.figures.mean_step_s
+            for run in good
+            if run.figures is not None and run.setup.ranks == smallest
+        ]
+        return Cost(statistics.median(map(_start_s, good)), statistics.median(steps))
+
+    def _expected_s(self, setup: Setup) -> float:
+        """Return the expected duration of a run: of earlier ones, or of the smallest size."""
+        mine = [run.took_s for run in self.runs if run.setup == setup and run.figures is not None]
+        if mine:
+            return statistics.median(mine)
+        return self._cost().run_s(total_steps(self.stored.steps))
+
+    def _progress(self) -> Progress:
+        left, runs_left = 0.0, 0
+        for setup in self._unfinished():
+            done = sum(run.setup == setup for run in self.runs)
+            more = max(MIN_REPEATS - done, 1)
+            runs_left += more
+            left += more * self._expected_s(setup)
+        elapsed_s = time.monotonic() - self.began
+        return Progress(elapsed_s, min(left, self.deadline.left_s), self.runs_done, runs_left)
+
+
+def _start_s(run: StudyRun) -> float:
+    """Return the time of a run outside of its measured and dropped steps."""
+    figures = run.figures
+    assert figures is not None
+    steps = figures.first_step + len(figures.step_s)
+    return max(run.took_s - steps * figures.mean_step_s, 0.1)

@@ -1,0 +1,72 @@
+"""Time to a target: samples to the target over throughput, by size."""
+
+import dataclasses
+
+import pytest
+from studies import make_point, make_study, reach
+
+from paceline.analyze.scaling.study_model import STRONG, WEAK
+from paceline.analyze.scaling.targets import (
+    LINEAR,
+    NO_RULE,
+    SQUARE_ROOT,
+    UNCHANGED,
+    cheapest,
+    learning_rate_rule,
+    soonest,
+    targets,
+)
+
+
+def study_of(ends, hosts=(1, 1, 2)):
+    """A weak study on 1, 2 and 4 ranks whose runs ended as ``ends`` says."""
+    points = [
+        make_point(WEAK, ranks, targets=of_size, hosts=nodes, spread=0.0)
+        for ranks, of_size, nodes in zip((1, 2, 4), ends, hosts, strict=True)
+    ]
+    return dataclasses.replace(
+        make_study((1, 2, 4), (WEAK,), until="accuracy>=0.97"), points=points
+    )
+
+
+def test_time_is_samples_over_throughput():
+    study = study_of([[reach(10_000)] * 3, [reach(10_000)] * 3, [reach(80_000)] * 3])
+    one, two, four = targets(study, WEAK)
+    assert one.seconds.value == pytest.approx(10_000 / 1000)
+    assert (one.statistical_efficiency.value, four.statistical_efficiency.value) == (1.0, 0.125)
+    assert four.node_hours.value == pytest.approx(2 * four.seconds.value / 3600)
+    # Four ranks are faster in samples/s, and need longer until the target.
+    assert soonest([one, two, four]) is two
+    assert cheapest([one, two, four]) is two
+    assert targets(study, STRONG) == []
+
+
+def test_size_of_which_a_seed_fails_is_not_the_soonest():
+    miss = reach(50_000, reached=False, best=0.91)
+    study = study_of([[reach(10_000)] * 3, [reach(1_000)] * 2 + [miss], [miss] * 3])
+    one, two, four = targets(study, WEAK)
+    assert (two.reached, two.seeds, two.samples.value) == (2, 3, 1_000)
+    assert soonest([one, two, four]) is one
+    assert (four.samples, four.seconds, four.best) == (None, None, 0.91)
+
+
+def test_interval_contains_the_spread_between_seeds():
+    study = study_of([[reach(n) for n in (9_000, 10_000, 11_000)]] * 3)
+    one = targets(study, WEAK)[0]
+    assert one.samples.low < 9_500 < 10_500 < one.samples.high
+    assert one.seconds.high / one.seconds.value >= one.samples.high / one.samples.value
+
+
+@pytest.mark.parametrize(
+    ("rates", "rule"),
+    [
+        ([0.1, 0.2, 0.4], LINEAR),
+        ([0.1, 0.1, 0.1], UNCHANGED),
+        ([0.1, 0.1414, 0.2], SQUARE_ROOT),
+        ([0.1, 0.3, 0.4], NO_RULE),
+        ([None, None, 0.1], None),
+    ],
+)
+def test_learning_rate_rule(rates, rule):
+    ends = [[dataclasses.replace(reach(1_000), learning_rate=rate)] * 3 for rate in rates]
+    assert learning_rate_rule(targets(study_of(ends), WEAK)) == rule
