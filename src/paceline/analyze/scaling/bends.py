@@ -88,6 +88,29 @@ class Bend:
         return self.losses[0] if self.real and self.lost > 0 and self.losses else None
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A remedy for a loss that grew (predict/scaling.py).
+
+    Attributes:
+        cause: Id of the loss.
+        knob: Name of the knob.
+        edit: What to change in the script, or in how it is started.
+        settable: Whether ``paceline run --settings`` can set the knob.
+        line: Line of the script to edit, if it is known.
+        gain: Predicted gain of throughput at the larger size; None: it must be measured.
+        at_most: The gain if the loss had not grown.
+    """
+
+    cause: str
+    knob: str
+    edit: str
+    settable: bool
+    line: int | None
+    gain: float | None
+    at_most: float
+
+
 def find_bends(costs: Sequence[SizeCosts], kind: str, model: CostModel) -> list[Bend]:
     """Return the step from each size of a kind to the next one. costs: By ascending ranks."""
     reference = costs[0].per_sample_s if costs else 1.0
