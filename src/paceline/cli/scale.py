@@ -346,7 +346,7 @@ def _shows_only(
         outputs.finish(study, findings_of(study))
         return True
     assert compare is not None
-    from ..analyze.scaling.compare_studies import compare_studies
+    from ..analyze.scaling.outcomes.compare_studies import compare_studies
 
     files = [
         name

@@ -51,7 +51,7 @@ class FakeRuns:
 
     def first_run(self, setup, plan):
         size = setup.global_batch if plan.sets_batch else self.batch
-        return SetupResult(StudyRun("first", setup, 0, *self.figures(setup, size, 1.0)), "")
+        return SetupResult(StudyRun("first", setup, 0, *self.figures(setup, size, 1.0)))
 
     def run(self, setup, plan):
         if len(self.order) == self.interrupt_at:
@@ -60,9 +60,11 @@ class FakeRuns:
         self.order.append(setup.name)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
-        run = StudyRun(f"runs/{path.name}", setup, repeat, *found, 1, 0.2, 1.0 + len(self.order))
+        how = KNOB if found[0] is not None else ""
+        name, started = f"runs/{path.name}", 1.0 + len(self.order)
+        run = StudyRun(name, setup, repeat, *found, 1, 0.2, started, how)
         write_run(self.folder, run)
-        return SetupResult(run, KNOB if run.figures else "")
+        return SetupResult(run)
 
     def figures(self, setup, samples, factor):
         if setup.ranks in self.failing:

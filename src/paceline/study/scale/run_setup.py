@@ -18,7 +18,7 @@ from ...analyze.scaling.study_model import (
     StudyRun,
     TargetResult,
 )
-from ...knobs.batch import NAME as BATCH_KNOB
+from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
@@ -60,12 +60,10 @@ class SetupResult:
 
     Attributes:
         run: As stored; without ``figures`` it failed.
-        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if it was not.
         text: The failure with the last lines of the output, if it failed.
     """
 
     run: StudyRun
-    batch_how: str = ""
     text: str = ""
 
 
@@ -168,7 +166,7 @@ class SetupRunner:
         how, why = self._check_batch(run.setup, plan, record, figures)
         if why:
             return SetupResult(replace(run, failure=why))
-        return SetupResult(replace(run, figures=figures), how)
+        return SetupResult(replace(run, figures=figures, batch_how=how))
 
     def _end(self, trial: Trial, record: Run, setup: Setup) -> TargetResult | None:
         """Return how a run to the target ended."""

@@ -31,6 +31,7 @@ from ...analyze.scaling.study_model import (
     MIN_REPEATS,
     STRONG,
     TEMPLATE,
+    UNKNOWN,
     WEAK,
     BatchSource,
     RunFigures,
@@ -46,7 +47,6 @@ from .plan import (
     FIRST_STEPS,
     Cost,
     choose_steps,
-    describe_batch,
     plan_points,
     setups_of,
     total_steps,
@@ -61,7 +61,6 @@ RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
 DEFAULT_MINUTES = 10.0
 LEAST_TARGET_S = 15.0  # below, no run to a target begins
 TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
-HOW_UNKNOWN = "unknown"  # until the first run that sets a batch
 
 
 def new_study(folder: Path, request: StudyRequest) -> None:
@@ -79,8 +78,8 @@ def new_study(folder: Path, request: StudyRequest) -> None:
         raise ValueError(f"--output {folder} {what}. HINT: {hint}")
     batch, points = None, list[PlannedPoint]()
     if request.global_batch is not None:
-        batch = BatchSource(
-            TEMPLATE if uses_template(request.args) else HOW_UNKNOWN, request.global_batch
+        batch = BatchSource.of(
+            TEMPLATE if uses_template(request.args) else UNKNOWN, request.global_batch
         )
         points = plan_points(request, batch)
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,10 +238,10 @@ class _StudyRun:
         step_s = statistics.median(figures.step_s)
         self.first_cost = Cost(max(took_s - FIRST_STEPS * step_s, 0.1), step_s)
         if self.stored.batch is None:
-            batch = BatchSource(HOW_UNKNOWN, max(round(figures.usual_samples), 1))
+            batch = BatchSource(UNKNOWN, max(round(figures.usual_samples), 1))
             points = plan_points(self.request, batch)
             self._store(replace(self.stored, batch=batch, points=points))
-        self._note_batch(result)
+        self._note_batch(result.run)
 
     def _leave_out_weak(self, cost: Cost) -> None:
         """Leave out weak scaling if the user did not ask for it and the time is too short."""
@@ -303,7 +302,7 @@ class _StudyRun:
         result = self.runner.run(setup, self._plan(expected_s))
         self.runs.append(result.run)
         self.runs_done += 1
-        self._note_batch(result)
+        self._note_batch(result.run)
         self.listener.run_ended(result.run, read_study(self.folder), self._progress())
 
     def _plan(self, expected_s: float) -> RunPlan:
@@ -320,15 +319,14 @@ class _StudyRun:
         wanted = self.request.seeds if self.request.until else MIN_REPEATS
         return max(wanted - done, 1)
 
-    def _note_batch(self, result: SetupResult) -> None:
+    def _note_batch(self, run: StudyRun) -> None:
         """Store and say how the batch is set, once a run has shown it."""
         batch = self.stored.batch
         assert batch is not None, "the batch is found before the first run"
-        if not result.batch_how or batch.text:
-            return
-        text = describe_batch(result.batch_how, batch.base)
-        self._store(replace(self.stored, batch=BatchSource(result.batch_how, batch.base, text)))
-        self.listener.message(f"batch: {text}")
+        if run.batch_how and batch.how == UNKNOWN:
+            batch = BatchSource.of(run.batch_how, batch.base)
+            self._store(replace(self.stored, batch=batch))
+            self.listener.message(f"batch: {batch.text}")
 
     # Costs
 

@@ -6,8 +6,8 @@ Loaders that are iterated with gradients disabled, as in validation, are not cha
 from collections.abc import Callable
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
-from .apply import KnobResult
+from ...record.hooks.import_hooks import after_import
+from ..apply import KnobResult
 
 
 def workers(count: int, turned: KnobResult) -> None:

@@ -9,8 +9,8 @@ import functools
 import os
 from typing import Any, ClassVar
 
-from ..record.hooks.import_hooks import after_import
-from .apply import KnobResult
+from ...record.hooks.import_hooks import after_import
+from ..apply import KnobResult
 from .loader import each_loader
 
 NAME = "global-batch"

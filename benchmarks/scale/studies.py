@@ -1,0 +1,134 @@
+"""Scaling studies of benchmarks/scripts/scale/laws.py, for planted.py and next_size.py.
+
+Each study is a folder as ``paceline scale`` writes it. A run whose figures are there is not
+repeated, so a benchmark that was ended goes on where it was.
+"""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import BIN, SCRIPTS, launch
+
+from paceline.analyze.records.load_run import load_run
+from paceline.analyze.scaling.figures_of_run import figures_of_run
+from paceline.analyze.scaling.study_folder import (
+    FORMAT,
+    RECORD_FOLDER,
+    RUNS_FOLDER,
+    VERSION,
+    PlannedPoint,
+    StoredStudy,
+    read_runs,
+    read_study,
+    write_run,
+    write_study,
+)
+from paceline.analyze.scaling.study_model import (
+    FIXED,
+    STRONG,
+    BatchSource,
+    ScalingStudy,
+    Setup,
+    StudyRequest,
+    StudyRun,
+)
+
+SCRIPT = SCRIPTS / "scale" / "laws.py"
+GLOBAL_BATCH, RANK_BATCH = 64, 24  # of strong and of weak scaling
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script with planted losses, and what its study should say.
+
+    Attributes:
+        name: Unique name.
+        kind: STRONG or WEAK.
+        options: Of laws.py.
+        causes: Causes that may be named as the main reason.
+        truth: Planted parameters of the cost model, by name, in its units.
+        where: Options of ``paceline run`` by number of ranks, for hosts; empty: this machine.
+    """
+
+    name: str
+    kind: str
+    options: dict[str, float]
+    causes: tuple[str, ...] = ()
+    truth: dict[str, float] = field(default_factory=dict)
+    where: dict[int, list[str]] = field(default_factory=dict)
+
+
+def setup_of(case: Case, ranks: int) -> Setup:
+    return Setup(ranks, GLOBAL_BATCH if case.kind == STRONG else RANK_BATCH * ranks)
+
+
+def open_study(folder: Path, case: Case, sizes: Sequence[int], steps: int) -> None:
+    """Create the study's folder, or check that it is of the same case."""
+    arguments = [word for name, value in case.options.items() for word in _words(name, value)]
+    arguments += ["--steps", str(steps)]
+    request = StudyRequest(str(SCRIPT), arguments, str(Path.cwd()), [case.kind], list(sizes))
+    base = setup_of(case, sizes[0]).global_batch
+    points = [PlannedPoint(case.kind, setup_of(case, one)) for one in sizes]
+    stored = StoredStudy(
+        FORMAT, VERSION, request, BatchSource(FIXED, base, "by an argument"), points
+    )
+    if (folder / "study.json").exists() and read_study(folder).request != request:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_study(folder, stored)
+
+
+def _words(name: str, value: float) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    return [flag] if value is True else [flag, f"{value:g}"]
+
+
+def measure(folder: Path, case: Case, ranks: int) -> float:
+    """Run one size unless its figures are there; return the seconds that it took."""
+    setup = setup_of(case, ranks)
+    if any(run.setup == setup for run in read_runs(folder)[0]):
+        return 0.0
+    run = folder / RUNS_FOLDER / setup.name
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    words = read_study(folder).request.args
+    where = case.where.get(ranks, ["-n", str(ranks)])
+    command = [str(BIN / "paceline"), "run", *where, "--record", str(run / RECORD_FOLDER)]
+    command += [str(SCRIPT), "--batch", str(setup.rank_batch), *words]
+    began, started = time.time(), time.monotonic()
+    launch(command)
+    took = time.monotonic() - started
+    figures = figures_of_run(load_run(run / RECORD_FOLDER))
+    hosts = len({one.host for one in figures.placement}) or 1
+    write_run(
+        folder,
+        StudyRun(f"{RUNS_FOLDER}/{setup.name}", setup, 0, figures, "", hosts, took, began),
+    )
+    shutil.rmtree(run / RECORD_FOLDER)
+    return took
+
+
+def study_of(folder: Path) -> ScalingStudy:
+    return read_study(folder)
+
+
+def share_target(claim: str, right: int, count: int, least: float) -> dict[str, Any]:
+    """Return a target for ``common.finish``: a share of cases, with Wilson's 95 % interval."""
+    share, z = right / count, 1.96
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
+    return {
+        "claim": f"{claim}: {right} of {count}",
+        "limit": least,
+        "value": share,
+        "interval": [middle - half, middle + half],
+        "met": share >= least,
+        "decided": not middle - half <= least <= middle + half,
+    }
