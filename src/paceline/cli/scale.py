@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -38,6 +38,9 @@ from .common.study_outputs import (
     TalpFolder,
     print_comparison,
 )
+
+if TYPE_CHECKING:
+    from ..analyze.scaling.study_model import ScalingStudy
 
 MEASUREMENT = "Measurement"
 TARGET = "Time to a target"
@@ -252,7 +255,6 @@ def scale(
     --continue runs what is missing. The script and its files are not changed: what the script
     writes goes to a scratch folder.
     """
-    from ..report.scaling.study_findings import findings_of
     from ..report.terminal.scaling.live_study import StudyDisplay
     from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
     from ..study.scale.run_study import new_study, run_study
@@ -303,12 +305,21 @@ def scale(
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
         with interruptible() as interruption, StudyDisplay() as display:
             ended = run_study(folder, display, minutes)
-        outputs.finish(ended.study, findings_of(ended.study))
+        _finish(outputs, ended.study)
     if ended.interrupted:
         typer.echo(
             printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"), err=True
         )
         raise typer.Exit(128 + (interruption.signal_number or 2))
+
+
+def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
+    """Analyse a study, print it, and write its files."""
+    from ..predict.scaling import study_proposals
+    from ..report.scaling.study_findings import findings_of
+
+    proposals = {kind: study_proposals(study, kind) for kind in study.request.kinds}
+    outputs.finish(study, findings_of(study, proposals))
 
 
 def _check_continued(script: str | None, sizes: str | None, output: Path | None) -> None:
@@ -340,10 +351,7 @@ def _shows_only(
             f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
         )
     if show is not None:
-        from ..report.scaling.study_findings import findings_of
-
-        study = read_study(show)
-        outputs.finish(study, findings_of(study))
+        _finish(outputs, read_study(show))
         return True
     assert compare is not None
     from ..analyze.scaling.outcomes.compare_studies import compare_studies
