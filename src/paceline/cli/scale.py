@@ -1,7 +1,6 @@
 """The command ``paceline scale``."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,6 @@ import typer
 
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import print_json
 from .common.options import (
     Args,
     Bind,
@@ -30,8 +28,19 @@ from .common.options import (
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import interruptible
+from .common.study_outputs import (
+    CsvFile,
+    ExtrapFile,
+    HtmlFile,
+    LatexFile,
+    StudyOutputs,
+    SvgFile,
+    TalpFolder,
+    print_comparison,
+)
 
 MEASUREMENT = "Measurement"
+TARGET = "Time to a target"
 
 
 @app.command(
@@ -46,7 +55,10 @@ MEASUREMENT = "Measurement"
             "paceline scale -n 1,2 --global-batch 64 train.py --batch-size {per_rank}",
             "batch in an argument",
         ),
+        ("paceline scale -n 1,2,4 --until 'accuracy>=0.97' train.py", "time to accuracy"),
         ("paceline scale --continue scaling-train", "continue an interrupted study"),
+        ("paceline scale --show scaling-train --html study.html", "a page of a study"),
+        ("paceline scale --compare before after", "two studies"),
     ),
 )
 def scale(
@@ -108,6 +120,23 @@ def scale(
             show_default=False,
         ),
     ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            help="Print the study in this folder, and write its files. Nothing is run.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            help="Compare the studies in two folders, as before and after a remedy, and print the "
+            "differences larger than the noise. Nothing is run.",
+            metavar="DIR DIR",
+            show_default=False,
+        ),
+    ] = None,
     module: Module = False,
     settings: Settings = None,
     json: Json = None,
@@ -161,6 +190,43 @@ def scale(
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="Train every size until a value of world.log meets this comparison, and report "
+            "the time and the node-hours until then: 'accuracy>=0.97'.",
+            metavar="'NAME>=VALUE'",
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="With --until: regular expression for lines of the output, with a group for the "
+            "value, or the name of a value of world.log.",
+            metavar="REGEX|NAME",
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="With --until: number of runs of each size, each with another seed. Default: 3.",
+            metavar="N",
+            min=1,
+            max=100,
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    html: HtmlFile = None,
+    csv: CsvFile = None,
+    svg: SvgFile = None,
+    latex: LatexFile = None,
+    extrap: ExtrapFile = None,
+    talp: TalpFolder = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -186,10 +252,10 @@ def scale(
     --continue runs what is missing. The script and its files are not changed: what the script
     writes goes to a scratch folder.
     """
-    from ..study.scale.progress_lines import ProgressLines
-    from ..study.scale.request import new_folder, parse_precision, parse_sizes
+    from ..report.scaling.study_findings import findings_of
+    from ..report.terminal.scaling.live_study import StudyDisplay
+    from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
     from ..study.scale.run_study import new_study, run_study
-    from ..study.scale.study_text import study_text
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),
@@ -200,7 +266,12 @@ def scale(
             "--hang-timeout": hang_timeout,
         },
     )
+    outputs = StudyOutputs(json, html, csv, svg, latex, extrap, talp)
     with exit_on_mistake():
+        outputs.check()
+        if _shows_only(show, compare, outputs, {"a script": script, "-n": sizes}):
+            return
+        goal_options = parse_target(until, metric, seeds)
         if continued is not None:
             _check_continued(script, sizes, output)
             folder = continued
@@ -225,16 +296,14 @@ def scale(
                 oversubscribe,
                 weak_if_time=not weak and not strong,
                 efficiency=efficiency,
+                **goal_options,
             )
             folder = output or new_folder(script)
             new_study(folder, request)
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
-        with interruptible() as interruption:
-            ended = run_study(folder, ProgressLines(), minutes)
-        if json is not None:
-            print_json({"study": asdict(ended.study)}, json, 1, "paceline-scaling-study")
-        else:
-            typer.echo(study_text(ended.study))
+        with interruptible() as interruption, StudyDisplay() as display:
+            ended = run_study(folder, display, minutes)
+        outputs.finish(ended.study, findings_of(ended.study))
     if ended.interrupted:
         typer.echo(
             printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"), err=True
@@ -250,3 +319,44 @@ def _check_continued(script: str | None, sizes: str | None, output: Path | None)
             f"--continue takes the request from the study's folder, and {wrong[0]} is given too. "
             "HINT: leave it out, or start a new study with --output DIR"
         )
+
+
+def _shows_only(
+    show: Path | None,
+    compare: tuple[Path, Path] | None,
+    outputs: StudyOutputs,
+    given: dict[str, str | None],
+) -> bool:
+    """Show one study or compare two, and return True; return False if runs are wanted."""
+    if show is None and compare is None:
+        return False
+    from ..analyze.scaling.study_folder import read_study
+
+    option = "--show" if show is not None else "--compare"
+    wrong = [name for name, value in given.items() if value is not None]
+    wrong += ["--compare"] if show is not None and compare is not None else []
+    if wrong:
+        raise ValueError(
+            f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
+        )
+    if show is not None:
+        from ..report.scaling.study_findings import findings_of
+
+        study = read_study(show)
+        outputs.finish(study, findings_of(study))
+        return True
+    assert compare is not None
+    from ..analyze.scaling.outcomes.compare_studies import compare_studies
+
+    files = [
+        name
+        for name in ("html", "csv", "svg", "latex", "extrap", "talp")
+        if getattr(outputs, name) is not None
+    ]
+    if files:
+        raise ValueError(
+            f"--compare writes no --{files[0]}. HINT: paceline scale --show DIR --{files[0]} FILE "
+            "for each study"
+        )
+    print_comparison(compare_studies(*(read_study(folder) for folder in compare)), outputs.json)
+    return True

@@ -58,6 +58,8 @@ from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
 # as failed.
 RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
 DEFAULT_MINUTES = 10.0
+LEAST_TARGET_S = 15.0  # below, no run to a target begins
+TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
 
 
 def plan_study(request: StudyRequest) -> StoredStudy:
@@ -185,7 +187,7 @@ class _StudyRun:
         try:
             self._prepare()
             self.listener.study_started(read_study(self.folder), self._progress())
-            for _, setup in rounds(self._unfinished, MAX_REPEATS):
+            for _, setup in rounds(self._unfinished, max(MAX_REPEATS, self.request.seeds)):
                 if setup in self._unfinished():
                     self._run(setup)
         except TimeOverError:
@@ -250,7 +252,8 @@ class _StudyRun:
     def _leave_out_weak(self, cost: Cost) -> None:
         """Leave out weak scaling if the user did not ask for it and the time is too short."""
         kinds = {one.kind for one in self.stored.points}
-        if not self.request.weak_if_time or kinds != {STRONG, WEAK} or self.only is not None:
+        wanted = self.request.weak_if_time and not self.request.until
+        if not wanted or kinds != {STRONG, WEAK} or self.only is not None:
             return
         strong = [one for one in self.stored.points if one.kind == STRONG]
         each_s = cost.run_s(total_steps(self.stored.steps))
@@ -288,6 +291,8 @@ class _StudyRun:
         good = [run.figures for run in mine if run.figures is not None]
         if len(mine) > len(good):  # a run that failed is not repeated
             return True
+        if self.request.until:
+            return len(good) >= self.request.seeds
         if len(good) < MIN_REPEATS:
             return False
         rates = [figures.throughput for figures in good]
@@ -295,18 +300,30 @@ class _StudyRun:
 
     def _run(self, setup: Setup) -> None:
         expected_s = self._expected_s(setup)
-        if expected_s > self.deadline.left_s:
+        if max(expected_s, LEAST_TARGET_S * bool(self.request.until)) > self.deadline.left_s:
             self.no_time.add(setup)
             return
         repeat = sum(run.setup == setup for run in self.runs)
         self.listener.run_started(setup, repeat, expected_s, self._progress())
-        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
-        plan = RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
-        result = self.runner.run(setup, plan)
+        result = self.runner.run(setup, self._plan(expected_s))
         self.runs.append(result.run)
         self.runs_done += 1
         self._note_batch(result.run)
         self.listener.run_ended(result.run, read_study(self.folder), self._progress())
+
+    def _plan(self, expected_s: float) -> RunPlan:
+        """Return the plan of the next run. A run to the target gets a part of the time left."""
+        if self.request.until:
+            runs_left = sum(self._runs_left(setup) for setup in self._unfinished())
+            limit_s = TARGET_TIME_FACTOR * self.deadline.left_s / max(runs_left, 1)
+            return RunPlan(0, limit_s=max(limit_s, LEAST_TARGET_S))
+        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
+        return RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
+
+    def _runs_left(self, setup: Setup) -> int:
+        done = sum(run.setup == setup for run in self.runs)
+        wanted = self.request.seeds if self.request.until else MIN_REPEATS
+        return max(wanted - done, 1)
 
     def _note_batch(self, run: StudyRun) -> None:
         """Store and say how the batch is set, once a run has shown it."""
@@ -334,21 +351,24 @@ class _StudyRun:
         return Cost(statistics.median(map(_start_s, good)), statistics.median(steps))
 
     def _expected_s(self, setup: Setup) -> float:
-        """Return the expected duration of a run: of earlier ones, or of the smallest size."""
+        """Return the expected duration of a run: of earlier ones, or of the smallest size.
+
+        0 if it is not known: before the first run to a target.
+        """
         mine = [run.took_s for run in self.runs if run.setup == setup and run.figures is not None]
         if mine:
             return statistics.median(mine)
+        if self.request.until:
+            return 0.0
         return self._cost().run_s(total_steps(self.stored.steps))
 
     def _progress(self) -> Progress:
-        left, runs_left = 0.0, 0
-        for setup in self._unfinished():
-            done = sum(run.setup == setup for run in self.runs)
-            more = max(MIN_REPEATS - done, 1)
-            runs_left += more
-            left += more * self._expected_s(setup)
+        counts = {setup: self._runs_left(setup) for setup in self._unfinished()}
+        each_s = {setup: self._expected_s(setup) for setup in counts}
+        left: float | None = sum(more * each_s[setup] for setup, more in counts.items())
+        left = None if 0.0 in each_s.values() else min(left or 0.0, self.deadline.left_s)
         elapsed_s = time.monotonic() - self.began
-        return Progress(elapsed_s, min(left, self.deadline.left_s), self.runs_done, runs_left)
+        return Progress(elapsed_s, left, self.runs_done, sum(counts.values()))
 
 
 def _start_s(run: StudyRun) -> float:
