@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..security.text import printable
+from .common import study_jobs as jobs
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.options import (
     Args,
@@ -59,7 +60,11 @@ TARGET = "Time to a target"
             "batch in an argument",
         ),
         ("paceline scale -n 1,2,4 --until 'accuracy>=0.97' train.py", "time to accuracy"),
-        ("paceline scale --continue scaling-train", "continue an interrupted study"),
+        (
+            "paceline scale -n 4,8 --submit --gpus-per-node 4 --global-batch 512 train.py",
+            "a job for each size",
+        ),
+        ("paceline scale --continue scaling-train", "continue a study, or gather its jobs"),
         ("paceline scale --show scaling-train --html study.html", "a page of a study"),
         ("paceline scale --compare before after", "two studies"),
     ),
@@ -97,7 +102,7 @@ def scale(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Maximum duration of all runs. Default: 10.",
+            help="Maximum duration of all runs, or with --submit of each job. Default: 10.",
             metavar="MINUTES",
             min=0.2,
             show_default=False,
@@ -230,6 +235,18 @@ def scale(
     latex: LatexFile = None,
     extrap: ExtrapFile = None,
     talp: TalpFolder = None,
+    submit: jobs.Submit = False,
+    dry_run: jobs.DryRun = False,
+    node_hours: jobs.NodeHours = None,
+    ranks_per_node: jobs.RanksPerNode = None,
+    gpus_per_node: jobs.GpusPerNode = None,
+    memory: jobs.Memory = None,
+    queue: jobs.Queue = None,
+    account: jobs.Account = None,
+    scheduler: jobs.SchedulerName = None,
+    setup: jobs.Setup = None,
+    option: jobs.SchedulerOption = None,
+    only: jobs.Only = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -255,7 +272,9 @@ def scale(
     --continue runs what is missing. The script and its files are not changed: what the script
     writes goes to a scratch folder.
     """
+    from ..analyze.scaling.study_folder import read_study
     from ..report.terminal.scaling.live_study import StudyDisplay
+    from ..study.scale.jobs import has_jobs
     from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
     from ..study.scale.run_study import new_study, run_study
 
@@ -275,7 +294,7 @@ def scale(
             return
         goal_options = parse_target(until, metric, seeds)
         if continued is not None:
-            _check_continued(script, sizes, output)
+            _check_continued(script, sizes, output, submit)
             folder = continued
         else:
             if script is None:
@@ -301,10 +320,21 @@ def scale(
                 **goal_options,
             )
             folder = output or new_folder(script)
+            if submit:
+                options_of_jobs = jobs.job_options(
+                    *(scheduler, ranks_per_node, cpus_per_rank, gpus_per_node, memory),
+                    *(queue, account, setup, option, node_hours),
+                )
+                jobs.submit_study(request, folder, options_of_jobs, dry_run)
+                return
             new_study(folder, request)
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
+        if only is None and has_jobs(folder):
+            jobs.gather_jobs(folder)
+            _finish(outputs, read_study(folder))
+            return
         with interruptible() as interruption, StudyDisplay() as display:
-            ended = run_study(folder, display, minutes)
+            ended = run_study(folder, display, minutes, None if only is None else {only})
         _finish(outputs, ended.study)
     if ended.interrupted:
         typer.echo(
@@ -322,8 +352,10 @@ def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
     outputs.finish(study, findings_of(study, proposals))
 
 
-def _check_continued(script: str | None, sizes: str | None, output: Path | None) -> None:
-    given = {"a script": script, "-n": sizes, "--output": output}
+def _check_continued(
+    script: str | None, sizes: str | None, output: Path | None, submit: bool
+) -> None:
+    given = {"a script": script, "-n": sizes, "--output": output, "--submit": submit or None}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise ValueError(

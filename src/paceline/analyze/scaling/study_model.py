@@ -370,6 +370,7 @@ class StudyRequest:
         precision: Relative half width of the interval of a throughput that is asked for.
         minutes: Time budget of all runs; of each job under ``--submit``.
         oversubscribe: Whether ranks may outnumber cores and GPUs.
+        ranks_per_host: Ranks on a full host; None: as many as the largest size has.
         weak_if_time: Whether weak scaling may be left out if the time is too short for both.
         efficiency: Lowest efficiency of a size that is called worthwhile.
         until: Target of the runs, or "".
@@ -389,6 +390,7 @@ class StudyRequest:
     precision: Annotated[float, Meta(gt=0, le=1)] = 0.03
     minutes: Amount | None = None
     oversubscribe: bool = False
+    ranks_per_host: Size | None = None
     weak_if_time: bool = False
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     until: str = ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...analyze.records.load_run import Run
-from ...analyze.scaling.figures_of_run import TooShortError, figures_of_run, recorded_batch
+from ...analyze.scaling.runs.figures_of_run import TooShortError, figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
 from ...analyze.scaling.study_model import (
     KNOB,

@@ -19,7 +19,6 @@ from ...analyze.scaling.study_folder import (
     RUNS_FOLDER,
     STUDY_FILE,
     VERSION,
-    PlannedPoint,
     StoredStudy,
     read_runs,
     read_stored,
@@ -63,28 +62,33 @@ LEAST_TARGET_S = 15.0  # below, no run to a target begins
 TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
 
 
-def new_study(folder: Path, request: StudyRequest) -> None:
+def plan_study(request: StudyRequest) -> StoredStudy:
+    """Return a new study. Raises ValueError: The request cannot be measured."""
+    check_request(request)
+    if request.global_batch is None:
+        return StoredStudy(FORMAT, VERSION, request)
+    how = TEMPLATE if uses_template(request.args) else UNKNOWN
+    batch = BatchSource.of(how, request.global_batch)
+    return StoredStudy(FORMAT, VERSION, request, batch, plan_points(request, batch))
+
+
+def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
     """Create the folder of a study.
 
     Raises:
         ValueError: It exists and is not empty, or the request cannot be measured.
         OSError: It can't be created.
     """
-    check_request(request)
+    study = plan_study(request)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_study = (folder / STUDY_FILE).exists()
         what = "has a study already" if is_study else "exists and is not empty"
         hint = f"paceline scale --continue {folder}" if is_study else "name a new folder"
         raise ValueError(f"--output {folder} {what}. HINT: {hint}")
-    batch, points = None, list[PlannedPoint]()
-    if request.global_batch is not None:
-        batch = BatchSource.of(
-            TEMPLATE if uses_template(request.args) else UNKNOWN, request.global_batch
-        )
-        points = plan_points(request, batch)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUNS_FOLDER).mkdir(exist_ok=True)
-    write_study(folder, StoredStudy(FORMAT, VERSION, request, batch, points))
+    write_study(folder, study)
+    return study
 
 
 def check_request(request: StudyRequest) -> None:
@@ -137,7 +141,9 @@ def run_study(
 
 def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:
     """Return the options of all runs: each rank has as many cores at every size."""
-    cores = place.cores_of_rank(max(request.sizes))
+    largest = max(request.sizes)
+    full = request.ranks_per_host or -(-largest // place.hosts_of(largest))
+    cores = place.cores_of_rank(full)
     given = {"--cpus-per-rank", "--threads"} & set(request.options)
     if cores is None or given:
         return request.options
