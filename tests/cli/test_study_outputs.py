@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.analyze.scaling.compare_studies import compare_studies
+from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.cli.common.command import STDOUT
 from paceline.cli.common.study_outputs import StudyOutputs, print_comparison
 from paceline.report.scaling.findings import Findings

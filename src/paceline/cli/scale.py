@@ -1,15 +1,14 @@
 """The command ``paceline scale``."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..security.text import printable
+from .common import study_jobs as jobs
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import print_json
 from .common.options import (
     Args,
     Bind,
@@ -30,8 +29,19 @@ from .common.options import (
 )
 from .common.script_options import ScriptCommand
 from .common.status_line import interruptible
+from .common.study_outputs import (
+    CsvFile,
+    ExtrapFile,
+    HtmlFile,
+    LatexFile,
+    StudyOutputs,
+    SvgFile,
+    TalpFolder,
+    print_comparison,
+)
 
 MEASUREMENT = "Measurement"
+TARGET = "Time to a target"
 
 
 @app.command(
@@ -46,7 +56,14 @@ MEASUREMENT = "Measurement"
             "paceline scale -n 1,2 --global-batch 64 train.py --batch-size {per_rank}",
             "batch in an argument",
         ),
-        ("paceline scale --continue scaling-train", "continue an interrupted study"),
+        ("paceline scale -n 1,2,4 --until 'accuracy>=0.97' train.py", "time to accuracy"),
+        (
+            "paceline scale -n 4,8 --submit --gpus-per-node 4 --global-batch 512 train.py",
+            "a job for each size",
+        ),
+        ("paceline scale --continue scaling-train", "continue a study, or gather its jobs"),
+        ("paceline scale --show scaling-train --html study.html", "a page of a study"),
+        ("paceline scale --compare before after", "two studies"),
     ),
 )
 def scale(
@@ -82,7 +99,7 @@ def scale(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Maximum duration of all runs. Default: 10.",
+            help="Maximum duration of all runs, or with --submit of each job. Default: 10.",
             metavar="MINUTES",
             min=0.2,
             show_default=False,
@@ -105,6 +122,23 @@ def scale(
             "--continue",
             help="Continue the study in this folder: run what is missing. Without a script.",
             metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            help="Print the study in this folder, and write its files. Nothing is run.",
+            metavar="DIR",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            help="Compare the studies in two folders, as before and after a remedy, and print the "
+            "differences larger than the noise. Nothing is run.",
+            metavar="DIR DIR",
             show_default=False,
         ),
     ] = None,
@@ -161,6 +195,55 @@ def scale(
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="Train every size until a value of world.log meets this comparison, and report "
+            "the time and the node-hours until then: 'accuracy>=0.97'.",
+            metavar="'NAME>=VALUE'",
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="With --until: regular expression for lines of the output, with a group for the "
+            "value, or the name of a value of world.log.",
+            metavar="REGEX|NAME",
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="With --until: number of runs of each size, each with another seed. Default: 3.",
+            metavar="N",
+            min=1,
+            max=100,
+            show_default=False,
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
+    html: HtmlFile = None,
+    csv: CsvFile = None,
+    svg: SvgFile = None,
+    latex: LatexFile = None,
+    extrap: ExtrapFile = None,
+    talp: TalpFolder = None,
+    submit: jobs.Submit = False,
+    dry_run: jobs.DryRun = False,
+    node_hours: jobs.NodeHours = None,
+    ranks_per_node: jobs.RanksPerNode = None,
+    gpus_per_node: jobs.GpusPerNode = None,
+    memory: jobs.Memory = None,
+    queue: jobs.Queue = None,
+    account: jobs.Account = None,
+    scheduler: jobs.SchedulerName = None,
+    setup: jobs.Setup = None,
+    option: jobs.SchedulerOption = None,
+    only: jobs.Only = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -186,10 +269,12 @@ def scale(
     --continue runs what is missing. The script and its files are not changed: what the script
     writes goes to a scratch folder.
     """
-    from ..study.scale.progress_lines import ProgressLines
-    from ..study.scale.request import new_folder, parse_precision, parse_sizes
+    from ..analyze.scaling.study_folder import read_study
+    from ..report.scaling.study_findings import findings_of
+    from ..report.terminal.scaling.live_study import StudyDisplay
+    from ..study.scale.jobs import has_jobs
+    from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
     from ..study.scale.run_study import new_study, run_study
-    from ..study.scale.study_text import study_text
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),
@@ -200,9 +285,14 @@ def scale(
             "--hang-timeout": hang_timeout,
         },
     )
+    outputs = StudyOutputs(json, html, csv, svg, latex, extrap, talp)
     with exit_on_mistake():
+        outputs.check()
+        if _shows_only(show, compare, outputs, {"a script": script, "-n": sizes}):
+            return
+        goal_options = parse_target(until, metric, seeds)
         if continued is not None:
-            _check_continued(script, sizes, output)
+            _check_continued(script, sizes, output, submit)
             folder = continued
         else:
             if script is None:
@@ -225,16 +315,26 @@ def scale(
                 oversubscribe,
                 weak_if_time=not weak and not strong,
                 efficiency=efficiency,
+                **goal_options,
             )
             folder = output or new_folder(script)
+            if submit:
+                options_of_jobs = jobs.job_options(
+                    *(scheduler, ranks_per_node, cpus_per_rank, gpus_per_node, memory),
+                    *(queue, account, setup, option, node_hours),
+                )
+                jobs.submit_study(request, folder, options_of_jobs, dry_run)
+                return
             new_study(folder, request)
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
-        with interruptible() as interruption:
-            ended = run_study(folder, ProgressLines(), minutes)
-        if json is not None:
-            print_json({"study": asdict(ended.study)}, json, 1, "paceline-scaling-study")
-        else:
-            typer.echo(study_text(ended.study))
+        if only is None and has_jobs(folder):
+            jobs.gather_jobs(folder)
+            study = read_study(folder)
+            outputs.finish(study, findings_of(study))
+            return
+        with interruptible() as interruption, StudyDisplay() as display:
+            ended = run_study(folder, display, minutes, None if only is None else {only})
+        outputs.finish(ended.study, findings_of(ended.study))
     if ended.interrupted:
         typer.echo(
             printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"), err=True
@@ -242,11 +342,54 @@ def scale(
         raise typer.Exit(128 + (interruption.signal_number or 2))
 
 
-def _check_continued(script: str | None, sizes: str | None, output: Path | None) -> None:
-    given = {"a script": script, "-n": sizes, "--output": output}
+def _check_continued(
+    script: str | None, sizes: str | None, output: Path | None, submit: bool
+) -> None:
+    given = {"a script": script, "-n": sizes, "--output": output, "--submit": submit or None}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise ValueError(
             f"--continue takes the request from the study's folder, and {wrong[0]} is given too. "
             "HINT: leave it out, or start a new study with --output DIR"
         )
+
+
+def _shows_only(
+    show: Path | None,
+    compare: tuple[Path, Path] | None,
+    outputs: StudyOutputs,
+    given: dict[str, str | None],
+) -> bool:
+    """Show one study or compare two, and return True; return False if runs are wanted."""
+    if show is None and compare is None:
+        return False
+    from ..analyze.scaling.study_folder import read_study
+
+    option = "--show" if show is not None else "--compare"
+    wrong = [name for name, value in given.items() if value is not None]
+    wrong += ["--compare"] if show is not None and compare is not None else []
+    if wrong:
+        raise ValueError(
+            f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
+        )
+    if show is not None:
+        from ..report.scaling.study_findings import findings_of
+
+        study = read_study(show)
+        outputs.finish(study, findings_of(study))
+        return True
+    assert compare is not None
+    from ..analyze.scaling.outcomes.compare_studies import compare_studies
+
+    files = [
+        name
+        for name in ("html", "csv", "svg", "latex", "extrap", "talp")
+        if getattr(outputs, name) is not None
+    ]
+    if files:
+        raise ValueError(
+            f"--compare writes no --{files[0]}. HINT: paceline scale --show DIR --{files[0]} FILE "
+            "for each study"
+        )
+    print_comparison(compare_studies(*(read_study(folder) for folder in compare)), outputs.json)
+    return True

@@ -3,10 +3,8 @@
 import dataclasses
 
 import pytest
-from studies import make_point, make_study, reach
 
-from paceline.analyze.scaling.study_model import STRONG, WEAK
-from paceline.analyze.scaling.targets import (
+from paceline.analyze.scaling.outcomes.targets import (
     LINEAR,
     NO_RULE,
     SQUARE_ROOT,
@@ -16,6 +14,8 @@ from paceline.analyze.scaling.targets import (
     soonest,
     targets,
 )
+from paceline.analyze.scaling.study_model import STRONG, WEAK
+from studies import make_point, make_study, reach
 
 
 def study_of(ends, hosts=(1, 1, 2)):

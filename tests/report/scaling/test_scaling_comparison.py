@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.analyze.scaling.compare_studies import compare_studies
+from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.analyze.scaling.study_model import STRONG, WEAK
 from paceline.report.console import PlainConsole
 from paceline.report.scaling.comparison_json import comparison_json

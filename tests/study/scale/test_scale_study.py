@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.analyze.scaling.study_events import StudyListener
 from paceline.analyze.scaling.study_folder import read_study, write_run
 from paceline.analyze.scaling.study_model import (
     KNOB,
@@ -22,7 +23,6 @@ from paceline.analyze.scaling.study_model import (
 from paceline.study.scale import run_study as module
 from paceline.study.scale.places import Place
 from paceline.study.scale.plan import PER_RANK, filled_in
-from paceline.study.scale.progress_lines import ProgressLines
 from paceline.study.scale.request import parse_precision, parse_sizes
 from paceline.study.scale.run_folders import new_run_folder
 from paceline.study.scale.run_setup import SetupResult
@@ -51,7 +51,7 @@ class FakeRuns:
 
     def first_run(self, setup, plan):
         size = setup.global_batch if plan.sets_batch else self.batch
-        return SetupResult(StudyRun("first", setup, 0, *self.figures(setup, size, 1.0)), "")
+        return SetupResult(StudyRun("first", setup, 0, *self.figures(setup, size, 1.0)))
 
     def run(self, setup, plan):
         if len(self.order) == self.interrupt_at:
@@ -60,9 +60,11 @@ class FakeRuns:
         self.order.append(setup.name)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
-        run = StudyRun(f"runs/{path.name}", setup, repeat, *found, 1, 0.2, 1.0 + len(self.order))
+        how = KNOB if found[0] is not None else ""
+        name, started = f"runs/{path.name}", 1.0 + len(self.order)
+        run = StudyRun(name, setup, repeat, *found, 1, 0.2, started, how)
         write_run(self.folder, run)
-        return SetupResult(run, KNOB if run.figures else "")
+        return SetupResult(run)
 
     def figures(self, setup, samples, factor):
         if setup.ranks in self.failing:
@@ -98,7 +100,7 @@ def study(tmp_path, sizes=(1, 2), **more):
 
 def test_sizes_are_interleaved_and_share_the_reference(tmp_path, runs):
     folder = study(tmp_path)
-    found = run_study(folder, ProgressLines()).study
+    found = run_study(folder, StudyListener()).study
     once = ["n1-b64", "n2-b64", "n2-b128"]
     assert runs.order == [*once, *reversed(once), *once]
     assert found.batch.base == 64
@@ -113,7 +115,7 @@ def test_sizes_are_interleaved_and_share_the_reference(tmp_path, runs):
 
 def test_only_sizes_that_are_not_known_precisely_are_repeated(tmp_path, runs):
     runs.noise = {"n2-b64": [1.0, 1.2]}
-    found = run_study(study(tmp_path), ProgressLines()).study
+    found = run_study(study(tmp_path), StudyListener()).study
     counts = {p.setup.name: len(p.runs) for p in found.points}
     assert counts == {"n1-b64": 3, "n2-b64": 12, "n2-b128": 3}
     assert any("too noisy for --precision 3%" in note for note in found.notes)
@@ -121,7 +123,7 @@ def test_only_sizes_that_are_not_known_precisely_are_repeated(tmp_path, runs):
 
 def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
     runs.failing = {2}
-    found = run_study(study(tmp_path, (1, 2, 4)), ProgressLines()).study
+    found = run_study(study(tmp_path, (1, 2, 4)), StudyListener()).study
     assert [p.failure for p in found.of_kind(WEAK)] == ["", "RuntimeError: no memory", ""]
     assert runs.order.count("n2-b64") == 1
     assert runs.order.count("n4-b256") == 3
@@ -130,12 +132,12 @@ def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
 def test_interrupted_study_is_continued(tmp_path, runs):
     folder = study(tmp_path)
     runs.interrupt_at = 4
-    early = run_study(folder, ProgressLines())
+    early = run_study(folder, StudyListener())
     assert early.interrupted
     assert len(early.study.runs) == 4
     new_run_folder(folder, Setup(2, 64))  # of a run that was killed
     runs.interrupt_at, before = None, len(runs.order)
-    late = run_study(folder, ProgressLines())
+    late = run_study(folder, StudyListener())
     assert len(runs.order) - before == 5
     assert {len(p.runs) for p in late.study.points} == {3}
     assert not [
@@ -148,7 +150,7 @@ def test_runs_that_do_not_fit_into_the_time_are_not_started(tmp_path, runs, monk
     expected = module._StudyRun._expected_s
     slow = lambda self, setup: 1e6 if setup.ranks == 2 else expected(self, setup)  # noqa: E731
     monkeypatch.setattr(module._StudyRun, "_expected_s", slow)
-    found = run_study(folder, ProgressLines()).study
+    found = run_study(folder, StudyListener()).study
     assert set(runs.order) == {"n1-b64"}
     assert [len(p.runs) for p in found.of_kind(STRONG)] == [3, 0]
 
@@ -156,7 +158,7 @@ def test_runs_that_do_not_fit_into_the_time_are_not_started(tmp_path, runs, monk
 def test_batch_that_sizes_do_not_divide_is_refused_with_the_nearest(tmp_path, runs):
     runs.batch = 100
     with pytest.raises(ValueError, match=r"batch of 100 .* by 3 ranks.*--global-batch 102.*96 or"):
-        run_study(study(tmp_path, (1, 2, 3)), ProgressLines())
+        run_study(study(tmp_path, (1, 2, 3)), StudyListener())
 
 
 def test_existing_folder_is_not_overwritten(tmp_path, runs):
@@ -167,17 +169,17 @@ def test_existing_folder_is_not_overwritten(tmp_path, runs):
     with pytest.raises(ValueError, match=r"not empty.*HINT"):
         study(tmp_path)
     with pytest.raises(ValueError, match=r"not the folder of a scaling study"):
-        run_study(folder, ProgressLines())
+        run_study(folder, StudyListener())
 
 
 def test_sizes_beyond_the_machine_are_refused(tmp_path, runs):
     folder = study(tmp_path, (2, 8))
     with pytest.raises(ValueError, match=r"-n 8: there is room for 4 ranks.*HINT: -n 2"):
-        run_study(folder, ProgressLines())
+        run_study(folder, StudyListener())
     tree = json.loads((folder / "study.json").read_text())
     tree["request"]["oversubscribe"] = True
     (folder / "study.json").write_text(json.dumps(tree))
-    run_study(folder, ProgressLines())
+    run_study(folder, StudyListener())
     assert read_study(folder).of_kind(WEAK)[1].ranks == 8
 
 
@@ -220,5 +222,5 @@ def test_every_size_fills_the_first_hosts():
     assert place.where(1) == ["-H", "a:1", "--launcher", "srun"]
     assert place.where(3)[:2] == ["-H", "a:2,b:1"]
     assert [place.hosts_of(n) for n in (1, 2, 3, 6)] == [1, 1, 2, 3]
-    assert place.cores_of_rank(6) == 2
+    assert place.cores_of_rank(2) == 2
     assert place.capacity == 6

@@ -119,7 +119,7 @@ def read_study(folder: Path) -> ScalingStudy:
     return ScalingStudy(
         str(folder),
         stored.request,
-        stored.batch,
+        _batch(stored.batch, runs),
         sorted(points, key=lambda point: (point.kind, point.ranks)),
         runs,
         predictions,
@@ -174,6 +174,12 @@ def read_predictions(folder: Path) -> list[Prediction]:
         return []
     _check_version(path, stored.format, stored.version)
     return stored.predictions
+
+
+def _batch(stored: BatchSource | None, runs: list[StudyRun]) -> BatchSource | None:
+    """Return how the batch is set, as the runs have shown."""
+    how = next((run.batch_how for run in runs if run.batch_how), "")
+    return BatchSource.of(how, stored.base) if stored is not None and how else stored
 
 
 def _point(planned: PlannedPoint, runs: list[StudyRun], predictions: list[Prediction]) -> SizePoint:

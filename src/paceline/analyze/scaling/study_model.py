@@ -13,7 +13,12 @@ from ...security.schema import Count, Size
 
 STRONG, WEAK = "strong", "weak"
 # How the batch of a size is set.
-SHARD, KNOB, TEMPLATE, FIXED = "world.shard", "loader knob", "template", "unchanged"
+SHARD, KNOB, TEMPLATE, UNKNOWN = "world.shard", "loader knob", "template", "unknown"
+WAYS = {
+    SHARD: "world.shard takes the global batch of each size",
+    KNOB: "Paceline sets the batch_size of the training's DataLoader on each rank",
+    TEMPLATE: "the script gets the batch of each size in its arguments",
+}
 MIN_REPEATS, MAX_REPEATS = 3, 12  # runs of a setup
 MAX_RANKS = 1 << 20
 MAX_SIZES = 64
@@ -258,6 +263,7 @@ class StudyRun:
         hosts: Number of nodes.
         took_s: Wall time of the whole run.
         started: When it started (s since 1970).
+        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if the run failed.
     """
 
     folder: str
@@ -268,6 +274,7 @@ class StudyRun:
     hosts: Size = 1
     took_s: Seconds = 0.0
     started: Seconds = 0.0
+    batch_how: str = ""
 
 
 @dataclass(frozen=True)
@@ -330,14 +337,21 @@ class BatchSource:
     """How the batch of a size is set.
 
     Attributes:
-        how: SHARD, KNOB, TEMPLATE or FIXED.
+        how: SHARD, KNOB or TEMPLATE; UNKNOWN until the first run has shown it.
         base: Global batch at the smallest size, from which the others follow.
-        text: The same in words, for the user.
+        text: The same in words, for the user; "" if it is unknown.
     """
 
     how: str
     base: Size
     text: str = ""
+
+    @classmethod
+    def of(cls, how: str, base: int) -> "BatchSource":
+        """Return it with its text."""
+        way = WAYS.get(how)
+        text = f"{way}; {base} samples a step at the smallest size" if way else ""
+        return cls(how, base, text)
 
 
 @dataclass(frozen=True)
@@ -356,6 +370,7 @@ class StudyRequest:
         precision: Relative half width of the interval of a throughput that is asked for.
         minutes: Time budget of all runs; of each job under ``--submit``.
         oversubscribe: Whether ranks may outnumber cores and GPUs.
+        ranks_per_host: Ranks on a full host; None: as many as the largest size has.
         weak_if_time: Whether weak scaling may be left out if the time is too short for both.
         efficiency: Lowest efficiency of a size that is called worthwhile.
         until: Target of the runs, or "".
@@ -375,6 +390,7 @@ class StudyRequest:
     precision: Annotated[float, Meta(gt=0, le=1)] = 0.03
     minutes: Amount | None = None
     oversubscribe: bool = False
+    ranks_per_host: Size | None = None
     weak_if_time: bool = False
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     until: str = ""

@@ -13,7 +13,7 @@ from .command import STDOUT, json_output
 from .options import can_be_written
 
 if TYPE_CHECKING:
-    from ...analyze.scaling.compare_studies import StudyComparison
+    from ...analyze.scaling.outcomes.compare_studies import StudyComparison
     from ...analyze.scaling.study_model import ScalingStudy
     from ...report.scaling.findings import Findings
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from ...analyze.records.state_timeline import STATES
 from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
 from ...analyze.scaling.study_model import ScalingStudy
-from ...analyze.scaling.targets import SizeTarget, goal_of, targets
 from ..numbers import counted
 from ..scaling.findings import Curve, Findings
 from ..scaling.size_rows import FACTORS, SizeRow, size_rows

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ...analyze.scaling.compare_studies import SizeChange, StudyComparison
+from ...analyze.scaling.outcomes.compare_studies import SizeChange, StudyComparison
 from ...analyze.scaling.study_model import ScalingStudy
 
 FORMAT, VERSION = "paceline-scale-comparison", 1

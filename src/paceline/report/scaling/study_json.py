@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...analyze.scaling.derived import Estimate
-from ...analyze.scaling.study_model import ScalingStudy
-from ...analyze.scaling.targets import (
+from ...analyze.scaling.outcomes.targets import (
     SizeTarget,
     cheapest,
     goal_of,
@@ -15,6 +14,7 @@ from ...analyze.scaling.targets import (
     soonest,
     targets,
 )
+from ...analyze.scaling.study_model import ScalingStudy
 from .findings import Findings
 from .size_rows import SizeRow, size_rows
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...analyze.reference.goal import Goal
 from ...analyze.scaling.derived import Estimate
-from ...analyze.scaling.targets import (
+from ...analyze.scaling.outcomes.targets import (
     NO_RULE,
     UNCHANGED,
     SizeTarget,

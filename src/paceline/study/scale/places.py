@@ -37,15 +37,12 @@ class Place:
         known = [one for one in self.slots if one is not None]
         return sum(known) if len(known) == len(self.slots) else None
 
-    def cores_of_rank(self, largest: int) -> int | None:
+    def cores_of_rank(self, ranks_per_host: int) -> int | None:
         """Return the cores that each rank gets at every size, so that sizes can be compared.
 
-        It is an equal part of a host at the largest size; None if that is not known.
+        It is an equal part of a host that is full; None if that is not known.
         """
-        if self.cores is None:
-            return None
-        hosts = self.hosts_of(largest)
-        return max(self.cores // -(-largest // hosts), 1)
+        return None if self.cores is None else max(self.cores // ranks_per_host, 1)
 
     def hosts_of(self, ranks: int) -> int:
         """Return the number of hosts that so many ranks use."""

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from ...analyze.scaling.study_folder import PlannedPoint
 from ...analyze.scaling.study_model import (
-    KNOB,
     MIN_REPEATS,
-    SHARD,
     STRONG,
-    TEMPLATE,
     WEAK,
     BatchSource,
     Setup,
@@ -58,16 +55,6 @@ def filled_in(args: Sequence[str], setup: Setup, seed: int) -> list[str]:
     for name, value in values.items():
         filled = [word.replace(name, str(value)) for word in filled]
     return filled
-
-
-def describe_batch(how: str, base: int) -> str:
-    """Return how the batch of a size is set, in words."""
-    ways = {
-        SHARD: "world.shard takes the global batch of each size",
-        KNOB: "Paceline sets the batch_size of the training's DataLoader on each rank",
-        TEMPLATE: "the script gets the batch of each size in its arguments",
-    }
-    return f"{ways[how]}; {base} samples a step at the smallest size"
 
 
 def plan_points(request: StudyRequest, batch: BatchSource) -> list[PlannedPoint]:

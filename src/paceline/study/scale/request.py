@@ -2,8 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+from ...analyze.reference.goal import parse_goal
 from ...analyze.scaling.study_model import MAX_RANKS, MAX_SIZES
+from ...launch.guard.request import parse_metric
+
+DEFAULT_SEEDS = 3
 
 
 def parse_sizes(text: str | None) -> list[int]:
@@ -42,3 +47,19 @@ def new_folder(script: str) -> Path:
         number += 1
         path = Path(f"scaling-{stem}-{number}")
     return path
+
+
+def parse_target(until: str | None, metric: str | None, seeds: int | None) -> dict[str, Any]:
+    """Return the fields of a request for ``--until``; none without it.
+
+    Raises:
+        ValueError: The options are not valid, or do not fit together.
+    """
+    if until is None:
+        given = "--metric" if metric is not None else "--seeds" if seeds is not None else ""
+        if given:
+            raise ValueError(f"{given} needs a target. HINT: --until 'accuracy>=0.97'")
+        return {}
+    parse_metric(metric)
+    parse_goal(until, metric)
+    return {"until": until, "metric": metric or "", "seeds": seeds or DEFAULT_SEEDS}

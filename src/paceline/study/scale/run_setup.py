@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...analyze.records.load_run import Run
-from ...analyze.scaling.figures_of_run import TooShortError, figures_of_run, recorded_batch
+from ...analyze.scaling.runs.figures_of_run import TooShortError, figures_of_run, recorded_batch
 from ...analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER, RUNS_FOLDER, write_run
 from ...analyze.scaling.study_model import (
     KNOB,
@@ -16,6 +16,7 @@ from ...analyze.scaling.study_model import (
     Setup,
     StudyRequest,
     StudyRun,
+    TargetResult,
 )
 from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
@@ -25,6 +26,7 @@ from .machine_watch import MachineWatch
 from .places import Place
 from .plan import SEED, filled_in, uses_template
 from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+from .target_runs import target_options, target_result
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
 NO_BATCH_HINT = (
@@ -42,7 +44,7 @@ class RunPlan:
     """What one run does.
 
     Attributes:
-        steps: Steps after which it ends; 0: the script decides.
+        steps: Steps after which it ends; 0: at the target, or where the script ends.
         sets_batch: Whether the global batch of the setup is set; else the script's own is used.
         limit_s: Duration after which it counts as failed.
     """
@@ -58,12 +60,10 @@ class SetupResult:
 
     Attributes:
         run: As stored; without ``figures`` it failed.
-        batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if it was not.
         text: The failure with the last lines of the output, if it failed.
     """
 
     run: StudyRun
-    batch_how: str = ""
     text: str = ""
 
 
@@ -112,7 +112,7 @@ class SetupRunner:
         finally:
             machine = watch.stop()
             remove_scratch(path)
-        if trial.code is None and not self.trials.deadline.left_s:
+        if trial.code is None and not self.trials.deadline.left_s and plan.steps:
             remove_run(path)
             raise TimeOverError
         return self._result(run, trial, plan, machine)
@@ -122,6 +122,7 @@ class SetupRunner:
         covered, scratch = self.trials.covered, folder / SCRATCH_FOLDER
         limit = StepLimit(plan.steps, str(scratch), covered)
         options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
+        options += [] if plan.steps else target_options(request, repeat)
         settings = dict(request.settings)
         if plan.sets_batch and not uses_template(request.args):
             settings[BATCH_KNOB] = setup.global_batch
@@ -148,22 +149,29 @@ class SetupRunner:
             return SetupResult(replace(run, failure=f"the record can't be read: {error}"))
         if stopped := trial.stopped(record):
             return SetupResult(replace(run, failure=f"Paceline stopped the script: {stopped}"))
-        if trial.code is None:
+        if trial.code is None and plan.steps:
             return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
         failure = trial.failure(record, who)
-        if failure is not None:
+        if failure is not None and (trial.code is not None or record is None):
             return SetupResult(replace(run, failure=failure.short), text=failure.text)
         assert record is not None, "a trial without a record has failed"
         try:
             figures = figures_of_run(record)
-        except TooShortError as error:
+            end = None if plan.steps else self._end(trial, record, run.setup)
+        except (TooShortError, ValueError) as error:
             return SetupResult(replace(run, failure=str(error)))
-        seed = run.repeat if any(SEED in word for word in self.request.args) else None
-        figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s)
+        has_seed = end is not None or any(SEED in word for word in self.request.args)
+        seed = run.repeat if has_seed else None
+        figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
         how, why = self._check_batch(run.setup, plan, record, figures)
         if why:
             return SetupResult(replace(run, failure=why))
-        return SetupResult(replace(run, figures=figures), how)
+        return SetupResult(replace(run, figures=figures, batch_how=how))
+
+    def _end(self, trial: Trial, record: Run, setup: Setup) -> TargetResult | None:
+        """Return how a run to the target ended."""
+        assert trial.spec.record is not None, "every run of a study is recorded"
+        return target_result(self.request, trial.spec.record, record, setup)
 
     def _check_batch(
         self, setup: Setup, plan: RunPlan, record: Run, figures: RunFigures

@@ -19,7 +19,6 @@ from ...analyze.scaling.study_folder import (
     RUNS_FOLDER,
     STUDY_FILE,
     VERSION,
-    PlannedPoint,
     StoredStudy,
     read_runs,
     read_stored,
@@ -31,6 +30,7 @@ from ...analyze.scaling.study_model import (
     MIN_REPEATS,
     STRONG,
     TEMPLATE,
+    UNKNOWN,
     WEAK,
     BatchSource,
     RunFigures,
@@ -46,7 +46,6 @@ from .plan import (
     FIRST_STEPS,
     Cost,
     choose_steps,
-    describe_batch,
     plan_points,
     setups_of,
     total_steps,
@@ -59,31 +58,37 @@ from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
 # as failed.
 RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
 DEFAULT_MINUTES = 10.0
-HOW_UNKNOWN = "unknown"  # until the first run that sets a batch
+LEAST_TARGET_S = 15.0  # below, no run to a target begins
+TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
 
 
-def new_study(folder: Path, request: StudyRequest) -> None:
+def plan_study(request: StudyRequest) -> StoredStudy:
+    """Return a new study. Raises ValueError: The request cannot be measured."""
+    check_request(request)
+    if request.global_batch is None:
+        return StoredStudy(FORMAT, VERSION, request)
+    how = TEMPLATE if uses_template(request.args) else UNKNOWN
+    batch = BatchSource.of(how, request.global_batch)
+    return StoredStudy(FORMAT, VERSION, request, batch, plan_points(request, batch))
+
+
+def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
     """Create the folder of a study.
 
     Raises:
         ValueError: It exists and is not empty, or the request cannot be measured.
         OSError: It can't be created.
     """
-    check_request(request)
+    study = plan_study(request)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_study = (folder / STUDY_FILE).exists()
         what = "has a study already" if is_study else "exists and is not empty"
         hint = f"paceline scale --continue {folder}" if is_study else "name a new folder"
         raise ValueError(f"--output {folder} {what}. HINT: {hint}")
-    batch, points = None, list[PlannedPoint]()
-    if request.global_batch is not None:
-        batch = BatchSource(
-            TEMPLATE if uses_template(request.args) else HOW_UNKNOWN, request.global_batch
-        )
-        points = plan_points(request, batch)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUNS_FOLDER).mkdir(exist_ok=True)
-    write_study(folder, StoredStudy(FORMAT, VERSION, request, batch, points))
+    write_study(folder, study)
+    return study
 
 
 def check_request(request: StudyRequest) -> None:
@@ -136,7 +141,9 @@ def run_study(
 
 def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:
     """Return the options of all runs: each rank has as many cores at every size."""
-    cores = place.cores_of_rank(max(request.sizes))
+    largest = max(request.sizes)
+    full = request.ranks_per_host or -(-largest // place.hosts_of(largest))
+    cores = place.cores_of_rank(full)
     given = {"--cpus-per-rank", "--threads"} & set(request.options)
     if cores is None or given:
         return request.options
@@ -180,7 +187,7 @@ class _StudyRun:
         try:
             self._prepare()
             self.listener.study_started(read_study(self.folder), self._progress())
-            for _, setup in rounds(self._unfinished, MAX_REPEATS):
+            for _, setup in rounds(self._unfinished, max(MAX_REPEATS, self.request.seeds)):
                 if setup in self._unfinished():
                     self._run(setup)
         except TimeOverError:
@@ -237,15 +244,16 @@ class _StudyRun:
         step_s = statistics.median(figures.step_s)
         self.first_cost = Cost(max(took_s - FIRST_STEPS * step_s, 0.1), step_s)
         if self.stored.batch is None:
-            batch = BatchSource(HOW_UNKNOWN, max(round(figures.usual_samples), 1))
+            batch = BatchSource(UNKNOWN, max(round(figures.usual_samples), 1))
             points = plan_points(self.request, batch)
             self._store(replace(self.stored, batch=batch, points=points))
-        self._note_batch(result)
+        self._note_batch(result.run)
 
     def _leave_out_weak(self, cost: Cost) -> None:
         """Leave out weak scaling if the user did not ask for it and the time is too short."""
         kinds = {one.kind for one in self.stored.points}
-        if not self.request.weak_if_time or kinds != {STRONG, WEAK} or self.only is not None:
+        wanted = self.request.weak_if_time and not self.request.until
+        if not wanted or kinds != {STRONG, WEAK} or self.only is not None:
             return
         strong = [one for one in self.stored.points if one.kind == STRONG]
         each_s = cost.run_s(total_steps(self.stored.steps))
@@ -283,6 +291,8 @@ class _StudyRun:
         good = [run.figures for run in mine if run.figures is not None]
         if len(mine) > len(good):  # a run that failed is not repeated
             return True
+        if self.request.until:
+            return len(good) >= self.request.seeds
         if len(good) < MIN_REPEATS:
             return False
         rates = [figures.throughput for figures in good]
@@ -290,28 +300,39 @@ class _StudyRun:
 
     def _run(self, setup: Setup) -> None:
         expected_s = self._expected_s(setup)
-        if expected_s > self.deadline.left_s:
+        if max(expected_s, LEAST_TARGET_S * bool(self.request.until)) > self.deadline.left_s:
             self.no_time.add(setup)
             return
         repeat = sum(run.setup == setup for run in self.runs)
         self.listener.run_started(setup, repeat, expected_s, self._progress())
-        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
-        plan = RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
-        result = self.runner.run(setup, plan)
+        result = self.runner.run(setup, self._plan(expected_s))
         self.runs.append(result.run)
         self.runs_done += 1
-        self._note_batch(result)
+        self._note_batch(result.run)
         self.listener.run_ended(result.run, read_study(self.folder), self._progress())
 
-    def _note_batch(self, result: SetupResult) -> None:
+    def _plan(self, expected_s: float) -> RunPlan:
+        """Return the plan of the next run. A run to the target gets a part of the time left."""
+        if self.request.until:
+            runs_left = sum(self._runs_left(setup) for setup in self._unfinished())
+            limit_s = TARGET_TIME_FACTOR * self.deadline.left_s / max(runs_left, 1)
+            return RunPlan(0, limit_s=max(limit_s, LEAST_TARGET_S))
+        limit_s = max(MIN_RUN_LIMIT_S, RUN_LIMIT_FACTOR * expected_s)
+        return RunPlan(total_steps(self.stored.steps), limit_s=limit_s)
+
+    def _runs_left(self, setup: Setup) -> int:
+        done = sum(run.setup == setup for run in self.runs)
+        wanted = self.request.seeds if self.request.until else MIN_REPEATS
+        return max(wanted - done, 1)
+
+    def _note_batch(self, run: StudyRun) -> None:
         """Store and say how the batch is set, once a run has shown it."""
         batch = self.stored.batch
         assert batch is not None, "the batch is found before the first run"
-        if not result.batch_how or batch.text:
-            return
-        text = describe_batch(result.batch_how, batch.base)
-        self._store(replace(self.stored, batch=BatchSource(result.batch_how, batch.base, text)))
-        self.listener.message(f"batch: {text}")
+        if run.batch_how and batch.how == UNKNOWN:
+            batch = BatchSource.of(run.batch_how, batch.base)
+            self._store(replace(self.stored, batch=batch))
+            self.listener.message(f"batch: {batch.text}")
 
     # Costs
 
@@ -330,21 +351,24 @@ class _StudyRun:
         return Cost(statistics.median(map(_start_s, good)), statistics.median(steps))
 
     def _expected_s(self, setup: Setup) -> float:
-        """Return the expected duration of a run: of earlier ones, or of the smallest size."""
+        """Return the expected duration of a run: of earlier ones, or of the smallest size.
+
+        0 if it is not known: before the first run to a target.
+        """
         mine = [run.took_s for run in self.runs if run.setup == setup and run.figures is not None]
         if mine:
             return statistics.median(mine)
+        if self.request.until:
+            return 0.0
         return self._cost().run_s(total_steps(self.stored.steps))
 
     def _progress(self) -> Progress:
-        left, runs_left = 0.0, 0
-        for setup in self._unfinished():
-            done = sum(run.setup == setup for run in self.runs)
-            more = max(MIN_REPEATS - done, 1)
-            runs_left += more
-            left += more * self._expected_s(setup)
+        counts = {setup: self._runs_left(setup) for setup in self._unfinished()}
+        each_s = {setup: self._expected_s(setup) for setup in counts}
+        left: float | None = sum(more * each_s[setup] for setup, more in counts.items())
+        left = None if 0.0 in each_s.values() else min(left or 0.0, self.deadline.left_s)
         elapsed_s = time.monotonic() - self.began
-        return Progress(elapsed_s, min(left, self.deadline.left_s), self.runs_done, runs_left)
+        return Progress(elapsed_s, left, self.runs_done, sum(counts.values()))
 
 
 def _start_s(run: StudyRun) -> float:

@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ....analyze.scaling.compare_studies import SizeChange, StudyComparison
+from ....analyze.scaling.outcomes.compare_studies import SizeChange, StudyComparison
 from ...numbers import amount, counted, signed_duration
 from ...state_names import STATE_NAMES
 from .study_table import SAME

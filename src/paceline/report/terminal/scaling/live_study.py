@@ -62,7 +62,7 @@ class StudyDisplay(StudyListener):
         if self._live is not None:
             self._live.start(refresh=True)
             return
-        batch = f"; batch: {study.batch.text}" if study.batch is not None else ""
+        batch = f"; batch: {study.batch.text}" if study.batch and study.batch.text else ""
         sizes = len({point.setup for point in study.points})
         self._write(f"{counted(sizes, 'configuration')}{batch}{_left(progress)}")
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ....analyze.scaling.derived import Estimate
+from ....analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
 from ....analyze.scaling.study_model import STRONG, ScalingStudy, Setup
-from ....analyze.scaling.targets import SizeTarget, goal_of, targets
 from ...numbers import amount, counted, duration, figure, percent, size
 from ...scaling.findings import CheckedPrediction, Findings, Fit
 from ...scaling.size_rows import SizeRow, size_rows
@@ -55,7 +55,7 @@ def study_panel(
             parts += _targets(study, kind)
     if any(run.figures for run in study.runs):
         parts.append(Text(f"\n{_legend(width)}", style="bright_black"))
-    parts += [Text(f"{note}.".replace("..", "."), style="yellow") for note in study.notes]
+    parts += [Text(f"note: {note}", style="yellow") for note in study.notes]
     return Panel(Group(*parts), title="Paceline: scaling study", expand=False)
 
 

@@ -5,15 +5,15 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from ...record.ring.states import Memory, State
-from ..figures.report import Report, RunAnalysis, analyse_with_window
-from ..figures.steps import states_by_step
-from ..figures.window_steps import Floats, Steps
-from ..records.data_axis import find_data_axis
-from ..records.load_run import Run
-from ..records.read_record import Record
-from ..records.state_timeline import COMMUNICATION, STATES
-from .study_model import (
+from ....record.ring.states import Memory, State
+from ...figures.report import Report, RunAnalysis, analyse_with_window
+from ...figures.steps import states_by_step
+from ...figures.window_steps import Floats, Steps
+from ...records.data_axis import find_data_axis
+from ...records.load_run import Run
+from ...records.read_record import Record
+from ...records.state_timeline import COMMUNICATION, STATES
+from ..study_model import (
     CollectiveLoad,
     HostPlacement,
     RunFigures,

@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..reference.goal import Goal, parse_goal
-from .derived import Estimate, estimate, throughput
-from .study_model import ScalingStudy, SizePoint
+from ...reference.goal import Goal, parse_goal
+from ..derived import Estimate, estimate, throughput
+from ..study_model import ScalingStudy, SizePoint
 
 HOUR_S = 3600.0
 SAME_RATE = 0.02  # relative difference of learning rates up to which a rule is said to be used

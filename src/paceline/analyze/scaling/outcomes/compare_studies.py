@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from ...significance import difference_of_runs
-from ..figures.compare_runs import BETWEEN_RUNS
-from ..records.state_timeline import STATES
-from .derived import Estimate, median_state, relative_error, scaling, throughput
-from .study_model import ScalingStudy, SizePoint
+from ....significance import difference_of_runs
+from ...figures.compare_runs import BETWEEN_RUNS
+from ...records.state_timeline import STATES
+from ..derived import Estimate, median_state, relative_error, scaling, throughput
+from ..study_model import ScalingStudy, SizePoint
 
 MIN_STATE_SHARE = 0.01  # of a step, by which a state must differ to be named
 
