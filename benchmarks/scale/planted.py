@@ -161,14 +161,14 @@ def judge(case: Case, found: KindAnalysis) -> dict[str, object]:
 
 def main() -> None:
     parser = options("scale-planted", __doc__ or "", 1)
-    parser.add_argument("--folder", type=Path, default=BENCHMARKS / "out/scale/planted")
+    parser.add_argument("--folder", default=str(BENCHMARKS / "out/scale/planted"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
     facts = machine()
     results, started = [], time.monotonic()
     every = [one for one in cases() if args.only in one.name]
     for case in every:
-        folder = args.folder / case.name
+        folder = Path(args.folder) / case.name
         open_study(folder, case, SIZES, STEPS)
         for size in SIZES:
             measure(folder, case, size)
@@ -181,6 +181,7 @@ def main() -> None:
             f"{case.name:26} {'right' if result['reason_right'] else 'WRONG':6}"
             f"{result['named']!s:24} parameters within: {inside}",
             highlight=False,
+            soft_wrap=True,
         )
     right = sum(bool(one["reason_right"]) for one in results)
     parameters = [one for result in results for one in result["parameters"]]

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Case:
         options: Of laws.py.
         causes: Causes that may be named as the main reason.
         truth: Planted parameters of the cost model, by name, in its units.
-        where: Options of ``paceline run`` by number of ranks, for hosts; empty: this machine.
+        mbit: Rate of each host's link in Mbit/s, one rank a host; 0: on this machine.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Case:
     options: dict[str, float]
     causes: tuple[str, ...] = ()
     truth: dict[str, float] = field(default_factory=dict)
-    where: dict[int, list[str]] = field(default_factory=dict)
+    mbit: int = 0
 
 
 def setup_of(case: Case, ranks: int) -> Setup:
@@ -90,8 +90,13 @@ def _words(name: str, value: float) -> list[str]:
     return [flag] if value is True else [flag, f"{value:g}"]
 
 
-def measure(folder: Path, case: Case, ranks: int) -> float:
-    """Run one size unless its figures are there; return the seconds that it took."""
+def measure(
+    folder: Path, case: Case, ranks: int, start: Callable[[list[str]], object] = launch
+) -> float:
+    """Run one size unless its figures are there; return the seconds that it took.
+
+    start: Runs the command.
+    """
     setup = setup_of(case, ranks)
     if any(run.setup == setup for run in read_runs(folder)[0]):
         return 0.0
@@ -99,11 +104,14 @@ def measure(folder: Path, case: Case, ranks: int) -> float:
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     words = read_study(folder).request.args
-    where = case.where.get(ranks, ["-n", str(ranks)])
+    where = ["-n", str(ranks)]
+    if case.mbit:
+        where = ["-H", ",".join(f"host{i + 1}:1" for i in range(ranks))]
+        where += ["--env", f"PACELINE_LINK_MBIT={case.mbit}"]  # the interfaces do not know of tc
     command = [str(BIN / "paceline"), "run", *where, "--record", str(run / RECORD_FOLDER)]
     command += [str(SCRIPT), "--batch", str(setup.rank_batch), *words]
     began, started = time.time(), time.monotonic()
-    launch(command)
+    start(command)
     took = time.monotonic() - started
     figures = figures_of_run(load_run(run / RECORD_FOLDER))
     hosts = len({one.host for one in figures.placement}) or 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -105,14 +106,33 @@ class Samples(Dataset):
         return [(self.x, self.x[:1])] * len(indices)
 
 
+class SlowBackward(torch.autograd.Function):
+    """The identity, whose backward pass sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
 class Net(nn.Module):
-    """A layer whose forward pass sleeps, and parameters for the exchange."""
+    """A layer whose forward pass sleeps, and with ``--ddp`` its backward pass too.
+
+    The gradients of ``large`` are ready before the backward pass sleeps.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
         self.args = args
         self.random = random.Random(args.seed)
+        if args.ddp:
+            self.large = nn.Parameter(torch.zeros(int(args.mib * MIB / 4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         args = self.args
@@ -124,8 +144,11 @@ class Net(nn.Module):
             ms += args.slow
         if args.jitter:
             ms = max(ms + self.random.gauss(0, args.jitter), 0.0)
-        time.sleep(1e-3 * ms)
-        return self.layer(x)
+        if not args.ddp:
+            time.sleep(1e-3 * ms)
+            return self.layer(x)
+        time.sleep(1e-3 * ms / 3)
+        return self.layer(SlowBackward.apply(x.requires_grad_(), 2e-3 * ms / 3)) + self.large[0]
 
 
 def options() -> argparse.Namespace:
@@ -153,6 +176,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mib", type=float, default=0.001, help="MiB of each")
     parser.add_argument("--latency", **number, help="ms of latency of the emulated network")
     parser.add_argument("--per-mib", **number, help="ms per MiB on the emulated network")
+    parser.add_argument("--ddp", action="store_true", help="DDP exchanges one vector of --mib")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -194,6 +218,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     net = Net(args)
+    model = DistributedDataParallel(net) if args.ddp and size > 1 else net
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     data = Samples(args.steps * args.batch * size, args.input + args.shared_input * size)
     loader = DataLoader(data, args.batch, sampler=DistributedSampler(data))
@@ -201,10 +226,10 @@ def main() -> None:
     validation = args.validate + args.validate_rank * size
     gradient = torch.zeros(max(int(args.mib * MIB / 4), 1))
     for step, (x, y) in enumerate(loader, 1):
-        loss = nn.functional.mse_loss(net(x), y)
+        loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
-        if size > 1:
+        if size > 1 and not args.ddp:
             for _ in range(args.calls):
                 dist.all_reduce(gradient)
         optimizer.step()
