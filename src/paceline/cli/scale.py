@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -39,6 +39,9 @@ from .common.study_outputs import (
     TalpFolder,
     print_comparison,
 )
+
+if TYPE_CHECKING:
+    from ..analyze.scaling.study_model import ScalingStudy
 
 MEASUREMENT = "Measurement"
 TARGET = "Time to a target"
@@ -270,7 +273,6 @@ def scale(
     writes goes to a scratch folder.
     """
     from ..analyze.scaling.study_folder import read_study
-    from ..report.scaling.study_findings import findings_of
     from ..report.terminal.scaling.live_study import StudyDisplay
     from ..study.scale.jobs import has_jobs
     from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
@@ -329,17 +331,25 @@ def scale(
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
         if only is None and has_jobs(folder):
             jobs.gather_jobs(folder)
-            study = read_study(folder)
-            outputs.finish(study, findings_of(study))
+            _finish(outputs, read_study(folder))
             return
         with interruptible() as interruption, StudyDisplay() as display:
             ended = run_study(folder, display, minutes, None if only is None else {only})
-        outputs.finish(ended.study, findings_of(ended.study))
+        _finish(outputs, ended.study)
     if ended.interrupted:
         typer.echo(
             printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"), err=True
         )
         raise typer.Exit(128 + (interruption.signal_number or 2))
+
+
+def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
+    """Analyse a study, print it, and write its files."""
+    from ..predict.scaling import study_proposals
+    from ..report.scaling.study_findings import findings_of
+
+    proposals = {kind: study_proposals(study, kind) for kind in study.request.kinds}
+    outputs.finish(study, findings_of(study, proposals))
 
 
 def _check_continued(
@@ -373,10 +383,7 @@ def _shows_only(
             f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
         )
     if show is not None:
-        from ..report.scaling.study_findings import findings_of
-
-        study = read_study(show)
-        outputs.finish(study, findings_of(study))
+        _finish(outputs, read_study(show))
         return True
     assert compare is not None
     from ..analyze.scaling.outcomes.compare_studies import compare_studies

@@ -121,7 +121,7 @@ def submit_study(
             not accept them.
         OSError: The folder can't be written.
     """
-    from ...study.scale.jobs import begin_jobs, show_jobs
+    from ...study.scale.jobs import begin_jobs, check_node_hours, plan_jobs, show_jobs
     from ...study.scale.run_study import new_study, plan_study
 
     if request.global_batch is None:
@@ -130,9 +130,11 @@ def submit_study(
             "has run. HINT: --global-batch N, the batch of all ranks at the smallest size"
         )
     request = replace(request, ranks_per_host=options.ranks_per_node)
+    study = plan_study(request)
     if dry_run:
-        show_jobs(folder, plan_study(request), options, typer.echo)
+        show_jobs(folder, study, options, typer.echo)
         return
+    check_node_hours(options, plan_jobs(study, options, request.sizes), [])
     new_study(folder, request)
     say(f"the study is in {folder}")
     begin_jobs(folder, options, say)

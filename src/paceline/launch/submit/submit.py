@@ -78,7 +78,7 @@ def _qsub() -> str | None:
     return "torque" if re.search(r"^(version|commit):", words, re.I | re.M) else None
 
 
-def _check(batch: Batch, setup: list[str]) -> None:
+def _check(batch: Batch, setup: list[str], makes_folder: bool) -> None:
     """Raise ValueError for invalid options, before anything is written."""
     given = {"--queue": batch.queue, "--account": batch.account, "--output": batch.output}
     lines = [(option, value) for option, value in given.items() if value is not None]
@@ -94,7 +94,7 @@ def _check(batch: Batch, setup: list[str]) -> None:
             "--warn 120"
         )
     folder = Path(batch.output or ".").parent
-    if "%" not in str(folder) and not folder.is_dir():
+    if not makes_folder and "%" not in str(folder) and not folder.is_dir():
         raise ValueError(
             f"--output {batch.output}: there is no folder {folder}, and the scheduler does not "
             "create it. "
@@ -128,7 +128,9 @@ def batch_script(
     return command_script(kind, batch, setup, f"run {_run_words(batch, job, record, more)}")
 
 
-def command_script(kind: Scheduler, batch: Batch, setup: list[str], command: str) -> str:
+def command_script(
+    kind: Scheduler, batch: Batch, setup: list[str], command: str, *, makes_folder: bool = False
+) -> str:
     """Return a batch script that ends with a command of Paceline.
 
     Args:
@@ -136,11 +138,12 @@ def command_script(kind: Scheduler, batch: Batch, setup: list[str], command: str
         batch: The job's options.
         setup: Shell commands that run before the command.
         command: The command and its arguments, shell-quoted.
+        makes_folder: Whether the folder of the output is created before the job is submitted.
 
     Raises:
         ValueError: An option is invalid, or not supported by the scheduler.
     """
-    _check(batch, setup)
+    _check(batch, setup, makes_folder)
     lines = ["#!/bin/bash"]
     lines += [f"{kind.mark} {option}" for option in [*kind.options(batch), *batch.options]]
     if batch.warn and kind.no_warning:

@@ -197,7 +197,8 @@ def script_of(stored: StoredStudy, options: JobOptions, job: SizeJob, folder: Pa
     """Return the batch script of a job. Raises ValueError."""
     command = ["scale", "--continue", str(folder), "--only", str(job.ranks)]
     batch = batch_of(stored, options, job, folder)
-    return command_script(SCHEDULERS[options.scheduler], batch, options.setup, shlex.join(command))
+    kind, words = SCHEDULERS[options.scheduler], shlex.join(command)
+    return command_script(kind, batch, options.setup, words, makes_folder=True)
 
 
 def show_jobs(

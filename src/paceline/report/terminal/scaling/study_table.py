@@ -18,6 +18,7 @@ from ...scaling.target_sentences import target_sentences
 from ..run_report import GOOD_EFFICIENCY
 
 WIDE = 118  # columns of a terminal from which on all POP factors are shown
+LEAST_SHOWN = 1e-5  # of an interval relative to its value
 MAX_SHOWN_PARAMETERS = 3  # of a fit; the cost model has more, which are on the page
 SAME = {
     STRONG: "strong scaling: the same global batch",
@@ -131,7 +132,7 @@ def _interval(found: Estimate | None, show: Callable[[float], str]) -> str:
     if found is None:
         return "-"
     half = found.precision
-    return show(found.value) + (f" ±{100 * half:.2g} %" if 0 < half < math.inf else "")
+    return show(found.value) + (f" ±{100 * half:.2g} %" if LEAST_SHOWN < half < math.inf else "")
 
 
 def _graded(value: float | None) -> Text:
