@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import BENCHMARKS, console, finish, launch, machine, options, run
+from planted_studies import Case, measure, open_study, study_of
 
 from paceline.analyze.scaling.forecast import COST_MODEL, predict_next
 from paceline.analyze.scaling.study_folder import store_predictions
 from paceline.analyze.scaling.study_model import STRONG, WEAK
-from studies import Case, measure, open_study, study_of
 
 sys.path.insert(0, str(BENCHMARKS.parent / "tests"))
 sys.path.insert(0, str(BENCHMARKS.parent / "tests/support"))
@@ -129,17 +129,17 @@ def study(folder: Path, case: Case, start: Callable[[list[str]], object]) -> dic
 
 
 def main() -> None:
-    parser = options("scale-next_size", __doc__ or "", 1)
+    parser = options("next_size", __doc__ or "", 1)
     parser.add_argument("--folder", default=str(BENCHMARKS / "out/scale/next_size"))
     parser.add_argument("--only", default="", help="studies whose name contains this")
     args = parser.parse_args()
-    if missing() and args.only != "local":
+    every = [one for one in cases() if args.only in one.name]
+    on_hosts = [one for one in every if one.mbit]
+    if on_hosts and missing():
         sys.exit(f"this needs {', '.join(missing())}. HINT: make test-packages, and run as root")
     facts, began = machine(), time.monotonic()
-    every = [one for one in cases() if args.only in one.name]
     folder = Path(args.folder).absolute()
     results = [study(folder / one.name, one, launch) for one in every if not one.mbit]
-    on_hosts = [one for one in every if one.mbit]
     if on_hosts:
         with contextlib.closing(Hosts(NEXT)) as hosts:
 
@@ -152,13 +152,13 @@ def main() -> None:
     errors = [abs(one["models"][COST_MODEL]["error"]) for one in results]
     inside = sum(one["models"][COST_MODEL]["inside"] for one in results)
     finish(
-        "scale-next_size",
+        "next_size",
         args,
         facts,
+        measurements={one["case"]: one for one in results},
+        medians={"error": statistics.median(errors), "worst error": max(errors)},
+        ratios={},
         seconds=time.monotonic() - began,
-        studies=results,
-        median_error=statistics.median(errors),
-        worst_error=max(errors),
         inside=f"{inside} of {len(results)}",
         targets=[
             _target("median error of the next size", statistics.median(errors), MEDIAN, errors),

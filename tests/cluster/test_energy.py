@@ -7,7 +7,7 @@ import pytest
 from fake_sysfs import small, write
 
 from paceline.cluster.energy import counters, meter
-from paceline.cluster.energy.counters import find_held, sysfs_counters
+from paceline.cluster.energy.counters import sysfs_counters
 from paceline.cluster.energy.meter import EnergyMeter, EnergyUse, total_joules
 
 WRAP_UJ = 262143328850
@@ -40,16 +40,17 @@ def packages(root: Path, *uj: int) -> None:
         rapl(root, f"intel-rapl:{i}", f"package-{i}", value)
 
 
-def used(meter: EnergyMeter) -> dict[str, EnergyUse]:
-    return {one.source: one for one in meter.stop()}
+def used(meter: EnergyMeter, threads: range = range(16)) -> dict[str, EnergyUse]:
+    meter.stop()
+    return {one.source: one for one in meter.charged(threads)}
 
 
 def measured(root: Path, threads: range, *after: int) -> dict[str, EnergyUse]:
     """Return what is charged while the packages' counters go from 0 to these values."""
-    measuring = EnergyMeter(threads, root)
+    measuring = EnergyMeter(root)
     measuring.sample()
     packages(root, *after)
-    return used(measuring)
+    return used(measuring, threads)
 
 
 def test_a_package_is_charged_by_the_share_of_its_cores_that_the_job_holds(host: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_counter_that_starts_again_at_its_range_loses_nothing(host: Path) -> N
 
 def test_every_reading_may_have_started_again(host: Path) -> None:
     packages(host, WRAP_UJ - 1_000_000)
-    measuring = EnergyMeter(range(16), host)
+    measuring = EnergyMeter(host)
     measuring.sample()
     for uj in (1_000_000, WRAP_UJ - 1_000_000, 1_000_000):
         packages(host, uj)
@@ -90,7 +91,7 @@ def test_cores_graphics_and_the_second_interface_are_parts_of_a_package(host: Pa
     rapl(host, "intel-rapl:0:1", "dram", 0)
     rapl(host, "intel-rapl-mmio:0", "package-0", 0)
     rapl(host, "intel-rapl:1", "psys", 0)
-    found, notes = sysfs_counters(find_held(range(16), host), host)
+    found, notes = sysfs_counters(host)
     assert [one.source for one in found] == ["package 0", "memory 0"]
     assert not notes
 
@@ -102,7 +103,7 @@ def test_memory_is_charged_by_the_memory_that_the_job_may_use(
     put(host, "proc/meminfo", f"MemTotal: {256 << 20} kB")
     packages(host, 0)
     rapl(host, "intel-rapl:0:1", "dram", 0)
-    measuring = EnergyMeter(range(16), host)
+    measuring = EnergyMeter(host)
     measuring.sample()
     rapl(host, "intel-rapl:0:1", "dram", 40_000_000)
     found = used(measuring)
@@ -123,15 +124,17 @@ def test_counters_that_only_root_reads_are_named(
         return path_open(path, *given, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    measuring = EnergyMeter(range(16), host)
-    assert measuring.start().stop() == []
+    measuring = EnergyMeter(host)
+    measuring.start().stop()
+    assert measuring.charged() == []
     assert len(measuring.notes) == 1
     assert "energy_uj is not readable. HINT: only root reads it" in measuring.notes[0]
 
 
 def test_a_machine_without_counters_says_so(host: Path) -> None:
-    measuring = EnergyMeter(range(16), host)
-    assert measuring.start().stop() == []
+    measuring = EnergyMeter(host)
+    measuring.start().stop()
+    assert measuring.charged() == []
     assert "no energy counters of the processors" in measuring.notes[0]
 
 
@@ -140,11 +143,11 @@ def test_cray_counters_of_a_node_contain_those_of_its_parts(host: Path) -> None:
     names = ("energy", "cpu_energy", "memory_energy", "accel0_energy", "freshness")
     for name in names:
         put(host, f"{CRAY}/{name}", "1000 J 1664 us")
-    measuring = EnergyMeter(range(8), host)
+    measuring = EnergyMeter(host)
     measuring.sample()
     for name, joules in zip(names, (1400, 1200, 1060, 1100), strict=False):
         put(host, f"{CRAY}/{name}", f"{joules} J 1665 us")
-    found = used(measuring)
+    found = used(measuring, range(8))
     assert {name: one.joules for name, one in found.items()} == {
         "node": 200,
         "processors": 100,
@@ -168,7 +171,7 @@ def test_a_gpu_is_charged_as_its_counter_says(host: Path, monkeypatch: pytest.Mo
     put(host, "dev/nvidia0", "")
     put(host, "dev/nvidia1", "")
     packages(host, 0)
-    measuring = EnergyMeter(range(16), host, nvml)
+    measuring = EnergyMeter(host, nvml)
     measuring.sample()
     assert used(measuring)["GPU 1"].joules == 7
 
@@ -184,10 +187,11 @@ def test_readings_go_on_until_the_meter_is_stopped(
 ) -> None:
     monkeypatch.setattr(meter, "INTERVAL_S", 1e-3)
     packages(host, 0)
-    measuring = EnergyMeter(range(16), host).start()
+    measuring = EnergyMeter(host).start()
     while len(measuring._times) < 3:
         pass
     packages(host, 9_000_000)
-    (one,) = measuring.stop()
+    measuring.stop()
+    (one,) = measuring.charged(range(16))
     assert one.joules == 9
     assert len(one.times) == len(one.charged) >= 3

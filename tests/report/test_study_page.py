@@ -4,7 +4,6 @@ import json
 
 import pytest
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
-from studies import make_study, predicted, reach, throughput
 
 from paceline.analyze.scaling.derived import estimate
 from paceline.analyze.scaling.study_model import STRONG, WEAK
@@ -19,6 +18,7 @@ from paceline.report.scaling.findings import (
     Reason,
 )
 from paceline.report.scaling.study_json import study_json
+from studies import make_study, predicted, reach, throughput
 
 RANKS = [1, 2, 4, 8, 16]
 X = [throughput(n) for n in RANKS]

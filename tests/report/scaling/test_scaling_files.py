@@ -11,7 +11,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from studies import make_study, throughput
 
 from paceline.analyze.scaling.study_model import STRONG, WEAK, HostPlacement
 from paceline.report.scaling.csv_file import columns, csv_text
@@ -20,6 +19,7 @@ from paceline.report.scaling.findings import Curve, Findings
 from paceline.report.scaling.latex_table import decimals, latex_text
 from paceline.report.scaling.svg_chart import COLOURS, svg_text
 from paceline.report.scaling.talp_files import talp_files
+from studies import make_study, throughput
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -176,14 +176,14 @@ def _run_parts(run: RunFigures, ranks: int) -> tuple[dict[str, float], dict[str,
 def _constant_excess(run: RunFigures, ranks: int) -> float:
     """Return by how much the slowest rank computes longer than the mean in every step.
 
-    Without what the slowest of equal ranks takes longer by chance in as many steps.
+    0 where the slowest of equal ranks is as much longer by chance, in as many steps.
     """
     means = run.spread.own_mean_s
     if len(means) < 2 or not run.step_s:
         return 0.0
     excess = max(means) - statistics.fmean(means)
     chance = normal_max(ranks) * run.spread.busy_sd_s / math.sqrt(len(run.step_s))
-    return max(excess - chance, 0.0)
+    return math.sqrt(max(excess**2 - chance**2, 0.0))
 
 
 def _late_ranks(runs: Sequence[RunFigures]) -> dict[str, tuple[int, float]]:

@@ -24,7 +24,7 @@ _ZONE = re.compile(r"intel-rapl:\d+(:\d+)?")  # intel-rapl-mmio counts the same 
 _CRAY_VALUE = re.compile(r"(\d{1,18}) J\b")
 _ACCELERATOR = re.compile(r"accel\d+_energy")
 MAX_TEXT = 4096
-READ_ALL = "all of it is charged"
+CORES, MEMORY, ALL = "cores", "memory", "device"  # what the charged share is a share of
 HINT_UNREADABLE = (
     "HINT: only root reads it by default; ask the administrators to let users read it (chmod 444)"
 )
@@ -38,17 +38,29 @@ class Counter:
         source: "package 0", "memory 0", "node", "processors", "memory", "accelerator 0", "GPU 0".
         read_j: Return the counter's value in J. Raises OSError or ValueError.
         wrap_j: Value after which it starts again at 0; None if it does not.
-        share: Part of it that is charged to the job.
-        how: How it is read and charged, in words.
+        name: Where it is read.
+        package: Package whose cores or memory it counts; None: the node.
+        by: Share by which it is charged: CORES, MEMORY or ALL.
         within: Source of a counter that contains this one; "" if there is none.
+        share: Part of it that is charged to the job.
     """
 
     source: str
     read_j: Callable[[], float]
     wrap_j: float | None
-    share: float
-    how: str
+    name: str
+    by: str
+    package: int | None = None
     within: str = ""
+    share: float = 1.0
+
+    @property
+    def how(self) -> str:
+        """How it is read and charged, in words."""
+        if self.share >= 1:
+            return f"{self.name}, all of it is charged"
+        part = f"{100 * self.share:.3g} % of it are charged"
+        return f"{self.name}, {part}, the job's share of the {self.by}"
 
     @property
     def is_estimate(self) -> bool:
@@ -109,24 +121,43 @@ def _memory_share(root: Path) -> float | None:
     return None if allowed is None else min(allowed / whole, 1.0)
 
 
-def sysfs_counters(held: Held, root: Path = Path("/")) -> tuple[list[Counter], list[str]]:
+def charged_counters(
+    counters: Collection[Counter], threads: Collection[int] | None = None, root: Path = Path("/")
+) -> list[Counter]:
+    """Return the counters with the shares of a job; those that count nothing of it are left out.
+
+    threads: Its hardware threads; None: those that this process may use.
+    """
+    held = find_held(threads, root)
+    each = [replace(one, share=_share(one, held)) for one in counters]
+    return [one for one in each if one.share > 0]
+
+
+def _share(counter: Counter, held: Held) -> float:
+    if counter.by == ALL:
+        return 1.0
+    cores = held.share_of(counter.package)
+    if counter.by == CORES or held.memory_share is None or not cores:
+        return cores
+    return held.memory_share
+
+
+def sysfs_counters(root: Path = Path("/")) -> tuple[list[Counter], list[str]]:
     """Return the counters of this node that can be read, and what cannot be read, with the reason.
 
     RAPL is not used where the node has Cray's counters, which contain the same energy.
     """
-    found, notes = _cray(held, root)
+    found, notes = _cray(root)
     if found:
         return found, notes
-    rapl, missing = _rapl(held, root)
+    rapl, missing = _rapl(root)
     if not rapl and not missing and not notes:
-        missing = [f"this machine has no energy counters of its processors (/{POWERCAP}, /{CRAY})"]
+        missing = [f"there are no energy counters of the processors (/{POWERCAP}, /{CRAY})"]
     return rapl, notes + missing
 
 
-def _cray(held: Held, root: Path) -> tuple[list[Counter], list[str]]:
+def _cray(root: Path) -> tuple[list[Counter], list[str]]:
     folder = root / CRAY
-    cores = held.share_of()
-    memory = cores if held.memory_share is None else held.memory_share
     found, notes = list[Counter](), list[str]()
     try:
         names = sorted(path.name for path in folder.iterdir())
@@ -134,61 +165,52 @@ def _cray(held: Held, root: Path) -> tuple[list[Counter], list[str]]:
         return [], []
     for name in names:
         if name == "energy":
-            source, share, within = "node", cores, ""
+            source, by, within = "node", CORES, ""
         elif name == "cpu_energy":
-            source, share, within = "processors", cores, "node"
+            source, by, within = "processors", CORES, "node"
         elif name == "memory_energy":
-            source, share, within = "memory", memory, "node"
+            source, by, within = "memory", MEMORY, "node"
         elif _ACCELERATOR.fullmatch(name):
             number = name.removeprefix("accel").removesuffix("_energy")
-            source, share, within = f"accelerator {number}", 1.0, "node"
+            source, by, within = f"accelerator {number}", ALL, "node"
         else:
             continue
-        how = f"/{CRAY}/{name}, {_charged(share, source)}"
-        counter = Counter(source, _reader(folder / name, _parse_cray), None, share, how, within)
+        read = _reader(folder / name, _parse_cray)
+        counter = Counter(source, read, None, f"/{CRAY}/{name}", by, within=within)
         _add_readable(counter, f"/{CRAY}/{name}", found, notes)
     if not any(one.source == "node" for one in found):
         found = [replace(one, within="") for one in found]
     return found, notes
 
 
-def _rapl(held: Held, root: Path) -> tuple[list[Counter], list[str]]:
+def _rapl(root: Path) -> tuple[list[Counter], list[str]]:
     """Return packages and their memory; cores and graphics are parts of their package."""
     found, notes = list[Counter](), list[str]()
     try:
         zones = sorted(one for one in (root / POWERCAP).iterdir() if _ZONE.fullmatch(one.name))
     except OSError:
         return [], []
-    package_of: dict[str, int] = {}
+    packages: dict[str, int] = {}
+    for zone in zones:
+        if (match := re.match(r"package-(\d{1,4})", _text(zone / "name"))) is not None:
+            packages[zone.name] = int(match[1])
     for zone in zones:
         name = _text(zone / "name")
-        if (match := re.match(r"package-(\d{1,4})", name)) is not None:
-            package_of[zone.name] = int(match[1])
-    for zone in zones:
-        name = _text(zone / "name")
-        number = package_of.get(zone.name.rpartition(":")[0] if name == "dram" else zone.name)
+        is_memory = name == "dram"
+        number = packages.get(zone.name.rpartition(":")[0] if is_memory else zone.name)
         if number is None:
             continue
-        share = held.share_of(number)
-        source = f"package {number}"
-        if name == "dram":
-            source = f"memory {number}"
-            share = share if held.memory_share is None else held.memory_share
-        if not share:
-            continue  # none of its cores are the job's
         wrap = read_sysfs_int(zone / "max_energy_range_uj")
-        read = _reader(zone / "energy_uj", lambda text: int(text) / 1e6)
-        how = f"/{POWERCAP}/{zone.name} ({name}), {_charged(share, source)}"
-        counter = Counter(source, read, wrap / 1e6 if wrap else None, share, how)
+        counter = Counter(
+            f"{'memory' if is_memory else 'package'} {number}",
+            _reader(zone / "energy_uj", lambda text: int(text) / 1e6),
+            wrap / 1e6 if wrap else None,
+            f"/{POWERCAP}/{zone.name} ({name})",
+            MEMORY if is_memory else CORES,
+            number,
+        )
         _add_readable(counter, f"/{POWERCAP}/{zone.name}/energy_uj", found, notes)
     return found, notes
-
-
-def _charged(share: float, source: str) -> str:
-    if share >= 1:
-        return READ_ALL
-    what = "memory" if source.startswith("memory") else "cores"
-    return f"{100 * share:.3g} % of it are charged, the job's share of the {what}"
 
 
 def _add_readable(counter: Counter, name: str, found: list[Counter], notes: list[str]) -> None:

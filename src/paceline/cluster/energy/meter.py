@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from .counters import Counter, find_held, sysfs_counters
+from .counters import Counter, charged_counters, sysfs_counters
 from .nvml import gpu_counters
 
 INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
@@ -24,7 +24,7 @@ class EnergyUse:
         is_estimate: Whether it is a share of a counter that covers more than the job.
         how: How it was read and charged.
         within: Source of a counter that contains this one; "" if there is none.
-        times: When it was read (s, ``time.time()``).
+        times: When it was read (s, ``time.monotonic()``).
         charged: Joules charged until then.
     """
 
@@ -37,7 +37,7 @@ class EnergyUse:
     charged: list[float] = field(default_factory=list)
 
     def between(self, start: float, end: float) -> float:
-        """Return the joules between two times (s, ``time.time()``), interpolated."""
+        """Return the joules between two times (s, ``time.monotonic()``), interpolated."""
         return max(self._until(end) - self._until(start), 0.0)
 
     def _until(self, at: float) -> float:
@@ -60,7 +60,6 @@ class EnergyMeter:
     """Reads the counters of this node until it is stopped.
 
     Args:
-        threads: Hardware threads that the job holds; None: those that this process may use.
         root: Root of /sys and /proc.
         nvml: The module pynvml; None imports it if there is a GPU.
 
@@ -68,19 +67,15 @@ class EnergyMeter:
         notes: What cannot be read, and why.
     """
 
-    def __init__(
-        self,
-        threads: Collection[int] | None = None,
-        root: Path = Path("/"),
-        nvml: Any = None,
-    ) -> None:
-        self._counters, notes = sysfs_counters(find_held(threads, root), root)
+    def __init__(self, root: Path = Path("/"), nvml: Any = None) -> None:
+        self._root = root
+        self._counters, notes = sysfs_counters(root)
         gpus, more = gpu_counters(root, nvml)
         self._counters += gpus
         self.notes = notes + more
         self._last = [0.0] * len(self._counters)
         self._times: list[float] = []
-        self._charged: list[list[float]] = [[] for _ in self._counters]
+        self._used: list[list[float]] = [[] for _ in self._counters]
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._read_regularly, daemon=True)
 
@@ -91,33 +86,43 @@ class EnergyMeter:
             self._thread.start()
         return self
 
-    def stop(self) -> list[EnergyUse]:
-        """End, and return what each counter measured."""
+    def stop(self) -> None:
+        """End the measurement."""
         if self._thread.is_alive():
             self._ends.set()
             self._thread.join()
         self.sample()
-        return [
-            EnergyUse(
-                one.source,
-                charged[-1],
-                one.is_estimate,
-                one.how,
-                one.within,
-                list(self._times),
-                charged,
+
+    def charged(self, threads: Collection[int] | None = None) -> list[EnergyUse]:
+        """Return what is charged to the job, until the last reading.
+
+        threads: Hardware threads that the job holds; None: those that this process may use.
+        """
+        whole = {one.source: used for one, used in zip(self._counters, self._used, strict=True)}
+        result = []
+        for one in charged_counters(self._counters, threads, self._root):
+            used = [one.share * joules for joules in whole[one.source]]
+            result.append(
+                EnergyUse(
+                    one.source,
+                    used[-1],
+                    one.is_estimate,
+                    one.how,
+                    one.within,
+                    list(self._times),
+                    used,
+                )
             )
-            for one, charged in zip(self._counters, self._charged, strict=True)
-        ]
+        return result
 
     def sample(self) -> None:
         """Read all counters once.
 
         A counter that cannot be read any more stays where it was, and ``notes`` says so.
         """
-        self._times.append(time.time())
+        self._times.append(time.monotonic())
         for i, counter in enumerate(self._counters):
-            before, charged = self._last[i], self._charged[i]
+            before, used = self._last[i], self._used[i]
             try:
                 now = counter.read_j()
             except (OSError, ValueError):
@@ -125,8 +130,7 @@ class EnergyMeter:
                 if note not in self.notes:
                     self.notes.append(note)
                 now = before
-            used = _difference(before, now, counter) if charged else 0.0
-            charged.append((charged[-1] if charged else 0.0) + counter.share * used)
+            used.append(used[-1] + _difference(before, now, counter) if used else 0.0)
             self._last[i] = now
 
     def _read_regularly(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..topology.visible_gpus import UNKNOWN, visible_devices
-from .counters import READ_ALL, Counter
+from .counters import ALL, Counter
 
 HINT = "HINT: pip install nvidia-ml-py"
 
@@ -33,7 +33,7 @@ def gpu_counters(root: Path = Path("/"), nvml: Any = None) -> tuple[list[Counter
                 notes.append("the energy of a GPU is unknown: its index is not known")
                 continue
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            counter = Counter(f"GPU {index}", _reader(nvml, handle), None, 1.0, f"NVML, {READ_ALL}")
+            counter = Counter(f"GPU {index}", _reader(nvml, handle), None, "NVML", ALL)
             counter.read_j()
             found.append(counter)
     except nvml.NVMLError as error:  # GPUs before Volta have no counter

@@ -18,10 +18,12 @@ from ...analyze.scaling.study_model import (
     StudyRun,
     TargetResult,
 )
+from ...cluster.energy.meter import EnergyMeter
 from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
 from ..trials import InterruptedTrialError, Trial, Trials, TrialSpec
+from .energy import measured_energy
 from .machine_watch import MachineWatch
 from .places import Place
 from .plan import SEED, filled_in, uses_template
@@ -102,7 +104,7 @@ class SetupRunner:
     def _run_in(self, path: Path, setup: Setup, repeat: int, plan: RunPlan) -> SetupResult:
         hosts = self.place.hosts_of(setup.ranks)
         run = StudyRun(f"{RUNS_FOLDER}/{path.name}", setup, repeat, hosts=hosts)
-        watch = MachineWatch()
+        watch, meter = MachineWatch(), EnergyMeter().start()
         watch.start()
         try:
             trial = self.trials.run_trial(self._spec(setup, repeat, plan, path))
@@ -111,11 +113,12 @@ class SetupRunner:
             raise
         finally:
             machine = watch.stop()
+            meter.stop()
             remove_scratch(path)
         if trial.code is None and not self.trials.deadline.left_s and plan.steps:
             remove_run(path)
             raise TimeOverError
-        return self._result(run, trial, plan, machine)
+        return self._result(run, trial, plan, machine, meter)
 
     def _spec(self, setup: Setup, repeat: int, plan: RunPlan, folder: Path) -> TrialSpec:
         request = self.request
@@ -138,7 +141,12 @@ class SetupRunner:
         )
 
     def _result(
-        self, run: StudyRun, trial: Trial, plan: RunPlan, machine: MachineState
+        self,
+        run: StudyRun,
+        trial: Trial,
+        plan: RunPlan,
+        machine: MachineState,
+        meter: EnergyMeter,
     ) -> SetupResult:
         """Return the result of a trial that ended."""
         run = replace(run, took_s=trial.took_s, started=trial.started)
@@ -163,6 +171,8 @@ class SetupRunner:
         has_seed = end is not None or any(SEED in word for word in self.request.args)
         seed = run.repeat if has_seed else None
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
+        energy, notes = measured_energy(meter, record, figures, run.hosts)
+        figures = replace(figures, energy=energy, energy_notes=notes)
         how, why = self._check_batch(run.setup, plan, record, figures)
         if why:
             return SetupResult(replace(run, failure=why))

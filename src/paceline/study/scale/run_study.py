@@ -51,6 +51,7 @@ from .plan import (
     total_steps,
     uses_template,
 )
+from .predictions import predict_larger, predict_setup
 from .run_folders import remove_unfinished
 from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
 
@@ -194,6 +195,8 @@ class _StudyRun:
             pass
         except KeyboardInterrupt:
             interrupted = True
+        if self.only is None:
+            predict_larger(self.folder)
         study = read_study(self.folder)
         self.listener.study_ended(study, self._progress())
         return StudyEnd(study, interrupted)
@@ -304,6 +307,8 @@ class _StudyRun:
             self.no_time.add(setup)
             return
         repeat = sum(run.setup == setup for run in self.runs)
+        if not repeat and self.only is None:
+            predict_setup(self.folder, setup)
         self.listener.run_started(setup, repeat, expected_s, self._progress())
         result = self.runner.run(setup, self._plan(expected_s))
         self.runs.append(result.run)

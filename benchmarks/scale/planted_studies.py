@@ -1,4 +1,4 @@
-"""Scaling studies of benchmarks/scripts/scale/laws.py, for planted.py and next_size.py.
+"""Scaling studies of benchmarks/scripts/scale/laws.py, for planted_laws.py and next_size.py.
 
 Each study is a folder as ``paceline scale`` writes it. A run whose figures are there is not
 repeated, so a benchmark that was ended goes on where it was.
@@ -31,8 +31,8 @@ from paceline.analyze.scaling.study_folder import (
     write_study,
 )
 from paceline.analyze.scaling.study_model import (
-    FIXED,
     STRONG,
+    TEMPLATE,
     BatchSource,
     ScalingStudy,
     Setup,
@@ -77,7 +77,7 @@ def open_study(folder: Path, case: Case, sizes: Sequence[int], steps: int) -> No
     base = setup_of(case, sizes[0]).global_batch
     points = [PlannedPoint(case.kind, setup_of(case, one)) for one in sizes]
     stored = StoredStudy(
-        FORMAT, VERSION, request, BatchSource(FIXED, base, "by an argument"), points
+        FORMAT, VERSION, request, BatchSource(TEMPLATE, base, "by an argument"), points
     )
     if (folder / "study.json").exists() and read_study(folder).request != request:
         shutil.rmtree(folder)
@@ -127,16 +127,16 @@ def study_of(folder: Path) -> ScalingStudy:
     return read_study(folder)
 
 
-def share_target(claim: str, right: int, count: int, least: float) -> dict[str, Any]:
+def share_target(claim: str, wrong: int, count: int, most: float) -> dict[str, Any]:
     """Return a target for ``common.finish``: a share of cases, with Wilson's 95 % interval."""
-    share, z = right / count, 1.96
+    share, z = wrong / count, 1.96
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
     return {
-        "claim": f"{claim}: {right} of {count}",
-        "limit": least,
+        "claim": f"{claim}: {wrong} of {count}",
+        "limit": most,
         "value": share,
         "interval": [middle - half, middle + half],
-        "met": share >= least,
-        "decided": not middle - half <= least <= middle + half,
+        "met": share <= most,
+        "decided": not middle - half <= most <= middle + half,
     }
