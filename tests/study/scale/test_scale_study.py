@@ -43,7 +43,7 @@ class FakeRuns:
 
     def __init__(self):
         self.noise, self.failing, self.interrupt_at = {}, set(), None
-        self.order, self.groups, self.batch = [], [], 64
+        self.order, self.groups, self.plans, self.batch = [], [], [], 64
         self.place = Place("this machine", (4,))
 
     def __call__(self, folder, request, place, trials):
@@ -56,13 +56,14 @@ class FakeRuns:
 
     def run(self, setups, plan):
         self.groups.append([setup.name for setup in setups])
-        return [self.run_one(setup) for setup in setups]
+        return [self.run_one(setup, plan) for setup in setups]
 
-    def run_one(self, setup):
+    def run_one(self, setup, plan):
         if len(self.order) == self.interrupt_at:
             raise InterruptedTrialError(Trial(TrialSpec(None, self.folder), None, 0.0, 0.0))
         path, repeat = new_run_folder(self.folder, setup)
         self.order.append(setup.name)
+        self.plans.append(plan)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
         how = KNOB if found[0] is not None else ""
@@ -145,6 +146,17 @@ def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
     assert runs.order.count("n4-b256") == 3
 
 
+def test_study_to_a_target_trains_each_seed_until_it_ends(tmp_path, runs):
+    runs.noise = {"n2-b64": [1.0, 1.5]}  # noise asks for no further runs
+    folder = study(tmp_path, until="accuracy>=0.9", seeds=2, minutes=2.0)
+    run_study(folder, StudyListener())
+    assert sorted(runs.order) == sorted(2 * ["n1-b64", "n2-b64", "n2-b128"])
+    assert {plan.steps for plan in runs.plans} == {0}
+    # the first of six runs may take a third of the time, the last one all that is left
+    assert 30 < runs.plans[0].limit_s <= 40
+    assert runs.plans[-1].limit_s > 100
+
+
 def test_interrupted_study_is_continued(tmp_path, runs):
     folder = study(tmp_path)
     runs.interrupt_at = 4
@@ -169,6 +181,16 @@ def test_runs_that_do_not_fit_into_the_time_are_not_started(tmp_path, runs, monk
     found = run_study(folder, StudyListener()).study
     assert set(runs.order) == {"n1-b64"}
     assert [len(p.runs) for p in found.of_kind(STRONG)] == [3, 0]
+
+
+def test_runs_become_shorter_if_steps_take_longer_than_at_first(tmp_path, runs):
+    runs.noise = {name: [10.0] for name in ("n1-b64", "n2-b64", "n2-b128")}
+    folder = study(tmp_path)
+    run_study(folder, StudyListener(), minutes=1)
+    first, *others = [plan.steps for plan in runs.plans]
+    assert first == 501  # of steps that took a tenth
+    assert max(others) < 80
+    assert len(runs.order) == 9
 
 
 def test_batch_that_sizes_do_not_divide_is_refused_with_the_nearest(tmp_path, runs):
