@@ -2,6 +2,14 @@
 
 import random
 
+from paceline.analyze.scaling.study_folder import (
+    FORMAT,
+    VERSION,
+    PlannedPoint,
+    StoredStudy,
+    write_run,
+    write_study,
+)
 from paceline.analyze.scaling.study_model import (
     STRONG,
     TEMPLATE,
@@ -115,3 +123,14 @@ def predicted(kind, ranks, x, model="USL"):
 
 def reach(samples, reached=True, best=0.98, steps=100):
     return TargetResult("accuracy>=0.97", reached, best, steps, samples, 1.0)
+
+
+def store(folder, study):
+    """Write a study as the folder of ``paceline scale``."""
+    points = [PlannedPoint(point.kind, point.setup) for point in study.points]
+    folder.mkdir()
+    write_study(folder, StoredStudy(FORMAT, VERSION, study.request, study.batch, points, 20))
+    for run in {run.folder: run for run in study.runs}.values():
+        (folder / run.folder).mkdir(parents=True)
+        write_run(folder, run)
+    return folder

@@ -94,7 +94,7 @@ def test_interval_is_of_the_runs():
 
 def test_damaged_run_is_left_out_and_named(tmp_path):
     make_study(tmp_path)
-    (tmp_path / "runs/n1-b64-1/figures.json").write_text('{"format": "paceline-scaling"}')
+    (tmp_path / "runs/n1-b64-1/figures.json").write_text('{"format": "paceline-scaling-study"}')
     study = read_study(tmp_path)
     assert len(study.of_kind(STRONG)[0].runs) == 2
     assert "n1-b64-1" in study.notes[0]

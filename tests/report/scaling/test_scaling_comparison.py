@@ -56,13 +56,14 @@ def test_one_run_each_counts_the_assumed_spread_between_runs():
 
 def test_other_sizes_commands_and_batches_are_named():
     before, after = make_study((1, 2), (STRONG,)), make_study((2, 4), (STRONG,))
-    request = dataclasses.replace(after.request, args=["--other"])
+    request = dataclasses.replace(after.request, args=["--other"], settings={"threads": 1})
     point = after.points[0]
     point.setup.__dict__["global_batch"] = 128
     found = compare_studies(before, dataclasses.replace(after, request=request))
     assert (found.only_before, found.only_after) == ([(STRONG, 1)], [(STRONG, 4)])
     text = " ".join(found.differences)
     assert "--other after" in text
+    assert "Knobs: none before, threads=1 after." in text
     assert "Global batch on 2 ranks (strong scaling): 64 before, 128 after." in text
     tree = json.loads(comparison_json(found))
     assert [one["ranks"] for one in tree["sizes"]] == [2]

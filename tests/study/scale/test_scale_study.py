@@ -43,7 +43,7 @@ class FakeRuns:
 
     def __init__(self):
         self.noise, self.failing, self.interrupt_at = {}, set(), None
-        self.order, self.batch = [], 64
+        self.order, self.plans, self.batch = [], [], 64
 
     def __call__(self, folder, request, place, trials):
         self.folder, self.trials = folder, trials
@@ -58,6 +58,7 @@ class FakeRuns:
             raise InterruptedTrialError(Trial(TrialSpec(None, self.folder), None, 0.0, 0.0))
         path, repeat = new_run_folder(self.folder, setup)
         self.order.append(setup.name)
+        self.plans.append(plan)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
         how = KNOB if found[0] is not None else ""
@@ -127,6 +128,17 @@ def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
     assert [p.failure for p in found.of_kind(WEAK)] == ["", "RuntimeError: no memory", ""]
     assert runs.order.count("n2-b64") == 1
     assert runs.order.count("n4-b256") == 3
+
+
+def test_study_to_a_target_trains_each_seed_until_it_ends(tmp_path, runs):
+    runs.noise = {"n2-b64": [1.0, 1.5]}  # noise asks for no further runs
+    folder = study(tmp_path, until="accuracy>=0.9", seeds=2, minutes=2.0)
+    run_study(folder, StudyListener())
+    assert sorted(runs.order) == sorted(2 * ["n1-b64", "n2-b64", "n2-b128"])
+    assert {plan.steps for plan in runs.plans} == {0}
+    # the first of six runs may take a third of the time, the last one all that is left
+    assert 30 < runs.plans[0].limit_s <= 40
+    assert runs.plans[-1].limit_s > 100
 
 
 def test_interrupted_study_is_continued(tmp_path, runs):

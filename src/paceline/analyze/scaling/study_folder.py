@@ -1,4 +1,4 @@
-"""The folder of a scaling study. The format is described in docs/reference/formats/study-format.md.
+"""The folder of a scaling study. The format is described in docs/reference/formats/study-folder.md.
 
     study.json          the request, how the batch is set, the setups of the points
     predictions.json    predictions, stored before their sizes were measured
@@ -31,7 +31,7 @@ from .study_model import (
 )
 from .study_notes import study_notes
 
-FORMAT, VERSION = "paceline-scaling", 1
+FORMAT, VERSION = "paceline-scaling-study", 1
 STUDY_FILE, PREDICTIONS_FILE, FIGURES_FILE = "study.json", "predictions.json", "figures.json"
 RUNS_FOLDER, RECORD_FOLDER, LOG_FILE = "runs", "record", "log"
 MAX_STUDY_BYTES = 4 << 20

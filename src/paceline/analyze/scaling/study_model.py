@@ -14,6 +14,7 @@ from ...security.schema import Count, Size
 STRONG, WEAK = "strong", "weak"
 # How the batch of a size is set.
 SHARD, KNOB, TEMPLATE, UNKNOWN = "world.shard", "loader knob", "template", "unknown"
+FIXED = "fixed"  # in studies that were not made by running a script
 WAYS = {
     SHARD: "world.shard takes the global batch of each size",
     KNOB: "Paceline sets the batch_size of the training's DataLoader on each rank",

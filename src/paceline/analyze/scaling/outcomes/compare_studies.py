@@ -165,6 +165,12 @@ def _differences(before: ScalingStudy, after: ScalingStudy, changes: list[SizeCh
     if options[0] != options[1]:
         texts = [" ".join(one) or "none" for one in options]
         found.append(f"Options of the runs: {texts[0]} before, {texts[1]} after.")
+    knobs = [
+        ", ".join(f"{name}={value}" for name, value in sorted(study.request.settings.items()))
+        for study in (before, after)
+    ]
+    if knobs[0] != knobs[1]:
+        found.append(f"Knobs: {knobs[0] or 'none'} before, {knobs[1] or 'none'} after.")
     hosts = [sorted(_hosts(study)) for study in (before, after)]
     if hosts[0] != hosts[1] and all(hosts):
         texts = [", ".join(names[:4]) + (" ..." if len(names) > 4 else "") for names in hosts]
