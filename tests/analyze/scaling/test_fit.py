@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.analyze.scaling.bends import Bend
-from paceline.analyze.scaling.cost_model import place_of
-from paceline.analyze.scaling.costs import normal_max, quantile_max, size_costs
+from paceline.analyze.scaling.cost_model import Place, exchange_terms, place_of
+from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
 from paceline.analyze.scaling.forecast import (
     COST_MODEL,
     KindAnalysis,
@@ -251,6 +251,30 @@ def test_levels_of_the_network_have_their_own_parameters() -> None:
         )
     names = [one.name for one in found.model.parameters() if one.name.startswith("exchange: bytes")]
     assert len(names) == 2
+
+
+def test_data_parallel_groups_grow_and_tensor_parallel_ones_keep_their_size() -> None:
+    points = []
+    for ranks in (2, 4, 8):
+        one = point(Law(latency=1e-3), WEAK, ranks)
+        (load,) = one.figures[0].collectives
+        pairs = [
+            dataclasses.replace(load, group=f"pair {i}", size=2, kind="all-gather")
+            for i in range(ranks // 2)
+        ]
+        data = [dataclasses.replace(load, group=f"data {i}", size=ranks // 2) for i in range(2)]
+        loads = pairs + (data if ranks > 2 else [])
+        run = dataclasses.replace(one.figures[0], collectives=loads)
+        points.append(
+            dataclasses.replace(one, runs=[dataclasses.replace(one.runs[0], figures=run)])
+        )
+    costs = costs_of_points(points)[-1]
+    by_kind = {load.kind: load for load in costs.exchanges}
+    assert by_kind["all-reduce"].grows
+    assert not by_kind["all-gather"].grows
+    assert sum(one.calls for one in costs.exchanges if one.kind == "all-gather") == 1
+    larger = exchange_terms(costs, Place(16, 1, 16, 64), None)
+    assert larger["latency"] == pytest.approx(2 * (8 - 1) + 1)
 
 
 def test_both_kinds_of_scaling_tell_a_fixed_cost_from_a_shared_node() -> None:

@@ -238,7 +238,9 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
     names = [f"{what}{level}" for level in _LEVELS for what in ("latency", "bytes")]
     result = dict.fromkeys(names, 0.0)
     for load in costs.exchanges:
-        members = place.ranks if load.whole else load.members
+        members = load.members
+        if load.grows:
+            members = max(round(load.members * place.ranks / costs.ranks), 1)
         flat = collective_terms(load.kind, members)
         inside = collective_terms(load.kind, min(place.per_host, members))
         between = collective_terms(load.kind, place.hosts)
