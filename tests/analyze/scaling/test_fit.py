@@ -54,6 +54,7 @@ class Law:
     script: float = 0.0
     latency: float = 0.0
     per_byte: float = 0.0
+    call: float = 0.0  # of each collective, in a group of any size
     calls: float = 1.0
     nbytes: float = 4.0
     overlap: float = 0.0  # of the exchange that fits under computing
@@ -82,7 +83,8 @@ def figures(law: Law, ranks: int, batch: float, rng: random.Random) -> RunFigure
         waits.append(WaitCause(0, "validation", validation * last))
     terms = collective_terms("all-reduce", ranks)
     whole = noisy(
-        law.calls * terms.latencies * law.latency + law.nbytes * terms.vectors * law.per_byte
+        law.calls * (terms.latencies * law.latency + (ranks > 1) * law.call)
+        + law.nbytes * terms.vectors * law.per_byte
     )
     hidden = min(law.overlap * computing, whole)
     states = StateSeconds(
@@ -113,7 +115,7 @@ def figures(law: Law, ranks: int, batch: float, rng: random.Random) -> RunFigure
         seconds=states,
         pop={},
         spread=Spread(own, own, law.jitter, max(own)),
-        collectives=[load] if ranks > 1 and (law.latency or law.per_byte) else [],
+        collectives=[load] if ranks > 1 and (law.latency or law.per_byte or law.call) else [],
         waits=waits,
         placement=placement,
     )
@@ -251,6 +253,18 @@ def test_levels_of_the_network_have_their_own_parameters() -> None:
         )
     names = [one.name for one in found.model.parameters() if one.name.startswith("exchange: bytes")]
     assert len(names) == 2
+
+
+def test_what_every_call_takes_is_no_latency_of_its_messages() -> None:
+    law = Law(latency=1 * MS, call=6 * MS)
+    past = study(law, WEAK, (1, 2, 4))
+    (predicted,) = (one for one in predict_next(past, WEAK, [8]) if one.model == COST_MODEL)
+    costs = size_costs(point(law, WEAK, 8))
+    assert costs is not None
+    assert predicted.throughput == pytest.approx(costs.throughput, rel=0.05)
+    fitted = {one.name: one for one in analysed(law, WEAK).model.parameters()}
+    assert fitted["exchange: latency"].low <= 1 * MS <= fitted["exchange: latency"].high
+    assert fitted["exchange: calls"].low <= 6 * MS <= fitted["exchange: calls"].high
 
 
 def test_data_parallel_groups_grow_and_tensor_parallel_ones_keep_their_size() -> None:
