@@ -198,6 +198,15 @@ def scale(
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
+    beside: Annotated[
+        bool,
+        typer.Option(
+            "--side-by-side",
+            help="On several hosts: run sizes at the same time that fit on different hosts. They "
+            "share the network, and may disturb each other.",
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = False,
     until: Annotated[
         str | None,
         typer.Option(
@@ -315,6 +324,7 @@ def scale(
                 parse_precision(precision),
                 minutes,
                 oversubscribe,
+                side_by_side=beside,
                 weak_if_time=not weak and not strong,
                 efficiency=efficiency,
                 **goal_options,

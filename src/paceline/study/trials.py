@@ -214,11 +214,11 @@ class Trials:
         Raises:
             InterruptedTrialError: The user interrupted them; all have ended.
         """
-        changes = [self._changes(spec) for spec in specs]
-        commands = [
-            (self._command(spec, folder), spec.log)
-            for spec, folder in zip(specs, changes, strict=True)
-        ]
+        changes, commands = [], []
+        for spec in specs:
+            self._count += 1
+            changes.append(spec.changes or self.folder / f"overlay-{self._count}")
+            commands.append((self._command(spec, changes[-1]), spec.log))
         limit_s = min(self.deadline.left_s, *(spec.limit_s for spec in specs))
         started, before = time.time(), time.monotonic()
         try:
@@ -234,10 +234,6 @@ class Trials:
             Trial(spec, code, took_s, started)
             for spec, (code, took_s) in zip(specs, codes, strict=True)
         ]
-
-    def _changes(self, spec: TrialSpec) -> Path:
-        self._count += 1
-        return spec.changes or self.folder / f"overlay-{self._count}"
 
     def _command(self, spec: TrialSpec, changes: Path) -> list[str]:
         """Return the command of a trial. changes: Folder for what the script writes."""
@@ -278,8 +274,8 @@ def in_turn(keys: Sequence[K], number: int) -> list[K]:
     return list(keys) if number % 2 == 0 else list(reversed(keys))
 
 
-def rounds(unfinished: Callable[[], Sequence[K]], most: int) -> Iterator[tuple[int, K]]:
-    """Yield (round, key) for the keys that are unfinished when a round begins.
+def rounds(unfinished: Callable[[], Sequence[K]], most: int) -> Iterator[list[K]]:
+    """Yield the keys of each round in their order: those that are unfinished when it begins.
 
     Args:
         unfinished: Returns the keys that need more trials.
@@ -289,4 +285,4 @@ def rounds(unfinished: Callable[[], Sequence[K]], most: int) -> Iterator[tuple[i
         keys = unfinished()
         if not keys:
             return
-        yield from ((number, key) for key in in_turn(keys, number))
+        yield in_turn(keys, number)

@@ -44,6 +44,8 @@ class FakeRuns:
     def __init__(self):
         self.noise, self.failing, self.interrupt_at = {}, set(), None
         self.order, self.plans, self.batch = [], [], 64
+        self.groups = []
+        self.place = Place("this machine", (4,))
 
     def __call__(self, folder, request, place, trials):
         self.folder, self.trials = folder, trials
@@ -53,7 +55,11 @@ class FakeRuns:
         size = setup.global_batch if plan.sets_batch else self.batch
         return SetupResult(StudyRun("first", setup, 0, *self.figures(setup, size, 1.0)))
 
-    def run(self, setup, plan):
+    def run(self, setups, plan):
+        self.groups.append([setup.name for setup in setups])
+        return [self.run_one(setup) for setup in setups]
+
+    def run_one(self, setup):
         if len(self.order) == self.interrupt_at:
             raise InterruptedTrialError(Trial(TrialSpec(None, self.folder), None, 0.0, 0.0))
         path, repeat = new_run_folder(self.folder, setup)
@@ -80,7 +86,7 @@ class FakeRuns:
 def runs(monkeypatch):
     found = FakeRuns()
     monkeypatch.setattr(module, "SetupRunner", found)
-    monkeypatch.setattr(module, "place_of", lambda where: Place("this machine", (4,)))
+    monkeypatch.setattr(module, "place_of", lambda where: found.place)
 
     class Nothing(contextlib.nullcontext):
         def __init__(self, asked, *_):
@@ -120,6 +126,17 @@ def test_only_sizes_that_are_not_known_precisely_are_repeated(tmp_path, runs):
     counts = {p.setup.name: len(p.runs) for p in found.points}
     assert counts == {"n1-b64": 3, "n2-b64": 12, "n2-b128": 3}
     assert any("too noisy for --precision 3%" in note for note in found.notes)
+
+
+def test_sizes_run_side_by_side_on_different_hosts(tmp_path, runs):
+    runs.place = Place("-H", (1, 1, 1), ("a", "b", "c"))
+    folder = study(tmp_path, side_by_side=True)
+    found = run_study(folder, StudyListener()).study
+    first = [["n1-b64", "n2-b64"], ["n2-b128"]]
+    backwards = [["n2-b128"], ["n2-b64", "n1-b64"]]
+    assert runs.groups == [*first, *backwards, *first]
+    assert any("at the same time on different hosts" in note for note in found.notes)
+    assert runs.place.where(1, 2) == ["-H", "c:1"]
 
 
 def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):

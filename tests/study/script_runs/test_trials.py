@@ -4,9 +4,11 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from paceline.study import trials as module
 from paceline.study.script_runs.run_process import run_processes
 from paceline.study.trials import (
     InterruptedTrialError,
@@ -87,12 +89,31 @@ def test_failure_has_the_words_of_the_script(tmp_path):
 def test_rounds_repeat_what_is_unfinished_in_turn():
     left = {"a": 3, "b": 1, "c": 2}
     order = []
-    for number, key in rounds(lambda: [one for one, count in left.items() if count], 9):
-        left[key] -= 1
-        order.append((number, key))
-    assert order == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "a"), (2, "a")]
-    assert [number for number, _ in rounds(lambda: ["x"], 2)] == [0, 1]
+    for keys in rounds(lambda: [one for one, count in left.items() if count], 9):
+        order.append("".join(keys))
+        for key in keys:
+            left[key] -= 1
+    assert order == ["abc", "ca", "a"]
+    assert len(list(rounds(lambda: ["x"], 2))) == 2
     assert in_turn((False, True), 1) == [True, False]
+
+
+def test_trials_at_the_same_time_have_their_own_settings(tmp_path, monkeypatch):
+    asked = []
+
+    def run(commands, limit_s):
+        for words, _ in commands:
+            asked.append(Path(words[words.index("--settings") + 1]).read_text())
+        return [(0, 1.0) for _ in commands]
+
+    monkeypatch.setattr(module, "run_processes", run)
+    specs = [
+        TrialSpec(None, tmp_path / "log", ranks=1, settings={"global-batch": batch})
+        for batch in (64, 128)
+    ]
+    with Trials(ScriptRequest("x.py", []), print, "paceline-test-") as trials:
+        trials.run_trials(specs)
+    assert ["global-batch = 64" in asked[0], "global-batch = 128" in asked[1]] == [True, True]
 
 
 def test_one_rank_runs_on_the_first_host():

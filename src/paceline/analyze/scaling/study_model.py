@@ -372,6 +372,7 @@ class StudyRequest:
         minutes: Time budget of all runs; of each job under ``--submit``.
         oversubscribe: Whether ranks may outnumber cores and GPUs.
         ranks_per_host: Ranks on a full host; None: as many as the largest size has.
+        side_by_side: Whether sizes run at the same time that fit on different hosts.
         weak_if_time: Whether weak scaling may be left out if the time is too short for both.
         efficiency: Lowest efficiency of a size that is called worthwhile.
         until: Target of the runs, or "".
@@ -392,6 +393,7 @@ class StudyRequest:
     minutes: Amount | None = None
     oversubscribe: bool = False
     ranks_per_host: Size | None = None
+    side_by_side: bool = False
     weak_if_time: bool = False
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     until: str = ""

@@ -29,7 +29,9 @@ def study_notes(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]
     runs = [run for point in points for run in point.figures]
     if not runs:
         return []
+    beside = "sizes ran at the same time on different hosts: they share the network and its storage"
     return [
+        *([beside] if request.side_by_side else []),
         *_on_noise(request, points),
         *_on_machine(runs),
         *_on_threads(points),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...analyze.scaling.study_model import Setup
 from ...cluster.topology.local_resources import allowed_threads
 from ...cluster.topology.topology import topology
 from ...launch.target import find_target
@@ -54,19 +55,31 @@ class Place:
                 return hosts
         return len(self.slots)
 
-    def where(self, ranks: int) -> list[str]:
+    def where(self, ranks: int, first_host: int = 0) -> list[str]:
         """Return the options of ``paceline run`` that select the hosts of so many ranks."""
         if not self.names:
             return list(self.options)
         hosts: list[str] = []
         left = ranks
-        for name, slots in zip(self.names, self.slots, strict=True):
+        for name, slots in list(zip(self.names, self.slots, strict=True))[first_host:]:
             filled = min(left if slots is None else slots, left)
             hosts.append(f"{name}:{filled}")
             left -= filled
             if left <= 0:
                 break
         return ["-H", ",".join(hosts), *self.options]
+
+
+def side_by_side(setups: Sequence[Setup], place: Place) -> list[list[Setup]]:
+    """Return groups of setups that can run at the same time, each on hosts of its own."""
+    groups: list[list[Setup]] = []
+    for setup in setups:
+        taken = sum(place.hosts_of(one.ranks) for one in groups[-1]) if groups else len(place.slots)
+        if place.names and taken + place.hosts_of(setup.ranks) <= len(place.slots):
+            groups[-1].append(setup)
+        else:
+            groups.append([setup])
+    return groups
 
 
 def place_of(where: Sequence[str]) -> Place:

@@ -1,6 +1,7 @@
 """One run of a scaling study: a setup of ranks and batch, from the trial to its figures on disk."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,6 +70,17 @@ class SetupResult:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A run whose folder exists. first_host: Index of its first host."""
+
+    setup: Setup
+    plan: RunPlan
+    path: Path
+    repeat: int
+    first_host: int
+
+
 class SetupRunner:
     """Runs the setups of a study in its folder.
 
@@ -82,50 +94,66 @@ class SetupRunner:
     def __init__(self, folder: Path, request: StudyRequest, place: Place, trials: Trials) -> None:
         self.folder, self.request, self.place, self.trials = folder, request, place, trials
 
-    def run(self, setup: Setup, plan: RunPlan) -> SetupResult:
-        """Run a setup once and store its figures, or its failure.
+    def run(self, setups: Sequence[Setup], plan: RunPlan) -> list[SetupResult]:
+        """Run setups once, and store their figures or failures.
+
+        Several run at the same time, each on hosts of its own.
 
         Raises:
-            TimeOverError: The time of the study was over; nothing is stored.
-            InterruptedTrialError: The user interrupted the run; nothing is stored.
+            TimeOverError: The time of the study was over. The runs that had not ended are removed.
+            InterruptedTrialError: The user interrupted the runs, which are removed.
             OSError: The folder can't be written.
         """
-        path, repeat = new_run_folder(self.folder, setup)
-        result = self._run_in(path, setup, repeat, plan)
-        write_run(self.folder, result.run)
-        return result
+        begun, first_host = [], 0
+        for setup in setups:
+            path, repeat = new_run_folder(self.folder, setup)
+            begun.append(_Begun(setup, plan, path, repeat, first_host))
+            first_host += self.place.hosts_of(setup.ranks)
+        results = self._run(begun)
+        for result in results:
+            write_run(self.folder, result.run)
+        if len(results) < len(begun):
+            raise TimeOverError
+        return results
 
     def first_run(self, setup: Setup, plan: RunPlan) -> SetupResult:
         """Run a setup once without storing it. Raises as ``run``."""
         path = self.trials.folder / f"first-{setup.name}"
         path.mkdir()
-        return self._run_in(path, setup, 0, plan)
+        results = self._run([_Begun(setup, plan, path, 0, 0)])
+        if not results:
+            raise TimeOverError
+        return results[0]
 
-    def _run_in(self, path: Path, setup: Setup, repeat: int, plan: RunPlan) -> SetupResult:
-        hosts = self.place.hosts_of(setup.ranks)
-        run = StudyRun(f"{RUNS_FOLDER}/{path.name}", setup, repeat, hosts=hosts)
+    def _run(self, begun: "Sequence[_Begun]") -> list[SetupResult]:
+        """Return the results of runs that ended before the time of the study was over."""
         watch, meter = MachineWatch(), EnergyMeter().start()
         watch.start()
         try:
-            trial = self.trials.run_trial(self._spec(setup, repeat, plan, path))
+            trials = self.trials.run_trials([self._spec(one) for one in begun])
         except InterruptedTrialError:
-            remove_run(path)
+            for one in begun:
+                remove_run(one.path)
             raise
         finally:
             machine = watch.stop()
             meter.stop()
-            remove_scratch(path)
-        if trial.code is None and not self.trials.deadline.left_s and plan.steps:
-            remove_run(path)
-            raise TimeOverError
-        return self._result(run, trial, plan, machine, meter)
+            for one in begun:
+                remove_scratch(one.path)
+        results = []
+        for one, trial in zip(begun, trials, strict=True):
+            if trial.code is None and not self.trials.deadline.left_s and one.plan.steps:
+                remove_run(one.path)
+            else:
+                results.append(self._result(one, trial, machine, meter))
+        return results
 
-    def _spec(self, setup: Setup, repeat: int, plan: RunPlan, folder: Path) -> TrialSpec:
-        request = self.request
+    def _spec(self, one: "_Begun") -> TrialSpec:
+        request, setup, plan, folder = self.request, one.setup, one.plan, one.path
         covered, scratch = self.trials.covered, folder / SCRATCH_FOLDER
         limit = StepLimit(plan.steps, str(scratch), covered)
         options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
-        options += [] if plan.steps else target_options(request, repeat)
+        options += [] if plan.steps else target_options(request, one.repeat)
         settings = dict(request.settings)
         if plan.sets_batch and not uses_template(request.args):
             settings[BATCH_KNOB] = setup.global_batch
@@ -134,21 +162,19 @@ class SetupRunner:
             folder / LOG_FILE,
             options,
             ranks=setup.ranks,
-            where=self.place.where(setup.ranks),
-            args=filled_in(request.args, setup, repeat),
+            where=self.place.where(setup.ranks, one.first_host),
+            args=filled_in(request.args, setup, one.repeat),
             settings=settings,
             limit_s=plan.limit_s,
         )
 
     def _result(
-        self,
-        run: StudyRun,
-        trial: Trial,
-        plan: RunPlan,
-        machine: MachineState,
-        meter: EnergyMeter,
+        self, one: "_Begun", trial: Trial, machine: MachineState, meter: EnergyMeter
     ) -> SetupResult:
         """Return the result of a trial that ended."""
+        plan, hosts = one.plan, self.place.hosts_of(one.setup.ranks)
+        name = f"{RUNS_FOLDER}/{one.path.name}"
+        run = StudyRun(name, one.setup, one.repeat, hosts=hosts)
         run = replace(run, took_s=trial.took_s, started=trial.started)
         who = counted(run.setup.ranks, "rank")
         try:
@@ -171,7 +197,7 @@ class SetupRunner:
         has_seed = end is not None or any(SEED in word for word in self.request.args)
         seed = run.repeat if has_seed else None
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
-        energy, notes = measured_energy(meter, record, figures, run.hosts)
+        energy, notes = measured_energy(meter, record, figures, one.first_host + run.hosts)
         figures = replace(figures, energy=energy, energy_notes=notes)
         how, why = self._check_batch(run.setup, plan, record, figures)
         if why:

@@ -41,7 +41,7 @@ from ...analyze.scaling.study_model import (
 )
 from ...plurals import counted
 from ..trials import ScriptRequest, Trials, rounds
-from .places import Place, check_sizes, place_of
+from .places import Place, check_sizes, place_of, side_by_side
 from .plan import (
     FIRST_STEPS,
     Cost,
@@ -188,9 +188,9 @@ class _StudyRun:
         try:
             self._prepare()
             self.listener.study_started(read_study(self.folder), self._progress())
-            for _, setup in rounds(self._unfinished, max(MAX_REPEATS, self.request.seeds)):
-                if setup in self._unfinished():
-                    self._run(setup)
+            for setups in rounds(self._unfinished, max(MAX_REPEATS, self.request.seeds)):
+                for group in self._groups(setups):
+                    self._run_group(group)
         except TimeOverError:
             pass
         except KeyboardInterrupt:
@@ -301,20 +301,31 @@ class _StudyRun:
         rates = [figures.throughput for figures in good]
         return len(good) >= MAX_REPEATS or estimate(rates).precision <= self.request.precision
 
-    def _run(self, setup: Setup) -> None:
-        expected_s = self._expected_s(setup)
-        if max(expected_s, LEAST_TARGET_S * bool(self.request.until)) > self.deadline.left_s:
-            self.no_time.add(setup)
+    def _groups(self, setups: list[Setup]) -> list[list[Setup]]:
+        """Return the setups that run at the same time: one, unless the user asked for more."""
+        if not self.request.side_by_side:
+            return [[one] for one in setups]
+        return side_by_side(setups, self.runner.place)
+
+    def _run_group(self, setups: list[Setup]) -> None:
+        expected_s = {one: self._expected_s(one) for one in setups}
+        least_s = LEAST_TARGET_S * bool(self.request.until)
+        late = {one for one in setups if max(expected_s[one], least_s) > self.deadline.left_s}
+        self.no_time |= late
+        setups = [one for one in setups if one not in late]
+        if not setups:
             return
-        repeat = sum(run.setup == setup for run in self.runs)
-        if not repeat and self.only is None:
-            predict_setup(self.folder, setup)
-        self.listener.run_started(setup, repeat, expected_s, self._progress())
-        result = self.runner.run(setup, self._plan(expected_s))
-        self.runs.append(result.run)
-        self.runs_done += 1
-        self._note_batch(result.run)
-        self.listener.run_ended(result.run, read_study(self.folder), self._progress())
+        for setup in setups:
+            repeat = sum(run.setup == setup for run in self.runs)
+            if not repeat and self.only is None:
+                predict_setup(self.folder, setup)
+            self.listener.run_started(setup, repeat, expected_s[setup], self._progress())
+        plan = self._plan(max(expected_s[one] for one in setups))
+        for result in self.runner.run(setups, plan):
+            self.runs.append(result.run)
+            self.runs_done += 1
+            self._note_batch(result.run)
+            self.listener.run_ended(result.run, read_study(self.folder), self._progress())
 
     def _plan(self, expected_s: float) -> RunPlan:
         """Return the plan of the next run. A run to the target gets a part of the time left."""
