@@ -22,6 +22,7 @@ from paceline.analyze.scaling.study_folder import (
     FORMAT,
     RECORD_FOLDER,
     RUNS_FOLDER,
+    STUDY_FILE,
     VERSION,
     PlannedPoint,
     StoredStudy,
@@ -79,10 +80,18 @@ def open_study(folder: Path, case: Case, sizes: Sequence[int], steps: int) -> No
     stored = StoredStudy(
         FORMAT, VERSION, request, BatchSource(TEMPLATE, base, "by an argument"), points
     )
-    if (folder / "study.json").exists() and read_study(folder).request != request:
+    if (folder / STUDY_FILE).exists() and not _is_of(folder, request):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_study(folder, stored)
+
+
+def _is_of(folder: Path, request: StudyRequest) -> bool:
+    """Return whether a folder has this study; not if another version of Paceline wrote it."""
+    try:
+        return read_study(folder).request == request
+    except ValueError:
+        return False
 
 
 def _words(name: str, value: float) -> list[str]:

@@ -15,7 +15,7 @@ REPORT = SimpleNamespace(
     hosts=["a"] * 4,
     size=4,
     steps=50,
-    places=[],
+    places=[SimpleNamespace(device="cpu")],
     states=[{"useful": 0.6, "starved": 0.0, "other": 0.0}] * 4,
 )
 
@@ -64,6 +64,12 @@ def test_the_largest_loss_comes_first_and_small_ones_have_no_remedy() -> None:
     causes = [one.cause for one in propose(bend(*losses), costs(), REPORT)]
     assert causes == sorted(causes, key=["validation", "exchange-latency"].index)
     assert set(causes) == {"validation", "exchange-latency"}
+
+
+def test_settings_of_nccl_are_proposed_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(knob.startswith("nccl") for knob in found(("exchange-latency", 0.3)))
+    monkeypatch.setattr(REPORT, "places", [SimpleNamespace(device="cuda 0")])
+    assert "nccl-algorithm" in found(("exchange-latency", 0.3))
 
 
 def test_noise_has_no_remedy() -> None:

@@ -46,7 +46,7 @@ def propose(bend: Bend, costs: SizeCosts, report: Report, script: str = "") -> l
 def _evidence(costs: SizeCosts, report: Report) -> Evidence:
     """Return what the record of one run shows, without a ladder."""
     one = Interval(1.0, 1.0, 1.0)
-    on_gpu = any(place.device is not None for place in report.places)
+    on_gpu = any((place.device or "cpu").startswith("cuda") for place in report.places)
     return Evidence(
         waterfall=Waterfall(one, one, [], 0),
         report=report,

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
+from ..analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
 from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
@@ -232,16 +233,23 @@ class World(ModelDistribution):
         reference_batch: int,
         rule: str = "linear",
         warmup: int = 0,
+        decay: str | None = None,
+        steps: int | None = None,
     ) -> None:
         """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
 
+        ``world.step`` advances warm-up and decay, and checkpoints include them.
+
         Args:
             rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
-            warmup: Optimizer steps from the original to the scaled rate; ``world.step`` advances
-                it, and checkpoints include it.
+            warmup: Optimizer steps from the original to the scaled rate.
+            decay: Fall of the rate after the warm-up: "linear" or "polynomial" (of power 2) to 0
+                after ``steps``, or "sqrt" (divided by the root of the number of steps).
+            steps: Optimizer steps of the whole training.
 
         Raises:
-            ValueError: An unknown rule, a batch size below 1, or a negative warm-up.
+            ValueError: An unknown rule or decay, a batch size below 1, a negative warm-up, or
+                steps that do not exceed the warm-up.
         """
         scheduler = scale_learning_rate(
             optimizer,
@@ -249,6 +257,8 @@ class World(ModelDistribution):
             reference_batch=reference_batch,
             rule=rule,
             warmup=warmup,
+            decay=decay,
+            steps=steps,
         )
         if scheduler is not None:
             self._training.warmups.append(scheduler)
@@ -358,6 +368,22 @@ class World(ModelDistribution):
     def any(self, flag: Any) -> bool:
         """Return whether ``flag`` is true on any rank. Collective: every rank must call it."""
         return self._collectives.any(flag)
+
+    def noise_scale(self) -> NoiseScale | None:
+        """Return the gradient noise scale of this run until now (McCandlish et al., arXiv
+        1812.06162). Collective: every rank must call it.
+
+        A batch that is much smaller needs nearly proportionally fewer steps if it grows; one that
+        is much larger gains little. It is measured in sampled steps.
+
+        Returns:
+            None with one rank, with less than 8 sampled steps, and where gradients are not
+            exchanged by DDP or FSDP2. ``samples`` is None if it is undetermined.
+        """
+        noise = self._recorder.gradient_noise
+        kept = [[step, *values] for step, values in noise.kept.items()] if noise else []
+        ranks = self._collectives.gather(kept, list[tuple[int, int, float, float]])
+        return estimate_noise_scale([{step: (*rest,) for step, *rest in rank} for rank in ranks])
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step: numbers, text or tensors of one element."""

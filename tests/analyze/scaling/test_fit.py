@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.analyze.scaling.bends import Bend
-from paceline.analyze.scaling.cost_model import place_of
-from paceline.analyze.scaling.costs import normal_max, quantile_max, size_costs
+from paceline.analyze.scaling.cost_model import Place, exchange_terms, place_of
+from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
 from paceline.analyze.scaling.forecast import (
     COST_MODEL,
     KindAnalysis,
@@ -54,6 +54,7 @@ class Law:
     script: float = 0.0
     latency: float = 0.0
     per_byte: float = 0.0
+    call: float = 0.0  # of each collective, in a group of any size
     calls: float = 1.0
     nbytes: float = 4.0
     overlap: float = 0.0  # of the exchange that fits under computing
@@ -82,7 +83,8 @@ def figures(law: Law, ranks: int, batch: float, rng: random.Random) -> RunFigure
         waits.append(WaitCause(0, "validation", validation * last))
     terms = collective_terms("all-reduce", ranks)
     whole = noisy(
-        law.calls * terms.latencies * law.latency + law.nbytes * terms.vectors * law.per_byte
+        law.calls * (terms.latencies * law.latency + (ranks > 1) * law.call)
+        + law.nbytes * terms.vectors * law.per_byte
     )
     hidden = min(law.overlap * computing, whole)
     states = StateSeconds(
@@ -113,7 +115,7 @@ def figures(law: Law, ranks: int, batch: float, rng: random.Random) -> RunFigure
         seconds=states,
         pop={},
         spread=Spread(own, own, law.jitter, max(own)),
-        collectives=[load] if ranks > 1 and (law.latency or law.per_byte) else [],
+        collectives=[load] if ranks > 1 and (law.latency or law.per_byte or law.call) else [],
         waits=waits,
         placement=placement,
     )
@@ -251,6 +253,42 @@ def test_levels_of_the_network_have_their_own_parameters() -> None:
         )
     names = [one.name for one in found.model.parameters() if one.name.startswith("exchange: bytes")]
     assert len(names) == 2
+
+
+def test_what_every_call_takes_is_no_latency_of_its_messages() -> None:
+    law = Law(latency=1 * MS, call=6 * MS)
+    past = study(law, WEAK, (1, 2, 4))
+    (predicted,) = (one for one in predict_next(past, WEAK, [8]) if one.model == COST_MODEL)
+    costs = size_costs(point(law, WEAK, 8))
+    assert costs is not None
+    assert predicted.throughput == pytest.approx(costs.throughput, rel=0.05)
+    fitted = {one.name: one for one in analysed(law, WEAK).model.parameters()}
+    assert fitted["exchange: latency"].low <= 1 * MS <= fitted["exchange: latency"].high
+    assert fitted["exchange: calls"].low <= 6 * MS <= fitted["exchange: calls"].high
+
+
+def test_data_parallel_groups_grow_and_tensor_parallel_ones_keep_their_size() -> None:
+    points = []
+    for ranks in (2, 4, 8):
+        one = point(Law(latency=1e-3), WEAK, ranks)
+        (load,) = one.figures[0].collectives
+        pairs = [
+            dataclasses.replace(load, group=f"pair {i}", size=2, kind="all-gather")
+            for i in range(ranks // 2)
+        ]
+        data = [dataclasses.replace(load, group=f"data {i}", size=ranks // 2) for i in range(2)]
+        loads = pairs + (data if ranks > 2 else [])
+        run = dataclasses.replace(one.figures[0], collectives=loads)
+        points.append(
+            dataclasses.replace(one, runs=[dataclasses.replace(one.runs[0], figures=run)])
+        )
+    costs = costs_of_points(points)[-1]
+    by_kind = {load.kind: load for load in costs.exchanges}
+    assert by_kind["all-reduce"].grows
+    assert not by_kind["all-gather"].grows
+    assert sum(one.calls for one in costs.exchanges if one.kind == "all-gather") == 1
+    larger = exchange_terms(costs, Place(16, 1, 16, 64), None)
+    assert larger["latency"] == pytest.approx(2 * (8 - 1) + 1)
 
 
 def test_both_kinds_of_scaling_tell_a_fixed_cost_from_a_shared_node() -> None:

@@ -269,7 +269,7 @@ def _sentence(cause: str, part: str, one: SizeCosts, two: SizeCosts, seconds: fl
         "script": f"other work of the script takes {more}: it is not divided among the ranks",
         "too-many-threads": f"ranks wait {more} for a core: they have more threads than cores",
         "noisy-machine": f"ranks wait {more} for a core, which other programs use",
-        "exchange-latency": f"the latency of {calls:.3g} collectives per step takes {more}",
+        "exchange-latency": f"the latency of collectives ({calls:.3g} per step) takes {more}",
         "exchange-bandwidth": f"the transfer of {nbytes / 2**20:.3g} MiB per step takes {more}",
     }
     if cause in texts:

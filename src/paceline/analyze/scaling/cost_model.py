@@ -33,8 +33,8 @@ from .costs import (
 from .laws import QUANTILE, Band, Parameter
 from .least_squares import MixedFit, fit_terms
 
-# Message size at which latency and bytes cost the same: a starting value, with an uncertainty of
-# 100 %, where the measured sizes do not tell both apart.
+# Message size at which latency and bytes cost the same, and a call costs at most about one latency:
+# starting values, with an uncertainty of 100 %, where the measured sizes do not tell them apart.
 USUAL_HALF_BYTES = 256 << 10
 MIN_TERM_WEIGHT = 0.3  # of all candidates, those with a term: then its parameter is shown
 _LEAST = 1e-12
@@ -98,7 +98,7 @@ class ExchangeFit:
         """Return the share of the exchange that latencies take at a measured size."""
         by_term = self.fit.by_term(exchange_terms(costs, place_of(costs), costs.cores))
         whole = sum(by_term.values())
-        late = sum(value for name, value in by_term.items() if name.startswith("latency"))
+        late = sum(value for name, value in by_term.items() if not name.startswith("bytes"))
         if whole <= 0:
             calls = sum(one.calls for one in costs.exchanges)
             mean = sum(one.bytes for one in costs.exchanges) / calls if calls else 0.0
@@ -230,15 +230,17 @@ def _lateness(costs: Sequence[SizeCosts]) -> list[float]:
 def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[str, float]:
     """Return the exchange's terms for the collectives of ``costs`` at another size.
 
-    "latency" and "bytes", of a ring over all ranks; "crowded": where ranks outnumber the cores of
-    their node, each message waits for a core. With several nodes also those of a node and between
-    the nodes.
+    "latency" and "bytes" are those of a ring over all ranks, "calls" is what a call takes in a
+    group of any size. "crowded": where ranks outnumber the cores of their node, each message waits
+    for a core. With several nodes also those of a node and between the nodes.
     """
     crowd = max(place.per_host / cores, 1.0) if cores else 1.0
-    names = [f"{what}{level}" for level in _LEVELS for what in ("latency", "bytes")]
+    names = [f"{what}{level}" for level in _LEVELS for what in _EXCHANGE_TERMS]
     result = dict.fromkeys(names, 0.0)
     for load in costs.exchanges:
-        members = place.ranks if load.whole else load.members
+        members = load.members
+        if load.grows:
+            members = max(round(load.members * place.ranks / costs.ranks), 1)
         flat = collective_terms(load.kind, members)
         inside = collective_terms(load.kind, min(place.per_host, members))
         between = collective_terms(load.kind, place.hosts)
@@ -251,6 +253,7 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
             (_NODE, inside, 1.0),
             (_NETWORK, between, 1.0),
         ):
+            result[f"calls{level}"] += factor * load.calls * (terms.latencies > 0)
             result[f"latency{level}"] += factor * load.calls * terms.latencies
             result[f"bytes{level}"] += factor * load.bytes * terms.vectors
     return result
@@ -258,6 +261,11 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
 
 _FLAT, _CROWDED, _FLAT_NODE, _FLAT_NETWORK = "", ", crowded", ", one node", ", several nodes"
 _NODE, _NETWORK = ", in a node", ", between nodes"
+_EXCHANGE_CANDIDATES = (
+    *(("latency", "bytes"), ("latency",), ("bytes",)),
+    *(("calls", "latency"), ("calls", "bytes")),
+)
+_EXCHANGE_TERMS = ("calls", "latency", "bytes")
 _LEVELS = (_FLAT, _CROWDED, _FLAT_NODE, _FLAT_NETWORK, _NODE, _NETWORK)
 
 
@@ -286,15 +294,15 @@ def _fit_exchange(costs: Sequence[SizeCosts]) -> ExchangeFit | None:
     for levels in pairs:
         candidates += [
             tuple(f"{what}{level}" for level in levels for what in whats)
-            for whats in (("latency", "bytes"), ("latency",), ("bytes",))
+            for whats in _EXCHANGE_CANDIDATES
         ]
     scale = _usual_latency(rows, values)
     for level in {level for levels in pairs for level in levels}:
         usual = dict.fromkeys(rows[0], 0.0)
-        usual |= {f"latency{level}": 1.0, f"bytes{level}": -float(USUAL_HALF_BYTES)}
-        rows.append(usual)
-        values.append(0.0)
-        errors.append(scale)
+        half = {f"latency{level}": 1.0, f"bytes{level}": -float(USUAL_HALF_BYTES)}
+        rows += [usual | half, usual | {f"calls{level}": 1.0}]
+        values += [0.0, 0.0]
+        errors += [scale, scale]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     fit = fit_terms(values, errors, columns, candidates)
     return ExchangeFit(fit, list(costs), *_overlap(communicating))

@@ -7,7 +7,7 @@ of it. So the parts of a size add up to its step, whatever the others wait for.
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ...cluster.topology.local_resources import parse_ranges
@@ -40,15 +40,16 @@ class ExchangeLoad:
 
     Attributes:
         kind: As in the report: "all-reduce".
-        members: Size of the group; ``whole``: whether it has all ranks.
-        calls, bytes: Per step; bytes of the whole vector.
-        seconds: Per step and member: exposed, and in flight under computing.
-        exposed: The part of it in which members were blocked.
+        members: Size of the group.
+        grows: Whether the group grows with the number of ranks, as one of all ranks does.
+        calls, bytes: Per step, mean of the ranks; bytes of the whole vector.
+        seconds: Per step, mean of the ranks: exposed, and in flight under computing.
+        exposed: The part of it in which ranks were blocked.
     """
 
     kind: str
     members: int
-    whole: bool
+    grows: bool
     calls: float
     bytes: float
     seconds: float
@@ -109,7 +110,32 @@ def costs_of_points(points: Iterable[SizePoint]) -> list[SizeCosts]:
         costs = size_costs(point)
         if costs is not None:
             found[point.ranks, point.setup.global_batch] = costs
-    return [found[key] for key in sorted(found)]
+    return _with_growing_groups([found[key] for key in sorted(found)])
+
+
+def _with_growing_groups(costs: Sequence[SizeCosts]) -> list[SizeCosts]:
+    """Return the costs with ``grows`` for groups that have the same part of the ranks at two sizes.
+
+    Such as the data-parallel groups beside tensor-parallel ones, which keep their size.
+    """
+
+    def part(load: ExchangeLoad, one: SizeCosts) -> tuple[str, float]:
+        return load.kind, load.members / one.ranks
+
+    sizes: dict[tuple[str, float], set[int]] = {}
+    for one in costs:
+        for load in one.exchanges:
+            sizes.setdefault(part(load, one), set()).add(one.ranks)
+    return [
+        replace(
+            one,
+            exchanges=[
+                replace(load, grows=load.grows or len(sizes[part(load, one)]) > 1)
+                for load in one.exchanges
+            ],
+        )
+        for one in costs
+    ]
 
 
 def size_costs(point: SizePoint) -> SizeCosts | None:
@@ -227,8 +253,8 @@ def _exchanges(runs: Sequence[RunFigures], ranks: int) -> list[ExchangeLoad]:
                 load.kind,
                 load.size,
                 load.size == ranks,
-                load.calls,
-                load.bytes,
+                load.calls * share,
+                load.bytes * share,
                 (exposed + flying) * share,
                 exposed * share,
             )
