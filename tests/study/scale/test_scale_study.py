@@ -57,6 +57,7 @@ class FakeRuns:
 
     def run(self, setups, plan):
         self.groups.append([setup.name for setup in setups])
+        self.plans.append(plan)
         return [self.run_one(setup) for setup in setups]
 
     def run_one(self, setup):
@@ -64,7 +65,6 @@ class FakeRuns:
             raise InterruptedTrialError(Trial(TrialSpec(None, self.folder), None, 0.0, 0.0))
         path, repeat = new_run_folder(self.folder, setup)
         self.order.append(setup.name)
-        self.plans.append(plan)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
         how = KNOB if found[0] is not None else ""
