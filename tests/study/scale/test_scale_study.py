@@ -43,8 +43,7 @@ class FakeRuns:
 
     def __init__(self):
         self.noise, self.failing, self.interrupt_at = {}, set(), None
-        self.order, self.plans, self.batch = [], [], 64
-        self.groups = []
+        self.order, self.groups, self.plans, self.batch = [], [], [], 64
         self.place = Place("this machine", (4,))
 
     def __call__(self, folder, request, place, trials):
@@ -57,14 +56,14 @@ class FakeRuns:
 
     def run(self, setups, plan):
         self.groups.append([setup.name for setup in setups])
-        self.plans.append(plan)
-        return [self.run_one(setup) for setup in setups]
+        return [self.run_one(setup, plan) for setup in setups]
 
-    def run_one(self, setup):
+    def run_one(self, setup, plan):
         if len(self.order) == self.interrupt_at:
             raise InterruptedTrialError(Trial(TrialSpec(None, self.folder), None, 0.0, 0.0))
         path, repeat = new_run_folder(self.folder, setup)
         self.order.append(setup.name)
+        self.plans.append(plan)
         factors = self.noise.get(setup.name, [1.0])
         found = self.figures(setup, setup.global_batch, factors[repeat % len(factors)])
         how = KNOB if found[0] is not None else ""
@@ -182,6 +181,16 @@ def test_runs_that_do_not_fit_into_the_time_are_not_started(tmp_path, runs, monk
     found = run_study(folder, StudyListener()).study
     assert set(runs.order) == {"n1-b64"}
     assert [len(p.runs) for p in found.of_kind(STRONG)] == [3, 0]
+
+
+def test_runs_become_shorter_if_steps_take_longer_than_at_first(tmp_path, runs):
+    runs.noise = {name: [10.0] for name in ("n1-b64", "n2-b64", "n2-b128")}
+    folder = study(tmp_path)
+    run_study(folder, StudyListener(), minutes=1)
+    first, *others = [plan.steps for plan in runs.plans]
+    assert first == 501  # of steps that took a tenth
+    assert max(others) < 80
+    assert len(runs.order) == 9
 
 
 def test_batch_that_sizes_do_not_divide_is_refused_with_the_nearest(tmp_path, runs):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ...analyze.scaling.study_folder import PlannedPoint
 from ...analyze.scaling.study_model import (
-    MIN_REPEATS,
     STRONG,
     WEAK,
     BatchSource,
@@ -98,10 +97,16 @@ def total_steps(measured: int) -> int:
     return 1 + measured + max(LEAST_WARM_UP, math.ceil(WARM_UP_SHARE * measured))
 
 
-def choose_steps(request: StudyRequest, cost: Cost, setups: int, left_s: float) -> int:
-    """Return the number of measured steps of each run: as asked, or from the time that is left."""
+def choose_steps(request: StudyRequest, runs: Sequence[Cost], left_s: float) -> int:
+    """Return the number of measured steps of each run: as asked, or from the time that is left.
+
+    Args:
+        request: The study's request.
+        runs: Cost of each run that is planned.
+        left_s: Time for all of them.
+    """
     if request.steps is not None:
         return request.steps
-    each_s = USED_SHARE * left_s / max(setups * MIN_REPEATS, 1) - cost.start_s
-    fitting = int(each_s / ((1 + WARM_UP_SHARE) * max(cost.step_s, 1e-9)))
-    return min(max(fitting, LEAST_STEPS), MOST_STEPS)
+    steps_s = USED_SHARE * left_s - sum(one.start_s for one in runs)
+    each_s = (1 + WARM_UP_SHARE) * sum(one.step_s for one in runs)
+    return min(max(int(steps_s / max(each_s, 1e-9)), LEAST_STEPS), MOST_STEPS)

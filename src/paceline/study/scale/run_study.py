@@ -8,7 +8,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -212,8 +212,8 @@ class _StudyRun:
             self._first_run()
         cost = self._cost()
         if not self.stored.steps:
-            setups = len(self._setups())
-            steps = choose_steps(self.request, cost, setups, self.deadline.left_s)
+            runs = [cost] * len(self._setups()) * MIN_REPEATS
+            steps = choose_steps(self.request, runs, self.deadline.left_s)
             self._store(replace(self.stored, steps=steps))
         self._leave_out_weak(cost)
 
@@ -307,7 +307,22 @@ class _StudyRun:
             return [[one] for one in setups]
         return side_by_side(setups, self.runner.place)
 
+    def _use_fewer_steps(self) -> None:
+        """Shorten the next runs if steps take longer than the first run has shown."""
+        counts = {setup: self._runs_left(setup) for setup in self._unfinished()}
+        left_s = self.deadline.left_s
+        if (
+            self.request.until
+            or sum(n * self._expected_s(one) for one, n in counts.items()) < left_s
+        ):
+            return
+        runs = [self._cost_of(setup) for setup, count in counts.items() for _ in range(count)]
+        steps = choose_steps(self.request, runs, left_s)
+        if runs and steps < self.stored.steps:
+            self._store(replace(self.stored, steps=steps))
+
     def _run_group(self, setups: list[Setup]) -> None:
+        self._use_fewer_steps()
         expected_s = {one: self._expected_s(one) for one in setups}
         least_s = LEAST_TARGET_S * bool(self.request.until)
         late = {one for one in setups if max(expected_s[one], least_s) > self.deadline.left_s}
@@ -359,24 +374,23 @@ class _StudyRun:
             assert self.first_cost is not None, "without runs, the first run is made"
             return self.first_cost
         smallest = min(run.setup.ranks for run in good)
-        steps = [
-            run.figures.mean_step_s
-            for run in good
-            if run.figures is not None and run.setup.ranks == smallest
-        ]
+        steps = _steps_s([run for run in good if run.setup.ranks == smallest])
         return Cost(statistics.median(map(_start_s, good)), statistics.median(steps))
 
-    def _expected_s(self, setup: Setup) -> float:
-        """Return the expected duration of a run: of earlier ones, or of the smallest size.
+    def _cost_of(self, setup: Setup) -> Cost:
+        """Return what a run of a setup costs: as earlier ones, or as those of the smallest size."""
+        mine = [run for run in self.runs if run.setup == setup and run.figures is not None]
+        if not mine:
+            return self._cost()
+        starts_s = [_start_s(run) for run in mine]
+        return Cost(statistics.median(starts_s), statistics.median(_steps_s(mine)))
 
-        0 if it is not known: before the first run to a target.
-        """
+    def _expected_s(self, setup: Setup) -> float:
+        """Return the expected duration of a run; 0 if it is not known, before one to a target."""
+        if not self.request.until:
+            return self._cost_of(setup).run_s(total_steps(self.stored.steps))
         mine = [run.took_s for run in self.runs if run.setup == setup and run.figures is not None]
-        if mine:
-            return statistics.median(mine)
-        if self.request.until:
-            return 0.0
-        return self._cost().run_s(total_steps(self.stored.steps))
+        return statistics.median(mine) if mine else 0.0
 
     def _progress(self) -> Progress:
         counts = {setup: self._runs_left(setup) for setup in self._unfinished()}
@@ -385,6 +399,10 @@ class _StudyRun:
         left = None if 0.0 in each_s.values() else min(left or 0.0, self.deadline.left_s)
         elapsed_s = time.monotonic() - self.began
         return Progress(elapsed_s, left, self.runs_done, sum(counts.values()))
+
+
+def _steps_s(runs: Sequence[StudyRun]) -> list[float]:
+    return [run.figures.mean_step_s for run in runs if run.figures is not None]
 
 
 def _start_s(run: StudyRun) -> float:
