@@ -159,6 +159,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/data/patches.py
 	$(BIN)/python benchmarks/launch/fault_times.py
 	$(BIN)/python benchmarks/launch/host_fault_times.py
+	$(BIN)/python benchmarks/scale/planted_laws.py
+	$(BIN)/python benchmarks/scale/next_size.py
 	$(BIN)/python benchmarks/verify/guard.py
 	$(BIN)/python benchmarks/verify/duration.py
 

@@ -396,3 +396,21 @@ def test_measurements_of_a_gpu_run_on_the_cpu(tmp_path, name):
     result = result_of(name, tmp_path / "found.json", *options)
     assert result["measurements"]
     assert result["medians"] or result["ratios"]
+
+
+def test_planted_laws(tmp_path):
+    few = ("--only", "strong-fixed-1", "--folder", str(tmp_path / "studies"))
+    result = result_of("planted_laws", tmp_path / "laws.json", *few, more=["seconds"])
+    cases = {"strong-fixed-1", "strong-fixed-1.6"}
+    assert set(result["measurements"]) == cases
+    assert all(one["planted"] == ["fixed-cost"] for one in result["measurements"].values())
+    again = result_of("planted_laws", tmp_path / "laws.json", *few, more=["seconds"])
+    assert again["measurements"] == result["measurements"]  # runs are not repeated
+
+
+def test_next_size(tmp_path):
+    few = ("--only", "local-weak-slow", "--folder", str(tmp_path / "studies"))
+    result = result_of("next_size", tmp_path / "next.json", *few, more=["seconds", "inside"])
+    (one,) = result["measurements"].values()
+    assert set(one["samples_s"]) == {"1", "2", "4", "8"}
+    assert all(model["seconds_before"] > 0 for model in one["models"].values())

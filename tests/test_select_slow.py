@@ -74,7 +74,7 @@ def test_walk_through_the_tutorial_is_a_slow_test_of_docs():
         ("examples/slow.py", True),
         ("src/paceline/study/diagnose/ladder.py", True),
         ("src/paceline/report/page/assets/charts.js", True),
-        ("src/paceline/knobs/loader.py", True),
+        ("src/paceline/knobs/loading/loader.py", True),
         ("src/paceline/record/hooks/torch_patches.py", True),
         ("docs/index.md", False),
         ("examples/patches.py", False),

@@ -16,7 +16,7 @@ from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.report.terminal.verification.findings import as_json
 from paceline.report.verdict.of_verification import exit_code
-from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.trials import ScriptRequest
 from paceline.study.verify.verify import run_verification
 
 

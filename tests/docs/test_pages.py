@@ -153,7 +153,9 @@ def test_readme_fits_one_screen():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
-@pytest.mark.parametrize("page", ["getting-started", "explanation/diagnose"])
+@pytest.mark.parametrize(
+    "page", ["getting-started", "explanation/diagnose", "how-to/improve/scaling-study"]
+)
 def test_stored_outputs_belong_to_the_commands_of_a_page(page):
     path = ROOT / f"docs/{page}.md"
     names = re.findall(r"^```\{command\} (\S+)", path.read_text(), re.M)

@@ -10,7 +10,21 @@ from .common.base import app, exit_on_address_space_limit, in_words
 
 # The order of imports is the order of the commands in --help.
 # isort: off
-from . import run, submit, convert, record, report, top, diagnose, verify, pack, stage, check, bench
+from . import (
+    run,
+    submit,
+    convert,
+    record,
+    report,
+    top,
+    diagnose,
+    scale,
+    verify,
+    pack,
+    stage,
+    check,
+    bench,
+)
 
 # isort: on
 __all__ = [
@@ -24,6 +38,7 @@ __all__ = [
     "record",
     "report",
     "run",
+    "scale",
     "stage",
     "submit",
     "top",

@@ -46,6 +46,7 @@ from .common.options import (
     Threads,
     TuneCompression,
     TuneExchange,
+    Until,
     knobs_of,
     tuning_of,
 )
@@ -98,6 +99,7 @@ class RunCommand(ScriptCommand):
         ("paceline run -n 4 --show-memory train.py", "memory of each layout, before training"),
         ("paceline run --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
         ("paceline run -n 4 --reference ref.json train.py", "report a loss that leaves them"),
+        ("paceline run -n 4 --until 'accuracy>=0.97' train.py", "end when it is reached"),
         ("paceline run -H host1:4,host2:4 train.py", "two hosts over ssh"),
         ("salloc -N 2 paceline run train.py", "all nodes of an allocation"),
     ),
@@ -213,6 +215,7 @@ def run(
     reference: References = None,
     metric: MetricOption = None,
     on_divergence: OnDivergence = Action.TELL,
+    until: Until = None,
     make_reference: MakeReference = None,
     seeds: Seeds = None,
     exchange: Exchange = None,
@@ -242,8 +245,13 @@ def run(
     with exit_on_mistake():
         if show_memory and record is not None:
             raise ValueError("--show-memory records nothing. HINT: leave out --record")
-        guard = guard_of(reference, metric, on_divergence, record)
+        guard = guard_of(reference, metric, on_divergence, record, until)
         if make_reference is not None:
+            if until is not None:
+                raise ValueError(
+                    "--until and --make-reference can't be used together: a reference is trained "
+                    "to its end. HINT: leave out --until"
+                )
             make_reference = check_reference_options(make_reference, reference, ranks, record)
         elif seeds is not None:
             raise ValueError(SEEDS_WITHOUT_REFERENCE)

@@ -36,7 +36,7 @@ from .common.script_options import ScriptCommand
 from .common.status_line import StatusLine, interruptible
 
 if TYPE_CHECKING:
-    from ..study.script_runs.script_runs import ScriptRequest
+    from ..study.trials import ScriptRequest
 
 MINUTE_S = 60.0
 
@@ -119,7 +119,7 @@ def verify(
 
     The script and its files are not changed: what the script writes goes to a scratch folder.
     """
-    from ..study.script_runs.script_runs import ScriptRequest
+    from ..study.trials import ScriptRequest
 
     where, options = launch_options(
         *(hosts, hostfile, launcher, module, fresh, smt, env),

@@ -18,11 +18,12 @@ class KnobResult:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.set, self.overrode, self.why_not = False, False, ""
+        self.set, self.overrode, self.why_not, self.how = False, False, "", ""
 
-    def done(self) -> None:
-        if not self.set:
-            self.set = True
+    def done(self, how: str = "") -> None:
+        """Report once that the knob is set, and how, if there are several ways."""
+        if not self.set or how not in ("", self.how):
+            self.set, self.how = True, how or self.how
             self._tell()
 
     def not_done(self, why: str) -> None:
@@ -48,7 +49,8 @@ class KnobResult:
         setattr(module, name, passed_over)
 
     def _tell(self) -> None:
-        self.all[self.name] = {"set": self.set, "why_not": self.why_not}
+        how = {"how": self.how} if self.how else {}
+        self.all[self.name] = {"set": self.set, "why_not": self.why_not, **how}
         update_header(knobs=self.all)
 
     def _say(self, text: str) -> None:

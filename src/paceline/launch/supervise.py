@@ -86,6 +86,9 @@ def watch(
         agent.output.close()
         if job.summary is not None and job.record is None:
             write_summary(job.summary, job.words, agent.summary, guard)
+    ended_well = agent.stopped_at_step is not None or (agent.end and not agent.end.exit_code)
+    if ended_well and agent.guarded.has_reached:
+        return 0
     if agent.stopped_at_step is not None and agent.guarded.exit_code:
         sys.stderr.write(agent.guarded.describe_checkpoint(agent.stopped_at_step))
         return agent.guarded.exit_code

@@ -307,6 +307,7 @@ GAINS: dict[str, PredictSaving] = {
     "loader-workers": loader_workers,
     "persistent-workers": persistent_workers,
     "prefetch": prefetch,
+    "global-batch": not_proposed,
     "pin-memory": pinned_memory,
     "bucket-mb": bucket_size,
     "exchange": paceline_exchange,

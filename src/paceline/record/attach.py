@@ -43,12 +43,7 @@ def attach(child: bool = False) -> None:
         recorder = Recorder(_int_variable("RANK", 0), _int_variable("WORLD_SIZE", 1), wait=child)
         _loop = LoopRecorder(recorder)
         rung = rung_of_process()
-        experiment = None
-        if rung is not None:
-            from .experiments.experiment import Experiment
-
-            experiment = Experiment(rung, recorder, detach)
-            experiment.install()
+        experiment = _measured_run(rung, recorder)
         torch_patches.install(_loop)
         torch_patches.measure_hooks(_loop)
         _training = _observe_training()
@@ -73,6 +68,23 @@ def attach(child: bool = False) -> None:
     _pid = os.getpid()
     _sampler = StackSampler(_loop.recorder)
     atexit.register(detach)
+
+
+def _measured_run(rung: Any, recorder: Recorder) -> Any:
+    """Install the experiment or the limits of this process; return None if it has none."""
+    from .experiments.protected_run import ProtectedRun, limit_of_process
+
+    limit = limit_of_process()
+    if rung is not None:
+        from .experiments.experiment import Experiment
+
+        run: ProtectedRun = Experiment(rung, recorder, detach)
+    elif limit is not None:
+        run = ProtectedRun(limit, recorder, detach)
+    else:
+        return None
+    run.install()
+    return run
 
 
 def _observe_training() -> Any:

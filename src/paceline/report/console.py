@@ -1,10 +1,14 @@
 """The console that reports are printed to."""
 
+import os
+import sys
 from typing import Any
 
 from rich.console import Console
 
 from ..security.text import printable
+
+FILE_WIDTH = 100  # columns of tables that are not printed to a terminal
 
 
 class PlainConsole(Console):
@@ -20,3 +24,8 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Any:
         """Return a text as rich draws it."""
         return super().render_str(printable(text, lines=True), **options)
+
+
+def output_width() -> int | None:
+    """Return the width for tables on standard output; None: that of the terminal or COLUMNS."""
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_WIDTH

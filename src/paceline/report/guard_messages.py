@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..analyze.reference.changes import Change
+from ..analyze.reference.goal import Goal
 from ..analyze.reference.learning_rate import RateRise
 from ..analyze.reference.metric import Metric
 from ..analyze.reference.run_guard import Divergence, Standard
@@ -97,6 +98,18 @@ def describe_end(values: int, metric: Metric, end: float, axis: str) -> str:
         f"paceline: guard: {counted(values, 'value')} of {_short(metric)}, up to {end:,.0f} "
         f"{axis}, stayed within the band of the reference\n"
     )
+
+
+def describe_reached(goal: Goal, step: float, samples: float, value: float) -> str:
+    """Return the message for a job that has reached its goal, without its end."""
+    where = f"step {step:,.0f}" + (f" ({samples:,.0f} samples)" if samples else "")
+    return f"paceline: {goal} is reached at {where} with {value:.6g}"
+
+
+def describe_unreached(goal: Goal, best: float | None) -> str:
+    """Return the last line of a job that has not reached its goal."""
+    found = "no value is a number" if best is None else f"the best value is {best:.6g}"
+    return f"paceline: {goal} was not reached: {found}\n"
 
 
 def _short(metric: Metric) -> str:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from ..analyze.figures.compare_runs import (
 from ..analyze.figures.report import Report, RunAnalysis, analyse_with_window
 from ..analyze.records.load_run import Run, load_run
 from ..cost.machine.machine_file import load as load_machine
-from .console import PlainConsole
+from .console import PlainConsole, output_width
 from .numbers import counted
 from .terminal import comparison
 from .terminal.run_report import panel
@@ -211,7 +210,6 @@ def _render(draw: Callable[[int], RenderableType]) -> str:
     """Return what ``draw`` makes for the width of the terminal, with colours if it is one."""
     terminal = sys.stdout.isatty()
     text = io.StringIO()
-    width = None if terminal or "COLUMNS" in os.environ else 100
-    console = PlainConsole(file=text, force_terminal=terminal, width=width)
+    console = PlainConsole(file=text, force_terminal=terminal, width=output_width())
     console.print(draw(console.width))
     return text.getvalue()

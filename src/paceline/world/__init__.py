@@ -184,6 +184,10 @@ class World(ModelDistribution):
             ValueError: Fewer samples than ranks, a global batch that is not divisible by the ranks,
                 a loader that is sharded already, or a stream that can't be split.
         """
+        if not every_sample_once:
+            from ..knobs.loading.batch import requested_global_batch  # not needed to start
+
+            global_batch = requested_global_batch() or global_batch
         sharded = shard(
             loader,
             rank=self.rank,

@@ -171,3 +171,48 @@ def test_mistakes_are_told_before_a_rank_starts(tmp_path, options, message):
     assert message in result.stderr
     assert "HINT" in result.stderr
     assert "started" not in result.stdout
+
+
+UNTIL = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    done = 0
+    while True:  # only the launcher ends it
+        for (x,) in DataLoader(TensorDataset(torch.ones(32, 4)), 8):
+            model(x).mean().backward()
+            optimizer.step()
+        done += 1
+        if dist.get_rank() == 0:
+            print(f"accuracy {min(0.1 * done, 0.9):.2f}", flush=True)
+"""
+
+
+def test_job_ends_when_its_goal_is_reached(tmp_path):
+    script, record = ranks.write(tmp_path, UNTIL), tmp_path / "record"
+    launcher = rf"paceline --record {record} --metric accuracy\s+(\S+) --until accuracy>=0.85"
+    result = ranks.run(script, launcher=launcher)  # exit code 0
+    assert "accuracy>=0.85 is reached at step" in result.stderr
+    (run,) = read_reference(record).runs
+    first = next(i for i, value in enumerate(run.values) if value >= 0.85)
+    assert run.values[first] == 0.9
+    assert run.samples[first] == pytest.approx(9 * 32 * 2, rel=0.3)  # steps arrive beside lines
+    assert run.peak_rate == 0.25
+
+
+def test_goal_that_is_not_reached_is_reported_with_the_best_value(tmp_path):
+    launcher = "paceline --until train<=-1"
+    result = ranks.run(ranks.write(tmp_path, WORLD), 0, "", launcher=launcher)
+    assert "train<=-1 was not reached: the best value is 0." in result.stderr
+
+
+@pytest.mark.long
+def test_world_script_writes_a_checkpoint_when_the_goal_is_reached(tmp_path):
+    launcher = "paceline --until train<=0.6"
+    words = (ranks.write(tmp_path, WORLD), 100000, tmp_path / "checkpoint")
+    result = ranks.run(*words, launcher=launcher)
+    assert "The ranks write a checkpoint and stop" in result.stderr
+    assert any((tmp_path / "checkpoint").iterdir())

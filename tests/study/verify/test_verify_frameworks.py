@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.analyze.verification.find import judge
-from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.trials import ScriptRequest
 from paceline.study.verify.verify import run_verification
 
 SCRIPTS = Path(__file__).parents[3] / "benchmarks" / "verify" / "open_half" / "scripts"

@@ -4,7 +4,7 @@ import pytest
 import ranks
 
 from paceline.analyze.verification.find import judge
-from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.trials import ScriptRequest
 from paceline.study.verify.run_observed import RunFailedError
 from paceline.study.verify.verify import run_verification
 

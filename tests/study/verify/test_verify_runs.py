@@ -8,7 +8,7 @@ from paceline.analyze.verification.find import find
 from paceline.analyze.verification.view import View
 from paceline.record.training.settings import VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
-from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.trials import ScriptRequest
 from paceline.study.verify import replay, run_observed
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification

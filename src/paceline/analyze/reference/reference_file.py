@@ -29,6 +29,7 @@ class _StoredRun:
     rates: list[_Number] = field(default_factory=list)
     norms: list[_Number] = field(default_factory=list)
     name: str = ""
+    peak_rate: _Number = None
 
 
 @dataclass
@@ -125,6 +126,7 @@ def _stored(run: Series) -> dict[str, Any]:
     }
     return {
         "name": run.name,
+        "peak_rate": run.peak_rate if np.isfinite(run.peak_rate) else None,
         **{
             name: [float(f"{v:.9g}") if np.isfinite(v) else None for v in column.tolist()]
             for name, column in columns.items()
@@ -148,7 +150,9 @@ def _series(run: _StoredRun, name: str) -> Series:
     steps, samples, values = columns
     order = np.argsort(samples if np.all(samples > 0) else steps, kind="stable")
     rates, norms = (_column(part, count) for part in (run.rates, run.norms))
-    return Series(steps[order], samples[order], values[order], rates[order], norms[order], name)
+    peak = np.nan if run.peak_rate is None else run.peak_rate
+    ordered = steps[order], samples[order], values[order], rates[order], norms[order]
+    return Series(*ordered, name, peak)
 
 
 def _column(values: list[float | None], count: int) -> Floats:

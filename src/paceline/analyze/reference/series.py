@@ -60,6 +60,8 @@ class Series:
         rates: Learning rate; nan where it is not known.
         norms: L2 norm of the gradients of the optimizer; nan where it is not known.
         name: Where it was read, for messages.
+        peak_rate: Largest learning rate of all steps, also of those without a value; nan where it
+            is not known.
     """
 
     steps: Floats
@@ -68,6 +70,7 @@ class Series:
     rates: Floats
     norms: Floats
     name: str = ""
+    peak_rate: float = np.nan
 
     def __len__(self) -> int:
         return len(self.values)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from ...analyze.reference.goal import parse_goal
 from ...launch.guard.request import Action, GuardRequest, parse_metric
 from .base import exit_on_mistake
 from .options import can_be_written
@@ -16,7 +17,11 @@ SEEDS_WITHOUT_REFERENCE = "--seeds is for --make-reference. HINT: --make-referen
 
 
 def guard_of(
-    references: list[Path] | None, metric: str | None, action: Action, record: Path | None
+    references: list[Path] | None,
+    metric: str | None,
+    action: Action,
+    record: Path | None,
+    until: str | None = None,
 ) -> GuardRequest | None:
     """Return what the guard is to do, or None.
 
@@ -28,14 +33,23 @@ def guard_of(
         raise ValueError(
             f"--on-divergence {action.value} needs a reference. HINT: add --reference FILE"
         )
-    if not references and (metric is None or record is None):
+    goal = None
+    if until is not None:
+        if references:
+            raise ValueError(
+                "--until and --reference can't be used together. HINT: leave out --reference"
+            )
+        goal = parse_goal(until, metric)
+        metric = metric if metric is not None else goal.name
+    elif not references and (metric is None or record is None):
         return None
     save = None
     if record is not None:
         from ...analyze.reference.reference_file import RECORD_FILE
 
         save = str((record / RECORD_FILE).absolute())
-    return GuardRequest([str(path) for path in references or []], metric, action, save)
+    names = [str(path) for path in references or []]
+    return GuardRequest(names, metric, action, save, goal)
 
 
 def check_reference_options(

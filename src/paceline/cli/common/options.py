@@ -184,6 +184,18 @@ OnDivergence = Annotated[
         rich_help_panel=GUARD,
     ),
 ]
+Until = Annotated[
+    str | None,
+    typer.Option(
+        "--until",
+        help="End the job with exit code 0 when a value of world.log meets this comparison: "
+        "'accuracy>=0.97'. With --metric: the values of the metric. A script with "
+        "world.epochs(checkpoint=...) writes a checkpoint first.",
+        metavar="'NAME>=VALUE'",
+        show_default=False,
+        rich_help_panel=GUARD,
+    ),
+]
 MakeReference = Annotated[
     Path | None,
     typer.Option(

@@ -18,10 +18,12 @@ class GuardedJob:
     Attributes:
         guard: The guard, or None.
         exit_code: Exit code of the job if the guard ends it, or had it end; else 0.
+        has_reached: Whether the guard ends the job, or had it end, because it reached its goal.
     """
 
     def __init__(self, guard: "LossGuard | None") -> None:
         self.guard, self.exit_code = guard, 0
+        self.has_reached = False
 
     @property
     def take_line(self) -> Callable[[int, str], None] | None:
@@ -53,12 +55,28 @@ class GuardedJob:
         result, action = self.guard.check(say), self.guard.request.action
         if result == "mistake":
             return self._end(f"paceline: {self.guard.mistake}\n", MISTAKE_EXIT_CODE)
+        if result == "reached":
+            return self._reach(say, can_stop_early, warn_ranks)
         if result and action is Action.STOP:
             text = "paceline: guard: Paceline ends the job (--on-divergence stop)\n"
             return self._end(text, DIVERGED_EXIT_CODE)
         if result and action is Action.CHECKPOINT:
             self._request_checkpoint(say, can_stop_early)
             warn_ranks()
+        return None
+
+    def _reach(
+        self, say: Callable[[str], None], can_stop_early: bool, warn_ranks: Callable[[], None]
+    ) -> JobEnd | None:
+        if self.has_reached:
+            return None
+        assert self.guard is not None
+        self.has_reached = True
+        text = self.guard.describe_reached()
+        if not can_stop_early:
+            return JobEnd(f"{text}. Paceline ends the job\n", 0, may_restart=False)
+        say(f"{text}. The ranks write a checkpoint and stop\n")
+        warn_ranks()
         return None
 
     def _end(self, text: str, code: int) -> JobEnd:

@@ -64,6 +64,7 @@ class LossGuard:
         departure: Where the job left the band, or None.
         rises: Rises of the learning rate that the reference does not have.
         tested: Values of the last attempt that were held against the reference.
+        reached: The first value that met the goal, or None.
     """
 
     def __init__(self, request: GuardRequest, ranks: int, command: list[str]) -> None:
@@ -83,6 +84,8 @@ class LossGuard:
         self.mistake = ""
         self.departure: Departure | None = None
         self.rises: list[RateRise] = []
+        self.reached: Value | None = None
+        self._peak_rate = np.nan
         self._messages: list[str] = []
         # of all attempts, for ``save``; each step once, as the last attempt trained it
         self._values: list[Value] = []
@@ -175,6 +178,7 @@ class LossGuard:
 
     def _take_step(self, step: JobStep) -> None:
         self._first_step_at = self._first_step_at or time.monotonic()
+        self._peak_rate = float(np.fmax(self._peak_rate, step.rate))
         self._compare_batch()
         if self._rates is not None:
             rise = self._rates.add(step.step, step.samples, step.rate)
@@ -193,6 +197,9 @@ class LossGuard:
             self._has_values = True
             self._forget_repeated_steps(step, samples)
         self._values.append((step, samples, value))
+        goal = self.request.goal
+        if goal is not None and self.reached is None and goal.is_reached(value):
+            self.reached = (step, samples, value)
         if self._guard is None or self.standard is None or self.departure is not None:
             return
         if self.standard.axis == SAMPLES and samples <= 0:
@@ -264,7 +271,7 @@ class LossGuard:
 
     def check(self, say: Callable[[str], None]) -> str:
         """Print what is new. Return "diverged" when the job has left the band, "mistake" when the
-        reference does not fit it, and otherwise "".
+        reference does not fit it, "reached" once the goal is met, and otherwise "".
         """
         with self._lock:
             result = self._check()
@@ -275,12 +282,13 @@ class LossGuard:
         if self.mistake and self.departure is None:
             return "mistake"
         self._warn_if_silent()
+        result = "reached" if self.reached is not None else ""
         if self._pending_changes is None or self.reference is None:
-            return ""
+            return result
         first, divergence = self._pending_changes
         self._pending_changes = None
         if self.departure is not None:
-            return ""
+            return result
         self._messages.append(self._leave(first, divergence, self.reference))
         return "diverged"
 
@@ -292,6 +300,12 @@ class LossGuard:
             messages, self._messages = self._messages, []
         for message in messages:
             say(message)
+
+    def describe_reached(self) -> str:
+        """Return the message for a job that has reached its goal, without its end."""
+        assert self.reached is not None
+        assert self.request.goal is not None
+        return text.describe_reached(self.request.goal, *self.reached)
 
     def _leave(self, first: int, divergence: Divergence | None, reference: Reference) -> str:
         """Set ``departure``, and return the message."""
@@ -351,8 +365,13 @@ class LossGuard:
             for step in self._steps.finish():
                 self._take_step(step)
             result = self._check()
-            if not self._values and not self._is_warned and (self.reference or self.request.save):
+            goal = self.request.goal
+            wanted = self.reference or self.request.save or goal
+            if not self._values and not self._is_warned and wanted:
                 self._messages.append(self._silence(len(self._steps.kept)))
+            elif goal is not None and self.reached is None and self._values:
+                best = goal.best(value for _, _, value in self._values)
+                self._messages.append(text.describe_unreached(goal, best))
             elif self.standard is not None and self.departure is None and self._guard is not None:
                 axis = self.standard.axis
                 end = self.tested[-1][1 if axis == SAMPLES else 0] if self.tested else 0.0
@@ -379,5 +398,7 @@ class LossGuard:
         steps = columns[:, 0]
         if self._counts_lines and not np.all(columns[:, 1] > 0):
             steps = np.arange(1.0, len(columns) + 1)
-        series = Series(steps, columns[:, 1], columns[:, 2], rates, norms)
+        series = Series(
+            steps, columns[:, 1], columns[:, 2], rates, norms, peak_rate=self._peak_rate
+        )
         return Reference(self.metric, [series], self._model, self._command)

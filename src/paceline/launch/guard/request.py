@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ...analyze.reference.goal import Goal
 from ...analyze.reference.metric import BACKWARD, LOGGED, PATTERN, Metric
 
 DIVERGED_EXIT_CODE = 79  # of a job that was ended because its loss left the band of the reference
@@ -26,12 +27,14 @@ class GuardRequest:
         metric: Value of ``--metric``; None: that of the reference, or the loss of each backward.
         action: Value of ``--on-divergence``.
         save: File for the values of this run, or None.
+        goal: Value of ``--until``: the job ends when the metric reaches it.
     """
 
     references: list[str] = field(default_factory=list)
     metric: str | None = None
     action: Action = Action.TELL
     save: str | None = None
+    goal: Goal | None = None
 
 
 def parse_metric(text: str | None) -> Metric:

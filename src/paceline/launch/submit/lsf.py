@@ -71,5 +71,8 @@ LSF = Scheduler(
     command=lambda batch: ["bsub"],
     by_file=False,
     identity=r"Job <(\d+)>",
+    query=lambda job: ["bjobs", "-noheader", "-o", "stat", job],
+    state=r"^([A-Z]+)",
+    ended=("DONE", "EXIT", "ZOMBI"),
     output=lambda batch, job: _pattern(batch).replace("%J", job).replace("%I", "*"),
 )

@@ -101,6 +101,7 @@ def _output(batch: Batch, job: str) -> str:
     return batch.output or f"{batch.name}.o{number}{'*' if batch.array else ''}"
 
 
+_STATE = r"job_state = (\w)"
 PBS = Scheduler(
     title="PBS Pro",
     mark="#PBS",
@@ -109,6 +110,9 @@ PBS = Scheduler(
     command=lambda batch: ["qsub"],
     by_file=True,
     identity=r"^(\d+\S*)$",
+    query=lambda job: ["qstat", "-x", "-f", job],
+    state=_STATE,
+    ended=("F", "X"),
     output=_output,
     no_warning=NO_WARNING,
 )
@@ -120,6 +124,9 @@ TORQUE = Scheduler(
     command=_qsub,
     by_file=True,
     identity=r"^(\d+\S*)$",
+    query=lambda job: ["qstat", "-f", job],
+    state=_STATE,
+    ended=("C",),
     output=_output,
     no_warning=NO_WARNING,
 )

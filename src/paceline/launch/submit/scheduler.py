@@ -20,6 +20,9 @@ class Scheduler:
         by_file: Whether the command takes the script's file name as an argument. Otherwise it
             reads the script from standard input.
         identity: Regular expression that matches the job number in the command's output.
+        query: Return the command that prints the state of a job, given its number.
+        state: Regular expression that matches the state in that command's output.
+        ended: States of jobs that neither wait nor run.
         output: Return the file that receives a job's output, given the job and its number.
         no_warning: Reason why the scheduler sends no signal before the time limit; None if it
             sends one.
@@ -34,6 +37,9 @@ class Scheduler:
     command: Callable[[Batch], list[str]]
     by_file: bool
     identity: str
+    query: Callable[[str], list[str]]
+    state: str
+    ended: tuple[str, ...]
     output: Callable[[Batch, str], str]
     no_warning: str | None = None
     can_ask: bool = False

@@ -51,6 +51,12 @@ SLURM = Scheduler(
     command=lambda batch: ["sbatch", "--parsable"],
     by_file=False,
     identity=r"^(\d+(?:;\S+)?)$",
+    query=lambda job: ["squeue", "--noheader", "--format=%T", f"--jobs={job.split(';')[0]}"],
+    state=r"^([A-Z_]+)",
+    ended=(
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    ),
     output=_output,
     can_ask=True,
 )

@@ -20,6 +20,9 @@ from .scheduler import Scheduler
 from .slurm import SLURM
 
 SCHEDULERS = {"slurm": SLURM, "lsf": LSF, "pbs": PBS, "torque": TORQUE}
+QUERY_TIMEOUT_S = 30.0
+# What schedulers print of jobs that they have forgotten.
+UNKNOWN_JOB = r"invalid job id|is not found|unknown job"
 _CHOICE = "--scheduler slurm, lsf, pbs or torque"
 
 
@@ -75,7 +78,7 @@ def _qsub() -> str | None:
     return "torque" if re.search(r"^(version|commit):", words, re.I | re.M) else None
 
 
-def _check(batch: Batch, setup: list[str]) -> None:
+def _check(batch: Batch, setup: list[str], makes_folder: bool) -> None:
     """Raise ValueError for invalid options, before anything is written."""
     given = {"--queue": batch.queue, "--account": batch.account, "--output": batch.output}
     lines = [(option, value) for option, value in given.items() if value is not None]
@@ -91,7 +94,7 @@ def _check(batch: Batch, setup: list[str]) -> None:
             "--warn 120"
         )
     folder = Path(batch.output or ".").parent
-    if "%" not in str(folder) and not folder.is_dir():
+    if not makes_folder and "%" not in str(folder) and not folder.is_dir():
         raise ValueError(
             f"--output {batch.output}: there is no folder {folder}, and the scheduler does not "
             "create it. "
@@ -120,10 +123,27 @@ def batch_script(
     Raises:
         ValueError: An option is invalid, or not supported by the scheduler.
     """
-    _check(batch, setup)
     check_script(job)
     check_min_hosts(job.min_hosts, batch.want.hosts)
-    run = _run_words(batch, job, record, more)
+    return command_script(kind, batch, setup, f"run {_run_words(batch, job, record, more)}")
+
+
+def command_script(
+    kind: Scheduler, batch: Batch, setup: list[str], command: str, *, makes_folder: bool = False
+) -> str:
+    """Return a batch script that ends with a command of Paceline.
+
+    Args:
+        kind: The scheduler.
+        batch: The job's options.
+        setup: Shell commands that run before the command.
+        command: The command and its arguments, shell-quoted.
+        makes_folder: Whether the folder of the output is created before the job is submitted.
+
+    Raises:
+        ValueError: An option is invalid, or not supported by the scheduler.
+    """
+    _check(batch, setup, makes_folder)
     lines = ["#!/bin/bash"]
     lines += [f"{kind.mark} {option}" for option in [*kind.options(batch), *batch.options]]
     if batch.warn and kind.no_warning:
@@ -137,7 +157,7 @@ def batch_script(
     if not kind.can_ask and batch.want.seconds is not None:
         lines.append(f'export PACELINE_END_TIME="$(($(date +%s) + {batch.want.seconds}))"')
     # exec: the launcher replaces the shell, and so gets the signals sent to the batch script.
-    lines.append(f"exec {_paceline()} run {run}")
+    lines.append(f"exec {_paceline()} {command}")
     return "\n".join(lines) + "\n"
 
 
@@ -231,3 +251,32 @@ def submit_script(kind: Scheduler, batch: Batch, script: str) -> str:
     if told.stderr.strip():  # messages of the site to its users
         sys.stderr.write(told.stderr)
     return number[1]
+
+
+def is_active(kind: Scheduler, number: str) -> bool:
+    """Return whether a job waits or runs.
+
+    Raises:
+        ValueError: The scheduler does not answer.
+    """
+    command = kind.query(number)
+    try:
+        told = subprocess.run(
+            program_command(*command),
+            capture_output=True,
+            text=True,
+            timeout=QUERY_TIMEOUT_S,
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"the state of job {number} is not known: {command[0]}: {error}") from None
+    found = re.search(kind.state, told.stdout, re.M)
+    if found is not None:
+        return found[1] not in kind.ended
+    words = (told.stdout + told.stderr).strip()
+    if told.returncode and not re.search(UNKNOWN_JOB, words, re.I):
+        raise ValueError(
+            f"the state of job {number} is not known: {command[0]} ended with exit code "
+            f"{told.returncode}: {words}. HINT: try again on a login node of the cluster"
+        )
+    return False

@@ -8,7 +8,6 @@ import functools
 import inspect
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..hooks.collectives import RecordedGroup
 from ..hooks.import_hooks import after_import
 from ..pending_value import PendingValue, is_capturing
 from ..ring.core_wait import busy_threads, child_pids, thread_times
-from ..ring.launcher_messages import notify, send_to_launcher
+from ..ring.launcher_messages import notify
 from ..ring.recorder import Recorder
 from ..ring.resource_usage import (
     FileOpenCounter,
@@ -32,7 +31,7 @@ from .lines.rank_profile import RankProfile
 from .memory_format import ContiguousFormat
 from .no_communication import NoCommunicationGroup
 from .observer import Observer
-from .protect_files import FileProtection, remove_scratch
+from .protected_run import ProtectedRun, StepLimit
 from .rung import (
     CHANNELS_LAST,
     EVERYTHING,
@@ -62,11 +61,12 @@ _WITH_LOADER = (
 MAX_LOADER_S = 2.0  # of the phase that measures the loader alone
 
 
-class Experiment:
+class Experiment(ProtectedRun):
     """One rung, carried out in this process."""
 
     def __init__(self, rung: Rung, recorder: Recorder, detach: Callable[[], None]) -> None:
-        self.rung, self.recorder, self._detach = rung, recorder, detach
+        super().__init__(StepLimit(0, rung.scratch, rung.covered), recorder, detach)
+        self.rung = rung
         self._phase = rung.phases[0]
         self._usual_threads = 0  # of the rank, restored after the phase with one thread
         self._collector = GarbageCollector()
@@ -78,7 +78,7 @@ class Experiment:
             NO_BROADCASTS: BufferBroadcasts(self._observer.ddp_models),
         }
         self._is_switched_off = False
-        self._results: dict[str, Any] = {"silent": 0}
+        self._results["silent"] = 0
         self._containers: ContainerSizes | None = None  # after the first step
         self._operators: OperatorRun | None = None
         self._step_times: list[float] = []  # s, of the measured steps of the last phase
@@ -110,15 +110,7 @@ class Experiment:
         after_import({"torch.utils.data.dataloader": self._cached_batches.install})
         if self.rung.losses:
             after_import({"torch": self._record_losses})
-        if self.rung.scratch:
-            self._file_protection = FileProtection(
-                Path(self.rung.scratch), self._stop, self.rung.covered
-            )
-            self._file_protection.install()
-
-    def place(self, path: str | Path) -> Path:
-        """Return the folder that replaces a checkpoint's folder during the experiment."""
-        return Path(self.rung.scratch) / Path(path).name
+        super().install()
 
     def after_step(self) -> None:
         """Advance the experiment; called at the end of every optimizer step of the job."""
@@ -318,20 +310,6 @@ class Experiment:
                 group._checks = None
                 self._results["silent"] += 1
 
-    def _stop(self, why: str) -> NoReturn:
-        """End the experiment because the script is about to change a file of the user."""
-        self._results["stopped"] = why
-        notify(f"paceline: the experiment stops: {why}\n")
-        self._finish()
-
-    def _end_kernels(self) -> None:
-        """Write a GPU's kernels of the steps so far; a failure ends no experiment."""
-        try:
-            if self.recorder.kernel_sampler is not None:
-                self.recorder.kernel_sampler.finish()
-        except Exception as error:
-            notify(f"warning: Paceline could not read the GPU's kernels: {error}\n")
-
     def _complete(self) -> None:
         """End the measurements, and write the line profile."""
         if "stopped" not in self._results and not self._is_complete:
@@ -347,16 +325,6 @@ class Experiment:
         self.recorder.update_header(rung=results)
 
     def _finish(self) -> NoReturn:
-        """Write the results into the record and end this process without exit handlers."""
+        """Stop the line profile, and end this process."""
         self._lines.stop()
-        self._end_kernels()
-        self._complete()
-        self.write_results()
-        self._detach()
-        if self.rung.scratch:
-            self._file_protection.is_disabled = True
-            remove_scratch(Path(self.rung.scratch))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        send_to_launcher(finished=0)
-        os._exit(0)
+        super()._finish()

@@ -67,6 +67,7 @@ class Knob(TypedDict):
 
     set: bool
     why_not: str
+    how: NotRequired[str]  # which of several ways
 
 
 class LoaderOnly(TypedDict):

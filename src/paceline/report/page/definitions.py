@@ -134,6 +134,10 @@ DEFINITIONS = {
     "per sample of this run). It is below 1 if the same work takes longer, because of smaller "
     "batches per rank or memory bandwidth that more ranks share.",
     "global efficiency": "GE = useful share x computation scalability.",
+    "statistical efficiency": "Samples to the target on the fewest ranks, over those of this size. "
+    "It is below 1 if a larger global batch needs more samples until the same value.",
+    "energy": "Energy of the measured steps over their samples. It is an estimate if a counter "
+    "covers more than the job, and the job is charged by its share of the cores.",
     "step_ms": "Length of the window over its number of steps, in milliseconds.",
     # a diagnosis
     "cause": "Something that makes steps longer, with its share of a step's time, as paceline "

@@ -24,6 +24,7 @@ from ...record.experiments.rung import (
     Rung,
 )
 from ..script_runs.deadline import MINUTE_S
+from ..trials import done_steps
 from .hypotheses import Hypothesis, hypotheses
 from .ladder_results import COMPLETE, FAILED, INTERRUPTED, OUT_OF_TIME, RUNGS, Ladder, rung_name
 from .plan import (
@@ -35,7 +36,7 @@ from .plan import (
     next_plan,
 )
 from .profile_run import profile_operators
-from .run_figures import broadcast_share, loader_totals, split_phases, steps_done, steps_s
+from .run_figures import broadcast_share, loader_totals, split_phases, steps_s
 from .run_script import (
     FailedError,
     InterruptedRunError,
@@ -110,12 +111,12 @@ class _Climb:
                 False, rung, asked.count, named=f"{steps} steps, and a survey of what follows"
             )
         except (OutOfTimeError, InterruptedRunError) as early:
-            if early.run is None or steps_done(early.run) < 2:
+            if early.run is None or done_steps(early.run) < 2:
                 raise
             run, cut = early.run, True
             ended = INTERRUPTED if isinstance(early, InterruptedRunError) else COMPLETE
         took_s = time.monotonic() - before
-        done = steps_done(run)
+        done = done_steps(run)
         if done < warm + steps:
             if done < 2:
                 children = untracked_training(run.records)
@@ -272,7 +273,7 @@ class _Climb:
             except (OutOfTimeError, InterruptedRunError) as early:
                 if isinstance(early, OutOfTimeError) and self.runner.deadline.left_s:
                     slow = FailedError(f"it took longer than {limit_s:.0f} s", 0, "too slow")
-                    done = steps_done(early.run) if early.run is not None else 0
+                    done = done_steps(early.run) if early.run is not None else 0
                     self._refuse(found, count, rung, alone, done, slow)
                     if alone:
                         continue

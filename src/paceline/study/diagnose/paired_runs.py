@@ -17,6 +17,7 @@ from ...knobs.registry import KNOBS
 from ...knobs.settings import exclude
 from ...record.experiments.rung import EVERYTHING, Rung
 from ...significance import half_width, tail_of_look
+from ..trials import in_turn
 from .plan import in_bursts
 from .run_script import OutOfTimeError, Runner
 
@@ -184,7 +185,7 @@ class PairedRuns:
         warm = replace(self.runner.asked, settings=settings).warming
         numbers = any(KNOBS[knob].numbers for knob in added)
         rates, losses = {}, {}
-        for on in (False, True) if at % 2 == 0 else (True, False):
+        for on in in_turn((False, True), at):
             said = f"{'with' if on else 'without'} {name}, {steps} steps"
             rung = Rung(warm, steps, (EVERYTHING,), losses=numbers)
             run = self.runner.run(False, rung, settings=settings if on else base, named=said)

@@ -7,10 +7,6 @@ from ...record.experiments.rung import LOADER
 from ...record.ring.states import State
 
 
-def steps_done(run: Run) -> int:
-    return min((record.count(State.STEP) for record in run.records), default=0)
-
-
 def steps_s(run: Run) -> float:
     """Return the duration of all steps of the first rank."""
     rows = run.records[0].events_in(State.STEP)

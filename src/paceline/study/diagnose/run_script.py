@@ -7,17 +7,13 @@ and settings (knobs/settings.py).
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from ...analyze.records.load_run import Run, load_run
-from ...knobs.settings import Setting, write_settings
+from ...analyze.records.load_run import Run
 from ...plurals import counted
 from ...record.experiments.rung import RUNG_VARIABLE, Rung
-from ...record.ring.states import State
 from ..script_runs.deadline import Deadline
-from ..script_runs.run_process import error_line, last_lines, run_process
-from ..script_runs.script_runs import ScriptRequest, ScriptRuns
+from ..trials import InterruptedTrialError, ScriptRequest, Trials, TrialSpec, on_first_host
 
 OUT_OF_TIME = "the time budget was used up"
 
@@ -95,7 +91,7 @@ class InterruptedRunError(KeyboardInterrupt):
         self.run = run
 
 
-class Runner(ScriptRuns):
+class Runner(Trials):
     """Runs the script with records in a temporary folder, which is removed at the end."""
 
     asked: RunRequest
@@ -140,63 +136,41 @@ class Runner(ScriptRuns):
         if not self.deadline.left_s:
             raise OutOfTimeError(self.asked.minutes)
         self.runs += 1
-        record, changes = (self.folder / f"{name}{self.runs}" for name in ("", "overlay-"))
-        words = self.command(
-            self._options(rung, count, settings or {}), record, changes, 1 if alone else None
-        )
         who = "one rank" if alone else "all ranks"
         what = named or f"{counted(rung.steps, 'step')} of each: {', '.join(rung.phases)}"
         self.say(f"run {self.runs}: {who}, {what}")
-        log = self.folder / f"{self.runs}.log"
+        spec = TrialSpec(
+            self.folder / f"{self.runs}",
+            self.folder / f"{self.runs}.log",
+            self._options(rung, count),
+            ranks=1 if alone else None,
+            where=on_first_host(self.asked.where, 1) if alone else None,
+            settings={**self.asked.settings, **(settings or {})},
+            limit_s=limit_s,
+        )
         try:
-            code = run_process(words, log, min(limit_s, self.deadline.left_s))
-        except KeyboardInterrupt:
-            raise InterruptedRunError(_load_partial(record)) from None
-        finally:
-            self.remove(changes)
-        if code is None:
-            raise OutOfTimeError(self.asked.minutes, _load_partial(record))
-        run = load_run(record) if any(record.glob("*.ring")) else None
-        stopped = _stopped(run)
-        if stopped:
+            trial = self.run_trial(spec)
+        except InterruptedTrialError as early:
+            raise InterruptedRunError(early.trial.load_partial()) from None
+        if trial.code is None:
+            raise OutOfTimeError(self.asked.minutes, trial.load_partial())
+        run = trial.load()
+        if stopped := trial.stopped(run):
             raise ValueError(f"Paceline stopped the script: {stopped}. HINT: {_KEPT_FILES}")
-        if code or run is None:
-            steps = min((one.count(State.STEP) for one in run.records), default=0) if run else 0
-            last = last_lines(log)
-            words_of = "".join(f"\n    {line}" for line in last)
-            said = f"the script with {who} ended with exit code {code}:{words_of}"
-            raise FailedError(said, steps, error_line(last) or f"exit code {code}")
+        failure = trial.failure(run, who)
+        if failure is not None:
+            raise FailedError(failure.text, failure.steps, failure.short)
+        assert run is not None, "a trial without a record has failed"
         return run
 
-    def _options(self, rung: Rung, count: bool, settings: dict[str, Any]) -> list[str]:
+    def _options(self, rung: Rung, count: bool) -> list[str]:
         """Return the options of a run."""
         scratch = self.folder / f"scratch-{self.runs}"
         rung = replace(rung, scratch=str(scratch), covered=self.covered)
         words = [*self.threads, "--env", f"{RUNG_VARIABLE}={rung.to_json()}"]
-        words += ["--count-flops"] * count
-        if settings := {**self.asked.settings, **settings}:
-            words += ["--settings", str(self._written(settings))]
-        return words
-
-    def _written(self, settings: dict[str, Any]) -> Path:
-        path = self.folder / f"settings-{self.runs}.toml"
-        write_settings(path, {name: Setting(value) for name, value in settings.items()}, {})
-        return path
+        return words + ["--count-flops"] * count
 
 
 _KEPT_FILES = (
     "let the script write to another folder; paceline diagnose does not change existing files"
 )
-
-
-def _stopped(run: Run | None) -> str:
-    told: list[Any] = [record.meta.get("rung", {}) for record in run.records] if run else []
-    return next((one["stopped"] for one in told if one.get("stopped")), "")
-
-
-def _load_partial(record: Path) -> Run | None:
-    """Return the record of a run that was ended; None if there is none that can be read."""
-    try:
-        return load_run(record) if any(record.glob("*.ring")) else None
-    except (ValueError, OSError):
-        return None

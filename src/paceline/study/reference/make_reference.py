@@ -6,7 +6,8 @@ to its seed; in other scripts the random number generators are seeded anew where
 begins, so that the order of samples and random draws differ and the initial parameters do not.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,11 +21,9 @@ from ...analyze.reference.run_guard import make_standard
 from ...analyze.reference.series import Reference
 from ...plurals import counted
 from ...record.watch.seed_shift import VARIABLE as SEED_SHIFT
-from ...security.processes import python_command
-from ...security.removal import TemporaryFolder
 from ...security.text import printable
-from ..script_runs import overlay
-from ..script_runs.run_process import last_lines, run_process
+from ..script_runs.run_process import last_lines
+from ..trials import ScriptRequest, Trials, TrialSpec
 
 SEED = "{seed}"
 MAX_FIRST_STEP = 10  # of a run: one that begins later has resumed from a checkpoint
@@ -63,10 +62,8 @@ def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Re
         KeyboardInterrupt: The user interrupted a run.
     """
     found = []
-    temporary = TemporaryFolder("paceline-reference-")
-    with temporary as folder:
-        cover = overlay.Overlay.prepare(_script(request.words), request.words, folder)
-        if cover is None and request.seeds > 1:
+    with Trials(_trials_of(request), say, "paceline-reference-") as trials:
+        if trials.overlay is None and request.seeds > 1:
             say(
                 "paceline: the runs share the files that the script writes, because this system "
                 "can't redirect them. HINT: let each run write to its own folder, with {seed} in "
@@ -74,10 +71,7 @@ def train_reference(request: ReferenceRequest, say: Callable[[str], None]) -> Re
             )
         for seed in range(request.seeds):
             say(f"paceline: reference run {seed + 1} of {request.seeds}")
-            try:
-                found.append(_run(request, seed, folder, cover))
-            finally:
-                temporary.remove_inside(folder / f"overlay-{seed}")
+            found.append(_run(request, seed, trials))
     reference = merge_references(found)
     runs = [replace(run, name=f"seed {seed}") for seed, run in enumerate(reference.runs)]
     return replace(reference, runs=runs, command=list(request.words))
@@ -112,28 +106,24 @@ def make_reference(request: ReferenceRequest, file: Path, say: Callable[[str], N
     return 0
 
 
-def _script(words: Sequence[str]) -> str:
-    return words[1] if words[0] == "-m" else words[0]
-
-
-def _run(
-    request: ReferenceRequest, seed: int, folder: Path, cover: overlay.Overlay | None
-) -> Reference:
-    record, log = folder / f"record-{seed}", folder / f"{seed}.log"
-    words = python_command("-m", "paceline", "run", "-n", "1", *request.options)
-    words += ["--record", str(record), "--metric", request.metric or "backward"]
-    words += ["--env", "PACELINE_PROGRESS=0"]
-    if not request.names_seed:
-        words += ["--env", f"{SEED_SHIFT}={seed}"]
+def _trials_of(request: ReferenceRequest) -> ScriptRequest:
     is_module = request.words[0] == "-m"
-    script = [word.replace(SEED, str(seed)) for word in request.words]
-    words += ["-m", "--", *script[1:]] if is_module else ["--", *script]
-    if cover is not None:
-        words = cover.command(folder / f"overlay-{seed}", words)
-    code = run_process(words, log)
-    if code:
+    script, *args = request.words[is_module:]
+    return ScriptRequest(
+        script, args, options=[*request.options, *["-m"] * is_module], ranks=1, minutes=math.inf
+    )
+
+
+def _run(request: ReferenceRequest, seed: int, trials: Trials) -> Reference:
+    record, log = trials.folder / f"record-{seed}", trials.folder / f"{seed}.log"
+    options = ["--metric", request.metric or "backward", "--env", "PACELINE_PROGRESS=0"]
+    if not request.names_seed:
+        options += ["--env", f"{SEED_SHIFT}={seed}"]
+    args = [word.replace(SEED, str(seed)) for word in trials.asked.args]
+    trial = trials.run_trial(TrialSpec(record, log, options, args=args))
+    if trial.code:
         last = "".join(f"\n    {line}" for line in last_lines(log))
-        raise ValueError(f"the script on one rank ended with exit code {code}:{last}")
+        raise ValueError(f"the script on one rank ended with exit code {trial.code}:{last}")
     if not (record / RECORD_FILE).exists():
         lines = [x for x in log.read_text(errors="replace").splitlines() if "guard:" in x]
         raise ValueError(printable(lines[-1]) if lines else "the script on one rank had no loss")

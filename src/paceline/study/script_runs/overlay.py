@@ -57,19 +57,22 @@ class Overlay:
         return python_command("-m", __name__, json.dumps(spec), *words)
 
     @classmethod
-    def prepare(cls, script: str, args: Sequence[str], visible: Path) -> "Overlay | None":
+    def prepare(
+        cls, script: str, args: Sequence[str], visible: Path, *others: Path
+    ) -> "Overlay | None":
         """Return the overlay of the folders of a script and of its arguments.
 
         Args:
             script: The script.
             args: Its arguments.
             visible: Folder of the experiments, which must stay visible.
+            others: Further folders that must stay visible.
 
         Returns:
             None if the folders cannot be covered here.
         """
         home = Path.home()
-        seen = [str(one.resolve()) for one in (visible, home / ".cache", home / ".triton")]
+        seen = [str(one.resolve()) for one in (visible, *others, home / ".cache", home / ".triton")]
         folders = user_folders(script, args)
         if os.geteuid() and any(os.stat(one).st_uid != os.geteuid() for one in folders):
             return None  # files of others cannot be copied in a user namespace

@@ -1,10 +1,14 @@
-"""Run a command, and read the end of its output."""
+"""Run commands, and read the end of their output."""
 
+import contextlib
+import math
 import os
 import re
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +17,84 @@ from ...security.text import printable
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 LAST_LINES = 6  # of the output of a failed run, shown in the error
-# Signals that end a run, each with the time in s that the run has to end its ranks.
+POLL_S = 0.05  # while several runs last
+# Signals that end runs, each with the time in s that the runs have to end their ranks.
 END_SIGNALS = ((signal.SIGINT, 6.0), (signal.SIGTERM, 6.0), (signal.SIGKILL, 10.0))
 
 
-def run_process(words: list[str], log: Path, limit_s: float | None = None) -> int | None:
-    """Run a command with its output in ``log``. Return its exit code; None after ``limit_s``.
+def run_processes(
+    commands: Sequence[tuple[list[str], Path]], limit_s: float | None = None
+) -> list[tuple[int | None, float]]:
+    """Run commands at the same time, each with its output in a file.
 
-    The command has its own process group, so that Ctrl-C reaches it once: from here.
+    Each has its own process group, so that Ctrl-C reaches it once: from here.
+
+    Returns:
+        For each command its exit code (None after ``limit_s``), and how long it took in s.
     """
     started: list[subprocess.Popen[bytes]] = []
     failed: list[OSError] = []
 
     def start() -> None:
         try:
-            with log.open("w") as file:
-                options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-                started.append(subprocess.Popen(words, process_group=0, **options))
+            for words, log in commands:
+                with log.open("w") as file:
+                    options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+                    started.append(subprocess.Popen(words, process_group=0, **options))
         except OSError as error:
             failed.append(error)
 
     # Signals interrupt the main thread only: a process that has started is never lost.
     thread = threading.Thread(target=start)
+    begun = time.monotonic()
     try:
         thread.start()
         thread.join()
         if failed:
             raise failed[0]
-        return started[0].wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
+        return _wait(started, begun, limit_s)
     finally:
         if thread.ident is not None:
             thread.join()
-        for process in started:
-            _end(process)
+        _end(started)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run that still runs; a further Ctrl-C does so sooner."""
+def _wait(
+    processes: Sequence["subprocess.Popen[bytes]"], begun: float, limit_s: float | None
+) -> list[tuple[int | None, float]]:
+    """Wait until all processes have ended, or the time is over."""
+    ended: dict[int, tuple[int | None, float]] = {}
+    waiting = {process.pid: process for process in processes}
+    limited = limit_s is not None and limit_s != math.inf
+    while waiting:
+        left_s = begun + (limit_s or 0.0) - time.monotonic() if limited else None
+        if left_s is not None and left_s <= 0:
+            break
+        first = next(iter(waiting.values()))
+        if len(waiting) > 1:  # whichever ends first
+            left_s = POLL_S if left_s is None else min(POLL_S, left_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(left_s)
+        for pid, process in list(waiting.items()):
+            if process.poll() is not None:
+                ended[pid] = process.returncode, time.monotonic() - begun
+                del waiting[pid]
+    over = None, time.monotonic() - begun
+    return [ended.get(process.pid, over) for process in processes]
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """End the runs that still run, all together; a further Ctrl-C does so sooner."""
     for kind, timeout_s in END_SIGNALS:
-        if process.poll() is not None:
+        running = [process for process in processes if process.poll() is None]
+        if not running:
             return
-        process.send_signal(kind)
-        try:
-            process.wait(timeout_s)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            continue
+        for process in running:
+            process.send_signal(kind)
+        limit = time.monotonic() + timeout_s
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            for process in running:
+                process.wait(max(limit - time.monotonic(), 0.0))
 
 
 def last_lines(log: Path) -> list[str]:

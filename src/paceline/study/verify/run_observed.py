@@ -17,8 +17,8 @@ from ...record.training.user_lines import is_users_file, place
 from ...report.numbers import elapsed
 from ...security.files import open_regular
 from ...security.shared_folder import write_token
-from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run_process
-from ..script_runs.script_runs import ScriptRequest, ScriptRuns
+from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines
+from ..trials import ScriptRequest, Trials, TrialSpec, on_first_host
 
 MAX_RANKS = 1 << 16
 FIRST_GUESS = 4  # runs of a script that saves no checkpoint
@@ -52,7 +52,7 @@ class RunFailedError(ValueError):
         return [line for _, line in reversed(self.calls) if is_users_file(line.rpartition(":")[0])]
 
 
-class ObservedRuns(ScriptRuns):
+class ObservedRuns(Trials):
     """Runs the script in a temporary folder, which is removed at the end.
 
     Args:
@@ -113,11 +113,18 @@ class ObservedRuns(ScriptRuns):
             covered=self.covered,
             token=write_token(folder),
         )
-        options = ["--env", f"{VARIABLE}={settings.to_json()}"]
-        words = self.command(options, folder / "record", files / "overlay", ranks)
-        self._announce(what)
         log = self.folder / f"{name}.log"
-        code = run_process(words, log, min(limit_s, self.deadline.left_s))
+        spec = TrialSpec(
+            folder / "record",
+            log,
+            ["--env", f"{VARIABLE}={settings.to_json()}"],
+            ranks=ranks,
+            where=None if ranks is None else on_first_host(self.asked.where, ranks),
+            changes=files / "overlay",
+            limit_s=limit_s,
+        )
+        self._announce(what)
+        code = self.run_trial(spec).code
         self.remove(folder / "record")
         found = _facts_in(folder)
         ended = {one.ended for one in found}

@@ -9,7 +9,7 @@ from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.same_batches import trains_same_batches
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
-from ..script_runs.script_runs import ScriptRequest
+from ..trials import ScriptRequest
 from .replay import REPLAYS, run_replay
 from .resume import resumed_runs, run_resumed
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError

@@ -191,6 +191,43 @@
     })];
   }
 
+  function bands(which) { // lines by number of ranks, with intervals
+    const found = data.bands[which];
+    const traces = [];
+    for (const line of found.lines) {
+      const colour = line.ideal ? css("soft") : css(LINES[line.colour % LINES.length]);
+      if (line.fitted) {
+        const edge = { type: "scatter", mode: "lines", x: line.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+        traces.push({ ...edge, y: line.low }, { ...edge, y: line.high, fill: "tonexty", fillcolor: colour + "22" });
+      }
+      const text = line.x.map((n) => (n === 1 ? "1 rank" : `${n} ranks`));
+      traces.push({
+        type: "scatter", mode: line.ideal || line.fitted ? "lines" : "lines+markers", name: line.name, x: line.x, y: line.y, text,
+        line: { color: colour, dash: line.ideal ? "dash" : line.fitted ? "dot" : "solid" },
+        ...(line.above ? { error_y: { type: "data", array: line.above, arrayminus: line.below, color: colour, thickness: 1.5, width: 5 } } : {}),
+        hovertemplate: `%{text}<br>%{fullData.name} %{y:.4~g}<extra></extra>`,
+      });
+    }
+    return [traces, layout(340, {
+      showlegend: true, legend: { orientation: "h", y: 1.2 },
+      xaxis: { title: { text: "ranks" }, type: "log", tickvals: found.ranks, ticktext: found.ranks.map(String) },
+      yaxis: { title: { text: found.title }, ...(found.log ? { type: "log", dtick: "D2", tickformat: "~g" } : { rangemode: "tozero" }) },
+    })];
+  }
+
+  function losses(kind) { // time of a step by state, of each size
+    const { ranks, seconds } = data.losses[kind];
+    const whole = ranks.map((_, i) => data.states.reduce((sum, state) => sum + seconds[state][i], 0));
+    const [sign, times] = unit(Math.max(...whole));
+    const traces = data.states.map((state) => ({
+      type: "bar", name: label(state), x: ranks.map(String), y: seconds[state].map((v) => v * times), marker: { color: css(state) },
+      hovertemplate: `%{x} ranks<br>${label(state)} %{y:.3~g} ${sign} per step<extra></extra>`,
+    }));
+    return [traces, layout(320, {
+      barmode: "stack", xaxis: category("ranks"), yaxis: { title: { text: `time per step (${sign})` }, rangemode: "tozero" },
+    })];
+  }
+
   function roofline() {
     const traces = data.roofline.data.map((trace, i) => ({
       ...trace, line: { color: css(LINES[i % LINES.length]) }, textfont: { color: css("ink") },
@@ -275,6 +312,9 @@
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
+    studySpeedup: () => bands("studySpeedup"), studyEfficiency: () => bands("studyEfficiency"),
+    studyTime: () => bands("studyTime"), studyCost: () => bands("studyCost"),
+    "losses-strong": () => losses("strong"), "losses-weak": () => losses("weak"),
   };
   const plots = [...document.querySelectorAll("[data-chart]")];
   const drawn = new Set();

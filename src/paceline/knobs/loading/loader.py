@@ -6,8 +6,8 @@ Loaders that are iterated with gradients disabled, as in validation, are not cha
 from collections.abc import Callable
 from typing import Any
 
-from ..record.hooks.import_hooks import after_import
-from .apply import KnobResult
+from ...record.hooks.import_hooks import after_import
+from ..apply import KnobResult
 
 
 def workers(count: int, turned: KnobResult) -> None:
@@ -18,15 +18,15 @@ def workers(count: int, turned: KnobResult) -> None:
         _set(loader, "persistent_workers", True)
         loader.prefetch_factor = loader.prefetch_factor or 2
 
-    _each(change, turned, _streams)
+    each_loader(change, turned, _streams)
 
 
 def persistent(_: bool, turned: KnobResult) -> None:
-    _each(lambda loader: _set(loader, "persistent_workers", True), turned, _has_none)
+    each_loader(lambda loader: _set(loader, "persistent_workers", True), turned, _has_none)
 
 
 def prefetch(count: int, turned: KnobResult) -> None:
-    _each(lambda loader: setattr(loader, "prefetch_factor", count), turned, _has_none)
+    each_loader(lambda loader: setattr(loader, "prefetch_factor", count), turned, _has_none)
 
 
 def pinned(_: bool, turned: KnobResult) -> None:
@@ -38,7 +38,7 @@ def pinned(_: bool, turned: KnobResult) -> None:
 
         return "" if torch.cuda.is_available() else "there is no GPU to copy batches to"
 
-    _each(change, turned, unfit)
+    each_loader(change, turned, unfit)
 
 
 def _set(loader: Any, name: str, value: Any) -> None:
@@ -62,7 +62,9 @@ def _has_none(loader: Any) -> str:
     return _streams(loader) or ("" if loader.num_workers else "the loader has no workers")
 
 
-def _each(change: Callable[[Any], None], turned: KnobResult, unfit: Callable[[Any], str]) -> None:
+def each_loader(
+    change: Callable[[Any], None], turned: KnobResult, unfit: Callable[[Any], str]
+) -> None:
     """Register a change of every training loader; changes are made in the order of the calls.
 
     ``unfit`` returns why a loader cannot be changed, or "".

@@ -1,0 +1,188 @@
+"""From the record of one run to its figures in a scaling study."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from ....record.ring.states import Memory, State
+from ...figures.report import Report, RunAnalysis, analyse_with_window
+from ...figures.steps import states_by_step
+from ...figures.window_steps import Floats, Steps
+from ...records.data_axis import find_data_axis
+from ...records.load_run import Run
+from ...records.read_record import Record
+from ...records.state_timeline import COMMUNICATION, STATES
+from ..study_model import (
+    CollectiveLoad,
+    HostPlacement,
+    RunFigures,
+    Spread,
+    StateSeconds,
+    WaitCause,
+)
+from .warm_up import WarmUp, find_warm_up
+
+QUANTILES = np.linspace(0.0, 1.0, 21)
+MIN_STEPS = 3  # measured ones, after the warm-up
+MAX_WAITS = 64  # the longest ones
+USEFUL = STATES.index("useful")
+
+
+class TooShortError(ValueError):
+    """The run ended before enough steps were measured."""
+
+
+def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
+    """Return the figures of a run's steady steps.
+
+    Args:
+        run: Its records.
+        warm_up: Steps to drop after the first one, which is never measured; None: by the rule of
+            warm_up.py.
+
+    Raises:
+        TooShortError: Fewer than ``MIN_STEPS`` steps are left.
+    """
+    whole = analyse_with_window(run)
+    steps = whole.measured.steps if whole.measured is not None else None
+    done = 0 if steps is None else len(steps)
+    if steps is None or done < MIN_STEPS:
+        raise TooShortError(
+            f"the script ended after {done + 1 if done else whole.report.steps} steps, too few to "
+            "measure. HINT: let the script train longer"
+        )
+    found = find_warm_up(steps.seconds.tolist())
+    if warm_up is not None:
+        found = WarmUp(min(warm_up, done - MIN_STEPS), steady=warm_up <= done - MIN_STEPS)
+    dropped = min(found.steps, done - MIN_STEPS)
+    first = steps.first + dropped
+    measured = analyse_with_window(run, (first, steps.first + done))
+    figures = _figures(run, measured, replace(found, steps=dropped))
+    return replace(
+        figures, startup_s=max(whole.report.startup_s, 0.0), wall_s=max(whole.report.wall_s, 0.0)
+    )
+
+
+def _figures(run: Run, analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
+    report, m = analysed.report, analysed.measured
+    assert m is not None, "the window of these steps exists in the whole run"
+    assert m.steps is not None
+    assert report.efficiencies is not None
+    count, window_s = len(m.steps), m.within.length / 1e9
+    # The window begins and ends at the last rank's end of a step: steps fill it completely.
+    spent = np.array([states_by_step(m, m.steps, i) for i in range(len(m.records))]) / 1e9
+    mean = {
+        name: sum(rank[name] for rank in report.states) / len(report.states) * window_s / count
+        for name in STATES
+    }
+    samples = samples_by_step(m.records, m.steps, find_data_axis(m.records, m.within).shards)
+    return RunFigures(
+        first_step=m.steps.first,
+        warm_up=warm_up.steps,
+        steady=warm_up.steady,
+        step_s=[float(one) for one in m.steps.seconds],
+        samples_per_step=float(samples.mean()),
+        usual_samples=float(np.median(samples)),
+        seconds=StateSeconds(**mean),
+        pop={name: _clipped(value) for name, value in asdict(report.efficiencies).items()},
+        spread=_spread(spent),
+        collectives=_collectives(report, count, window_s),
+        waits=_waits(report, count, window_s, len(m.records)),
+        placement=_placement(report),
+        memory_bytes=_largest(m.records, Memory.HOST),
+        device_bytes=_largest(m.records, Memory.DEVICE),
+        flops_per_step=report.work.flops if report.work is not None else None,
+        recording_share=report.recording_cost,
+        confidence=_clipped(report.confidence) or 0.0,
+        doubts=report.doubts,
+    )
+
+
+def samples_by_step(
+    records: Sequence[Record], steps: Steps, shards: Sequence[Sequence[int]]
+) -> Floats:
+    """Return the samples of the job in each step; ranks of a shard train the same samples."""
+    each = np.zeros((len(records), len(steps)))
+    for i, record in enumerate(records):
+        rows = record.events_in(State.STEP)
+        at = rows["step"].astype(np.int64) - steps.first
+        inside = (at >= 0) & (at < len(steps))
+        np.add.at(each[i], at[inside], rows["amount"][inside])
+    return np.asarray(sum(each[list(shard)].max(axis=0) for shard in shards), np.float64)
+
+
+def _clipped(value: float | None) -> float | None:
+    """Return a share without its rounding errors beyond 0 and 1."""
+    return None if value is None else min(max(float(value), 0.0), 1.0)
+
+
+def _spread(spent: Floats) -> Spread:
+    """Return the spread of the ranks' times. spent: seconds by (rank, step, state)."""
+    useful = spent[:, :, USEFUL]
+    busy = spent.sum(axis=2) - spent[:, :, list(COMMUNICATION)].sum(axis=2)
+    return Spread(
+        own_mean_s=useful.mean(axis=1).tolist(),
+        busy_mean_s=busy.mean(axis=1).tolist(),
+        busy_sd_s=float(busy.std(axis=1).mean()),
+        busy_max_s=float(busy.max(axis=0).mean()),
+        busy_quantiles_s=np.quantile(busy, QUANTILES).tolist(),
+    )
+
+
+def _collectives(report: Report, steps: int, window_s: float) -> list[CollectiveLoad]:
+    step_s = window_s / steps
+    return [
+        CollectiveLoad(
+            group.name,
+            group.size,
+            one.name,
+            one.count / steps,
+            one.bytes / steps,
+            max(one.wait, 0.0) * step_s,
+            max(one.transfer, 0.0) * step_s,
+            max(one.hidden, 0.0) * step_s,
+            one.busbw,
+        )
+        for group in report.groups
+        for one in group.collectives
+    ]
+
+
+def _waits(report: Report, steps: int, window_s: float, ranks: int) -> list[WaitCause]:
+    """Return for whom ranks waited: seconds per step and rank, the longest first."""
+    found = [
+        WaitCause(loss.rank, loss.doing, loss.share * window_s / steps)
+        for loss in report.losses
+        if loss.kind == "wait" and loss.share > 0
+    ]
+    merged: dict[tuple[int | None, str | None], float] = {}
+    for one in found:
+        merged[one.rank, one.doing] = merged.get((one.rank, one.doing), 0.0) + one.seconds
+    ordered = sorted(merged.items(), key=lambda item: -item[1])[:MAX_WAITS]
+    return [WaitCause(rank, doing, seconds) for (rank, doing), seconds in ordered]
+
+
+def _placement(report: Report) -> list[HostPlacement]:
+    return [
+        HostPlacement(one.host, one.ranks, one.cores, [], one.threads, one.device)
+        for one in report.places
+    ]
+
+
+def _largest(records: Sequence[Record], kind: Memory) -> list[int]:
+    """Return the largest memory of each rank in its samples; empty without samples."""
+    rows = [record.events_in(State.MEMORY) for record in records]
+    sizes = [int(row["amount"][row["peer"] == kind].max(initial=0)) for row in rows]
+    return sizes if any(sizes) else []
+
+
+def recorded_batch(run: Run) -> tuple[str, str]:
+    """Return how the knob of the global batch was set in a run, and why it was not, or ""."""
+    told = [record.meta.get("knobs", {}).get("global-batch", {}) for record in run.records]
+    how = next((one["how"] for one in told if one.get("how")), "loader")
+    was_set = bool(told) and all(one.get("set") for one in told)
+    why = next((one["why_not"] for one in told if one.get("why_not")), "")
+    if was_set and not why:
+        return how, ""
+    return "", why or "the script makes no DataLoader that the training uses"

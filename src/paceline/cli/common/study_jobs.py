@@ -1,0 +1,157 @@
+"""Options of ``paceline scale --submit``, and the jobs of a study."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...security.text import printable
+
+if TYPE_CHECKING:
+    from ...analyze.scaling.study_model import StudyRequest
+    from ...study.scale.jobs import JobOptions
+
+JOBS = "Jobs of a scheduler"
+
+
+def _option(
+    text: str, metavar: str, *names: str, least: float | None = None
+) -> typer.models.OptionInfo:
+    """Return an option of the jobs, whose default is in its help."""
+    found: typer.models.OptionInfo = typer.Option(
+        *names, help=text, metavar=metavar, min=least, show_default=False, rich_help_panel=JOBS
+    )
+    return found
+
+
+Submit = Annotated[
+    bool,
+    typer.Option(
+        "--submit",
+        help="Submit one job for each size, and return. --continue then prints what the jobs have "
+        "measured, and submits those again that failed. --minutes is the time of each job.",
+        rich_help_panel=JOBS,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="With --submit: print the cost and the batch scripts, and submit nothing.",
+        rich_help_panel=JOBS,
+    ),
+]
+NodeHours = Annotated[
+    float | None,
+    _option("Limit of the node-hours of all jobs together.", "HOURS", least=0.001),
+]
+RanksPerNode = Annotated[
+    int | None,
+    _option("Ranks on a full node. Default: one for each GPU; one without GPUs.", "N", least=1),
+]
+GpusPerNode = Annotated[int | None, _option("Number of GPUs on each node.", "N", least=1)]
+Memory = Annotated[str | None, _option("Memory of each node: 64G.", "SIZE")]
+Queue = Annotated[str | None, _option("Queue or partition.", "NAME", "--queue", "--partition")]
+Account = Annotated[str | None, _option("Account or project to charge.", "NAME")]
+SchedulerName = Annotated[
+    str | None,
+    _option(
+        "slurm, lsf, pbs (PBS Pro) or torque. Default: the one whose command is in PATH.",
+        "NAME",
+        "--scheduler",
+    ),
+]
+Setup = Annotated[
+    list[str] | None,
+    _option(
+        "Shell command to run before the study in each job: 'module load cuda'. May be repeated.",
+        "LINE",
+    ),
+]
+SchedulerOption = Annotated[
+    list[str] | None,
+    _option(
+        "Option of the scheduler, passed on unchanged: --option=--constraint=gpu. May be repeated.",
+        "OPTION",
+    ),
+]
+Only = Annotated[  # in the jobs that --submit starts
+    int | None, typer.Option("--only", hidden=True, min=1, metavar="N")
+]
+
+
+def job_options(
+    scheduler: str | None,
+    ranks_per_node: int | None,
+    cpus: int | None,
+    gpus: int | None,
+    memory: str | None,
+    queue: str | None,
+    account: str | None,
+    setup: list[str] | None,
+    options: list[str] | None,
+    node_hours: float | None,
+) -> "JobOptions":
+    """Return the options of the jobs. Raises ValueError: one is not valid."""
+    from ...launch.submit import batch_options
+    from ...study.scale.jobs import JobOptions, scheduler_name
+
+    return JobOptions(
+        scheduler_name(scheduler),
+        ranks_per_node or gpus or 1,
+        cpus,
+        gpus,
+        None if memory is None else batch_options.memory(memory),
+        queue,
+        account,
+        setup or [],
+        options or [],
+        node_hours,
+    )
+
+
+def submit_study(
+    request: "StudyRequest", folder: Path, options: "JobOptions", dry_run: bool
+) -> None:
+    """Start a study in jobs of a scheduler, or print what would be submitted.
+
+    Raises:
+        ValueError: The request needs a run first, the jobs cost too much, or the scheduler does
+            not accept them.
+        OSError: The folder can't be written.
+    """
+    from ...study.scale.jobs import begin_jobs, check_node_hours, plan_jobs, show_jobs
+    from ...study.scale.run_study import new_study, plan_study
+
+    if request.global_batch is None:
+        raise ValueError(
+            "--submit needs --global-batch: the jobs of all sizes are submitted before the script "
+            "has run. HINT: --global-batch N, the batch of all ranks at the smallest size"
+        )
+    request = replace(request, ranks_per_host=options.ranks_per_node)
+    study = plan_study(request)
+    if dry_run:
+        show_jobs(folder, study, options, typer.echo)
+        return
+    check_node_hours(options, plan_jobs(study, options, request.sizes), [])
+    new_study(folder, request)
+    say(f"the study is in {folder}")
+    begin_jobs(folder, options, say)
+    say(f"HINT: paceline scale --continue {folder} when the jobs have ended")
+
+
+def gather_jobs(folder: Path) -> None:
+    """Say which jobs of a study wait or run, and submit those again that are missing.
+
+    Raises ValueError, OSError.
+    """
+    from ...study.scale.jobs import continue_jobs
+
+    if continue_jobs(folder, say):
+        say(f"HINT: paceline scale --continue {folder} when the jobs have ended")
+
+
+def say(text: str) -> None:
+    """Print a message on standard error."""
+    typer.echo(printable(f"paceline: {text}", lines=True), err=True)

@@ -1,0 +1,189 @@
+"""The outputs of ``paceline scale``: what it prints, and the files that it writes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...security.error_reason import error_reason
+from ...security.outputs import write_output
+from .command import STDOUT, json_output
+from .options import can_be_written
+
+if TYPE_CHECKING:
+    from ...analyze.scaling.outcomes.compare_studies import StudyComparison
+    from ...analyze.scaling.study_model import ScalingStudy
+    from ...report.scaling.findings import Findings
+
+FILES = "Files"
+
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Write a page with everything inside to this file, for any browser.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+CsvFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        help="Write all figures of each size to this file.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+SvgFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg",
+        help="Write a drawing of speed-up and efficiency to this file, for a document.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+LatexFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--latex",
+        help="Write a LaTeX table of the sizes to this file. It needs no LaTeX package.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+ExtrapFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--extrap",
+        help="Write the times of all runs to this file as input of Extra-P: JSON, or JSON Lines if "
+        "the name ends in .jsonl.",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+TalpFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--talp",
+        help="Write the POP efficiencies of all runs into this folder in the format of DLB's TALP, "
+        "for TALP-Pages.",
+        metavar="DIR",
+        show_default=False,
+        rich_help_panel=FILES,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class StudyOutputs:
+    """What the user asked for. Attributes: values of the options of the same names."""
+
+    json: Path | None = None
+    html: Path | None = None
+    csv: Path | None = None
+    svg: Path | None = None
+    latex: Path | None = None
+    extrap: Path | None = None
+    talp: Path | None = None
+
+    def check(self) -> None:
+        """Check that the files can be written, before runs that take minutes.
+
+        Raises:
+            ValueError: One can't be written.
+        """
+        for option in ("html", "csv", "svg", "latex", "extrap"):
+            path = getattr(self, option)
+            if path is not None:
+                can_be_written(path, f"--{option}")
+        if self.json is not None and self.json != STDOUT:
+            can_be_written(self.json, "--json")
+        if self.talp is not None and self.talp.exists() and not self.talp.is_dir():
+            raise ValueError(f"--talp {self.talp} is no folder. HINT: name a new folder")
+
+    def finish(self, study: "ScalingStudy", findings: "Findings") -> None:
+        """Write all files, print the tables or JSON, and say where the files are.
+
+        Raises:
+            ValueError: A file can't be written, or the study has no measured size to write.
+        """
+        written = self._write_files(study, findings)
+        if self.json is not None:
+            from ...report.scaling.study_json import study_json
+
+            with json_output(self.json):
+                typer.echo(study_json(study, findings), nl=False)
+        else:
+            from ...report.console import PlainConsole, output_width
+            from ...report.terminal.scaling.study_table import study_panel
+
+            console = PlainConsole(width=output_width())
+            console.print(study_panel(study, findings, console.width))
+        for said in written:
+            typer.echo(said, err=self.json == STDOUT)
+
+    def _write_files(self, study: "ScalingStudy", findings: "Findings") -> list[str]:
+        """Write the files that were asked for. Return a message for each."""
+        from ...report.scaling.csv_file import csv_text
+        from ...report.scaling.extrap_file import extrap_text
+        from ...report.scaling.latex_table import latex_text
+        from ...report.scaling.svg_chart import svg_text
+        from ...report.scaling.talp_files import talp_files
+
+        said = []
+        if self.html is not None:
+            from ...report.page.study_page import study_page
+            from ...report.page.write_page import save
+
+            said.append(save(study_page(study, findings), self.html))
+        texts: list[tuple[Path | None, str, Callable[[Path], str]]] = [
+            (self.csv, "figures of all sizes", lambda _: csv_text(study)),
+            (self.svg, "speed-up and efficiency", lambda _: svg_text(study, findings)),
+            (self.latex, "table for a document", lambda _: latex_text(study)),
+            (self.extrap, "input of Extra-P", lambda path: extrap_text(study, path)),
+        ]
+        for path, what, text in texts:
+            if path is not None:
+                _write(path, text(path))
+                said.append(f"{path}: {what}")
+        if self.talp is not None:
+            files = talp_files(study)
+            for name, text_of_run in files.items():
+                path = self.talp / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write(path, text_of_run)
+            said.append(f"{self.talp}: {len(files)} files for TALP-Pages")
+        return said
+
+
+def print_comparison(found: "StudyComparison", json: Path | None) -> None:
+    """Print the comparison of two studies, or write it as JSON."""
+    if json is not None:
+        from ...report.scaling.comparison_json import comparison_json
+
+        with json_output(json):
+            typer.echo(comparison_json(found), nl=False)
+        return
+    from ...report.console import PlainConsole, output_width
+    from ...report.terminal.scaling.compare_table import comparison_panel
+
+    PlainConsole(width=output_width()).print(comparison_panel(found))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_output(path, text)
+    except OSError as error:
+        raise ValueError(
+            f"{path} can't be written: {error_reason(error)}. HINT: name a file in a folder that "
+            "you can write to"
+        ) from None

@@ -1,0 +1,95 @@
+"""Knob of the global batch: samples of a step on all ranks together.
+
+``world.shard`` takes it as its ``global_batch``. A plain DataLoader of a training gets an equal
+part of it as its batch size: where it is made if it shuffles, because scripts read ``len(loader)``
+for their schedules; else when it is first iterated with gradients enabled.
+"""
+
+import functools
+import os
+from typing import Any, ClassVar
+
+from ...record.hooks.import_hooks import after_import
+from ..apply import KnobResult
+from .loader import each_loader
+
+NAME = "global-batch"
+SHARD = "world.shard"  # in the record: how the batch was set
+LOADER = "loader"
+
+
+class _Requested:
+    """The global batch that was requested for this process."""
+
+    value: ClassVar[int | None] = None
+    turned: ClassVar[KnobResult | None] = None
+    is_sharded: ClassVar[bool] = False
+
+
+def global_batch(value: int, turned: KnobResult) -> None:
+    """Set the global batch of all training loaders of this process."""
+    _Requested.value, _Requested.turned = value, turned
+    each_loader(lambda loader: _change(loader, value), turned, lambda loader: _unfit(loader, value))
+    after_import({"torch.utils.data.dataloader": lambda module: _install(module, value, turned)})
+
+
+def requested_global_batch() -> int | None:
+    """Return the global batch for a loader that ``world.shard`` splits; None: as the script says.
+
+    The record then says that the batch was set by ``world.shard``.
+    """
+    if _Requested.turned is not None:
+        _Requested.is_sharded = True
+        _Requested.turned.done(SHARD)
+    return _Requested.value
+
+
+def _ranks() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 1
+
+
+def _unfit(loader: Any, value: int) -> str:
+    """Return why the batch size of a loader cannot be set, or ""."""
+    if _Requested.is_sharded:
+        return ""
+    if value % _ranks():
+        return f"{value} samples can't be divided by {_ranks()} ranks"
+    batches = loader.batch_sampler
+    if batches is None:
+        return "the DataLoader has no batch size: its dataset makes the batches"
+    if not isinstance(getattr(batches, "batch_size", None), int):
+        return f"the DataLoader's batch_sampler ({type(batches).__name__}) chooses the batches"
+    return ""
+
+
+def _change(loader: Any, value: int) -> None:
+    if _Requested.is_sharded:  # its batches are made by world.shard
+        return
+    size = value // _ranks()
+    loader.batch_sampler.batch_size = size
+    loader.__dict__["batch_size"] = size  # DataLoader.__setattr__ rejects it after construction
+
+
+def _install(module: Any, value: int, turned: KnobResult) -> None:
+    """Set the batch of loaders that shuffle where they are made."""
+    kind = module.DataLoader
+    construct = kind.__init__
+
+    @functools.wraps(construct)
+    def constructed(loader: Any, *args: Any, **kwargs: Any) -> None:
+        construct(loader, *args, **kwargs)
+        if not _Requested.is_sharded and _shuffles(loader) and not _unfit(loader, value):
+            _change(loader, value)
+            turned.done(LOADER)
+
+    kind.__init__ = constructed
+
+
+def _shuffles(loader: Any) -> bool:
+    from torch.utils.data import DistributedSampler, RandomSampler
+
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
+    return isinstance(sampler, RandomSampler)

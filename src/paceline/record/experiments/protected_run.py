@@ -1,0 +1,116 @@
+"""A run of the user's script for a measurement: its files are protected, and it may end early.
+
+``PACELINE_STEP_LIMIT`` holds ``StepLimit.to_json()``. The process ends at once after the last step:
+the rest of the script and its exit handlers do not run. An experiment of ``paceline diagnose``
+(experiment.py) is such a run with phases.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..ring.launcher_messages import notify, send_to_launcher
+from ..ring.recorder import Recorder
+from .protect_files import FileProtection, remove_scratch
+
+STEP_LIMIT_VARIABLE = "PACELINE_STEP_LIMIT"
+
+
+@dataclass(frozen=True)
+class StepLimit:
+    """Limits of a run.
+
+    Attributes:
+        steps: Optimizer steps after which the process ends; 0: the script decides.
+        scratch: Folder for the files that the script writes.
+        covered: Folders of the user that an overlay covers, so that they need no other protection.
+    """
+
+    steps: int
+    scratch: str = ""
+    covered: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the value of the environment variable ``STEP_LIMIT_VARIABLE``."""
+        return json.dumps(asdict(self))
+
+
+def limit_of_process(environment: Mapping[str, str] = os.environ) -> StepLimit | None:
+    """Return the limits of this process; None if it has none."""
+    text = environment.get(STEP_LIMIT_VARIABLE)
+    if not text:
+        return None
+    fields = json.loads(text)
+    return StepLimit(**fields | {"covered": tuple(fields["covered"])})
+
+
+class ProtectedRun:
+    """What a measured run does in this process: protect files, count steps, end the process.
+
+    Args:
+        limit: Its limits.
+        recorder: The recorder, which calls ``after_step`` at the end of every optimizer step.
+        detach: Ends the recording.
+    """
+
+    def __init__(self, limit: StepLimit, recorder: Recorder, detach: Callable[[], None]) -> None:
+        self.limit, self.recorder, self._detach = limit, recorder, detach
+        self._results: dict[str, Any] = {}
+        self._file_protection: FileProtection | None = None
+
+    def install(self) -> None:
+        """Patch Python and torch. Must precede the recorder's own hooks, which then wrap these."""
+        if self.limit.scratch:
+            self._file_protection = FileProtection(
+                Path(self.limit.scratch), self._stop, self.limit.covered
+            )
+            self._file_protection.install()
+
+    def place(self, path: str | Path) -> Path:
+        """Return the folder that replaces a checkpoint's folder during the run."""
+        return Path(self.limit.scratch) / Path(path).name if self.limit.scratch else Path(path)
+
+    def after_step(self) -> None:
+        """End the process after the last step."""
+        if 0 < self.limit.steps <= self.recorder.step:
+            self._finish()
+
+    def write_results(self) -> None:
+        """Write the results so far into the record's header."""
+        if self._results:
+            self.recorder.update_header(rung=self._results)
+
+    def _stop(self, why: str) -> NoReturn:
+        """End the run because the script is about to change a file of the user."""
+        self._results["stopped"] = why
+        notify(f"paceline: the experiment stops: {why}\n")
+        self._finish()
+
+    def _end_kernels(self) -> None:
+        """Write a GPU's kernels of the steps so far; a failure ends no run."""
+        try:
+            if self.recorder.kernel_sampler is not None:
+                self.recorder.kernel_sampler.finish()
+        except Exception as error:
+            notify(f"warning: Paceline could not read the GPU's kernels: {error}\n")
+
+    def _complete(self) -> None:
+        """End the measurements."""
+
+    def _finish(self) -> NoReturn:
+        """Write the results into the record and end this process without exit handlers."""
+        self._end_kernels()
+        self._complete()
+        self.write_results()
+        self._detach()
+        if self._file_protection is not None:
+            self._file_protection.is_disabled = True
+            remove_scratch(Path(self.limit.scratch))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send_to_launcher(finished=0)
+        os._exit(0)

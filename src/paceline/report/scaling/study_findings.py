@@ -1,0 +1,164 @@
+"""From the analysis of a study to what outputs show."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from ...analyze.scaling.bends import MIN_SHOWN, Bend, GrownLoss, Proposal
+from ...analyze.scaling.derived import Estimate, throughput
+from ...analyze.scaling.forecast import (
+    COST_MODEL,
+    KindAnalysis,
+    LeftOut,
+    analyse_kind,
+    next_sizes,
+    place_at,
+)
+from ...analyze.scaling.forecast import Knee as FoundKnee
+from ...analyze.scaling.laws import UNIVERSAL, Band, Parameter
+from ...analyze.scaling.study_model import Prediction, ScalingStudy
+from ..numbers import counted, percent
+from .findings import (
+    CheckedPrediction,
+    Curve,
+    Findings,
+    Fit,
+    FittedParameter,
+    Knee,
+    Reason,
+)
+
+# Remedies by kind of scaling, and by ranks of the larger size.
+Proposals = Mapping[str, Mapping[int, Sequence[Proposal]]]
+MAX_TOLD = 3  # losses of a step from size to size
+POINTS_PER_DOUBLING = 4  # of a curve
+
+
+def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Findings:
+    """Analyse a study; sizes that are too few leave parts of the result empty.
+
+    Args:
+        proposals: Remedies of ``predict.scaling``; None: none are told.
+    """
+    found = Findings()
+    has_cost_model = False
+    for kind in study.request.kinds:
+        analysis = analyse_kind(study, kind)
+        if analysis is None or len(analysis.costs) < 2:
+            continue
+        found.fits.extend(_fits(analysis, has_cost_model))
+        found.curves.extend(_curves(analysis))
+        if analysis.knee is not None:
+            found.knees.append(_knee(kind, analysis.knee))
+        remedies = (proposals or {}).get(kind, {})
+        found.reasons.extend(_reason(one, remedies.get(one.larger, ())) for one in analysis.bends)
+        has_cost_model = True
+    found.predictions.extend(_checked(study, one) for one in study.predictions)
+    return found
+
+
+def _fits(analysis: KindAnalysis, has_cost_model: bool) -> list[Fit]:
+    """Return the fits of one kind; the cost model's parameters are those of all kinds together."""
+    found = [
+        _fit(analysis, law.law, [_parameter(one) for one in law.parameters])
+        for law in analysis.laws
+    ]
+    parameters = [] if has_cost_model else [_parameter(one) for one in analysis.model.parameters()]
+    return [*found, _fit(analysis, COST_MODEL, parameters)]
+
+
+def _fit(analysis: KindAnalysis, model: str, parameters: list[FittedParameter]) -> Fit:
+    errors = [abs(one.error) for one in _of_model(analysis.left_out, model)]
+    return Fit(
+        analysis.kind,
+        model,
+        parameters,
+        statistics.median(errors) if errors else None,
+        max(errors) if errors else None,
+    )
+
+
+def _of_model(left_out: Sequence[LeftOut], model: str) -> list[LeftOut]:
+    return [one for one in left_out if one.model == model]
+
+
+def _parameter(one: Parameter) -> FittedParameter:
+    return FittedParameter(one.name, one.value, one.low, one.high, one.unit, one.meaning)
+
+
+def _curves(analysis: KindAnalysis) -> list[Curve]:
+    """Return the throughput by the cost model, and by the universal law, up to the next size."""
+    sizes = [one.ranks for one in analysis.costs]
+    ranks = _grid(sizes[0], next_sizes(sizes, 1)[0], sizes)
+    bands = {COST_MODEL: [_modelled(analysis, n) for n in ranks]}
+    for law in analysis.laws:
+        if law.law == UNIVERSAL:
+            bands[law.law] = [law.throughput(n) for n in ranks]
+    return [
+        Curve(
+            analysis.kind,
+            model,
+            ranks,
+            [one.value for one in found],
+            [one.low for one in found],
+            [one.high for one in found],
+        )
+        for model, found in bands.items()
+        if all(math.isfinite(x) and x > 0 for one in found for x in (one.value, one.low, one.high))
+    ]
+
+
+def _modelled(analysis: KindAnalysis, ranks: int) -> Band:
+    return analysis.model.throughput(place_at(analysis.costs, analysis.kind, ranks))
+
+
+def _grid(first: int, last: int, sizes: Sequence[int]) -> list[int]:
+    count = max(math.ceil(POINTS_PER_DOUBLING * math.log2(last / first)), 1)
+    found = {round(first * (last / first) ** (i / count)) for i in range(count + 1)}
+    return sorted(found | set(sizes))
+
+
+def _knee(kind: str, knee: FoundKnee) -> Knee:
+    ranks = counted(knee.ranks, "rank")
+    band = f" (95 % interval: {knee.low} to {knee.high})" if knee.low != knee.high else ""
+    more = "at least " if knee.beyond else ""
+    text = f"The efficiency is at least {knee.efficiency:g} up to {more}{ranks}{band}."
+    return Knee(kind, text, float(knee.ranks), float(knee.low), float(knee.high))
+
+
+def _reason(bend: Bend, proposals: Sequence[Proposal]) -> Reason:
+    sizes = f"From {bend.smaller} to {counted(bend.larger, 'rank')}"
+    change = f"the efficiency falls from {bend.before:.2f} to {bend.after:.2f}"
+    if bend.main is None:
+        text = f"{sizes}: {bend.before:.2f} to {bend.after:.2f}, no loss larger than the noise."
+        return Reason(bend.kind, bend.smaller, bend.larger, text)
+    shown = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
+    causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in shown)
+    text = f"{sizes} {change}: {causes}."
+    remedy = " ".join(filter(None, (_gain(bend.main), _remedies(proposals))))
+    return Reason(bend.kind, bend.smaller, bend.larger, text, bend.main.share, remedy)
+
+
+def _gain(loss: GrownLoss) -> str:
+    if loss.gain <= 0:
+        return ""
+    return f"Without the first one, the throughput would be up to {percent(loss.gain)} higher."
+
+
+def _remedies(proposals: Sequence[Proposal]) -> str:
+    """Return what ``paceline diagnose`` would propose, with the predicted gain at that size."""
+    told = []
+    for one in proposals[:MAX_TOLD]:
+        what = one.edit or one.knob
+        gain = f"predicted: +{percent(one.gain)}" if one.gain is not None else "gain not known"
+        told.append(f"{what} ({gain}, at most +{percent(one.at_most)})")
+    return f"Remedies: {'; '.join(told)}." if told else ""
+
+
+def _checked(study: ScalingStudy, prediction: Prediction) -> CheckedPrediction:
+    measured: Estimate | None = None
+    for point in study.of_kind(prediction.kind):
+        same = (point.ranks, point.setup.global_batch)
+        if same == (prediction.ranks, prediction.global_batch) and prediction in point.predicted:
+            measured = throughput(point)
+    return CheckedPrediction(prediction, measured)

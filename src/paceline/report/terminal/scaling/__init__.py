@@ -1,0 +1,1 @@
+"""Scaling studies in the terminal: tables, progress, comparison."""

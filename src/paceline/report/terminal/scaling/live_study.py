@@ -1,0 +1,142 @@
+"""Progress of a running study: a table on a terminal, otherwise a line for each run."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ....analyze.scaling.study_events import Progress, StudyListener
+from ....analyze.scaling.study_model import ScalingStudy, Setup, StudyRun
+from ....plurals import ordinal
+from ....security.terminal import for_terminal
+from ...console import PlainConsole
+from ...numbers import amount, counted, duration, elapsed
+from ...scaling.findings import Findings
+from .study_table import study_panel
+
+REFRESHES_PER_S = 2
+
+
+class StudyDisplay(StudyListener):
+    """Shows a study on standard error while it runs.
+
+    Used as a context manager: the table is removed at the end, before the result is printed.
+    """
+
+    def __init__(self) -> None:
+        self._study: ScalingStudy | None = None
+        self._progress = Progress()
+        # by setup: number of the repeat, start, expected duration
+        self._running: dict[Setup, tuple[int, float, float]] = {}
+        self._live: Any = None
+        self._console: PlainConsole | None = None
+        if sys.stderr.isatty():
+            from rich.live import Live
+
+            self._console = PlainConsole(stderr=True, highlight=False)
+            self._live = Live(
+                get_renderable=self._table,
+                console=self._console,
+                refresh_per_second=REFRESHES_PER_S,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def study_started(self, study: ScalingStudy, progress: Progress) -> None:
+        self._study, self._progress = study, progress
+        if self._live is not None:
+            self._live.start(refresh=True)
+            return
+        batch = f"; batch: {study.batch.text}" if study.batch and study.batch.text else ""
+        sizes = len({point.setup for point in study.points})
+        self._write(f"{counted(sizes, 'configuration')}{batch}{_left(progress)}")
+
+    def run_started(self, setup: Setup, repeat: int, expected_s: float, progress: Progress) -> None:
+        self._progress = progress
+        self._running[setup] = repeat, time.monotonic(), expected_s
+        if self._live is not None:
+            self._live.refresh()
+
+    def run_ended(self, run: StudyRun, study: ScalingStudy, progress: Progress) -> None:
+        self._study, self._progress = study, progress
+        self._running.pop(run.setup, None)
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            self._write(f"run {progress.runs_done}: {run_sentence(run)}{_left(progress)}")
+
+    def message(self, text: str) -> None:
+        if self._live is not None and self._console is not None:
+            self._console.print(Text(f"paceline: {text}"))  # above the table
+        else:
+            self._write(text)
+
+    def study_ended(self, study: ScalingStudy, progress: Progress) -> None:
+        self._study, self._progress = study, progress
+        self._running.clear()
+        if self._live is not None:
+            self._live.stop()
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(for_terminal(f"paceline: {text}\n"))
+        sys.stderr.flush()
+
+    def _table(self) -> RenderableType:
+        if self._study is None or self._console is None:
+            return Text("")
+        running = list(self._running)
+        table = study_panel(self._study, Findings(), self._console.width, running)
+        return Group(table, Text(self.status_line(time.monotonic())))
+
+    def status_line(self, now: float) -> str:
+        """Return what runs, for how long, and what follows."""
+        progress, parts = self._progress, []
+        for setup, (repeat, since, expected_s) in list(self._running.items()):
+            text = f"{ordinal(repeat + 1)} run of {_setup_words(setup)}: {elapsed(now - since)}"
+            parts.append(text + (f" of about {elapsed(expected_s)}" if expected_s else ""))
+        if progress.runs_left:
+            parts.append(f"then about {counted(progress.runs_left, 'run')}")
+        if progress.left_s is not None:
+            parts.append(f"{elapsed(progress.left_s)} left")
+        return "; ".join(parts)
+
+
+def run_sentence(run: StudyRun) -> str:
+    """Return a run that ended: its size, and its throughput or failure."""
+    setup, figures = _setup_words(run.setup), run.figures
+    if figures is None:
+        first = run.failure.strip().partition("\n")[0]
+        return f"{setup}: failed: {first or 'no reason is known'}"
+    text = (
+        f"{setup}: {amount(figures.throughput)} samples/s, {duration(figures.mean_step_s)} a step"
+    )
+    end = figures.to_target
+    if end is None:
+        return text
+    best = "" if end.best is None else f", best value {end.best:.4g}"
+    where = f"after {end.samples:,} samples"
+    return f"{text}; {end.target} {'reached' if end.reached else 'not reached'} {where}{best}"
+
+
+def _setup_words(setup: Setup) -> str:
+    return f"{counted(setup.ranks, 'rank')}, global batch {setup.global_batch:,}"
+
+
+def _left(progress: Progress) -> str:
+    return "" if progress.left_s is None else f" ({elapsed(progress.left_s)} left)"

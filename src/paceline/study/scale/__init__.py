@@ -1,0 +1,1 @@
+"""``paceline scale``: run a script on several numbers of ranks, here or in jobs of a scheduler."""

@@ -1,0 +1,112 @@
+"""Plan of a scaling study: the setups of its sizes, the script's arguments, steps and repeats."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...analyze.scaling.study_folder import PlannedPoint
+from ...analyze.scaling.study_model import (
+    STRONG,
+    WEAK,
+    BatchSource,
+    Setup,
+    StudyRequest,
+)
+
+PER_RANK, GLOBAL, RANKS, SEED = "{per_rank}", "{global}", "{ranks}", "{seed}"
+FIRST_STEPS = 12  # of the first run, which measures the duration of a step
+LEAST_STEPS, MOST_STEPS = 20, 400  # measured steps of a run, unless --steps says otherwise
+WARM_UP_SHARE = 0.25  # of the measured steps: further steps, for the warm-up that is dropped
+LEAST_WARM_UP = 5
+USED_SHARE = 0.8  # of the time: for runs that take longer than expected
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What runs cost, as far as it is known.
+
+    Attributes:
+        start_s: Time of a run outside of its steps.
+        step_s: Duration of a step at the smallest size.
+    """
+
+    start_s: float
+    step_s: float
+
+    def run_s(self, steps: int) -> float:
+        return self.start_s + steps * self.step_s
+
+
+def uses_template(args: Sequence[str]) -> bool:
+    """Return whether the script's arguments contain the batch."""
+    return any(PER_RANK in word or GLOBAL in word for word in args)
+
+
+def filled_in(args: Sequence[str], setup: Setup, seed: int) -> list[str]:
+    """Return the script's arguments for one run."""
+    values = {
+        PER_RANK: setup.rank_batch,
+        GLOBAL: setup.global_batch,
+        RANKS: setup.ranks,
+        SEED: seed,
+    }
+    filled = list(args)
+    for name, value in values.items():
+        filled = [word.replace(name, str(value)) for word in filled]
+    return filled
+
+
+def plan_points(request: StudyRequest, batch: BatchSource) -> list[PlannedPoint]:
+    """Return all sizes of all kinds with their setups.
+
+    Raises:
+        ValueError: The sizes do not divide the batch.
+    """
+    sizes = sorted(set(request.sizes))
+    smallest, base = sizes[0], batch.base
+    divisor = math.lcm(*(sizes if STRONG in request.kinds else sizes[:1]))
+    if base % divisor:
+        bad = [size for size in sizes if base % size]
+        below = base // divisor * divisor
+        near = " or ".join(str(one) for one in (below, below + divisor) if one)
+        raise ValueError(
+            f"a global batch of {base} can't be divided by {', '.join(map(str, bad))} ranks. "
+            f"HINT: --global-batch {below + divisor} (the nearest that all sizes divide: {near})"
+        )
+    points = []
+    for kind in (STRONG, WEAK):
+        if kind in request.kinds:
+            per_rank = base // smallest
+            batches = [base if kind == STRONG else per_rank * size for size in sizes]
+            points += [
+                PlannedPoint(kind, Setup(size, samples))
+                for size, samples in zip(sizes, batches, strict=True)
+            ]
+    return points
+
+
+def setups_of(points: Sequence[PlannedPoint]) -> list[Setup]:
+    """Return the setups of points, each once, by ranks."""
+    return sorted(
+        dict.fromkeys(one.setup for one in points), key=lambda s: (s.ranks, s.global_batch)
+    )
+
+
+def total_steps(measured: int) -> int:
+    """Return the steps of a run with so many measured ones: further ones are dropped."""
+    return 1 + measured + max(LEAST_WARM_UP, math.ceil(WARM_UP_SHARE * measured))
+
+
+def choose_steps(request: StudyRequest, runs: Sequence[Cost], left_s: float) -> int:
+    """Return the number of measured steps of each run: as asked, or from the time that is left.
+
+    Args:
+        request: The study's request.
+        runs: Cost of each run that is planned.
+        left_s: Time for all of them.
+    """
+    if request.steps is not None:
+        return request.steps
+    steps_s = USED_SHARE * left_s - sum(one.start_s for one in runs)
+    each_s = (1 + WARM_UP_SHARE) * sum(one.step_s for one in runs)
+    return min(max(int(steps_s / max(each_s, 1e-9)), LEAST_STEPS), MOST_STEPS)

@@ -1,0 +1,288 @@
+"""Trials: runs of the user's script with different settings, for commands that compare them.
+
+A trial is a separate, usually recorded ``paceline run`` process. What the script writes goes to a
+scratch folder where the system allows it (script_runs/overlay.py). A trial ends with an exit code,
+at its time limit, or with Ctrl-C; its processes have then ended.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ..analyze.records.load_run import Run, load_run
+from ..knobs.settings import Setting, write_settings
+from ..record.ring.states import State
+from ..security.processes import python_command
+from ..security.removal import TemporaryFolder
+from .script_runs.deadline import MINUTE_S, Deadline
+from .script_runs.overlay import Overlay
+from .script_runs.run_process import error_line, last_lines, run_processes
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """The user's request to a command that runs a script several times.
+
+    Attributes:
+        script: The script, same as for ``paceline run``.
+        args: Arguments of the script.
+        where: Options of ``paceline run`` that select the hosts and how they are reached.
+        options: Other options of ``paceline run``.
+        ranks: Number of ranks, or None if ``where`` determines it.
+        minutes: Time budget of all runs, in minutes.
+    """
+
+    script: str
+    args: list[str]
+    where: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    minutes: float = 5.0
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """What one trial runs, besides what the request says.
+
+    Attributes:
+        record: Folder of its record; None: it is not recorded.
+        log: File for its output.
+        options: Further options of ``paceline run``.
+        ranks: Number of ranks; None: that of the request.
+        where: Hosts and how they are reached; None: those of the request.
+        args: Arguments of the script; None: those of the request.
+        settings: Knobs that are set.
+        changes: Folder for what the script writes to covered folders, which a later trial may
+            find there; None: the changes are removed after the trial.
+        limit_s: Maximum duration, if less than until the deadline is meant.
+    """
+
+    record: Path | None
+    log: Path
+    options: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    where: list[str] | None = None
+    args: list[str] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    changes: Path | None = None
+    limit_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class TrialFailure:
+    """How a trial failed.
+
+    Attributes:
+        text: Exit code and the last lines of the output.
+        short: The error in one line.
+        steps: Number of steps before the failure.
+    """
+
+    text: str
+    short: str
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that ended.
+
+    Attributes:
+        code: Exit code; None: it was ended at its time limit.
+        took_s: Wall time.
+        started: When it started (s since 1970).
+    """
+
+    spec: TrialSpec
+    code: int | None
+    took_s: float
+    started: float
+
+    def load(self) -> Run | None:
+        """Return the record; None if it has none. Raises ValueError, OSError if it is damaged."""
+        record = self.spec.record
+        return load_run(record) if record is not None and any(record.glob("*.ring")) else None
+
+    def load_partial(self) -> Run | None:
+        """Return the record of a trial that was ended early; None if none can be read."""
+        try:
+            return self.load()
+        except (ValueError, OSError):
+            return None
+
+    def stopped(self, run: Run | None) -> str:
+        """Return why Paceline stopped the script to protect a file of the user, or ""."""
+        told = [record.meta.get("rung", {}) for record in run.records] if run else []
+        return next((one["stopped"] for one in told if one.get("stopped")), "")
+
+    def failure(self, run: Run | None, who: str) -> TrialFailure | None:
+        """Return how the trial failed, or None.
+
+        Args:
+            run: Its record, which a trial that was to be recorded must have.
+            who: The ranks, in words.
+        """
+        if self.code is None:
+            return TrialFailure("the time was over", "the time was over", done_steps(run))
+        if not self.code and (run is not None or self.spec.record is None):
+            return None
+        last = last_lines(self.spec.log)
+        words = "".join(f"\n    {line}" for line in last)
+        text = f"the script with {who} ended with exit code {self.code}:{words}"
+        return TrialFailure(text, error_line(last) or f"exit code {self.code}", done_steps(run))
+
+
+class InterruptedTrialError(KeyboardInterrupt):
+    """The user or the system interrupted a trial.
+
+    Attributes:
+        trial: The trial; its record is that until then.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self.trial = trial
+
+
+class Trials:
+    """Trials of one script.
+
+    Args:
+        asked: The request.
+        say: Receives what happens now.
+        prefix: Beginning of the name of a temporary folder, which is removed at the end.
+        kept: Folder of records and logs that remain, if there is one.
+
+    Attributes:
+        folder: The temporary folder.
+        overlay: Covers the folders that the script writes to, or None if that is not possible.
+        deadline: When the last run ends.
+    """
+
+    folder: Path
+    overlay: Overlay | None
+
+    def __init__(
+        self,
+        asked: ScriptRequest,
+        say: Callable[[str], None],
+        prefix: str,
+        kept: Path | None = None,
+    ) -> None:
+        self.asked, self.say = asked, say
+        self.deadline = Deadline.after(MINUTE_S * asked.minutes)
+        self._prefix, self._count = prefix, 0
+        self._kept = () if kept is None else (kept,)
+
+    def __enter__(self) -> Self:
+        self._temporary = TemporaryFolder(self._prefix)
+        self.folder = self._temporary.path
+        asked = self.asked
+        self.overlay = Overlay.prepare(asked.script, asked.args, self.folder, *self._kept)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._temporary.remove()
+
+    def remove(self, path: Path) -> None:
+        """Remove a folder of the trials, which may contain overlays."""
+        self._temporary.remove_inside(path)
+
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """Folders that the overlay covers."""
+        return self.overlay.folders if self.overlay is not None else ()
+
+    def run_trial(self, spec: TrialSpec) -> Trial:
+        """Run one trial. Raises InterruptedTrialError: the user interrupted it."""
+        return self.run_trials([spec])[0]
+
+    def run_trials(self, specs: Sequence[TrialSpec]) -> list[Trial]:
+        """Run trials at the same time, on parts of the machine or of the hosts that differ.
+
+        Raises:
+            InterruptedTrialError: The user interrupted them; all have ended.
+        """
+        changes, commands = [], []
+        for spec in specs:
+            self._count += 1
+            changes.append(spec.changes or self.folder / f"overlay-{self._count}")
+            commands.append((self._command(spec, changes[-1]), spec.log))
+        limit_s = min(self.deadline.left_s, *(spec.limit_s for spec in specs))
+        started, before = time.time(), time.monotonic()
+        try:
+            codes = run_processes(commands, limit_s)
+        except KeyboardInterrupt:
+            took_s = time.monotonic() - before
+            raise InterruptedTrialError(Trial(specs[0], None, took_s, started)) from None
+        finally:
+            for spec, folder in zip(specs, changes, strict=True):
+                if spec.changes is None:
+                    self.remove(folder)
+        return [
+            Trial(spec, code, took_s, started)
+            for spec, (code, took_s) in zip(specs, codes, strict=True)
+        ]
+
+    def _command(self, spec: TrialSpec, changes: Path) -> list[str]:
+        """Return the command of a trial. changes: Folder for what the script writes."""
+        asked = self.asked
+        where = asked.where if spec.where is None else spec.where
+        ranks = spec.ranks or asked.ranks
+        count = [] if ranks is None else ["-n", str(ranks)]
+        words = python_command("-m", "paceline", "run", *where, *count, *asked.options)
+        words += spec.options
+        if spec.settings:
+            path = self.folder / f"settings-{self._count}.toml"
+            write_settings(path, {name: Setting(one) for name, one in spec.settings.items()}, {})
+            words += ["--settings", str(path)]
+        words += [] if spec.record is None else ["--record", str(spec.record)]
+        words += ["--", asked.script, *(asked.args if spec.args is None else spec.args)]
+        return words if self.overlay is None else self.overlay.command(changes, words)
+
+
+def done_steps(run: Run | None) -> int:
+    """Return the number of steps that every rank has done; 0 without a record."""
+    return min((one.count(State.STEP) for one in run.records), default=0) if run else 0
+
+
+def on_first_host(where: Sequence[str], ranks: int) -> list[str]:
+    """Return the options with only the first host and some ranks on it, if they name hosts."""
+    found = list(where)
+    for at, word in enumerate(where):
+        if word == "-H":
+            found[at + 1] = where[at + 1].split(",")[0].partition(":")[0] + f":{ranks}"
+    return found
+
+
+def in_turn(keys: Sequence[K], number: int) -> list[K]:
+    """Return the order of what is compared in a round; every second round is backwards.
+
+    A machine that warms up or cools down then affects all of them equally.
+    """
+    return list(keys) if number % 2 == 0 else list(reversed(keys))
+
+
+def rounds(unfinished: Callable[[], Sequence[K]], most: int) -> Iterator[list[K]]:
+    """Yield the keys of each round in their order: those that are unfinished when it begins.
+
+    Args:
+        unfinished: Returns the keys that need more trials.
+        most: Maximum number of rounds.
+    """
+    for number in range(most):
+        keys = unfinished()
+        if not keys:
+            return
+        yield in_turn(keys, number)

@@ -1,0 +1,111 @@
+"""The page of a scaling study, opened in Chromium; its figures are those of --json."""
+
+import json
+
+import pytest
+from pages import CONTRAST, HOSTILE, agree, drawn, watched
+
+from paceline.analyze.scaling.derived import estimate
+from paceline.analyze.scaling.study_model import STRONG, WEAK
+from paceline.report.page.study_page import study_page
+from paceline.report.scaling.findings import (
+    CheckedPrediction,
+    Curve,
+    Findings,
+    Fit,
+    FittedParameter,
+    Knee,
+    Reason,
+)
+from paceline.report.scaling.study_json import study_json
+from studies import make_study, predicted, reach, throughput
+
+RANKS = [1, 2, 4, 8, 16]
+X = [throughput(n) for n in RANKS]
+FINDINGS = Findings(
+    fits=[Fit(STRONG, "law", [FittedParameter("s", 0.05, 0.04, 0.06)], 0.031, 0.052)],
+    curves=[Curve(STRONG, "law", RANKS, X, [0.9 * x for x in X], [1.1 * x for x in X])],
+    knees=[Knee(STRONG, "Up to 4 ranks the efficiency is at least 0.8.", 4)],
+    reasons=[Reason(STRONG, 4, 8, f"From 4 to 8 ranks waiting grew. {HOSTILE}", 0.2, "Try it.")],
+    predictions=[CheckedPrediction(predicted(STRONG, 8, 5500.0), estimate([5600.0, 5650.0]))],
+)
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Return a function that writes and opens the page of a study."""
+    with watched(browser) as show:
+
+        def open_(study, findings=FINDINGS, **how):
+            path = tmp_path / f"page-{show.count}.html"
+            path.write_text(study_page(study, findings))
+            return show(path, **how)
+
+        yield open_
+
+
+def test_page_has_the_figures_of_json(opened):
+    study = make_study(failed={4}, spread=0.02)
+    page = opened(study)
+    data = json.loads(study_json(study, FINDINGS))
+    assert agree(page, data) > 150
+    lead = page.inner_text("#lead")
+    assert "Strong scaling: 8 ranks train" in lead
+    assert "times as many samples/s as 1 rank" in lead
+    text = page.inner_text("#summary")
+    assert "From 4 to 8 ranks waiting grew." in text
+    assert "strong scaling, 4 ranks: RuntimeError: <b>no memory</b>" in text
+    fits = page.inner_text("#fits")
+    assert "law: s = 0.05 (0.04 to 0.06); leave-one-out error 3.1 %" in fits
+    assert "measured: 5,625, inside the interval, error -2.2 %" in fits
+
+
+def test_charts_have_points_bands_and_the_ideal_line(opened):
+    study = make_study(spread=0.0)
+    page = opened(study)
+    traces = {trace["name"]: trace for trace in drawn(page, "studySpeedup") if trace["name"]}
+    assert traces["ideal"]["y"] == [1, 8]
+    strong = traces["strong scaling"]
+    assert strong["x"] == [1, 2, 4, 8]
+    assert strong["y"] == pytest.approx([throughput(n) / 1000 for n in (1, 2, 4, 8)])
+    assert traces["strong scaling, law"]["x"] == RANKS
+    efficiency = {trace["name"]: trace for trace in drawn(page, "studyEfficiency")}
+    assert efficiency["strong scaling, law"]["y"] == pytest.approx(
+        [x / n / 1000 for x, n in zip(X, RANKS, strict=True)]
+    )
+    for kind in (STRONG, WEAK):
+        bars = drawn(page, f"losses-{kind}")
+        heights = [sum(column) for column in zip(*(bar["y"] for bar in bars), strict=True)]
+        steps = [point.figures[0].mean_step_s for point in study.of_kind(kind)]
+        assert heights == pytest.approx([1e3 * s for s in steps])
+    cost = {trace["name"]: trace for trace in drawn(page, "studyCost")}
+    assert cost["strong scaling"]["y"][0] == pytest.approx(1e6 / 1000 / 3600)
+
+
+def test_page_of_a_study_with_a_target_shows_time_and_node_hours(opened):
+    ends = [reach(10_000), reach(11_000), reach(12_000)]
+    study = make_study((1, 2), (STRONG,), until="accuracy>=0.97", targets=ends, spread=0.0)
+    page = opened(study, Findings())
+    data = json.loads(study_json(study, Findings()))
+    assert agree(page, data) > 50
+    assert data["target"]["strong"] == {
+        "soonest_ranks": 2,
+        "cheapest_ranks": 2,
+        "learning_rate_rule": None,
+    }
+    (line,) = drawn(page, "studyTime")
+    assert line["y"] == pytest.approx([11_000 / throughput(n) for n in (1, 2)])
+    assert "Soonest to accuracy>=0.97: 2 ranks" in page.inner_text("#summary")
+    assert "A fit needs at least two measured sizes." in page.inner_text("#fits")
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 360), ("dark", 1280)])
+def test_page_is_readable(opened, theme, width):
+    page = opened(make_study(failed={8}), width=width, theme=theme)
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_study_without_figures_has_no_page():
+    with pytest.raises(ValueError, match=r"no measured size\. HINT"):
+        study_page(make_study((1,), failed={1}), Findings())
