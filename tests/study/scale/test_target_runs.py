@@ -137,11 +137,11 @@ def test_run_that_its_time_limit_ends_says_how_far_it_came(tmp_path):
     request = dataclasses.replace(REQUEST, args=args, until="accuracy>=0.99")
     trials = TimedOut()
     runner = SetupRunner(tmp_path, request, Place("this machine", (2,)), trials)
-    run = runner.run(SETUP, RunPlan(0, limit_s=25)).run
+    run = runner.run([SETUP], RunPlan(0, limit_s=25))[0].run
     assert run.failure == ""
     end = run.figures.to_target
     assert (end.reached, end.best, end.samples) == (False, 0.95, 6400)
     assert trials.options[-2:] == ["--env", "PACELINE_SEED_SHIFT=0"]
-    run = runner.run(SETUP, RunPlan(100, limit_s=25)).run  # without a target it has failed
+    run = runner.run([SETUP], RunPlan(100, limit_s=25))[0].run  # without a target it has failed
     assert run.failure == "it took longer than 25 s"
     assert "--until" not in trials.options
