@@ -10,11 +10,13 @@ from paceline.analyze.scaling.outcomes.targets import (
     SQUARE_ROOT,
     UNCHANGED,
     cheapest,
+    goal_of,
     learning_rate_rule,
     soonest,
     targets,
 )
 from paceline.analyze.scaling.study_model import STRONG, WEAK
+from paceline.report.scaling.target_sentences import target_sentences
 from studies import make_point, make_study, reach
 
 
@@ -55,6 +57,17 @@ def test_interval_contains_the_spread_between_seeds():
     one = targets(study, WEAK)[0]
     assert one.samples.low < 9_500 < 10_500 < one.samples.high
     assert one.seconds.high / one.seconds.value >= one.samples.high / one.samples.value
+
+
+def test_noise_scale_predicts_the_statistical_efficiency():
+    ends = [dataclasses.replace(reach(1_000), noise_scale=scale) for scale in (None, 120.0, 136.0)]
+    study = study_of([ends[:1] * 3, ends[1:2] * 3, ends[2:] * 3])
+    found = targets(study, WEAK)
+    # batches of 64, 128 and 256; the median noise scale is 128
+    assert [one.predicted_efficiency for one in found] == pytest.approx([1.0, 1.5 / 2, 1.5 / 3])
+    text = " ".join(target_sentences(found, goal_of(study)))
+    assert "predicts: 0.75 on 2 ranks, 0.50 on 4 ranks." in text
+    assert targets(study_of([[reach(1_000)] * 3] * 3), WEAK)[1].predicted_efficiency is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from paceline.report.terminal.scaling.study_table import fit_sentence, study_pan
 from studies import make_study, predicted, reach
 
 
-def printed(study, findings=None, width=100, running=None):
+def printed(study, findings=None, width=100, running=()):
     console = PlainConsole(file=io.StringIO(), width=width)
     console.print(study_panel(study, findings or Findings(), width, running))
     return console.file.getvalue()
@@ -28,7 +28,7 @@ def lines_with(text, first):
 
 def test_each_size_has_a_line():
     study = make_study(failed={4}, spread=0.0, notes=["The clock varied."])
-    text = printed(study, running=Setup(8, 64))
+    text = printed(study, running=[Setup(8, 64)])
     assert "strong scaling: the same global batch" in text
     for ranks, samples, efficiency in ((1, "1,000", "1.00"), (2, "1,901", "0.95")):
         (strong, weak) = lines_with(text, f"{ranks} ")

@@ -161,6 +161,7 @@ class TargetResult:
         best: The value nearest to the target.
         steps, samples, seconds: Until the target, or until the end.
         learning_rate: Largest of the run; None if it is not known.
+        noise_scale: Gradient noise scale in samples; None if it is not known.
     """
 
     target: str
@@ -170,6 +171,7 @@ class TargetResult:
     samples: Count
     seconds: Seconds
     learning_rate: Amount | None = None
+    noise_scale: Amount | None = None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ def _size_target(end: SizeTarget) -> dict[str, Any]:
         "node_hours": _estimate(end.node_hours),
         "best": end.best,
         "learning_rate": end.learning_rate,
+        "predicted_efficiency": end.predicted_efficiency,
     }
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...analyze.figures.noise_scale import noise_scale_of
 from ...analyze.records.load_run import Run
 from ...analyze.reference.goal import Goal, parse_goal
 from ...analyze.reference.reference_file import RECORD_FILE, read_reference
@@ -51,8 +52,16 @@ def target_result(
     goal = parse_goal(request.until, request.metric or None)
     ends = _step_ends(run)
     last = max(ends, default=0)
+    samples, seconds = last * setup.global_batch, ends.get(last, 0.0)
+    noise = noise_scale_of(run.records) if run is not None else None
     missed = TargetResult(
-        str(goal), False, None, last, last * setup.global_batch, ends.get(last, 0.0)
+        str(goal),
+        False,
+        None,
+        last,
+        samples,
+        seconds,
+        noise_scale=noise.samples if noise is not None else None,
     )
     if not (record / RECORD_FILE).exists():
         return missed

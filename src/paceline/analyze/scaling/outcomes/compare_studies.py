@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from ....plurals import counted
 from ....significance import difference_of_runs
 from ...figures.compare_runs import BETWEEN_RUNS
 from ...records.state_timeline import STATES
@@ -178,10 +179,9 @@ def _differences(before: ScalingStudy, after: ScalingStudy, changes: list[SizeCh
     for one in changes:
         batches = one.before.setup.global_batch, one.after.setup.global_batch
         if batches[0] != batches[1]:
-            found.append(
-                f"Global batch on {one.ranks} ranks ({one.kind} scaling): {batches[0]:,} before, "
-                f"{batches[1]:,} after."
-            )
+            size = f"{counted(one.ranks, 'rank')} ({one.kind} scaling)"
+            both = f"{batches[0]:,} before, {batches[1]:,} after"
+            found.append(f"Global batch on {size}: {both}.")
     return found
 
 

@@ -8,7 +8,7 @@ needs, over the samples/s that it trains.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...reference.goal import Goal, parse_goal
 from ..derived import Estimate, estimate, throughput
@@ -32,6 +32,8 @@ class SizeTarget:
         node_hours: Nodes times hours until then.
         best: Median over all runs of the value nearest to the target.
         learning_rate: Largest learning rate of a run, median of the runs; None if not known.
+        predicted_efficiency: Statistical efficiency that the gradient noise scale predicts; None if
+            no size knows it.
     """
 
     point: SizePoint
@@ -43,6 +45,7 @@ class SizeTarget:
     node_hours: Estimate | None
     best: float | None
     learning_rate: float | None
+    predicted_efficiency: float | None = None
 
     @property
     def is_certain(self) -> bool:
@@ -68,7 +71,30 @@ def targets(study: ScalingStudy, kind: str) -> list[SizeTarget]:
         if size is not None:
             reference = reference or size.samples
             found.append(size)
-    return found
+    noise = noise_scale(study, kind)
+    if noise is None or not found:
+        return found
+    first = found[0].point.setup.global_batch
+    predicted = [(1 + first / noise) / (1 + one.point.setup.global_batch / noise) for one in found]
+    return [
+        replace(one, predicted_efficiency=value)
+        for one, value in zip(found, predicted, strict=True)
+    ]
+
+
+def noise_scale(study: ScalingStudy, kind: str) -> float | None:
+    """Return the median gradient noise scale of the runs in samples; None if no run knows it.
+
+    Samples to a loss grow with the batch B as 1 + B / noise scale (arXiv 1812.06162, equation
+    2.11).
+    """
+    known = [
+        end.noise_scale
+        for point in study.of_kind(kind)
+        for figures in point.figures
+        if (end := figures.to_target) is not None and end.noise_scale
+    ]
+    return statistics.median(known) if known else None
 
 
 def _size_target(point: SizePoint, goal: Goal, reference: Estimate | None) -> SizeTarget | None:

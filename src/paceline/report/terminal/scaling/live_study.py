@@ -29,7 +29,8 @@ class StudyDisplay(StudyListener):
     def __init__(self) -> None:
         self._study: ScalingStudy | None = None
         self._progress = Progress()
-        self._running: tuple[Setup, int, float, float] | None = None
+        # by setup: number of the repeat, start, expected duration
+        self._running: dict[Setup, tuple[int, float, float]] = {}
         self._live: Any = None
         self._console: PlainConsole | None = None
         if sys.stderr.isatty():
@@ -68,12 +69,13 @@ class StudyDisplay(StudyListener):
 
     def run_started(self, setup: Setup, repeat: int, expected_s: float, progress: Progress) -> None:
         self._progress = progress
-        self._running = setup, repeat, time.monotonic(), expected_s
+        self._running[setup] = repeat, time.monotonic(), expected_s
         if self._live is not None:
             self._live.refresh()
 
     def run_ended(self, run: StudyRun, study: ScalingStudy, progress: Progress) -> None:
-        self._study, self._progress, self._running = study, progress, None
+        self._study, self._progress = study, progress
+        self._running.pop(run.setup, None)
         if self._live is not None:
             self._live.refresh()
         else:
@@ -86,7 +88,8 @@ class StudyDisplay(StudyListener):
             self._write(text)
 
     def study_ended(self, study: ScalingStudy, progress: Progress) -> None:
-        self._study, self._progress, self._running = study, progress, None
+        self._study, self._progress = study, progress
+        self._running.clear()
         if self._live is not None:
             self._live.stop()
 
@@ -97,15 +100,14 @@ class StudyDisplay(StudyListener):
     def _table(self) -> RenderableType:
         if self._study is None or self._console is None:
             return Text("")
-        running = self._running[0] if self._running is not None else None
+        running = list(self._running)
         table = study_panel(self._study, Findings(), self._console.width, running)
         return Group(table, Text(self.status_line(time.monotonic())))
 
     def status_line(self, now: float) -> str:
         """Return what runs, for how long, and what follows."""
         progress, parts = self._progress, []
-        if self._running is not None:
-            setup, repeat, since, expected_s = self._running
+        for setup, (repeat, since, expected_s) in list(self._running.items()):
             text = f"{ordinal(repeat + 1)} run of {_setup_words(setup)}: {elapsed(now - since)}"
             parts.append(text + (f" of about {elapsed(expected_s)}" if expected_s else ""))
         if progress.runs_left:

@@ -1,7 +1,7 @@
 """Tables of a scaling study: one line for each size."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -38,13 +38,13 @@ _LEGEND = {
 
 
 def study_panel(
-    study: ScalingStudy, findings: Findings, width: int, running: Setup | None = None
+    study: ScalingStudy, findings: Findings, width: int, running: Collection[Setup] = ()
 ) -> Panel:
     """Return the tables of all kinds, with what was found.
 
     Args:
         width: Columns of the terminal.
-        running: The setup that runs now, which is marked.
+        running: The setups that run now, which are marked.
     """
     parts: list[RenderableType] = [Text(_about(study))]
     for kind in study.request.kinds:
@@ -77,7 +77,7 @@ def _factors(width: int) -> Sequence[tuple[str, str]]:
     return _ALL_FACTORS if width >= WIDE else _FEW_FACTORS
 
 
-def _sizes(rows: list[SizeRow], width: int, running: Setup | None) -> Table:
+def _sizes(rows: list[SizeRow], width: int, running: Collection[Setup]) -> Table:
     is_wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     factors = _factors(width)
@@ -90,7 +90,7 @@ def _sizes(rows: list[SizeRow], width: int, running: Setup | None) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         point = row.point
-        mark = "▸" if running == point.setup else ""
+        mark = "▸" if point.setup in running else ""
         head = [f"{mark}{point.ranks}", str(point.hosts), f"{point.setup.global_batch:,}"]
         if row.throughput is None:
             table.add_row(*head, Text("failed", style="bold red") if point.failure else "-")
