@@ -120,6 +120,6 @@ def test_study_that_is_killed_or_interrupted_is_continued(tmp_path):
     assert before >= 2
     run(tmp_path, "--continue", "study")
     study = read_study(tmp_path / "study")
-    assert [len(point.runs) for point in study.points] == [3, 3]
+    assert all(len(point.runs) >= 3 for point in study.points)
     folders = list((tmp_path / "study" / "runs").iterdir())
     assert all((path / "figures.json").exists() for path in folders)
