@@ -123,7 +123,10 @@ def test_study_to_a_target_names_the_size_that_needs_the_fewest_node_hours(tmp_p
 class TimedOut:
     """Stands for trials that their time limit ends, with a record of two ranks until then."""
 
-    covered, deadline = (), Deadline.after(100)
+    covered = ()
+
+    def __init__(self):
+        self.deadline = Deadline.after(100)
 
     def run_trials(self, specs):
         (spec,) = specs
