@@ -282,6 +282,8 @@ def scale(
     writes goes to a scratch folder.
     """
     from ..analyze.scaling.study_folder import read_study
+    from ..launch.job import Job
+    from ..launch.job import check as check_job
     from ..report.terminal.scaling.live_study import StudyDisplay
     from ..study.scale.jobs import has_jobs
     from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
@@ -329,6 +331,7 @@ def scale(
                 efficiency=efficiency,
                 **goal_options,
             )
+            check_job(Job(name=script, args=args or [], module=module))
             folder = output or new_folder(script)
             if submit:
                 options_of_jobs = jobs.job_options(

@@ -64,7 +64,14 @@ def study(tmp_path, monkeypatch):
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     return StudyRequest(
-        "train.py", [], str(tmp_path), [STRONG, WEAK], [2, 4], global_batch=64, minutes=7
+        "train.py",
+        [],
+        str(tmp_path),
+        [STRONG, WEAK],
+        [2, 4],
+        global_batch=64,
+        minutes=7,
+        ranks_per_host=2,
     )
 
 
@@ -113,6 +120,7 @@ def test_only_jobs_that_ended_too_early_are_submitted_again(tmp_path, study):
     assert [job.number for job in continue_jobs(folder, said.append)] == ["1"]
     assert said == ["4 ranks: job 1 waits or runs"]
     assert read_study(folder).batch.how == KNOB
+    assert any("in a job of its own" in note for note in read_study(folder).notes)
     finish(folder, "1", [Setup(4, 64)], repeats=1)  # killed
     (folder / "jobs/n4-1.out").write_text("slurmstepd: error: *** JOB 1 CANCELLED ***\n")
     said.clear()

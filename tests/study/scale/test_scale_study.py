@@ -1,7 +1,6 @@
 """The loop of a scaling study: what is run, how often, in which order; what a failure leaves."""
 
 import contextlib
-import json
 import os
 from dataclasses import replace
 
@@ -211,12 +210,10 @@ def test_existing_folder_is_not_overwritten(tmp_path, runs):
 
 
 def test_sizes_beyond_the_machine_are_refused(tmp_path, runs):
-    folder = study(tmp_path, (2, 8))
     with pytest.raises(ValueError, match=r"-n 8: there is room for 4 ranks.*HINT: -n 2"):
-        run_study(folder, StudyListener())
-    tree = json.loads((folder / "study.json").read_text())
-    tree["request"]["oversubscribe"] = True
-    (folder / "study.json").write_text(json.dumps(tree))
+        study(tmp_path, (2, 8))
+    assert not (tmp_path / "study").exists()
+    folder = study(tmp_path, (2, 8), oversubscribe=True)
     run_study(folder, StudyListener())
     assert read_study(folder).of_kind(WEAK)[1].ranks == 8
 

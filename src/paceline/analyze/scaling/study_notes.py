@@ -29,14 +29,28 @@ def study_notes(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]
     runs = [run for point in points for run in point.figures]
     if not runs:
         return []
-    beside = "sizes ran at the same time on different hosts: they share the network and its storage"
     return [
-        *([beside] if request.side_by_side else []),
+        *_on_schedule(request),
         *_on_noise(request, points),
         *_on_machine(runs),
         *_on_threads(points),
         *_on_warm_up(points),
     ]
+
+
+def _on_schedule(request: StudyRequest) -> list[str]:
+    """Return what disturbs the comparison of sizes by when and where they ran."""
+    notes = []
+    if request.ranks_per_host is not None:
+        notes.append(
+            "each size ran in a job of its own, on other nodes or at another time: what differs "
+            "between the jobs is part of the differences between the sizes"
+        )
+    if request.side_by_side:
+        notes.append(
+            "sizes ran at the same time on different hosts: they share the network and its storage"
+        )
+    return notes
 
 
 def _on_noise(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:

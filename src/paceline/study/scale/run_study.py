@@ -81,6 +81,8 @@ def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
         OSError: It can't be created.
     """
     study = plan_study(request)
+    if request.ranks_per_host is None and not request.oversubscribe:  # not in jobs
+        check_sizes(request.sizes, place_of(request.where))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_study = (folder / STUDY_FILE).exists()
         what = "has a study already" if is_study else "exists and is not empty"
