@@ -227,6 +227,7 @@ Horovod = Annotated[
         "Default: Horovod if it is installed, otherwise paceline.compat.horovod.",
         metavar="off|ours|theirs",
         show_default=False,
+        rich_help_panel=EXCHANGE,
     ),
 ]
 Exchange = Annotated[
