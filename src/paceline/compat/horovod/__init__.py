@@ -1,9 +1,7 @@
-<<<<<<< HEAD
-"""Horovod's interface on Paceline's exchange."""
-=======
 """Horovod's interface: scripts that import Horovod run unchanged on Paceline's exchange.
 
 ``torch`` has the names of ``horovod.torch``, ``common`` those of ``horovod.common``. Both are built
 on ``core``, which knows no framework: torch is its transport, and tensors are buffers.
 """
->>>>>>> h1
+
+__version__ = "0.28.1"  # of Horovod, whose interface this is

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ...record.ring.launcher_messages import notify
+
 DYNAMIC = "DYNAMIC"  # value of HOROVOD_TIMELINE: hvd.start_timeline names the file
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
@@ -30,7 +32,7 @@ class HorovodSettings:
             never.
         timeline: File of the timeline; "": none.
         timeline_cycles: Whether the timeline contains a mark for each cycle.
-        group_fusion: Whether a group of tensors may be exchanged together with other tensors.
+        fuses_groups: Whether a group of tensors may be exchanged together with other tensors.
         dynamic_process_sets: Whether process sets may be added after ``init()``.
         log_level: Least severe level of messages that are printed.
         timeout_s: Seconds after which a collective between processes fails.
@@ -44,7 +46,7 @@ class HorovodSettings:
     stall_shutdown_s: float = 0.0
     timeline: str = ""
     timeline_cycles: bool = False
-    group_fusion: bool = True
+    fuses_groups: bool = True
     dynamic_process_sets: bool = False
     log_level: str = "WARNING"
     timeout_s: float | None = None
@@ -126,7 +128,7 @@ OBEYED: dict[str, _Variable] = {
     ),
     "HOROVOD_TIMELINE": _Variable("timeline", _file, "a file name", "timeline.json"),
     "HOROVOD_TIMELINE_MARK_CYCLES": _Variable("timeline_cycles", _flag, *_SWITCH),
-    "HOROVOD_DISABLE_GROUP_FUSION": _Variable("group_fusion", _flag_off, *_SWITCH),
+    "HOROVOD_DISABLE_GROUP_FUSION": _Variable("fuses_groups", _flag_off, *_SWITCH),
     "HOROVOD_DYNAMIC_PROCESS_SETS": _Variable("dynamic_process_sets", _flag, *_SWITCH),
     "HOROVOD_LOG_LEVEL": _Variable("log_level", _level, f"one of {', '.join(LOG_LEVELS)}", "INFO"),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": _Variable("timeout_s", _number, "seconds, 0 or more", "30"),
@@ -213,6 +215,13 @@ def unused_lines(environment: Mapping[str, str] | None = None) -> list[str]:
         if given.get(name, "").strip() not in ("", "0"):
             names.setdefault(reason, []).append(name)
     return [f"{', '.join(found)}: no effect, {reason}" for reason, found in names.items()]
+
+
+def report_unused() -> None:
+    """Name the variables without effect, once in a job. Called on rank 0."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        for line in unused_lines():
+            notify(f"paceline: {line}\n")
 
 
 assert {one.field for one in OBEYED.values()} == {one.name for one in fields(HorovodSettings)}

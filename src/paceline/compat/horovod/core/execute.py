@@ -4,6 +4,7 @@ All-reduces of the same kind are fused: small tensors are copied into one buffer
 reduced where they are.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from .. import timeline
 from . import adasum
 from .exchange import Exchange
 from .operation import Operation
 from .requests import Kind, ReduceOp, Request
 
+BUCKET = "FUSED_ALLREDUCE"  # name in the timeline
 # From this size on a copy into the fusion buffer costs more than another collective.
 UNFUSED_BYTES = 256 << 10
 Ready = tuple[Request, Operation | None]
@@ -32,6 +35,7 @@ class Bucket:
 
     request: Request
     tensors: list[torch.Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -50,7 +54,14 @@ class Executor:
     def __call__(self, ready: Sequence[Ready]) -> None:
         with torch.no_grad():
             for bucket in self._buckets(one for one in ready if one[0].kind == Kind.ALLREDUCE):
+                begun_ns = time.monotonic_ns()
                 self._reduce(bucket)
+                if timeline.active is not None:
+                    now = time.monotonic_ns()
+                    for name in dict.fromkeys(bucket.names):
+                        timeline.active.slice(
+                            name, BUCKET, begun_ns, now, tensors=len(bucket.names)
+                        )
             self._exchange_rows(
                 [
                     operation
@@ -85,6 +96,7 @@ class Executor:
                     bucket = open_buckets[key] = Bucket(request)
                     buckets.append(bucket)
                 bucket.tensors.append(tensor)
+                bucket.names.append(request.name)
                 bucket.nbytes += tensor.nbytes
         yield from buckets
 

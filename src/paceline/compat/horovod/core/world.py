@@ -16,6 +16,8 @@ from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
 from ....record.ring.recorder import Recorder
 from ....world.process_group import join_process_group, leave_process_group
+from .. import timeline
+from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
 from .coordinator import Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
@@ -23,7 +25,6 @@ from .exchange import Exchange, GroupMeetings
 from .execute import Executor
 from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings
 
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
@@ -56,7 +57,7 @@ class SetOfRanks:
 class HorovodWorld:
     """The ranks and process sets between ``init`` and ``shutdown``."""
 
-    def __init__(self, identity: RankIdentity, settings: Settings) -> None:
+    def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
         self.settings = settings
         self.rank = dist.get_rank() if dist.is_initialized() else identity.rank
         self.size = dist.get_world_size() if dist.is_initialized() else identity.size
@@ -166,7 +167,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     global _world, _owns_group
     if _world is not None:
         return
-    settings = Settings.read()
+    values = settings()
     identity = rank_identity(dict(os.environ))
     was_initialized = dist.is_initialized()
     recorder = Recorder(identity.rank, identity.size, enabled=False)
@@ -178,8 +179,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"hvd.init: comm={comm!r} is not supported: only a list of all {size} ranks in "
             "ascending order. HINT: hvd.init(process_sets=[hvd.ProcessSet([0, 1])])"
         )
-    world = HorovodWorld(identity, settings)
+    world = HorovodWorld(identity, values)
     _world = world
+    if world.rank == 0:
+        report_unused()
+        if values.timeline:
+            timeline.start_timeline(values.timeline, values.timeline_cycles)
     if process_sets is not None and process_sets != "dynamic":
         for one in process_sets:
             add_process_set(one)
@@ -197,6 +202,7 @@ def shutdown() -> None:
     if _world is not None:
         world, _world = _world, None
         world.close()
+        timeline.stop_timeline()
 
 
 def _leave() -> None:
