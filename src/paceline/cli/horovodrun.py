@@ -1,9 +1,10 @@
 """The commands ``paceline horovodrun`` and ``paceline ddlrun``, and links with their names."""
 
+import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -34,7 +35,16 @@ Available Controllers and Tensor Operations:
 
 
 class ForeignCommand(Command):
-    """A command whose options are those of another tool, which are parsed elsewhere."""
+    """A command whose options are those of another tool, which are parsed elsewhere.
+
+    Attributes:
+        foreign: Names of the tool's options, by the command's name.
+    """
+
+    foreign: ClassVar[dict[str, set[str]]] = {
+        tool: {name for option in table for name in option.names}
+        for tool, table in (("horovodrun", HOROVODRUN), ("ddlrun", DDLRUN))
+    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for one in self.params for name in one.opts} | {"-h", "--help"}
@@ -53,22 +63,34 @@ Words = Annotated[
 ]
 
 
-def _names(tool: str, table: tuple[LaunchOption, ...]) -> str:
-    """Return the paragraphs of the help that name the options of a tool."""
+def _help(text: str, tool: str, table: tuple[LaunchOption, ...]) -> str:
+    """Return the help of a command, with the names of the tool's options."""
     used, unused = option_names(table)
-    return f"Options of {tool}: {used}.\n\nAccepted without effect: {unused}.\n\n"
+    return (
+        f"{inspect.cleandoc(text)}\n\nOptions of {tool}: {used}.\n\n"
+        f"Options without effect: {unused}."
+    )
 
 
 @app.command(
     cls=ForeignCommand,
     rich_help_panel=RUN,
     short_help="Start a Horovod script with the options of horovodrun",
-    epilog=_names("horovodrun", HOROVODRUN)
-    + examples(
+    help=_help(
+        """
+        Start PROGRAM like horovodrun, on paceline run.
+
+        All options of horovodrun 0.28 are accepted. Those without effect are named. The command
+        prints the equivalent command of paceline run, and runs it. Elastic jobs (--min-np,
+        --host-discovery-script) restart without lost hosts; the discovery script runs once.
+        """,
+        *("horovodrun", HOROVODRUN),
+    ),
+    epilog=examples(
         ("paceline horovodrun -np 8 -H a:4,b:4 python train.py", "two hosts over ssh"),
         ("paceline horovodrun -np 4 --timeline-filename t.json python train.py", "a timeline"),
         ("paceline horovodrun --install-link ~/.local/bin", "then: horovodrun -np 4 ..."),
-        ("export PYTHONPATH=$(paceline horovodrun --shim)", "then: mpirun -n 4 python train.py"),
+        ("paceline horovodrun --shim", "a folder for PYTHONPATH, for mpirun -n 4 python train.py"),
     ),
 )
 def horovodrun(
@@ -92,12 +114,6 @@ def horovodrun(
         ),
     ] = False,
 ) -> None:
-    """Start PROGRAM like horovodrun, on paceline run.
-
-    All options of horovodrun 0.28 are accepted. Those without effect are named. The command prints the equivalent command of paceline run,
-    and runs it. Elastic jobs (--min-np, --host-discovery-script) restart without lost hosts; the
-    discovery script runs once.
-    """
     with exit_on_mistake():
         if shim:
             typer.echo(SHIM)
@@ -112,8 +128,16 @@ def horovodrun(
     cls=ForeignCommand,
     rich_help_panel=RUN,
     short_help="Start a Horovod script with the options of ddlrun",
-    epilog=_names("ddlrun", DDLRUN)
-    + examples(("paceline ddlrun -H host1,host2 python train.py", "a rank for each GPU")),
+    help=_help(
+        """
+        Start PROGRAM like ddlrun of PowerAI DDL, on paceline run.
+
+        Options without effect are named. The command prints the equivalent command of paceline run,
+        and runs it. Without --accelerators, each host gets one rank for each of its GPUs.
+        """,
+        *("ddlrun", DDLRUN),
+    ),
+    epilog=examples(("paceline ddlrun -H host1,host2 python train.py", "a rank for each GPU")),
 )
 def ddlrun(
     words: Words = None,
@@ -127,11 +151,6 @@ def ddlrun(
         ),
     ] = None,
 ) -> None:
-    """Start PROGRAM like ddlrun of PowerAI DDL, on paceline run.
-
-    Options without effect are named. The command prints the equivalent command of paceline run,
-    and runs it. Without --accelerators, each host gets one rank for each of its GPUs.
-    """
     with exit_on_mistake():
         if install_link is not None:
             typer.echo(_link("ddlrun", install_link))

@@ -57,11 +57,9 @@ class Executor:
                 begun_ns = time.monotonic_ns()
                 self._reduce(bucket)
                 if timeline.active is not None:
-                    now = time.monotonic_ns()
+                    now, count = time.monotonic_ns(), len(bucket.names)
                     for name in dict.fromkeys(bucket.names):
-                        timeline.active.slice(
-                            name, BUCKET, begun_ns, now, tensors=len(bucket.names)
-                        )
+                        timeline.active.slice(name, BUCKET, begun_ns, now, tensors=count)
             self._exchange_rows(
                 [
                     operation

@@ -1,5 +1,6 @@
 """The YAML file of ``horovodrun --config-file``: parameters of Horovod's runtime."""
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def read_config(path: Path) -> list[tuple[str, list[str]]]:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        import yaml
+        yaml: Any = importlib.import_module("yaml")
     except ImportError:
         raise ValueError(
             f"--config-file {path} needs a YAML parser. HINT: pip install pyyaml, or write the "

@@ -85,7 +85,7 @@ def _options(tool: str, rest: list[str]) -> Iterator[tuple[LaunchOption, str, li
     Options of a configuration file come first: those of the command line replace them.
     """
     table = {name: option for option in TOOLS[tool] for name in option.names}
-    found = []
+    found: list[tuple[LaunchOption, str, list[str]]] = []
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
