@@ -96,10 +96,9 @@ def _options(tool: str, rest: list[str]) -> Iterator[tuple[LaunchOption, str, li
             raise ValueError(f"{tool} has no option {name}. HINT: {_suggestion(tool, name, table)}")
         values = [value] if equals else [rest.pop(0) for _ in range(min(option.values, len(rest)))]
         if len(values) != option.values:
-            count = f"{option.values} value{'s' * (option.values != 1)}"
+            count = f"{option.values or 'no'} value{'s' * (option.values > 1)}"
             raise ValueError(
-                f"{tool} {name} needs {count or 'no value'}. HINT: {tool} {name}"
-                f"{' VALUE' * option.values}"
+                f"{tool} {name} needs {count}. HINT: {tool} {name}{' VALUE' * option.values}"
             )
         if option.role == "config":
             found = [(table[n], n, v) for n, v in read_config(Path(values[0]))] + found
