@@ -99,14 +99,15 @@ class Negotiator:
 
     def vector(self) -> bytearray:
         """Return this rank's vector for the next meeting."""
-        if self.is_joined:
-            vector = bytearray(b"\1") * (HEADER_BYTES + len(self._slots))
-        else:
-            vector = bytearray(HEADER_BYTES + len(self._slots))
-            for request in self.pending.values():
-                if (slot := self._slot(request)) is not None:
-                    vector[HEADER_BYTES + slot] = 1
-        vector[0] = not self._has_news()
+        joined = self.is_joined
+        vector = bytearray(b"\1" if joined else b"\0") * (HEADER_BYTES + len(self._slots))
+        has_news = self.wants_leave or self.wants_report or self._joins_now()
+        for name, request in self.pending.items():
+            if (slot := self._slot(request)) is not None:
+                vector[HEADER_BYTES + slot] = 1
+            elif name not in self._announced:
+                has_news = True
+        vector[0] = not has_news
         return vector
 
     def message(self) -> Message:
@@ -120,11 +121,12 @@ class Negotiator:
     def decide(self, vector: bytes | bytearray, messages: Sequence[Message] | None) -> Decision:
         """Return what follows from a meeting: the smallest bytes of all ranks, and the news."""
         decision = Decision(had_news=messages is not None)
-        hits = [
-            name
-            for slot, name in enumerate(self._slots)
-            if name is not None and vector[HEADER_BYTES + slot]
-        ]
+        hits: list[str] = []
+        at = vector.find(1, HEADER_BYTES)
+        while at >= 0:
+            if (name := self._slots[at - HEADER_BYTES]) is not None:
+                hits.append(name)
+            at = vector.find(1, at + 1)
         for member, message in zip(self.members, messages or (), strict=False):
             self._take(member, message, decision)
         if len(self._joined) == len(self.members):
@@ -132,16 +134,15 @@ class Negotiator:
             self._joined.clear()
         else:
             for name in hits:
-                request, _ = self._cache[name]
                 self._cache.move_to_end(name)
-                self._settle(request, decision)
+                self._settle(self._cache[name][0], decision)
             for name in [n for n, by_rank in self.table.items() if self._is_complete(by_rank)]:
                 by_rank = self.table.pop(name)
                 if reason := find_mismatch(by_rank):
                     decision.errors[name] = reason
                     self._forget(name)
                     continue
-                request = next(iter(by_rank.values()))
+                request = self.pending.get(name) or next(iter(by_rank.values()))
                 self._remember(request)
                 self._settle(request, decision)
         return decision
@@ -156,23 +157,16 @@ class Negotiator:
 
     # Implementation.
 
-    def _has_news(self) -> bool:
-        return (
-            self.wants_leave
-            or self.wants_report
-            or self._joins_now()
-            or any(self._is_fresh(one) for one in self.pending.values())
-        )
-
     def _joins_now(self) -> bool:
         """Whether this rank announces that it joins: once all that it submitted has ended."""
         return self.wants_join and not self.pending
 
     def _slot(self, request: Request) -> int | None:
         cached = self._cache.get(request.name)
-        if cached is None or cached[0].signature != request.signature:
+        if cached is None:
             return None
-        return cached[1]
+        known, slot = cached
+        return slot if known is request or known.signature == request.signature else None
 
     def _is_fresh(self, request: Request) -> bool:
         return request.name not in self._announced and self._slot(request) is None

@@ -232,8 +232,11 @@ def current_world() -> HorovodWorld:
     return _world
 
 
-def submit(operation: Operation, process_set: ProcessSet) -> Coordinator:
+def submit(operation: Operation, process_set: ProcessSet, waits: bool = False) -> Coordinator:
     """Submit an operation, and return the coordinator that executes it.
+
+    Args:
+        waits: Whether this thread waits for it next.
 
     Raises:
         HorovodInternalError: Before ``init``; a rank has ended or left.
@@ -242,7 +245,7 @@ def submit(operation: Operation, process_set: ProcessSet) -> Coordinator:
     if _world is None:
         raise not_initialized()
     coordinator = _world.coordinator_of(process_set)
-    coordinator.submit(operation)
+    coordinator.submit(operation, waits)
     return coordinator
 
 
@@ -293,7 +296,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
-    submit(operation, global_process_set).wait(operation)
+    submit(operation, global_process_set, waits=True).wait(operation)
 
 
 def process_set_by_id(number: int) -> ProcessSet:
