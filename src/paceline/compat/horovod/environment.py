@@ -138,7 +138,7 @@ _STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 _DISABLE = _Variable("stall_check_s", _flag, *_SWITCH)
 
 _ALGORITHM = "the exchange between nodes is always hierarchical; PACELINE_ALGORITHM selects another"
-_TUNING = "paceline run --tune-exchange measures the settings of the exchange"
+_TUNING = "paceline diagnose --try all measures the fusion threshold and the cycle time"
 _BACKEND = "paceline run --exchange selects the backend"
 _INTERFACE = "GLOO_SOCKET_IFNAME selects the network interface"
 _MPI = "Paceline does not use MPI"

@@ -14,7 +14,7 @@ from ....comm.backend import MAX_TIMEOUT
 from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
-from ....record.ring.recorder import Recorder
+from ....record.ring.recorder import Recorder, update_all_headers
 from ....world.process_group import join_process_group, leave_process_group
 from .. import timeline
 from ..environment import HorovodSettings, report_unused, settings
@@ -181,6 +181,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         )
     world = HorovodWorld(identity, values)
     _world = world
+    update_all_headers(horovod="paceline")
     if world.rank == 0:
         report_unused()
         if values.timeline:
