@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,11 @@ class SetOfRanks:
 
 
 class HorovodWorld:
-    """The ranks and process sets between ``init`` and ``shutdown``."""
+    """The ranks and process sets between ``init`` and ``shutdown``.
+
+    Attributes:
+        unnamed: Number of operations without a name, by process set and kind.
+    """
 
     def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
         self.settings = settings
@@ -63,6 +68,7 @@ class HorovodWorld:
         self.size = dist.get_world_size() if dist.is_initialized() else identity.size
         self._set_places(identity)
         self.sets: dict[int, SetOfRanks] = {}
+        self.unnamed: Counter[tuple[int | None, str]] = Counter()
         self._next_set = 0
         self.create_set(list(range(self.size)), global_process_set)
 
@@ -111,6 +117,14 @@ class HorovodWorld:
             removed.coordinator.close()
             if removed.group is not None:
                 dist.destroy_process_group(removed.group)
+
+    def forget_unnamed(self, number: int) -> None:
+        """Number the operations without a name of a process set from 1 again.
+
+        Ranks that joined early have called fewer of them.
+        """
+        for counted in [one for one in self.unnamed if one[0] == number]:
+            del self.unnamed[counted]
 
     def coordinator_of(self, process_set: ProcessSet) -> Coordinator:
         """Return the coordinator of a process set.

@@ -7,7 +7,6 @@ other operations in progress, and shape and dtype of the tensor must be the same
 import itertools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..core.process_sets import ProcessSet, global_process_set
 from ..core.requests import Kind, ReduceOp, Request
 from .basics import Adasum, Average, Sum
 
-_unnamed: Counter[tuple[int | None, str]] = Counter()  # calls without a name
 _last_handle = itertools.count(1)
 _handles: dict[int, tuple[Coordinator, Operation, Callable[[Operation], Any]]] = {}
 _requests: dict[Any, Request] = {}  # of calls with a name, which scripts repeat
@@ -284,7 +282,9 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    return _coordinator(global_process_set).join()
+    last = _coordinator(global_process_set).join()
+    world.current_world().forget_unnamed(0)
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -332,8 +332,9 @@ def _request(
     """Return a request; calls without a name are numbered, in each process set by itself."""
     number = process_set.process_set_id
     if name is None:
-        _unnamed[number, prefix] += 1
-        unique = f"{prefix}.noname.{_unnamed[number, prefix]}"
+        unnamed = world.current_world().unnamed
+        unnamed[number, prefix] += 1
+        unique = f"{prefix}.noname.{unnamed[number, prefix]}"
         return _new_request(unique, kind, tensors, is_named=False, **more)
     key = (prefix, name, number, *more.values(), *[(one.shape, one.dtype) for one in tensors])
     if tensors[0].device.type != "cpu":
