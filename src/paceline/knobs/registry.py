@@ -210,7 +210,7 @@ KNOBS: dict[str, Knob] = {
         "synchronization (local SGD)",
         ("exchange-bandwidth", "exchange-latency", "bucket-size"),
         "post_localSGD_hook, and PeriodicModelAverager(period={value}) after each step",
-        "comm.local_sgd:every",
+        "optim.local_sgd:every",
         Range(1, 10_000),
         r"\b(DistributedDataParallel|DDP)\(",
         "models that differ between averages, also if a rank evaluates or saves its model",
