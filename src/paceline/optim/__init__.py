@@ -1,1 +1,4 @@
-"""Learning rates for large batches."""
+"""Optimizers and learning rates for large batches."""
+
+from .layerwise import LAMB as LAMB
+from .layerwise import LARS as LARS

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..optim.whole_norms import local_part
 from ..record.hooks.phases import UncopiedHook
 from .replica import unwrap
-from .sharded.registry import local_part, sharded_of
+from .sharded.registry import sharded_of
 
 HINT = (
     "HINT: change the model first, then create the optimizer, then model, optimizer = "

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..comm.local_sgd import local_sgd_of
 from ..optim.gradients import count_parameters, parameters_of
+from ..optim.local_sgd import local_sgd_of
 from .replica import FixedBuckets, unwrap
 from .sharded.registry import sharded_of
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..cluster.rank_identity import rank_identity
 from ..cluster.topology.local_resources import free_memory
-from .sharded.registry import local_part
+from ..optim.whole_norms import local_part
 
 GIB = 1 << 30
 STATES_PER_PARAMETER = 3  # a gradient and two states of Adam, which the first step allocates

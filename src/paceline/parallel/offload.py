@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checkpoint.sharded_tensor import is_sharded
 from ..optim.gradients import parameters_of
-from .sharded.registry import local_part
+from ..optim.whole_norms import local_part
 
 CHUNK_BYTES = 64 << 20  # of parameters whose states are on the device at the same time
 

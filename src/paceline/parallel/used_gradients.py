@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .sharded.registry import local_part
+from ..optim.whole_norms import local_part
 
 _weak_reference: Any = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 _Used = tuple[torch.Tensor, Any, int, int]  # parameter, its gradient, address, version

@@ -228,16 +228,23 @@ class World(ModelDistribution):
         reference_batch: int,
         rule: str = "linear",
         warmup: int = 0,
+        decay: str | None = None,
+        steps: int | None = None,
     ) -> None:
         """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
 
+        ``world.step`` advances warm-up and decay, and checkpoints include them.
+
         Args:
             rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
-            warmup: Optimizer steps from the original to the scaled rate; ``world.step`` advances
-                it, and checkpoints include it.
+            warmup: Optimizer steps from the original to the scaled rate.
+            decay: Fall of the rate after the warm-up: "linear" or "polynomial" (of power 2) to 0
+                after ``steps``, or "sqrt" (divided by the root of the number of steps).
+            steps: Optimizer steps of the whole training.
 
         Raises:
-            ValueError: An unknown rule, a batch size below 1, or a negative warm-up.
+            ValueError: An unknown rule or decay, a batch size below 1, a negative warm-up, or
+                steps that do not exceed the warm-up.
         """
         scheduler = scale_learning_rate(
             optimizer,
@@ -245,6 +252,8 @@ class World(ModelDistribution):
             reference_batch=reference_batch,
             rule=rule,
             warmup=warmup,
+            decay=decay,
+            steps=steps,
         )
         if scheduler is not None:
             self._training.warmups.append(scheduler)

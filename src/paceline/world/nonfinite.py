@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..optim.whole_norms import local_part
 from ..parallel.data import is_distributed
 from ..parallel.replica import unwrap
-from ..parallel.sharded.registry import local_part, sharded_of
+from ..parallel.sharded.registry import sharded_of
 from ..record.pending_value import PendingCopy, is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder

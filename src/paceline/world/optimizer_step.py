@@ -8,17 +8,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..comm.local_sgd import local_sgd_of
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
+from ..optim.local_sgd import local_sgd_of
 from ..optim.loss_scaling import LossScaling
+from ..optim.whole_norms import holds_shards
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
 from ..parallel.clipping import clip_gradients
 from ..parallel.data import is_distributed
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 from ..parallel.replica import accept_prefixed_keys, unwrap
-from ..parallel.sharded.registry import holds_shards, sharded_of
+from ..parallel.sharded.registry import sharded_of
 from ..parallel.used_gradients import UsedGradients
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder

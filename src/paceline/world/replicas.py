@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..comm.group_device import exchangeable
-from ..comm.local_sgd import local_sgd_of
-from ..parallel.sharded.registry import local_part, sharded_of
+from ..optim.local_sgd import local_sgd_of
+from ..optim.whole_norms import local_part
+from ..parallel.sharded.registry import sharded_of
 from ..plurals import named_ranks
 from ..record.pending_value import is_capturing
 from ..record.ring.launcher_messages import notify

@@ -12,6 +12,7 @@ SCRIPT = """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.utils.data import DataLoader, TensorDataset
     import paceline
+    from paceline.optim import LAMB, LARS
 
     out, layouts, models, optimizers = sys.argv[1], *(a.split(",") for a in sys.argv[2:5])
     dropout = float(sys.argv[5])
@@ -51,6 +52,8 @@ SCRIPT = """
     OPTIMIZERS = {
         "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-4, foreach=True),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+        "lars": lambda p: LARS(p, lr=1.0, weight_decay=0.01, trust_coefficient=0.02),
+        "lamb": lambda p: LAMB(p, lr=1e-2, eps=1e-4, weight_decay=0.01),
         "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
     }
     world = paceline.init(seed=5, progress=False)
@@ -126,6 +129,10 @@ def compare(combination, result, reference):
 
 def test_layouts_equal_one_process(tmp_path):
     check(tmp_path, [3], SHARDED, "transformer", "adam")
+
+
+def test_norms_of_lars_and_lamb_are_those_of_whole_layers(tmp_path):
+    check(tmp_path, [3], ("data", *SHARDED), "transformer", "lars,lamb")
 
 
 def test_momentum_and_lstm_equal_one_process(tmp_path):

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm.members.exchange_objects import all_gather_objects
+from ...optim.whole_norms import local_part
 from ...plurals import named_ranks
 from ..deferred import is_deferred
 from ..materialization import DeferredStorage, Finish, Materialization, give_values
-from .registry import local_part
 
 if TYPE_CHECKING:  # takes a moment to import
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

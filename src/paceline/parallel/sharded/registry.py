@@ -2,11 +2,9 @@
 
 import traceback
 import weakref
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...record.hooks.collective_check import SAME_BLOCKS, block_in
@@ -74,27 +72,6 @@ def block_of(model: nn.Module, parameter: str) -> str:
     sharded = sharded_of(model)
     blocks = [] if sharded is None else sharded.blocks
     return max((name for name in blocks if parameter.startswith(f"{name}.")), key=len, default="")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's part on this rank: its shard, or the tensor where it is not sharded."""
-    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
-    return tensor if local is None else local
-
-
-def holds_shards(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether one of the tensors is sharded over ranks."""
-    return any(local_part(tensor) is not tensor for tensor in tensors)
-
-
-def shard_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the shards of a tensor; None where it is not sharded."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return None
-    (at,) = [i for i, p in enumerate(tensor.placements) if p.is_shard()]  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = mesh.get_group(at)
-    return group
 
 
 def explain(error: BaseException) -> str | None:

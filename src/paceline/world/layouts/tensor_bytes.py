@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...parallel.sharded.registry import local_part, trained_parameters
+from ...optim.whole_norms import local_part
+from ...parallel.sharded.registry import trained_parameters
 
 _CPU = torch.device("cpu")
 

@@ -17,8 +17,10 @@ from ....comm.backend import MAX_TIMEOUT
 from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
-from ....record.ring.recorder import Recorder
+from ....record.ring.recorder import Recorder, update_all_headers
 from ....world.process_group import attempt_store, join_process_group, leave_process_group
+from .. import timeline
+from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
 from .coordinator import Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
@@ -27,7 +29,6 @@ from .execute import Executor
 from .notices import Notices
 from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings
 
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
@@ -64,7 +65,7 @@ class HorovodWorld:
         unnamed: Number of operations without a name, by process set and kind.
     """
 
-    def __init__(self, identity: RankIdentity, settings: Settings) -> None:
+    def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
         self.settings = settings
         self._start = next(_starts)
         self.rank = dist.get_rank() if dist.is_initialized() else identity.rank
@@ -193,7 +194,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     global _world, _owns_group
     if _world is not None:
         return
-    settings = Settings.read()
+    values = settings()
     identity = rank_identity(dict(os.environ))
     was_initialized = dist.is_initialized()
     recorder = Recorder(identity.rank, identity.size, enabled=False)
@@ -205,8 +206,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"hvd.init: comm={comm!r} is not supported: only a list of all {size} ranks in "
             "ascending order. HINT: hvd.init(process_sets=[hvd.ProcessSet([0, 1])])"
         )
-    world = HorovodWorld(identity, settings)
+    world = HorovodWorld(identity, values)
     _world = world
+    update_all_headers(horovod="paceline")
+    if world.rank == 0:
+        report_unused()
+        if values.timeline:
+            timeline.start_timeline(values.timeline, values.timeline_cycles)
     if process_sets is not None and process_sets != "dynamic":
         for one in process_sets:
             add_process_set(one)
@@ -224,6 +230,7 @@ def shutdown() -> None:
     if _world is not None:
         world, _world = _world, None
         world.close()
+        timeline.stop_timeline()
 
 
 def _leave() -> None:

@@ -5,7 +5,12 @@ from ..core.process_sets import ProcessSet as ProcessSet
 from ..core.process_sets import global_process_set as global_process_set
 from ..core.world import add_process_set as add_process_set
 from ..core.world import remove_process_set as remove_process_set
+from . import elastic as elastic
 from .compression import Compression as Compression
+from .functions import allgather_object as allgather_object
+from .functions import broadcast_object as broadcast_object
+from .functions import broadcast_optimizer_state as broadcast_optimizer_state
+from .functions import broadcast_parameters as broadcast_parameters
 from .mpi_ops import Adasum as Adasum
 from .mpi_ops import Average as Average
 from .mpi_ops import Max as Max
@@ -58,4 +63,8 @@ from .mpi_ops import rocm_built as rocm_built
 from .mpi_ops import shutdown as shutdown
 from .mpi_ops import size as size
 from .mpi_ops import sparse_allreduce_async as sparse_allreduce_async
+from .mpi_ops import start_timeline as start_timeline
+from .mpi_ops import stop_timeline as stop_timeline
 from .mpi_ops import synchronize as synchronize
+from .optimizer import DistributedOptimizer as DistributedOptimizer
+from .sync_batch_norm import SyncBatchNorm as SyncBatchNorm

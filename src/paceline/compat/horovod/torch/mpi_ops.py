@@ -47,6 +47,8 @@ from .basics import rank as rank
 from .basics import rocm_built as rocm_built
 from .basics import shutdown as shutdown
 from .basics import size as size
+from .basics import start_timeline as start_timeline
+from .basics import stop_timeline as stop_timeline
 from .compression import Compression as Compression
 from .differentiable import HorovodAllreduce as HorovodAllreduce
 from .differentiable import allgather as allgather

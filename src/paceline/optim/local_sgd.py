@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..knobs.apply import KnobResult
 from ..knobs.ddp import hooked
-from ..optim.gradients import parameters_of
 from ..record.hooks.import_hooks import after_import
+from .gradients import parameters_of
 
 FIRST = 4  # first gradient exchanges, before ranks train independently
 

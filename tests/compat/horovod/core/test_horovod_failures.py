@@ -7,7 +7,6 @@ import ranks
 
 import paceline.compat.horovod.torch as hvd
 from paceline.compat.horovod.common.exceptions import HorovodInternalError
-from paceline.compat.horovod.core.settings import Settings
 
 BEGIN = """
     import os, signal, sys, time
@@ -191,24 +190,3 @@ def test_use_before_init():
     assert not hvd.is_initialized()
     assert hvd.global_process_set.size() in (None, 0)
     hvd.shutdown()  # does nothing
-
-
-@pytest.mark.parametrize("value", ["-1", "fast", "inf", "nan"])
-@pytest.mark.parametrize("name", ["HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"])
-def test_invalid_environment_variable(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a number of at least 0; this is"):
-        Settings.read({name: value})
-
-
-def test_settings_of_the_environment():
-    given = {
-        "HOROVOD_FUSION_THRESHOLD": "1048576",
-        "HOROVOD_CYCLE_TIME": "2.5",
-        "HOROVOD_CACHE_CAPACITY": "0",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    }
-    assert Settings.read(given) == Settings(1 << 20, 0.0025, 0, 7.0, 9.0, False)
-    assert Settings.read({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s == 0
-    assert Settings.read({}) == Settings()

@@ -1,0 +1,236 @@
+"""LARS and LAMB: optimizers for large batches, with a learning rate for each layer.
+
+Both scale a layer's update to the norm of its parameters. The norm is that of the whole tensor, in
+all layouts: where ranks hold shards (``DTensor``), one small all-reduce adds their squares.
+
+Where the papers leave a choice, these do the same as timm: a layer whose norm, or whose update's
+norm, is 0 is not scaled, and norms are not clipped.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .whole_norms import local_part, whole_norms
+
+
+class LayerwiseOptimizer(Optimizer):
+    """An optimizer that scales the update of each layer.
+
+    Tensors of one dim (biases, weights of norms) are neither scaled nor decayed, as in the papers'
+    experiments, unless their parameter group has ``"adapt": True``; with ``False`` none is.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._check_numbers(defaults)
+        super().__init__(params, {**defaults, "adapt": None})
+        self._check_layers()
+
+    @classmethod
+    def _check_numbers(cls, numbers: dict[str, Any]) -> None:
+        betas = numbers.get("betas", ())
+        below_1 = {f"betas[{i}]": beta for i, beta in enumerate(betas)}
+        if "momentum" in numbers:
+            below_1["momentum"] = numbers["momentum"]
+        each = {name: value for name, value in numbers.items() if name != "betas"} | below_1
+        for name, value in each.items():
+            if not 0 <= value < (1 if name in below_1 else float("inf")):
+                limit = "below 1" if name in below_1 else "finite"
+                raise ValueError(
+                    f"{cls.__name__}: {name} must be at least 0 and {limit}; this is {value}. "
+                    f"HINT: paceline.optim.{cls.__name__}(model.parameters(), lr=0.01)"
+                )
+
+    def _check_layers(self) -> None:
+        """Raise ValueError for a model whose layers a wrapper has flattened into vectors."""
+        name = type(self).__name__
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        chosen = all(group["adapt"] is not None for group in self.param_groups)
+        flat = any(getattr(p, "_is_flat_param", False) for p in parameters)
+        if flat or not (chosen or any(p.ndim > 1 for p in parameters)):
+            raise ValueError(
+                f"{name}: all {len(parameters)} parameters are vectors, so that layers cannot be "
+                "distinguished: a wrapper such as FullyShardedDataParallel has flattened them, and "
+                "their norm would be that of several layers. HINT: layout='zero3' of "
+                "world.distribute, or fully_shard of PyTorch, which shard each parameter; for a "
+                f"model that has only vectors, {name}([{{'params': ..., 'adapt': True}}])"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters. All ranks that hold shards must call this.
+
+        Args:
+            closure: Computes the loss again, with its gradients.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ValueError: A gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in parameters):
+                raise ValueError(
+                    f"{type(self).__name__}: a gradient is sparse, and the norm of a layer needs a "
+                    "dense one. HINT: nn.Embedding(..., sparse=False)"
+                )
+            adapt = group["adapt"]
+            layers = [p for p in parameters if (p.ndim > 1 if adapt is None else adapt)]
+            others = [p for p in parameters if not (p.ndim > 1 if adapt is None else adapt)]
+            self._update(group, layers, is_scaled=True)
+            self._update(group, others, is_scaled=False)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
+        raise NotImplementedError
+
+    def _state(self, name: str, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's parts of a state of each parameter, at first zeros."""
+        for parameter in params:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [local_part(self.state[parameter][name]) for parameter in params]
+
+
+class LARS(LayerwiseOptimizer):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1).
+
+    For a layer with parameters w and gradient g::
+
+        rate = trust_coefficient * |w| / (|g| + weight_decay * |w|)
+        v = momentum * v + lr * rate * (g + weight_decay * w)
+        w = w - v
+
+    The learning rate is inside of the momentum, as in the paper; timm has it outside, which is the
+    same for a constant learning rate.
+
+    Args:
+        params: Parameters or parameter groups. ``"adapt"`` of a group: see LayerwiseOptimizer.
+        lr: Learning rate (gamma in the paper).
+        momentum: Factor of the previous update.
+        weight_decay: Factor of the parameters in the update (beta).
+        trust_coefficient: Change of a layer relative to its norm at a learning rate of 1 (eta).
+
+    Raises:
+        ValueError: A number is out of range, or all parameters are flattened into vectors.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "trust_coefficient": trust_coefficient})
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
+        if not params:
+            return
+        own = [local_part(p) for p in params]
+        updates = [local_part(p.grad) for p in params if p.grad is not None]
+        lr, decay = float(group["lr"]), group["weight_decay"] if is_scaled else 0.0
+        velocities = self._state("momentum_buffer", params)
+        torch._foreach_mul_(velocities, group["momentum"])
+        if is_scaled:
+            of_w, of_g = whole_norms(own + updates, params + params).chunk(2)
+            rates = _ratio(group["trust_coefficient"] * of_w, of_g + decay * of_w, of_g) * lr
+            _add_scaled(velocities, updates, rates)
+            if decay:
+                _add_scaled(velocities, own, rates * decay)
+        else:
+            torch._foreach_add_(velocities, updates, alpha=lr)
+        torch._foreach_sub_(own, velocities)
+
+
+class LAMB(LayerwiseOptimizer):
+    """Layer-wise Adam (You et al. 2020, arXiv 1904.00962, algorithm 2, with bias correction).
+
+    For a layer with parameters w, and Adam's moments m and v of its gradient::
+
+        r = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
+        w = w - lr * |w| / |r| * r
+
+    Args:
+        params: Parameters or parameter groups. ``"adapt"`` of a group: see LayerwiseOptimizer.
+        lr: Learning rate.
+        betas: Decay of the first and of the second moment in a step.
+        eps: Added to the root of the second moment.
+        weight_decay: Factor of the parameters in the update.
+
+    Raises:
+        ValueError: A number is out of range, or all parameters are flattened into vectors.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers)
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
+        if not params:
+            return
+        own = [local_part(p) for p in params]
+        grads = [local_part(p.grad) for p in params if p.grad is not None]
+        beta1, beta2 = group["betas"]
+        first, second = (self._state(name, params) for name in ("exp_avg", "exp_avg_sq"))
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
+        # r is `scale` times m / (sqrt(v) + eps'), so that fewer passes over memory are needed.
+        counts = self._count(params)
+        corrections = [math.sqrt(1 - beta2**count) for count in counts]
+        scales = [c / (1 - beta1**count) for c, count in zip(corrections, counts, strict=True)]
+        below = list(torch._foreach_sqrt(second))
+        torch._foreach_add_(below, [group["eps"] * c for c in corrections])
+        lr = float(group["lr"])
+        if not is_scaled:
+            torch._foreach_addcdiv_(own, first, below, [-lr * scale for scale in scales])
+            return
+        for above, root in zip(first, below, strict=True):
+            torch.div(above, root, out=root)  # in place: new tensors take longer than a pass
+        if group["weight_decay"]:
+            decay = own[0].new_tensor([group["weight_decay"] / scale for scale in scales])
+            _add_scaled(below, own, decay)
+        of_w, of_r = whole_norms([*own, *below], params + params).chunk(2)
+        scaled = of_r.new_tensor(scales)
+        rates = _ratio(of_w, of_r * scaled, of_r) * scaled * -lr
+        _add_scaled(own, below, rates)
+
+    def _count(self, params: list[torch.Tensor]) -> list[float]:
+        """Return the number of updates of each parameter, with this one."""
+        for parameter in params:
+            state = self.state[parameter]
+            state["step"] = state.get("step", torch.zeros(())) + 1  # on the CPU, as Adam has it
+        return [float(self.state[parameter]["step"]) for parameter in params]
+
+
+def _ratio(above: torch.Tensor, below: torch.Tensor, of_update: torch.Tensor) -> torch.Tensor:
+    """Return ``above / below``, or 1 where a norm is 0."""
+    usable = (above > 0) & (of_update > 0)
+    return torch.where(usable, above / torch.where(usable, below, 1.0), 1.0)
+
+
+def _add_scaled(
+    tensors: list[torch.Tensor], updates: list[torch.Tensor], factors: torch.Tensor
+) -> None:
+    """Add to each tensor its update times its factor, without waiting for a GPU."""
+    each = [f.to(u.device, u.dtype) for f, u in zip(factors.unbind(), updates, strict=True)]
+    torch._foreach_addcmul_(tensors, updates, each)
