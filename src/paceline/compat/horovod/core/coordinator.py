@@ -25,12 +25,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ....plurals import named_ranks
+from ....record.hooks.error_messages import NAMED_PEER_GONE
 from .. import timeline
 from ..environment import HorovodSettings
 from .errors import HorovodInternalError, HorovodShutdownError
 from .negotiation import Decision, Message, Negotiator
+from .notices import Notices
 from .operation import Operation
 from .requests import Kind, Request
+from .stalls import StallMonitor
 
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
 
@@ -46,6 +49,9 @@ class Meetings(Protocol):
 
     def limit(self, seconds: float) -> None:
         """Set the time that the next meetings wait for late ranks."""
+
+    def abort(self) -> None:
+        """End the meeting in which another thread waits, with an error, if that is possible."""
 
 
 class Executes(Protocol):
@@ -78,11 +84,21 @@ class Coordinator:
         meetings: Meetings,
         execute: Executes,
         settings: HorovodSettings,
+        notices: Notices,
     ) -> None:
         self._negotiator = Negotiator(rank, members, settings.cache_capacity)
         self.members, self.size = list(members), len(members)
         self._meetings, self._execute = meetings, execute
-        self._settings = settings
+        self._settings, self._notices = settings, notices
+        self._stalls = StallMonitor(
+            self.members[rank],
+            notices,
+            self._submission_times,
+            lambda: self._negotiator.joined,
+            self._stop,
+            settings.stall_check_s,
+            settings.stall_shutdown_s,
+        )
         self._operations: dict[str, Operation] = {}
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)  # for threads that wait for an operation
@@ -123,6 +139,8 @@ class Coordinator:
             self._operations[name] = operation
             self._negotiator.submit(operation.request)
             self._has_new = True
+            if self._thread is None:
+                self._start_threads()
             if not waits:
                 self._wake_thread()
 
@@ -161,6 +179,8 @@ class Coordinator:
         """Tell the other ranks that this rank leaves; their unfinished operations fail."""
         if self._pid != os.getpid() or self.size == 1:
             return
+        self._stalls.end()
+        self._notices.write_left()
         with self._lock:
             self._is_closing = True
             self._work.notify_all()
@@ -193,12 +213,25 @@ class Coordinator:
         except Exception as error:
             operation.finish(HorovodInternalError(str(error)))
 
+    def _start_threads(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="paceline-horovod", daemon=True)
+        self._thread.start()
+        if self._settings.stall_check_s or self._settings.stall_shutdown_s:
+            self._stalls.start()
+
+    def _submission_times(self) -> dict[str, int]:
+        """Return the names of unfinished operations, with the times of their submission (ns)."""
+        with self._lock:
+            return {name: one.submitted_ns for name, one in self._operations.items()}
+
+    def _stop(self, reason: str) -> None:
+        """Fail all operations, from another thread than the one that waits for ranks."""
+        self._fail(HorovodInternalError(reason))
+        self._meetings.abort()
+
     def _wake_thread(self) -> None:
         """Let the background thread run meetings. The lock is held."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paceline-horovod", daemon=True)
-            self._thread.start()
-        elif self._is_resting and not self._waiting_threads:
+        if self._is_resting and not self._waiting_threads:
             self._is_resting = False
             self._work.notify()
 
@@ -284,7 +317,7 @@ class Coordinator:
             if timeline.active is not None:
                 self._draw(timeline.active, begun_ns, decided_ns, messages, ready)
         except Exception as error:
-            self._fail(HorovodInternalError(str(error)))
+            self._fail(self._explained(error))
             return True
         self._note(decision)
         return bool(decision.ready or decision.errors or decision.had_news)
@@ -325,14 +358,19 @@ class Coordinator:
             if decision.last_joined is not None:
                 self._last_joined = decision.last_joined
         if decision.left:
-            have = "has" if len(decision.left) == 1 else "have"
-            self._fail(
-                HorovodShutdownError(
-                    f"Horovod has been shut down: {named_ranks(decision.left)} {have} called "
-                    "hvd.shutdown() or ended. HINT: call hvd.join() on a rank that has no more "
-                    "data, and the same collectives on all ranks"
-                )
-            )
+            self._fail(shutdown_error(decision.left))
+
+    def _explained(self, error: Exception) -> HorovodInternalError:
+        """Return the error of the operations, for one of a meeting or of the exchange."""
+        if left := self._notices.read_left():
+            return shutdown_error(left)
+        text = str(error)
+        place = text.find(NAMED_PEER_GONE)
+        if place >= 0:  # it names the collective of the meeting
+            names = sorted(self._operations)
+            which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            text = f"Horovod's operation {which or 'join'} {text[place:]}"
+        return HorovodInternalError(text)
 
     def _fail(self, error: Exception) -> None:
         """Fail all operations, also those that are submitted later."""
@@ -342,6 +380,16 @@ class Coordinator:
                 operation.finish(type(error)(*error.args))
             self._operations.clear()
             self._work.notify_all()
+
+
+def shutdown_error(left: Sequence[int]) -> HorovodShutdownError:
+    """Return the error of operations that these ranks can't complete, because they have left."""
+    have = "has" if len(left) == 1 else "have"
+    return HorovodShutdownError(
+        f"Horovod has been shut down: {named_ranks(left)} {have} called hvd.shutdown() or ended. "
+        "HINT: call hvd.join() on a rank that has no more data, and the same collectives on all "
+        "ranks"
+    )
 
 
 def agreement(name: str, detail: str) -> Operation:

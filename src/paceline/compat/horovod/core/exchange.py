@@ -279,6 +279,11 @@ class GroupMeetings:
         if isinstance(self._group, SharedMemoryGroup):
             self._group.timeout = seconds
 
+    def abort(self) -> None:
+        break_group = getattr(getattr(self._group, "kernel", None), "break_group", None)
+        if break_group is not None:  # the other kernels and gloo can't be interrupted
+            break_group()
+
 
 def all_reduce(group: Any, tensor: torch.Tensor, op: Any) -> None:
     """All-reduce in place, without what dist.all_reduce does in addition, and wait."""

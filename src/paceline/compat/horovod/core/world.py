@@ -1,6 +1,7 @@
 """Horovod's world on this rank: ranks, nodes and process sets, from ``init`` to ``shutdown``."""
 
 import atexit
+import itertools
 import os
 import sys
 from collections import Counter
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from ....cluster.rank_identity import RankIdentity, rank_identity
 from ....comm.backend import MAX_TIMEOUT
@@ -16,7 +18,7 @@ from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
 from ....record.ring.recorder import Recorder, update_all_headers
-from ....world.process_group import join_process_group, leave_process_group
+from ....world.process_group import attempt_store, join_process_group, leave_process_group
 from .. import timeline
 from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
@@ -24,6 +26,7 @@ from .coordinator import Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
+from .notices import Notices
 from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
 
@@ -64,6 +67,7 @@ class HorovodWorld:
 
     def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
         self.settings = settings
+        self._start = next(_starts)
         self.rank = dist.get_rank() if dist.is_initialized() else identity.rank
         self.size = dist.get_world_size() if dist.is_initialized() else identity.size
         self._set_places(identity)
@@ -92,6 +96,7 @@ class HorovodWorld:
 
     def create_set(self, ranks: list[int], user: ProcessSet) -> int:
         """Register a process set on all ranks. Collective over all ranks."""
+        number, self._next_set = self._next_set, self._next_set + 1
         group = None
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=MAX_TIMEOUT, backend=BACKEND)
@@ -100,11 +105,16 @@ class HorovodWorld:
             index = ranks.index(self.rank)
             exchange = Exchange(group, index, ranks)
             executor = Executor(exchange, self.settings.fusion_bytes, self.settings.fuses_groups)
-            coordinator = Coordinator(index, ranks, GroupMeetings(group), executor, self.settings)
-        number, self._next_set = self._next_set, self._next_set + 1
+            notices = Notices(self._store_of_set(number), self.rank, ranks)
+            meetings = GroupMeetings(group)
+            coordinator = Coordinator(index, ranks, meetings, executor, self.settings, notices)
         self.sets[number] = SetOfRanks(ranks, coordinator, exchange, group, [user])
         user._register(number, ranks, self.rank)
         return number
+
+    def _store_of_set(self, number: int) -> Any:
+        store = attempt_store()
+        return store and PrefixStore(f"horovod/{self._start}/{number}", store)
 
     def find_set(self, ranks: Sequence[int]) -> int | None:
         return next((n for n, one in self.sets.items() if one.ranks == list(ranks)), None)
@@ -155,11 +165,14 @@ class HorovodWorld:
                     one.coordinator.close()
         for one in self.sets.values():
             for user in one.users:
-                if user is not global_process_set:
+                if user is global_process_set:
+                    user._register(0, [], -1)
+                else:
                     user._invalidate()
         self.sets.clear()
 
 
+_starts = itertools.count(1)  # calls of init, the same on all ranks
 _world: HorovodWorld | None = None
 _owns_group = False  # whether init has created the default group
 

@@ -289,6 +289,7 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have called it."""
+    _coordinator(process_set)
     request = _request("barrier", Kind.BARRIER, [], None, process_set)
     run(lambda: _submit(Operation(request), process_set, lambda _: None))
 
