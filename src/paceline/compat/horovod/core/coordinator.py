@@ -24,11 +24,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ....plurals import named_ranks
+from ....record.hooks.error_messages import NAMED_PEER_GONE
 from .errors import HorovodInternalError, HorovodShutdownError
 from .negotiation import Decision, Message, Negotiator
+from .notices import Notices
 from .operation import Operation
 from .requests import Kind, Request
 from .settings import Settings
+from .stalls import StallMonitor
 
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
 
@@ -45,8 +48,23 @@ class Meetings(Protocol):
     def limit(self, seconds: float) -> None:
         """Set the time that the next meetings wait for late ranks."""
 
+    def abort(self) -> None:
+        """End the meeting in which another thread waits, with an error, if that is possible."""
 
-Execute = Callable[[Sequence[tuple[Request, Operation | None]]], None]
+
+class Executes(Protocol):
+    """Executes operations that are ready on all ranks, in this order.
+
+    None stands for an operation that this rank, which has joined, has not submitted.
+    """
+
+    def __call__(self, ready: Sequence[tuple[Request, Operation | None]]) -> None: ...
+
+    def begin_wait(self) -> None:
+        """Note that this thread begins to wait for an operation."""
+
+    def end_wait(self) -> None:
+        """Note that this thread has waited."""
 
 
 class Coordinator:
@@ -55,8 +73,6 @@ class Coordinator:
     Args:
         rank: Index of this rank among ``members``.
         members: Global ranks.
-        execute: Executes operations that are ready on all ranks; None stands for an operation that
-            this rank, which has joined, has not submitted.
     """
 
     def __init__(
@@ -64,39 +80,53 @@ class Coordinator:
         rank: int,
         members: Sequence[int],
         meetings: Meetings,
-        execute: Execute,
+        execute: Executes,
         settings: Settings,
+        notices: Notices,
     ) -> None:
         self._negotiator = Negotiator(rank, members, settings.cache_capacity)
         self.members, self.size = list(members), len(members)
         self._meetings, self._execute = meetings, execute
-        self._settings = settings
+        self._settings, self._notices = settings, notices
+        self._stalls = StallMonitor(
+            self.members[rank],
+            notices,
+            self._submission_times,
+            lambda: self._negotiator.joined,
+            self._stop,
+            settings.stall_check_s,
+            settings.stall_shutdown_s,
+        )
         self._operations: dict[str, Operation] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._progress = threading.Condition(self._lock)  # for threads that wait for an operation
+        self._work = threading.Condition(self._lock)  # for the background thread
         self._is_meeting = False  # a thread runs a meeting
         self._has_new = False  # submitted since the last meeting began
         self._waiting_threads = 0
-        self._is_closing = False
+        self._is_closing = self._is_resting = False
         self._failure: Exception | None = None
         self._last_joined: int | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation: Operation, waits: bool = False) -> None:
         """Submit an operation.
+
+        Args:
+            waits: Whether this thread calls ``wait`` next.
 
         Raises:
             ValueError: An operation of this name is in progress.
             HorovodInternalError: A rank has ended or left.
         """
         self._check_process()
-        name = operation.request.name
         if self.size == 1:
             self._execute_alone(operation)
             return
-        with self._changed:
-            if self._failure is not None:
-                raise type(self._failure)(*self._failure.args)
+        name = operation.request.name
+        with self._lock:
+            self._raise_failure()
             if name in self._operations:
                 raise ValueError(
                     f"{operation.request.kind.name.lower()} {name!r}: Requested to collect a "
@@ -108,12 +138,9 @@ class Coordinator:
             self._negotiator.submit(operation.request)
             self._has_new = True
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="paceline-horovod", daemon=True
-                )
-                self._thread.start()
-            if not self._waiting_threads and len(self._operations) == 1:
-                self._changed.notify_all()
+                self._start_threads()
+            if not waits:
+                self._wake_thread()
 
     def wait(self, operation: Operation) -> None:
         """Wait until an operation is done.
@@ -136,37 +163,35 @@ class Coordinator:
         self._check_process()
         if self.size == 1:
             return self.members[0]
-        with self._changed:
-            if self._failure is not None:
-                raise type(self._failure)(*self._failure.args)
+        with self._lock:
+            self._raise_failure()
             self._last_joined = None
             self._negotiator.wants_join = self._has_new = True
-        self._coordinate_until(lambda: self._last_joined is not None or self._failure is not None)
+        self._coordinate_until(lambda: self._last_joined is not None)
         if self._last_joined is None:
-            assert self._failure is not None
-            raise type(self._failure)(*self._failure.args)
+            self._raise_failure()
+        assert self._last_joined is not None
         return self._last_joined
 
     def close(self) -> None:
         """Tell the other ranks that this rank leaves; their unfinished operations fail."""
         if self._pid != os.getpid() or self.size == 1:
             return
-        with self._changed:
+        self._stalls.end()
+        self._notices.write_left()
+        with self._lock:
             self._is_closing = True
-            self._changed.notify_all()
-            is_free = self._changed.wait_for(lambda: not self._is_meeting, LEAVE_TIMEOUT_S)
+            self._work.notify_all()
+            is_free = self._progress.wait_for(lambda: not self._is_meeting, LEAVE_TIMEOUT_S)
             if self._failure is not None or not is_free:
                 return
-            self._is_meeting = self._negotiator.wants_leave = True
-        self._meetings.limit(LEAVE_TIMEOUT_S)
-        self._meet()
-        with self._changed:
-            self._is_meeting = False
-            self._changed.notify_all()
+            self._negotiator.wants_leave = True
+            self._meetings.limit(LEAVE_TIMEOUT_S)
+            self._meet_unlocked()
         if self._thread is not None:
             self._thread.join(LEAVE_TIMEOUT_S)
 
-    # Implementation.
+    # Implementation. Where a method says so, the lock is held.
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -175,6 +200,10 @@ class Coordinator:
                 "call them in the rank, not in a worker of the DataLoader"
             )
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
     def _execute_alone(self, operation: Operation) -> None:
         try:
             self._execute([(operation.request, operation)])
@@ -182,79 +211,113 @@ class Coordinator:
         except Exception as error:
             operation.finish(HorovodInternalError(str(error)))
 
+    def _start_threads(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="paceline-horovod", daemon=True)
+        self._thread.start()
+        if self._settings.stall_check_s or self._settings.stall_shutdown_s:
+            self._stalls.start()
+
+    def _submission_times(self) -> dict[str, int]:
+        """Return the names of unfinished operations, with the times of their submission (ns)."""
+        with self._lock:
+            return {name: one.submitted_ns for name, one in self._operations.items()}
+
+    def _stop(self, reason: str) -> None:
+        """Fail all operations, from another thread than the one that waits for ranks."""
+        self._fail(HorovodInternalError(reason))
+        self._meetings.abort()
+
+    def _wake_thread(self) -> None:
+        """Let the background thread run meetings. The lock is held."""
+        if self._is_resting and not self._waiting_threads:
+            self._is_resting = False
+            self._work.notify()
+
     def _coordinate_until(self, is_done: Callable[[], bool]) -> None:
         """Run meetings, or wait for the thread that does, until a condition holds."""
-        with self._changed:
+        self._execute.begin_wait()
+        with self._lock:
             self._waiting_threads += 1
             try:
                 while not is_done() and self._failure is None:
                     if self._is_meeting:
-                        self._changed.wait()
-                    else:
-                        self._meet_now()
+                        self._progress.wait()
+                    elif not self._meet_unlocked():
+                        self._await_news(self._progress)
             finally:
                 self._waiting_threads -= 1
-                if not self._waiting_threads and self._operations:
-                    self._changed.notify_all()
+                if not self._waiting_threads and self._has_business():
+                    self._wake_thread()
+        self._execute.end_wait()
 
     def _run(self) -> None:
         """Run meetings while no thread waits for an operation."""
-
-        def is_wanted() -> bool:
-            return self._is_closing or self._failure is not None or self._waiting_threads > 0
-
-        with self._changed:
+        with self._lock:
             while not self._is_closing and self._failure is None:
                 if self._is_meeting or self._waiting_threads or not self._has_business():
-                    self._changed.wait()
-                elif not self._changed.wait_for(is_wanted, self._settings.cycle_s):
-                    self._meet_now()
+                    self._is_resting = True
+                    self._work.wait()
+                    self._is_resting = False
+                    # Operations that are submitted together are exchanged together.
+                    self._work.wait_for(self._is_not_needed, self._settings.cycle_s)
+                elif not self._meet_unlocked():
+                    self._await_news(self._work)
+
+    def _is_not_needed(self) -> bool:
+        return self._is_closing or self._failure is not None or self._waiting_threads > 0
 
     def _has_business(self) -> bool:
         return self._negotiator.has_business
 
-    def _meet_now(self) -> None:
-        """Run a meeting in this thread. The lock is held, and released meanwhile."""
+    def _await_news(self, condition: threading.Condition) -> None:
+        """Wait for a submission, or for the cycle time: ranks wait for different operations.
+
+        The lock is held.
+        """
+        condition.wait_for(
+            lambda: self._has_new or self._is_closing or self._is_meeting, self._settings.cycle_s
+        )
+
+    def _meet_unlocked(self) -> bool:
+        """Run a meeting in this thread; return whether there was progress.
+
+        The lock is held, and released meanwhile.
+        """
         self._is_meeting = True
         self._has_new = False
-        self._changed.release()
+        vector = self._negotiator.vector()
+        self._lock.release()
         try:
-            made_progress = self._meet()
+            made_progress = self._meet(vector)
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._is_meeting = False
-            self._changed.notify_all()
-        if not made_progress and self._failure is None:
-            # Ranks wait for different operations: meet again when there is something new.
-            self._changed.wait_for(
-                lambda: self._has_new or self._is_closing, self._settings.cycle_s
-            )
+            self._progress.notify_all()
+        return made_progress
 
-    def _meet(self) -> bool:
+    def _meet(self, vector: bytearray) -> bool:
         """Meet the other ranks, and execute what is ready; return whether there was progress."""
         negotiator = self._negotiator
         try:
-            with self._changed:
-                vector = negotiator.vector()
             self._meetings.minimum(vector)
             messages: list[Message] | None = None
             if not vector[0]:
-                with self._changed:
+                with self._lock:
                     message = negotiator.message()
                 messages = self._meetings.gather(message)
-            with self._changed:
+            with self._lock:
                 decision = negotiator.decide(vector, messages)
                 ready = [(one, self._operations.get(one.name)) for one in decision.ready]
             if ready:
                 self._execute(ready)
         except Exception as error:
-            self._fail(HorovodInternalError(str(error)))
+            self._fail(self._explained(error))
             return True
         self._note(decision)
         return bool(decision.ready or decision.errors or decision.had_news)
 
     def _note(self, decision: Decision) -> None:
-        with self._changed:
+        with self._lock:
             for request in decision.ready:
                 if (operation := self._operations.pop(request.name, None)) is not None:
                     operation.finish()
@@ -264,23 +327,38 @@ class Coordinator:
             if decision.last_joined is not None:
                 self._last_joined = decision.last_joined
         if decision.left:
-            have = "has" if len(decision.left) == 1 else "have"
-            self._fail(
-                HorovodShutdownError(
-                    f"Horovod has been shut down: {named_ranks(decision.left)} {have} called "
-                    "hvd.shutdown() or ended. HINT: call hvd.join() on a rank that has no more "
-                    "data, and the same collectives on all ranks"
-                )
-            )
+            self._fail(shutdown_error(decision.left))
+
+    def _explained(self, error: Exception) -> HorovodInternalError:
+        """Return the error of the operations, for one of a meeting or of the exchange."""
+        if left := self._notices.read_left():
+            return shutdown_error(left)
+        text = str(error)
+        place = text.find(NAMED_PEER_GONE)
+        if place >= 0:  # it names the collective of the meeting
+            names = sorted(self._operations)
+            which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+            text = f"Horovod's operation {which or 'join'} {text[place:]}"
+        return HorovodInternalError(text)
 
     def _fail(self, error: Exception) -> None:
         """Fail all operations, also those that are submitted later."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or error
             for operation in self._operations.values():
                 operation.finish(type(error)(*error.args))
             self._operations.clear()
-            self._changed.notify_all()
+            self._work.notify_all()
+
+
+def shutdown_error(left: Sequence[int]) -> HorovodShutdownError:
+    """Return the error of operations that these ranks can't complete, because they have left."""
+    have = "has" if len(left) == 1 else "have"
+    return HorovodShutdownError(
+        f"Horovod has been shut down: {named_ranks(left)} {have} called hvd.shutdown() or ended. "
+        "HINT: call hvd.join() on a rank that has no more data, and the same collectives on all "
+        "ranks"
+    )
 
 
 def agreement(name: str, detail: str) -> Operation:

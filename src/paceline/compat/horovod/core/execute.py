@@ -4,7 +4,7 @@ All-reduces of the same kind are fused: small tensors are copied into one buffer
 reduced where they are.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from . import adasum
 from .exchange import Exchange
 from .operation import Operation
-from .requests import Kind, ReduceOp, Request
+from .requests import UNEVEN_KINDS, Kind, ReduceOp, Request
 
 # From this size on a copy into the fusion buffer costs more than another collective.
 UNFUSED_BYTES = 256 << 10
@@ -27,11 +27,13 @@ class Bucket:
 
     Attributes:
         request: Of the first of them, for reduction and factors.
-        pairs: Input and output of each; the output is None before it is made.
+        tensors: Buffers of input and result.
+        submitted_ns: When each was submitted; 0 on a rank that has joined.
     """
 
     request: Request
     tensors: list[torch.Tensor] = field(default_factory=list)
+    submitted_ns: list[int] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -47,55 +49,65 @@ class Executor:
         self.exchange = exchange
         self.fusion_bytes, self.fuses_groups = fusion_bytes, fuses_groups
 
-    def __call__(self, ready: Sequence[Ready]) -> None:
-        with torch.no_grad():
-            for bucket in self._buckets(one for one in ready if one[0].kind == Kind.ALLREDUCE):
-                self._reduce(bucket)
-            self._exchange_rows(
-                [
-                    operation
-                    for request, operation in ready
-                    if request.kind in (Kind.ALLGATHER, Kind.ALLTOALL) and operation is not None
-                ]
-            )
-            for request, operation in ready:
-                if operation is None:
-                    continue
-                if request.kind == Kind.BROADCAST:
-                    self._broadcast(operation)
-                elif request.kind == Kind.REDUCESCATTER:
-                    self._reduce_scatter(operation)
+    def begin_wait(self) -> None:
+        self.exchange.begin_wait()
 
-    def _buckets(self, ready: Iterable[Ready]) -> Iterator[Bucket]:
-        """Yield buckets, in an order that depends only on what is equal on all ranks."""
+    def end_wait(self) -> None:
+        self.exchange.end_wait()
+
+    def __call__(self, ready: Sequence[Ready]) -> None:
+        reductions = [one for one in ready if one[0].kind is Kind.ALLREDUCE]
+        for bucket in self._buckets(reductions):
+            self._reduce(bucket)
+        if len(reductions) == len(ready):
+            return
+        own = [one for _, one in ready if one is not None]
+        uneven = [one for one in own if one.request.kind in UNEVEN_KINDS]
+        if uneven:
+            self._exchange_rows(uneven)
+        for operation in own:
+            self.exchange.launched_ns = operation.submitted_ns
+            if operation.request.kind is Kind.BROADCAST:
+                self._broadcast(operation)
+            elif operation.request.kind is Kind.REDUCESCATTER:
+                self._reduce_scatter(operation)
+            elif operation.request.kind is Kind.BARRIER:
+                self.exchange.barrier()
+
+    def _buckets(self, ready: Sequence[Ready]) -> list[Bucket]:
+        """Return buckets, in an order that depends only on what is equal on all ranks."""
         buckets: list[Bucket] = []
         open_buckets: dict[Any, Bucket] = {}
         for request, operation in ready:
             alone = len(request.shapes) > 1 and not self.fuses_groups
+            submitted_ns = operation.submitted_ns if operation is not None else 0
             for at, dtype in enumerate(request.dtypes):
                 tensor = _own_tensor(request, operation, at)
-                key = (
-                    *(dtype, request.op, request.device, request.prescale, request.postscale),
-                    request.name if alone else "",
-                )
-                bucket = open_buckets.get(key)
-                if bucket is None or (
-                    bucket.nbytes + tensor.nbytes > self.fusion_bytes and not alone
-                ):
+                key = (request.fusion_key, dtype, request.name if alone else "")
+                nbytes, bucket = tensor.nbytes, open_buckets.get(key)
+                if bucket is None or (bucket.nbytes + nbytes > self.fusion_bytes and not alone):
                     bucket = open_buckets[key] = Bucket(request)
                     buckets.append(bucket)
                 bucket.tensors.append(tensor)
-                bucket.nbytes += tensor.nbytes
-        yield from buckets
+                bucket.submitted_ns.append(submitted_ns)
+                bucket.nbytes += nbytes
+        return buckets
 
     def _reduce(self, bucket: Bucket) -> None:
         request = bucket.request
-        for tensor in bucket.tensors:
-            scale(tensor, request.prescale)
-        small = [one for one in bucket.tensors if one.nbytes < UNFUSED_BYTES]
-        for tensor in bucket.tensors:
-            if tensor.nbytes >= UNFUSED_BYTES:
+        if request.prescale != 1:
+            for tensor in bucket.tensors:
+                scale(tensor, request.prescale)
+        small: list[torch.Tensor] = []
+        small_ns = 0
+        for tensor, submitted_ns in zip(bucket.tensors, bucket.submitted_ns, strict=True):
+            if tensor.nbytes < UNFUSED_BYTES:
+                small.append(tensor)
+                small_ns = max(small_ns, submitted_ns)
+            else:
+                self.exchange.launched_ns = submitted_ns
                 self._reduce_flat(tensor, [tensor], request.op)
+        self.exchange.launched_ns = small_ns
         if len(small) == 1:
             self._reduce_flat(small[0], small, request.op)
         elif small:
@@ -103,8 +115,9 @@ class Executor:
             parts = _unflatten_dense_tensors(flat, small)
             self._reduce_flat(flat, parts, request.op)
             torch._foreach_copy_(small, parts)
-        for tensor in bucket.tensors:
-            scale(tensor, request.postscale)
+        if request.postscale != 1:
+            for tensor in bucket.tensors:
+                scale(tensor, request.postscale)
 
     def _reduce_flat(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce a buffer in place. parts: the tensors in it."""
@@ -127,6 +140,7 @@ class Executor:
         at = 0
         for operation in operations:
             operation.outputs = []
+            self.exchange.launched_ns = operation.submitted_ns
             if operation.splits is not None:
                 received = [row[at + self.exchange.rank] for row in table]
                 operation.received_splits = received

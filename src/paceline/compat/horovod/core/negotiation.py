@@ -32,13 +32,11 @@ class Message:
 
     Attributes:
         requests: Operations that it has submitted and that are not in the cache.
-        waiting: Names of submitted operations that are in the cache.
         joins: Whether it has no more data (``hvd.join``).
         leaves: Whether it takes part in no further meeting.
     """
 
     requests: list[Request] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)
     joins: bool = False
     leaves: bool = False
 
@@ -69,25 +67,26 @@ class Negotiator:
         rank: Index of this rank among ``members``.
         members: Global ranks.
         capacity: Number of operations in the cache; 0 for no cache.
+
+    Attributes:
+        pending: Operations that this rank has submitted, by name.
+        table: Operations that ranks have announced and that are not ready, by name and global rank.
+        joined: Global ranks that have joined, in this order.
     """
 
     def __init__(self, rank: int, members: Sequence[int], capacity: int) -> None:
         self.rank, self.members, self.capacity = rank, list(members), capacity
-        self.pending: dict[str, Request] = {}  # submitted on this rank and not finished
-        self.table: dict[str, dict[int, Request]] = {}  # announced, by name and global rank
-        self.wants_join = self.wants_leave = self.wants_report = False
+        self.pending: dict[str, Request] = {}
+        self.table: dict[str, dict[int, Request]] = {}
+        self.wants_join = self.wants_leave = False
         self._announced: set[str] = set()
-        self._joined: list[int] = []  # global ranks, in the order in which they joined
+        self.joined: list[int] = []
         self._cache: OrderedDict[str, tuple[Request, int]] = OrderedDict()  # least recent first
         self._slots: list[str | None] = []
 
     @property
     def is_joined(self) -> bool:
-        return self.members[self.rank] in self._joined
-
-    @property
-    def has_joined_ranks(self) -> bool:
-        return bool(self._joined)
+        return self.members[self.rank] in self.joined
 
     @property
     def has_business(self) -> bool:
@@ -99,70 +98,53 @@ class Negotiator:
 
     def vector(self) -> bytearray:
         """Return this rank's vector for the next meeting."""
-        if self.is_joined:
-            vector = bytearray(b"\1") * (HEADER_BYTES + len(self._slots))
-        else:
-            vector = bytearray(HEADER_BYTES + len(self._slots))
-            for request in self.pending.values():
-                if (slot := self._slot(request)) is not None:
-                    vector[HEADER_BYTES + slot] = 1
-        vector[0] = not self._has_news()
+        joined = self.is_joined
+        vector = bytearray(b"\1" if joined else b"\0") * (HEADER_BYTES + len(self._slots))
+        has_news = self.wants_leave or self._joins_now()
+        for name, request in self.pending.items():
+            if (slot := self._slot(request)) is not None:
+                vector[HEADER_BYTES + slot] = 1
+            elif name not in self._announced:
+                has_news = True
+        vector[0] = not has_news
         return vector
 
     def message(self) -> Message:
         """Return this rank's news, which count as announced."""
         fresh = [one for one in self.pending.values() if self._is_fresh(one)]
         self._announced.update(one.name for one in fresh)
-        self.wants_report = False
-        waiting = [n for n, one in self.pending.items() if self._slot(one) is not None]
-        return Message(fresh, waiting, self._joins_now(), self.wants_leave)
+        return Message(fresh, self._joins_now(), self.wants_leave)
 
     def decide(self, vector: bytes | bytearray, messages: Sequence[Message] | None) -> Decision:
         """Return what follows from a meeting: the smallest bytes of all ranks, and the news."""
         decision = Decision(had_news=messages is not None)
-        hits = [
-            name
-            for slot, name in enumerate(self._slots)
-            if name is not None and vector[HEADER_BYTES + slot]
-        ]
+        hits: list[str] = []
+        at = vector.find(1, HEADER_BYTES)
+        while at >= 0:
+            if (name := self._slots[at - HEADER_BYTES]) is not None:
+                hits.append(name)
+            at = vector.find(1, at + 1)
         for member, message in zip(self.members, messages or (), strict=False):
             self._take(member, message, decision)
-        if len(self._joined) == len(self.members):
-            decision.last_joined = self._joined[-1]
-            self._joined.clear()
+        if len(self.joined) == len(self.members):
+            decision.last_joined = self.joined[-1]
+            self.joined.clear()
         else:
             for name in hits:
-                request, _ = self._cache[name]
                 self._cache.move_to_end(name)
-                self._settle(request, decision)
+                self._settle(self._cache[name][0], decision)
             for name in [n for n, by_rank in self.table.items() if self._is_complete(by_rank)]:
-                by_rank = self.table.pop(name)
+                by_rank = dict(sorted(self.table.pop(name).items()))
                 if reason := find_mismatch(by_rank):
                     decision.errors[name] = reason
                     self._forget(name)
                     continue
-                request = next(iter(by_rank.values()))
+                request = self.pending.get(name) or next(iter(by_rank.values()))
                 self._remember(request)
                 self._settle(request, decision)
         return decision
 
-    def submitted_by(self, messages: Sequence[Message]) -> dict[str, list[int]]:
-        """Return the global ranks that have submitted each operation that is not ready."""
-        found = {name: list(by_rank) for name, by_rank in self.table.items()}
-        for member, message in zip(self.members, messages, strict=True):
-            for name in message.waiting:
-                found.setdefault(name, []).append(member)
-        return found
-
     # Implementation.
-
-    def _has_news(self) -> bool:
-        return (
-            self.wants_leave
-            or self.wants_report
-            or self._joins_now()
-            or any(self._is_fresh(one) for one in self.pending.values())
-        )
 
     def _joins_now(self) -> bool:
         """Whether this rank announces that it joins: once all that it submitted has ended."""
@@ -170,9 +152,10 @@ class Negotiator:
 
     def _slot(self, request: Request) -> int | None:
         cached = self._cache.get(request.name)
-        if cached is None or cached[0].signature != request.signature:
+        if cached is None:
             return None
-        return cached[1]
+        known, slot = cached
+        return slot if known is request or known.signature == request.signature else None
 
     def _is_fresh(self, request: Request) -> bool:
         return request.name not in self._announced and self._slot(request) is None
@@ -182,19 +165,19 @@ class Negotiator:
             self._evict(request.name)
             self.table.setdefault(request.name, {})[member] = request
         if message.joins:
-            self._joined.append(member)
+            self.joined.append(member)
             if member == self.members[self.rank]:
                 self.wants_join = False
         if message.leaves:
             decision.left.append(member)
 
     def _is_complete(self, by_rank: dict[int, Request]) -> bool:
-        return all(member in by_rank or member in self._joined for member in self.members)
+        return all(member in by_rank or member in self.joined for member in self.members)
 
     def _settle(self, request: Request, decision: Decision) -> None:
         """Add an operation that all ranks have submitted."""
         self._forget(request.name)
-        if self._joined and (reason := refused_with_joined(request, self._joined)):
+        if self.joined and (reason := refused_with_joined(request, self.joined)):
             decision.errors[request.name] = reason
         else:
             decision.ready.append(request)

@@ -7,7 +7,7 @@ from typing import Any
 from .requests import Request
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """A request with its tensors.
 

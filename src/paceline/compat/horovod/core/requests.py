@@ -1,5 +1,6 @@
 """What a rank asks for in one call of a collective, and how the ranks' requests are compared."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -67,7 +68,7 @@ class Request:
     detail: str = ""
     is_named: bool = True
 
-    @property
+    @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Everything that must be equal on all ranks."""
         shapes: Any = self.shapes
@@ -77,6 +78,11 @@ class Request:
             *(self.kind, shapes, self.dtypes, self.device, self.op, self.root),
             *(self.prescale, self.postscale, self.detail),
         )
+
+    @functools.cached_property
+    def fusion_key(self) -> tuple[Any, ...]:
+        """What must be equal for two all-reduces to be exchanged together."""
+        return self.op, self.device, self.prescale, self.postscale
 
     def describe_shapes(self) -> str:
         if len(self.shapes) > 3:

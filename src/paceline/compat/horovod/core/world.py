@@ -1,13 +1,16 @@
 """Horovod's world on this rank: ranks, nodes and process sets, from ``init`` to ``shutdown``."""
 
 import atexit
+import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from ....cluster.rank_identity import RankIdentity, rank_identity
 from ....comm.backend import MAX_TIMEOUT
@@ -15,12 +18,13 @@ from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
 from ....record.ring.recorder import Recorder
-from ....world.process_group import join_process_group, leave_process_group
+from ....world.process_group import attempt_store, join_process_group, leave_process_group
 from . import adasum
 from .coordinator import Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
+from .notices import Notices
 from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
 from .settings import Settings
@@ -54,14 +58,20 @@ class SetOfRanks:
 
 
 class HorovodWorld:
-    """The ranks and process sets between ``init`` and ``shutdown``."""
+    """The ranks and process sets between ``init`` and ``shutdown``.
+
+    Attributes:
+        unnamed: Number of operations without a name, by process set and kind.
+    """
 
     def __init__(self, identity: RankIdentity, settings: Settings) -> None:
         self.settings = settings
+        self._start = next(_starts)
         self.rank = dist.get_rank() if dist.is_initialized() else identity.rank
         self.size = dist.get_world_size() if dist.is_initialized() else identity.size
         self._set_places(identity)
         self.sets: dict[int, SetOfRanks] = {}
+        self.unnamed: Counter[tuple[int | None, str]] = Counter()
         self._next_set = 0
         self.create_set(list(range(self.size)), global_process_set)
 
@@ -85,6 +95,7 @@ class HorovodWorld:
 
     def create_set(self, ranks: list[int], user: ProcessSet) -> int:
         """Register a process set on all ranks. Collective over all ranks."""
+        number, self._next_set = self._next_set, self._next_set + 1
         group = None
         if len(ranks) > 1:
             group = dist.new_group(ranks, timeout=MAX_TIMEOUT, backend=BACKEND)
@@ -93,11 +104,16 @@ class HorovodWorld:
             index = ranks.index(self.rank)
             exchange = Exchange(group, index, ranks)
             executor = Executor(exchange, self.settings.fusion_bytes, self.settings.fuses_groups)
-            coordinator = Coordinator(index, ranks, GroupMeetings(group), executor, self.settings)
-        number, self._next_set = self._next_set, self._next_set + 1
+            notices = Notices(self._store_of_set(number), self.rank, ranks)
+            meetings = GroupMeetings(group)
+            coordinator = Coordinator(index, ranks, meetings, executor, self.settings, notices)
         self.sets[number] = SetOfRanks(ranks, coordinator, exchange, group, [user])
         user._register(number, ranks, self.rank)
         return number
+
+    def _store_of_set(self, number: int) -> Any:
+        store = attempt_store()
+        return store and PrefixStore(f"horovod/{self._start}/{number}", store)
 
     def find_set(self, ranks: Sequence[int]) -> int | None:
         return next((n for n, one in self.sets.items() if one.ranks == list(ranks)), None)
@@ -110,6 +126,14 @@ class HorovodWorld:
             removed.coordinator.close()
             if removed.group is not None:
                 dist.destroy_process_group(removed.group)
+
+    def forget_unnamed(self, number: int) -> None:
+        """Number the operations without a name of a process set from 1 again.
+
+        Ranks that joined early have called fewer of them.
+        """
+        for counted in [one for one in self.unnamed if one[0] == number]:
+            del self.unnamed[counted]
 
     def coordinator_of(self, process_set: ProcessSet) -> Coordinator:
         """Return the coordinator of a process set.
@@ -140,11 +164,14 @@ class HorovodWorld:
                     one.coordinator.close()
         for one in self.sets.values():
             for user in one.users:
-                if user is not global_process_set:
+                if user is global_process_set:
+                    user._register(0, [], -1)
+                else:
                     user._invalidate()
         self.sets.clear()
 
 
+_starts = itertools.count(1)  # calls of init, the same on all ranks
 _world: HorovodWorld | None = None
 _owns_group = False  # whether init has created the default group
 
@@ -226,8 +253,11 @@ def current_world() -> HorovodWorld:
     return _world
 
 
-def submit(operation: Operation, process_set: ProcessSet) -> Coordinator:
+def submit(operation: Operation, process_set: ProcessSet, waits: bool = False) -> Coordinator:
     """Submit an operation, and return the coordinator that executes it.
+
+    Args:
+        waits: Whether this thread waits for it next.
 
     Raises:
         HorovodInternalError: Before ``init``; a rank has ended or left.
@@ -236,7 +266,7 @@ def submit(operation: Operation, process_set: ProcessSet) -> Coordinator:
     if _world is None:
         raise not_initialized()
     coordinator = _world.coordinator_of(process_set)
-    coordinator.submit(operation)
+    coordinator.submit(operation, waits)
     return coordinator
 
 
@@ -287,7 +317,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
-    submit(operation, global_process_set).wait(operation)
+    submit(operation, global_process_set, waits=True).wait(operation)
 
 
 def process_set_by_id(number: int) -> ProcessSet:

@@ -5,8 +5,8 @@ other operations in progress, and shape and dtype of the tensor must be the same
 """
 
 import itertools
+import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +19,11 @@ from ..core.process_sets import ProcessSet, global_process_set
 from ..core.requests import Kind, ReduceOp, Request
 from .basics import Adasum, Average, Sum
 
-_unnamed: Counter[tuple[int | None, str]] = Counter()  # calls without a name
 _last_handle = itertools.count(1)
 _handles: dict[int, tuple[Coordinator, Operation, Callable[[Operation], Any]]] = {}
+_requests: dict[Any, Request] = {}  # of calls with a name, which scripts repeat
+MAX_REQUESTS = 8192
+_this_thread = threading.local()  # waits: whether it waits for what it submits next
 _NOT_REDUCED = (torch.bool, torch.complex64, torch.complex128)
 
 
@@ -91,7 +93,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Reduce tensors over all ranks, together; ``synchronize`` returns their results."""
     factors = (prescale_factor, postscale_factor)
-    name, how = name, reduce_op(op, average)
+    how = reduce_op(op, average)
     return _allreduce(
         "grouped_allreduce", list(tensors), None, name, how, factors, process_set, _all
     )
@@ -258,6 +260,19 @@ def synchronize(handle: Any) -> Any:
     return result(operation)
 
 
+def run(start: Callable[[], int]) -> Any:
+    """Start an operation by a function that returns its handle, wait for it, return its result.
+
+    The background thread is not woken for it.
+    """
+    _this_thread.waits = True
+    try:
+        handle = start()
+    finally:
+        _this_thread.waits = False
+    return synchronize(handle)
+
+
 def join(device: int = -1) -> int:
     """Contribute zeros to the other ranks' all-reduces until all ranks have called ``join``.
 
@@ -267,13 +282,16 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    return _coordinator(global_process_set).join()
+    last = _coordinator(global_process_set).join()
+    world.current_world().forget_unnamed(0)
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have called it."""
+    _coordinator(process_set)
     request = _request("barrier", Kind.BARRIER, [], None, process_set)
-    synchronize(_submit(Operation(request), process_set, lambda _: None))
+    run(lambda: _submit(Operation(request), process_set, lambda _: None))
 
 
 # Implementation.
@@ -297,7 +315,8 @@ def _coordinator(process_set: ProcessSet) -> Coordinator:
 def _submit(
     operation: Operation, process_set: ProcessSet, result: Callable[[Operation], Any]
 ) -> int:
-    coordinator = world.submit(operation, process_set)
+    waits = getattr(_this_thread, "waits", False)
+    coordinator = world.submit(operation, process_set, waits)
     handle = next(_last_handle)
     _handles[handle] = (coordinator, operation, result)
     return handle
@@ -312,19 +331,31 @@ def _request(
     **more: Any,
 ) -> Request:
     """Return a request; calls without a name are numbered, in each process set by itself."""
+    number = process_set.process_set_id
     if name is None:
-        counted = (process_set.process_set_id, prefix)
-        _unnamed[counted] += 1
-        unique = f"{prefix}.noname.{_unnamed[counted]}"
-    else:
-        unique = f"{prefix}.{name}"
+        unnamed = world.current_world().unnamed
+        unnamed[number, prefix] += 1
+        unique = f"{prefix}.noname.{unnamed[number, prefix]}"
+        return _new_request(unique, kind, tensors, is_named=False, **more)
+    key = (prefix, name, number, *more.values(), *[(one.shape, one.dtype) for one in tensors])
+    if tensors[0].device.type != "cpu":
+        key = (*key, tensors[0].device.type)
+    request = _requests.get(key)
+    if request is None:
+        if len(_requests) >= MAX_REQUESTS:
+            _requests.clear()
+        request = _new_request(f"{prefix}.{name}", kind, tensors, **more)
+        _requests[key] = request
+    return request
+
+
+def _new_request(name: str, kind: Kind, tensors: Sequence[torch.Tensor], **more: Any) -> Request:
     return Request(
-        unique,
+        name,
         kind,
         tuple(tuple(one.shape) for one in tensors),
         tuple(str(one.dtype)[6:] for one in tensors),
         tensors[0].device.type if tensors else "cpu",
-        is_named=name is not None,
         **more,
     )
 
@@ -361,7 +392,7 @@ def _checked(prefix: str, tensors: Sequence[Any], reduces: bool = False) -> list
                 f"{prefix}: Tensor is required to be contiguous, or channel_last. HINT: "
                 "tensor.contiguous()"
             )
-        buffers.append(tensor.detach())
+        buffers.append(tensor.detach() if tensor.requires_grad else tensor)
     return buffers
 
 
@@ -381,8 +412,16 @@ def _allreduce(
         world.check_adasum(process_set)
     inputs = _checked(prefix, tensors, reduces=True)
     results = [torch.empty_like(one) for one in inputs] if outputs is None else inputs
-    scale = dict(zip(("prescale", "postscale"), map(float, factors), strict=True))
-    request = _request(prefix, Kind.ALLREDUCE, inputs, name, process_set, op=op, **scale)
+    request = _request(
+        prefix,
+        Kind.ALLREDUCE,
+        inputs,
+        name,
+        process_set,
+        op=op,
+        prescale=float(factors[0]),
+        postscale=float(factors[1]),
+    )
 
     def given(operation: Operation) -> Any:
         if outputs is not None:  # the caller's own objects
@@ -446,8 +485,16 @@ def _reducescatter(
             "hvd.Product"
         )
     inputs = [one.contiguous() for one in _checked(prefix, tensors, reduces=True)]
-    scale = dict(zip(("prescale", "postscale"), map(float, factors), strict=True))
-    request = _request(prefix, Kind.REDUCESCATTER, inputs, name, process_set, op=how, **scale)
+    request = _request(
+        prefix,
+        Kind.REDUCESCATTER,
+        inputs,
+        name,
+        process_set,
+        op=how,
+        prescale=float(factors[0]),
+        postscale=float(factors[1]),
+    )
     return _submit(Operation(request, inputs), process_set, result)
 
 

@@ -4,7 +4,7 @@ The gradient of a result with respect to each rank's tensor follows Horovod's co
 average their losses, except in an all-reduce with Sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,55 +22,44 @@ from .async_ops import (
     grouped_allreduce_async_,
     grouped_reducescatter_async,
     reduce_op,
-    synchronize,
+    reducescatter_async,
+    run,
 )
 from .basics import Average, Sum, rank
 from .compression import Compression
 
-
-class HorovodGroupedAllreduce(torch.autograd.Function):
-    """All-reduce of tensors; the gradients are all-reduced in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, name: Any, op: Any, factors: Any, process_set: Any, *tensors: Any) -> Any:
-        ctx.arguments = (op, *factors, process_set)
-        handle = grouped_allreduce_async(list(tensors), None, name, *ctx.arguments)
-        return tuple(synchronize(handle))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        own = [one.contiguous() for one in gradients]
-        reduced = synchronize(grouped_allreduce_async(own, None, None, *ctx.arguments))
-        return (None, None, None, None, *reduced)
+Start = Callable[..., int]  # starts the operation on tensors, and returns its handle
 
 
 class HorovodAllreduce(torch.autograd.Function):
-    """All-reduce of a tensor; its gradient is all-reduced in the same way."""
+    """All-reduce of tensors; the gradients are all-reduced in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, name: Any, op: Any, factors: Any, process_set: Any) -> Any:
+    def forward(ctx: Any, start: Start, op: Any, factors: Any, process_set: Any, *own: Any) -> Any:
         ctx.arguments = (op, *factors, process_set)
-        return synchronize(allreduce_async(tensor, None, name, *ctx.arguments))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        handle = allreduce_async(gradient.contiguous(), None, None, *ctx.arguments)
-        return synchronize(handle), None, None, None, None
-
-
-class HorovodGroupedAllgather(torch.autograd.Function):
-    """Concatenation of tensors; a rank's gradient is its part of the ranks' average."""
-
-    @staticmethod
-    def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
-        ctx.process_set = process_set
-        ctx.rows = [len(one) for one in tensors]
-        return tuple(synchronize(grouped_allgather_async(list(tensors), name, process_set)))
+        return _results(lambda: start(*own))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         own = [one.contiguous() for one in gradients]
-        reduced = synchronize(grouped_allreduce_async(own, op=Average, process_set=ctx.process_set))
+        reduced = run(lambda: grouped_allreduce_async(own, None, None, *ctx.arguments))
+        return (None, None, None, None, *reduced)
+
+
+class HorovodAllgather(torch.autograd.Function):
+    """Concatenation of tensors; a rank's gradient is its part of the ranks' average."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Start, process_set: Any, *own: Any) -> Any:
+        results = _results(lambda: start(*own))
+        ctx.process_set = process_set
+        ctx.rows = [len(one) for one in own]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        own = [one.contiguous() for one in gradients]
+        reduced = run(lambda: grouped_allreduce_async(own, op=Average, process_set=ctx.process_set))
         counts = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
         starts = counts[: ctx.process_set.rank()].sum(0).tolist()
         parts = [
@@ -86,12 +75,13 @@ class HorovodBroadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, root_rank: Any, name: Any, process_set: Any) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return run(lambda: broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        handle = allreduce_async(gradient.contiguous(), op=Average, process_set=ctx.process_set)
-        reduced = synchronize(handle)
+        reduced = run(
+            lambda: allreduce_async(gradient.contiguous(), op=Average, process_set=ctx.process_set)
+        )
         if rank() != ctx.root_rank:
             reduced.zero_()
         return reduced, None, None, None
@@ -102,7 +92,7 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        received, received_splits = synchronize(alltoall_async(tensor, splits, name, process_set))
+        received, received_splits = run(lambda: alltoall_async(tensor, splits, name, process_set))
         ctx.process_set, ctx.received_splits, ctx.rows = process_set, received_splits, len(tensor)
         if splits is None:
             return received
@@ -111,36 +101,54 @@ class HorovodAlltoall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any, *unused: Any) -> Any:
-        handle = alltoall_async(
-            gradient.contiguous(), ctx.received_splits, process_set=ctx.process_set
+        sent, _ = run(
+            lambda: alltoall_async(
+                gradient.contiguous(), ctx.received_splits, process_set=ctx.process_set
+            )
         )
-        sent, _ = synchronize(handle)
         if len(sent) < ctx.rows:  # rows that were sent to no rank
             rest = sent.new_zeros((ctx.rows - len(sent), *sent.shape[1:]))
             sent = torch.cat([sent, rest])
         return sent, None, None, None
 
 
-class HorovodGroupedReducescatter(torch.autograd.Function):
+class HorovodReducescatter(torch.autograd.Function):
     """Reduce-scatter of tensors; their gradients are concatenated, and times the ranks for Sum."""
 
     @staticmethod
-    def forward(ctx: Any, name: Any, op: Any, factors: Any, process_set: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, start: Start, op: Any, factors: Any, process_set: Any, *own: Any) -> Any:
         ctx.process_set, ctx.factor = process_set, factors[0] * factors[1]
         if reduce_op(op, None) == Sum:
             ctx.factor *= process_set.size()
-        handle = grouped_reducescatter_async(list(tensors), name, op, process_set, *factors)
-        return tuple(synchronize(handle))
+        return _results(lambda: start(*own))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         own = [(one * ctx.factor).contiguous() for one in gradients]
-        gathered = synchronize(grouped_allgather_async(own, process_set=ctx.process_set))
+        gathered = run(lambda: grouped_allgather_async(own, process_set=ctx.process_set))
         return (None, None, None, None, *gathered)
 
 
-def _apply(function: Any, *arguments: Any) -> Any:
-    return function.apply(*arguments)
+def _results(start: Callable[[], int]) -> Any:
+    """Return the results of an operation, as a tuple."""
+    found = run(start)
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+
+def _run(
+    function: Any, start: Start, arguments: tuple[Any, ...], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Run an operation; through autograd if a tensor needs a gradient."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        return list(function.apply(start, *arguments, *tensors))
+    return list(_results(lambda: start(*tensors)))
+
+
+def _decompressed_all(
+    compression: Any, results: Sequence[torch.Tensor], pairs: Sequence[tuple[torch.Tensor, Any]]
+) -> list[torch.Tensor]:
+    contexts = [ctx for _, ctx in pairs]
+    return list(map(compression.decompress, results, contexts))
 
 
 def allreduce(
@@ -167,10 +175,15 @@ def allreduce(
         HorovodInternalError: Ranks disagree about the operation, or a rank has ended.
     """
     compressed, ctx = compression.compress(tensor)
-    factors = (prescale_factor, postscale_factor)
-    how = reduce_op(op, average)
-    reduced = _apply(HorovodAllreduce, compressed, name, how, factors, process_set)
-    return compression.decompress(reduced, ctx)
+    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+
+    def start(own: torch.Tensor) -> int:
+        how, factors, members = arguments
+        return allreduce_async(own, None, name, how, *factors, members)
+
+    (reduced,) = _run(HorovodAllreduce, start, arguments, [compressed])
+    result: torch.Tensor = compression.decompress(reduced, ctx)
+    return result
 
 
 def allreduce_(
@@ -183,10 +196,12 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place, and return it."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    reduced: torch.Tensor = run(
+        lambda: allreduce_async_(
+            tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     )
-    return synchronize(handle)
+    return reduced
 
 
 def grouped_allreduce(
@@ -201,12 +216,14 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Return tensors reduced over all ranks, which are exchanged together."""
     pairs = [compression.compress(one) for one in tensors]
-    factors = (prescale_factor, postscale_factor)
-    how = reduce_op(op, average)
-    reduced = _apply(
-        HorovodGroupedAllreduce, name, how, factors, process_set, *[one for one, _ in pairs]
-    )
-    return [compression.decompress(one, ctx) for one, (_, ctx) in zip(reduced, pairs, strict=True)]
+    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+
+    def start(*own: torch.Tensor) -> int:
+        how, factors, members = arguments
+        return grouped_allreduce_async(own, None, name, how, *factors, members)
+
+    reduced = _run(HorovodAllreduce, start, arguments, [one for one, _ in pairs])
+    return _decompressed_all(compression, reduced, pairs)
 
 
 def grouped_allreduce_(
@@ -219,21 +236,24 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce tensors over all ranks in place, together, and return them."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    reduced: list[torch.Tensor] = run(
+        lambda: grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
     )
-    return synchronize(handle)
+    return reduced
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return the ranks' tensors concatenated; they may differ in the first dimension."""
-    if not tensor.requires_grad:
-        return synchronize(allgather_async(tensor, name, process_set))
-    if not tensor.dim():  # an error on all ranks
-        return synchronize(allgather_async(tensor, name, process_set))
-    (gathered,) = _apply(HorovodGroupedAllgather, name, process_set, tensor)
+    (gathered,) = _run(
+        HorovodAllgather,
+        lambda own: allgather_async(own, name, process_set),
+        (process_set,),
+        [tensor],
+    )
     return gathered
 
 
@@ -243,7 +263,11 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return each tensor concatenated over all ranks; they are exchanged together."""
-    return list(_apply(HorovodGroupedAllgather, name, process_set, *tensors))
+
+    def start(*own: torch.Tensor) -> int:
+        return grouped_allgather_async(own, name, process_set)
+
+    return _run(HorovodAllgather, start, (process_set,), tensors)
 
 
 def broadcast(
@@ -253,7 +277,9 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the tensor of the global rank ``root_rank``."""
-    return _apply(HorovodBroadcast, tensor, root_rank, name, process_set)
+    function: Any = HorovodBroadcast
+    received: torch.Tensor = function.apply(tensor, root_rank, name, process_set)
+    return received
 
 
 def broadcast_(
@@ -263,7 +289,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Replace the tensor by that of the global rank ``root_rank``, and return it."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    received: torch.Tensor = run(lambda: broadcast_async_(tensor, root_rank, name, process_set))
+    return received
 
 
 def alltoall(
@@ -276,7 +303,8 @@ def alltoall(
 
     With ``splits`` (rows for each rank) also return how many rows came from each rank.
     """
-    return _apply(HorovodAlltoall, tensor, splits, name, process_set)
+    function: Any = HorovodAlltoall
+    return function.apply(tensor, splits, name, process_set)
 
 
 def reducescatter(
@@ -289,10 +317,15 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Return this rank's part (of the first dimension) of the tensor reduced over all ranks."""
-    (part,) = grouped_reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
-    )
-    return part
+    compressed, ctx = compression.compress(tensor)
+    factors = (prescale_factor, postscale_factor)
+
+    def start(own: torch.Tensor) -> int:
+        return reducescatter_async(own, name, op, process_set, *factors)
+
+    (part,) = _run(HorovodReducescatter, start, (op, factors, process_set), [compressed])
+    result: torch.Tensor = compression.decompress(part, ctx)
+    return result
 
 
 def grouped_reducescatter(
@@ -307,7 +340,10 @@ def grouped_reducescatter(
     """Return this rank's part of each tensor reduced over all ranks, exchanged together."""
     pairs = [compression.compress(one) for one in tensors]
     factors = (prescale_factor, postscale_factor)
-    parts = _apply(
-        HorovodGroupedReducescatter, name, op, factors, process_set, *[one for one, _ in pairs]
-    )
-    return [compression.decompress(one, ctx) for one, (_, ctx) in zip(parts, pairs, strict=True)]
+
+    def start(*own: torch.Tensor) -> int:
+        return grouped_reducescatter_async(own, name, op, process_set, *factors)
+
+    own = [one for one, _ in pairs]
+    parts = _run(HorovodReducescatter, start, (op, factors, process_set), own)
+    return _decompressed_all(compression, parts, pairs)
