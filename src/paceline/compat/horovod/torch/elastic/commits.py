@@ -86,17 +86,17 @@ class CommitStore:
         self._number += 1
         if not self._writes:
             return
-        name = f"commit-{self._attempt}-{self._number}.pt"
+        folder, name = self._folder, f"commit-{self._attempt}-{self._number}.pt"
         try:
-            with self._folder.replacing(name) as new, open(new.fd, "wb", closefd=False) as file:
+            with folder.replacing(name) as new, open(new.fd, "wb", closefd=False) as file:
                 write_data(tree, "the state", file)
-            for other in self._folder.names():
+            for other in folder.names():
                 if other != name:
-                    self._folder.remove(other)
+                    folder.remove(other)
         except (OSError, RuntimeError, ValueError) as error:
             if not self._failed:
                 notify(
-                    f"paceline: commit {self._number} can't be written to {self._folder.path} "
+                    f"paceline: commit {self._number} can't be written to {folder.path} "
                     f"({error_reason(error)}): a restart continues from the last one that was "
                     f"written ({counted(len(self._find()), 'commit')})\n"
                 )
