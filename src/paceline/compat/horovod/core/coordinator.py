@@ -319,6 +319,9 @@ class Coordinator:
         except Exception as error:
             self._fail(self._explained(error))
             return True
+        except BaseException:  # the other ranks go on without this rank's part
+            self._fail(HorovodInternalError("a meeting of the ranks was interrupted on this rank"))
+            raise
         self._note(decision)
         return bool(decision.ready or decision.errors or decision.had_news)
 

@@ -27,7 +27,6 @@ from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
 from .notices import Notices
-from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
 
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
@@ -245,8 +244,11 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def not_initialized() -> HorovodInternalError:
-    return HorovodInternalError(NOT_INITIALIZED)
+def world_of_operations() -> HorovodWorld:
+    """Return the world, for an operation. Raises HorovodInternalError before ``init``."""
+    if _world is None:
+        raise HorovodInternalError(NOT_INITIALIZED)
+    return _world
 
 
 def current_world() -> HorovodWorld:
@@ -258,23 +260,6 @@ def current_world() -> HorovodWorld:
     if _world is None:
         raise ValueError(NOT_INITIALIZED)
     return _world
-
-
-def submit(operation: Operation, process_set: ProcessSet, waits: bool = False) -> Coordinator:
-    """Submit an operation, and return the coordinator that executes it.
-
-    Args:
-        waits: Whether this thread waits for it next.
-
-    Raises:
-        HorovodInternalError: Before ``init``; a rank has ended or left.
-        ValueError: This rank is not in the process set; an operation of this name is in progress.
-    """
-    if _world is None:
-        raise not_initialized()
-    coordinator = _world.coordinator_of(process_set)
-    coordinator.submit(operation, waits)
-    return coordinator
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -324,7 +309,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
-    submit(operation, global_process_set, waits=True).wait(operation)
+    coordinator = world_of_operations().coordinator_of(global_process_set)
+    coordinator.submit(operation, waits=True)
+    coordinator.wait(operation)
 
 
 def process_set_by_id(number: int) -> ProcessSet:
