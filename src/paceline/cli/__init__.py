@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
@@ -10,7 +11,8 @@ from .common.base import app, exit_on_address_space_limit, in_words
 
 # The order of imports is the order of the commands in --help.
 # isort: off
-from . import run, submit, convert, record, report, top, diagnose, verify, pack, stage, check, bench
+from . import run, horovodrun, submit, convert, record, report, top
+from . import diagnose, verify, pack, stage, check, bench
 
 # isort: on
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "check",
     "convert",
     "diagnose",
+    "horovodrun",
     "main",
     "pack",
     "record",
@@ -35,6 +38,8 @@ def main() -> None:
     """Run the ``paceline`` command."""
     _replace_closed_streams()
     warn_of_working_directory()
+    if (name := Path(sys.argv[0]).name) in horovodrun.LINKED:
+        sys.argv.insert(1, name)
     try:
         app()
     except OSError as error:  # standard output can't be written

@@ -16,6 +16,7 @@ from .common.options import (
     Env,
     Fresh,
     HangTimeout,
+    Horovod,
     Hostfile,
     Hosts,
     Json,
@@ -85,6 +86,7 @@ def verify(
     smt: Smt = None,
     fresh: Fresh = False,
     hang_timeout: HangTimeout = None,
+    horovod: Horovod = None,
     make_reference: MakeReference = None,
     seeds: Seeds = None,
     metric: MetricOption = None,
@@ -112,6 +114,7 @@ def verify(
             "--bind": bind,
             "--cpus-per-rank": cpus_per_rank,
             "--hang-timeout": hang_timeout,
+            "--horovod": horovod,
         },
     )
     with exit_on_mistake():

@@ -20,17 +20,19 @@ collects submissions for the cycle time, so that they are exchanged together.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ....plurals import named_ranks
 from ....record.hooks.error_messages import NAMED_PEER_GONE
+from .. import timeline
+from ..environment import HorovodSettings
 from .errors import HorovodInternalError, HorovodShutdownError
 from .negotiation import Decision, Message, Negotiator
 from .notices import Notices
 from .operation import Operation
 from .requests import Kind, Request
-from .settings import Settings
 from .stalls import StallMonitor
 
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
@@ -81,7 +83,7 @@ class Coordinator:
         members: Sequence[int],
         meetings: Meetings,
         execute: Executes,
-        settings: Settings,
+        settings: HorovodSettings,
         notices: Notices,
     ) -> None:
         self._negotiator = Negotiator(rank, members, settings.cache_capacity)
@@ -298,6 +300,7 @@ class Coordinator:
     def _meet(self, vector: bytearray) -> bool:
         """Meet the other ranks, and execute what is ready; return whether there was progress."""
         negotiator = self._negotiator
+        begun_ns = time.monotonic_ns()
         try:
             self._meetings.minimum(vector)
             messages: list[Message] | None = None
@@ -308,13 +311,44 @@ class Coordinator:
             with self._lock:
                 decision = negotiator.decide(vector, messages)
                 ready = [(one, self._operations.get(one.name)) for one in decision.ready]
+            decided_ns = time.monotonic_ns()
             if ready:
                 self._execute(ready)
+            if timeline.active is not None:
+                self._draw(timeline.active, begun_ns, decided_ns, messages, ready)
         except Exception as error:
             self._fail(self._explained(error))
             return True
+        except BaseException:  # the other ranks go on without this rank's part
+            self._fail(HorovodInternalError("a meeting of the ranks was interrupted on this rank"))
+            raise
         self._note(decision)
         return bool(decision.ready or decision.errors or decision.had_news)
+
+    def _draw(
+        self,
+        drawn: timeline.Timeline,
+        begun_ns: int,
+        decided_ns: int,
+        messages: list[Message] | None,
+        ready: Sequence[tuple[Request, Operation | None]],
+    ) -> None:
+        """Write a meeting, and the operations that followed it, to the timeline."""
+        drawn.cycle(begun_ns)
+        now = time.monotonic_ns()
+        for member, message in zip(self.members, messages or (), strict=False):
+            for request in message.requests:
+                drawn.ready(request.name, member, decided_ns)
+        for request, operation in ready:
+            kind, submitted_ns = request.kind.name, begun_ns
+            if operation is not None:
+                submitted_ns = operation.submitted_ns
+            drawn.slice(request.name, timeline.NEGOTIATE + kind, submitted_ns, decided_ns)
+            drawn.slice(
+                *(request.name, kind, decided_ns, now),
+                dtype=", ".join(dict.fromkeys(request.dtypes)),
+                shape=str([list(one) for one in request.shapes]),
+            )
 
     def _note(self, decision: Decision) -> None:
         with self._lock:

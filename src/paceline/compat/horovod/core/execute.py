@@ -4,6 +4,7 @@ All-reduces of the same kind are fused: small tensors are copied into one buffer
 reduced where they are.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from .. import timeline
 from . import adasum
 from .exchange import Exchange
 from .operation import Operation
 from .requests import UNEVEN_KINDS, Kind, ReduceOp, Request
 
+BUCKET = "FUSED_ALLREDUCE"  # name in the timeline
 # From this size on a copy into the fusion buffer costs more than another collective.
 UNFUSED_BYTES = 256 << 10
 Ready = tuple[Request, Operation | None]
@@ -33,6 +36,7 @@ class Bucket:
 
     request: Request
     tensors: list[torch.Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     submitted_ns: list[int] = field(default_factory=list)
     nbytes: int = 0
 
@@ -58,7 +62,12 @@ class Executor:
     def __call__(self, ready: Sequence[Ready]) -> None:
         reductions = [one for one in ready if one[0].kind is Kind.ALLREDUCE]
         for bucket in self._buckets(reductions):
+            begun_ns = time.monotonic_ns()
             self._reduce(bucket)
+            if timeline.active is not None:
+                now, count = time.monotonic_ns(), len(bucket.names)
+                for name in dict.fromkeys(bucket.names):
+                    timeline.active.slice(name, BUCKET, begun_ns, now, tensors=count)
         if len(reductions) == len(ready):
             return
         own = [one for _, one in ready if one is not None]
@@ -89,6 +98,7 @@ class Executor:
                     bucket = open_buckets[key] = Bucket(request)
                     buckets.append(bucket)
                 bucket.tensors.append(tensor)
+                bucket.names.append(request.name)
                 bucket.submitted_ns.append(submitted_ns)
                 bucket.nbytes += nbytes
         return buckets

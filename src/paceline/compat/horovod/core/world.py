@@ -17,17 +17,17 @@ from ....comm.backend import MAX_TIMEOUT
 from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
-from ....record.ring.recorder import Recorder
+from ....record.ring.recorder import Recorder, update_all_headers
 from ....world.process_group import attempt_store, join_process_group, leave_process_group
+from .. import timeline
+from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
 from .coordinator import Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
 from .notices import Notices
-from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
-from .settings import Settings
 
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
@@ -64,7 +64,7 @@ class HorovodWorld:
         unnamed: Number of operations without a name, by process set and kind.
     """
 
-    def __init__(self, identity: RankIdentity, settings: Settings) -> None:
+    def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
         self.settings = settings
         self._start = next(_starts)
         self.rank = dist.get_rank() if dist.is_initialized() else identity.rank
@@ -193,7 +193,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     global _world, _owns_group
     if _world is not None:
         return
-    settings = Settings.read()
+    values = settings()
     identity = rank_identity(dict(os.environ))
     was_initialized = dist.is_initialized()
     recorder = Recorder(identity.rank, identity.size, enabled=False)
@@ -205,8 +205,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"hvd.init: comm={comm!r} is not supported: only a list of all {size} ranks in "
             "ascending order. HINT: hvd.init(process_sets=[hvd.ProcessSet([0, 1])])"
         )
-    world = HorovodWorld(identity, settings)
+    world = HorovodWorld(identity, values)
     _world = world
+    update_all_headers(horovod="paceline")
+    if world.rank == 0:
+        report_unused()
+        if values.timeline:
+            timeline.start_timeline(values.timeline, values.timeline_cycles)
     if process_sets is not None and process_sets != "dynamic":
         for one in process_sets:
             add_process_set(one)
@@ -224,6 +229,7 @@ def shutdown() -> None:
     if _world is not None:
         world, _world = _world, None
         world.close()
+        timeline.stop_timeline()
 
 
 def _leave() -> None:
@@ -238,8 +244,11 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def not_initialized() -> HorovodInternalError:
-    return HorovodInternalError(NOT_INITIALIZED)
+def world_of_operations() -> HorovodWorld:
+    """Return the world, for an operation. Raises HorovodInternalError before ``init``."""
+    if _world is None:
+        raise HorovodInternalError(NOT_INITIALIZED)
+    return _world
 
 
 def current_world() -> HorovodWorld:
@@ -251,23 +260,6 @@ def current_world() -> HorovodWorld:
     if _world is None:
         raise ValueError(NOT_INITIALIZED)
     return _world
-
-
-def submit(operation: Operation, process_set: ProcessSet, waits: bool = False) -> Coordinator:
-    """Submit an operation, and return the coordinator that executes it.
-
-    Args:
-        waits: Whether this thread waits for it next.
-
-    Raises:
-        HorovodInternalError: Before ``init``; a rank has ended or left.
-        ValueError: This rank is not in the process set; an operation of this name is in progress.
-    """
-    if _world is None:
-        raise not_initialized()
-    coordinator = _world.coordinator_of(process_set)
-    coordinator.submit(operation, waits)
-    return coordinator
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -317,7 +309,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
-    submit(operation, global_process_set, waits=True).wait(operation)
+    coordinator = world_of_operations().coordinator_of(global_process_set)
+    coordinator.submit(operation, waits=True)
+    coordinator.wait(operation)
 
 
 def process_set_by_id(number: int) -> ProcessSet:

@@ -63,6 +63,8 @@ from .mpi_ops import rocm_built as rocm_built
 from .mpi_ops import shutdown as shutdown
 from .mpi_ops import size as size
 from .mpi_ops import sparse_allreduce_async as sparse_allreduce_async
+from .mpi_ops import start_timeline as start_timeline
+from .mpi_ops import stop_timeline as stop_timeline
 from .mpi_ops import synchronize as synchronize
 from .optimizer import DistributedOptimizer as DistributedOptimizer
 from .sync_batch_norm import SyncBatchNorm as SyncBatchNorm

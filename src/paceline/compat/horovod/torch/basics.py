@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from .. import timeline
 from ..core import world
 from ..core.requests import ReduceOp
 from ..core.world import init as init
@@ -16,6 +17,22 @@ Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
 def shutdown() -> None:
     """Leave the world; unfinished operations of the other ranks fail. ``init`` may follow."""
     world.shutdown()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin a timeline, which rank 0 writes; it ends the one that is being written.
+
+    Raises:
+        ValueError: Before ``init``, or rank 0 can't write the file.
+    """
+    if world.current_world().rank == 0:
+        timeline.start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline. Raises ValueError before ``init``."""
+    world.current_world()
+    timeline.stop_timeline()
 
 
 def rank() -> int:

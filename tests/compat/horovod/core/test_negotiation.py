@@ -13,8 +13,8 @@ from paceline.compat.horovod.core.negotiation import Negotiator
 from paceline.compat.horovod.core.notices import Notices
 from paceline.compat.horovod.core.operation import Operation
 from paceline.compat.horovod.core.requests import Kind, ReduceOp, Request
-from paceline.compat.horovod.core.settings import Settings
 from paceline.compat.horovod.core.stalls import describe_stall
+from paceline.compat.horovod.environment import HorovodSettings
 
 
 def request(name, shape=(3,), **more):
@@ -243,7 +243,7 @@ def coordinators(size, **settings):
             range(size),
             meetings.of(rank),
             executors[rank],
-            Settings(**settings),
+            HorovodSettings(**settings),
             Notices(None, rank, range(size)),
         )
         for rank in range(size)

@@ -7,7 +7,6 @@ import ranks
 
 import paceline.compat.horovod.torch as hvd
 from paceline.compat.horovod.common.exceptions import HorovodInternalError
-from paceline.compat.horovod.core.settings import Settings
 
 BEGIN = """
     import os, signal, sys, time
@@ -116,7 +115,6 @@ def test_stall_shutdown_time_fails_the_operation(tmp_path):
     while not os.path.exists("done"):
         time.sleep(0.05)
     """,
-        HOROVOD_STALL_CHECK_DISABLE="1",
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1",
     )
     assert len(lines) == 1
@@ -153,9 +151,9 @@ def test_process_group_of_the_script_is_used(tmp_path, backend):
         hvd.init()
         assert (hvd.rank(), hvd.size()) == (dist.get_rank(), 2)
         x = torch.ones(3)
-        handle = hvd.allreduce_async(x, op=hvd.Sum, name="x")
+        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="x")
         dist.all_reduce(x)  # the groups do not disturb each other
-        assert hvd.synchronize(handle).tolist() in ([2] * 3, [3] * 3, [4] * 3)
+        assert hvd.synchronize(handle).tolist() == x.tolist() == [2] * 3
         hvd.shutdown()
         dist.all_reduce(x)
         dist.destroy_process_group()
@@ -191,24 +189,3 @@ def test_use_before_init():
     assert not hvd.is_initialized()
     assert hvd.global_process_set.size() in (None, 0)
     hvd.shutdown()  # does nothing
-
-
-@pytest.mark.parametrize("value", ["-1", "fast", "inf", "nan"])
-@pytest.mark.parametrize("name", ["HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"])
-def test_invalid_environment_variable(name, value):
-    with pytest.raises(ValueError, match=f"{name} must be a number of at least 0; this is"):
-        Settings.read({name: value})
-
-
-def test_settings_of_the_environment():
-    given = {
-        "HOROVOD_FUSION_THRESHOLD": "1048576",
-        "HOROVOD_CYCLE_TIME": "2.5",
-        "HOROVOD_CACHE_CAPACITY": "0",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "7",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
-        "HOROVOD_DISABLE_GROUP_FUSION": "1",
-    }
-    assert Settings.read(given) == Settings(1 << 20, 0.0025, 0, 7.0, 9.0, False)
-    assert Settings.read({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_check_s == 0
-    assert Settings.read({}) == Settings()
