@@ -6,6 +6,7 @@ code, so ranks accept pickles only where they have proved that they belong to th
 (``comm/members/membership``).
 """
 
+import importlib.util
 import io
 import pickle
 import sys
@@ -134,11 +135,10 @@ def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
-        try:
-            import cloudpickle  # pickles lambdas and local classes, as Horovod does
-        except ImportError:
+        if importlib.util.find_spec("cloudpickle") is None:
             raise
-        data: bytes = cloudpickle.dumps(value)
+        # It pickles lambdas and local classes, as Horovod does.
+        data: bytes = importlib.import_module("cloudpickle").dumps(value)
         return data
 
 

@@ -52,16 +52,16 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         factor = self._next_factor()
         tracked = self.training and self.track_running_stats
-        output: torch.Tensor
-        output, mean, variance, samples = _GlobalBatchNorm.apply(
-            input, self.weight, self.bias, self.eps, self._name
-        )
+        apply: Any = _GlobalBatchNorm.apply
+        output, mean, variance, samples = apply(input, self.weight, self.bias, self.eps, self._name)
         if tracked:
             with torch.no_grad():
                 unbiased = variance * (samples / (samples - 1))
-                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                pairs: Any = ((self.running_mean, mean), (self.running_var, unbiased))
+                for running, new in pairs:
                     running.lerp_(new.to(running.dtype), factor)
-        return output
+        normalized: torch.Tensor = output
+        return normalized
 
     def _next_factor(self) -> float:
         """Count the batch, and return the weight that it has in the running statistics."""

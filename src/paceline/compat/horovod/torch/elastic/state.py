@@ -131,6 +131,8 @@ class TorchState(ObjectState):
         kwargs: Further values by name. Values without a handler are Python objects.
     """
 
+    _handlers: dict[str, StateHandler]
+
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
         handlers: dict[str, StateHandler] = {}
