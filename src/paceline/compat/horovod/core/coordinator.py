@@ -102,7 +102,7 @@ class Coordinator:
             self._submission_times,
             lambda: self._negotiator.joined,
             self._stop,
-            settings.stall_check_s,
+            settings.stall_check_s if settings.prints("WARNING") else 0.0,
             settings.stall_shutdown_s,
         )
         self._operations: dict[str, Operation] = {}
