@@ -40,7 +40,7 @@ TRAIN = """
 
     @hvd.elastic.run
     def train(state):
-        while state.epoch < 3:
+        while state.epoch < int(options.get("slow", 3)):
             for number, (indices, inputs, labels) in enumerate(loader):
                 optimizer.zero_grad()
                 loss = (model(inputs) - labels).square().mean()
@@ -61,6 +61,8 @@ TRAIN = """
                 if "wait" in options and attempt == 0 and state.batch == 7:
                     open(f"waits-{hvd.rank()}", "w").close()
                     time.sleep(300)
+                if "slow" in options:
+                    time.sleep(0.2)
                 if "limit" in options and state.batch == 6 and attempt == 0:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
                 if state.batch % 2 == 0:
@@ -225,3 +227,32 @@ def test_job_continues_from_the_commit_of_the_other_node(hosts, shared_folder, l
     assert "the training continues from commit 4 of attempt 1" in said
     assert "reset at batch 6 of 1" in out
     assert load(shared_folder)["batch"] == 6 + 2 * 12  # a rank has all samples of two epochs
+
+
+@pytest.mark.long
+def test_returned_node_takes_part_from_the_next_commit(hosts, shared_folder):
+    ranks.write(shared_folder, TRAIN)
+    words = ["--max-restarts", "1", "--min-hosts", "1", "-H", "host1,host2"]
+    command = [ranks.PACELINE, "run", *words, "script.py", "out.pt", "wait=1", "slow=20"]
+    job = hosts.start("host0", *command, cwd=shared_folder)
+    ranks.wait_until(lambda: len(list(shared_folder.glob("waits-*"))) == 2, 60)
+    hosts.crash("host2")
+    said = ""
+    for line in job.stderr:
+        said += line
+        if "the training continues from commit" in line:
+            break
+    hosts.boot("host2")
+    out, rest = job.communicate(timeout=120)
+    said += rest
+    assert job.returncode == 0, said
+    assert "paceline: host2 is back: the ranks write a checkpoint, and the job continues" in said
+    assert "paceline: host2 is back; the job continues on 2 of 2 nodes, with 2 of 2 ranks" in said
+    resets = re.findall(r"reset at batch (\d+) of (\d)", out)
+    assert resets[0] == ("6", "1")
+    assert int(resets[1][0]) > 6
+    assert resets[1][1] == "2"
+    each = load(shared_folder)["seen"]
+    for epoch in range(3, 20):  # all samples, however many ranks there are
+        seen = {index for one in each for of, index in one if of == epoch}
+        assert len(seen) in (30, 60), epoch

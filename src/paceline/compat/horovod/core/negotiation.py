@@ -102,8 +102,9 @@ class Negotiator:
         vector = bytearray(b"\1" if joined else b"\0") * (HEADER_BYTES + len(self._slots))
         has_news = self.wants_leave or self._joins_now()
         for name, request in self.pending.items():
-            if (slot := self._slot(request)) is not None:
-                vector[HEADER_BYTES + slot] = 1
+            cached = self._cache.get(name)
+            if cached is not None and _is_same(cached[0], request):
+                vector[HEADER_BYTES + cached[1]] = 1
             elif name not in self._announced:
                 has_news = True
         vector[0] = not has_news
@@ -150,15 +151,10 @@ class Negotiator:
         """Whether this rank announces that it joins: once all that it submitted has ended."""
         return self.wants_join and not self.pending
 
-    def _slot(self, request: Request) -> int | None:
-        cached = self._cache.get(request.name)
-        if cached is None:
-            return None
-        known, slot = cached
-        return slot if known is request or known.signature == request.signature else None
-
     def _is_fresh(self, request: Request) -> bool:
-        return request.name not in self._announced and self._slot(request) is None
+        cached = self._cache.get(request.name)
+        is_known = cached is not None and _is_same(cached[0], request)
+        return not is_known and request.name not in self._announced
 
     def _take(self, member: int, message: Message, decision: Decision) -> None:
         for request in message.requests:
@@ -203,6 +199,10 @@ class Negotiator:
         if name in self._cache:
             _, slot = self._cache.pop(name)
             self._slots[slot] = None
+
+
+def _is_same(one: Request, other: Request) -> bool:
+    return one is other or one.signature == other.signature
 
 
 def refused_with_joined(request: Request, joined: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +23,14 @@ from ....world.process_group import attempt_store, join_process_group, leave_pro
 from .. import timeline
 from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
-from .coordinator import Coordinator, agreement
+from .coordinator import LEAVE_TIMEOUT_S, Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
 from .notices import Notices
-from .operation import Operation
 from .process_sets import ProcessSet, global_process_set
 
+MIN_LEAVE_TIMEOUT_S = 0.2  # of each process set, if the ranks of another one did not come
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
 
@@ -160,9 +161,10 @@ class HorovodWorld:
     def close(self) -> None:
         """Leave all process sets."""
         if getattr(sys, "last_value", None) is None:  # no uncaught exception
+            deadline = time.monotonic() + LEAVE_TIMEOUT_S
             for one in list(self.sets.values()):
                 if one.coordinator is not None:
-                    one.coordinator.close()
+                    one.coordinator.close(max(deadline - time.monotonic(), MIN_LEAVE_TIMEOUT_S))
         for one in self.sets.values():
             for user in one.users:
                 if user is global_process_set:
@@ -213,9 +215,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         report_unused()
         if values.timeline:
             timeline.start_timeline(values.timeline, values.timeline_cycles)
-    if process_sets is not None and process_sets != "dynamic":
-        for one in process_sets:
+    try:
+        for one in () if process_sets in (None, "dynamic") else process_sets:
             add_process_set(one)
+    except Exception:
+        shutdown()
+        raise
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -245,8 +250,11 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def not_initialized() -> HorovodInternalError:
-    return HorovodInternalError(NOT_INITIALIZED)
+def world_of_operations() -> HorovodWorld:
+    """Return the world, for an operation. Raises HorovodInternalError before ``init``."""
+    if _world is None:
+        raise HorovodInternalError(NOT_INITIALIZED)
+    return _world
 
 
 def current_world() -> HorovodWorld:
@@ -258,23 +266,6 @@ def current_world() -> HorovodWorld:
     if _world is None:
         raise ValueError(NOT_INITIALIZED)
     return _world
-
-
-def submit(operation: Operation, process_set: ProcessSet, waits: bool = False) -> Coordinator:
-    """Submit an operation, and return the coordinator that executes it.
-
-    Args:
-        waits: Whether this thread waits for it next.
-
-    Raises:
-        HorovodInternalError: Before ``init``; a rank has ended or left.
-        ValueError: This rank is not in the process set; an operation of this name is in progress.
-    """
-    if _world is None:
-        raise not_initialized()
-    coordinator = _world.coordinator_of(process_set)
-    coordinator.submit(operation, waits)
-    return coordinator
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -324,7 +315,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def _agree(name: str, detail: str) -> None:
     operation = agreement(name, detail)
-    submit(operation, global_process_set, waits=True).wait(operation)
+    coordinator = world_of_operations().coordinator_of(global_process_set)
+    coordinator.submit(operation, waits=True)
+    coordinator.wait(operation)
 
 
 def process_set_by_id(number: int) -> ProcessSet:

@@ -4,50 +4,27 @@ Unless a call says otherwise, ``name`` must be the same on all ranks and differe
 other operations in progress, and shape and dtype of the tensor must be the same on all ranks.
 """
 
-import itertools
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core import world
-from ..core.coordinator import Coordinator
 from ..core.operation import Operation
 from ..core.process_sets import ProcessSet, global_process_set
-from ..core.requests import Kind, ReduceOp, Request
+from ..core.requests import Kind, ReduceOp
 from .basics import Adasum, Average, Sum
-
-_last_handle = itertools.count(1)
-_handles: dict[int, tuple[Coordinator, Operation, Callable[[Operation], Any]]] = {}
-_requests: dict[Any, Request] = {}  # of calls with a name, which scripts repeat
-MAX_REQUESTS = 8192
-_this_thread = threading.local()  # waits: whether it waits for what it submits next
-_NOT_REDUCED = (torch.bool, torch.complex64, torch.complex128)
-
-
-def reduce_op(op: Any, average: bool | None) -> ReduceOp:
-    """Return the reduction of the arguments ``op`` and ``average`` (deprecated)."""
-    if op is not None and average is not None:
-        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-    if average is not None:
-        warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed in v1.0. HINT: "
-            "op=hvd.Average or op=hvd.Sum",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-        return Average if average else Sum
-    if op is None:
-        return Average
-    try:
-        return ReduceOp(op)
-    except ValueError:
-        raise ValueError(
-            f"op={op!r} is not a reduction. HINT: hvd.Average, hvd.Sum, hvd.Min, hvd.Max, "
-            "hvd.Product or hvd.Adasum"
-        ) from None
+from .submission import (
+    all_outputs,
+    checked,
+    coordinator_of,
+    first_output,
+    new_request,
+    reduce_op,
+    run,
+    submit,
+    synchronize,
+)
 
 
 def allreduce_async(
@@ -61,9 +38,8 @@ def allreduce_async(
 ) -> int:
     """Reduce a tensor over all ranks; ``synchronize`` returns the result."""
     factors = (prescale_factor, postscale_factor)
-    return _allreduce(
-        "allreduce", [tensor], None, name, reduce_op(op, average), factors, process_set, _only
-    )
+    how = reduce_op(op, average)
+    return _allreduce([tensor], None, name, how, factors, process_set)
 
 
 def allreduce_async_(
@@ -77,9 +53,8 @@ def allreduce_async_(
 ) -> int:
     """Reduce a tensor over all ranks in place."""
     factors = (prescale_factor, postscale_factor)
-    return _allreduce(
-        "allreduce", [tensor], [tensor], name, reduce_op(op, average), factors, process_set, _only
-    )
+    how = reduce_op(op, average)
+    return _allreduce([tensor], [tensor], name, how, factors, process_set)
 
 
 def grouped_allreduce_async(
@@ -94,9 +69,7 @@ def grouped_allreduce_async(
     """Reduce tensors over all ranks, together; ``synchronize`` returns their results."""
     factors = (prescale_factor, postscale_factor)
     how = reduce_op(op, average)
-    return _allreduce(
-        "grouped_allreduce", list(tensors), None, name, how, factors, process_set, _all
-    )
+    return _allreduce(list(tensors), None, name, how, factors, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -111,7 +84,7 @@ def grouped_allreduce_async_(
     """Reduce tensors over all ranks in place, together."""
     factors = (prescale_factor, postscale_factor)
     inputs, how = list(tensors), reduce_op(op, average)
-    return _allreduce("grouped_allreduce", inputs, inputs, name, how, factors, process_set, _all)
+    return _allreduce(inputs, inputs, name, how, factors, process_set, grouped=True)
 
 
 def sparse_allreduce_async(
@@ -150,7 +123,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Concatenate the ranks' tensors, which may differ in the first dimension."""
-    return _submit_gather("allgather", [tensor], name, process_set, _only)
+    return _allgather([tensor], name, process_set)
 
 
 def grouped_allgather_async(
@@ -159,7 +132,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Concatenate each of several tensors over all ranks."""
-    return _submit_gather("grouped_allgather", list(tensors), name, process_set, _all)
+    return _allgather(list(tensors), name, process_set, grouped=True)
 
 
 def broadcast_async(
@@ -198,8 +171,8 @@ def alltoall_async(
     Raises:
         ValueError: The splits do not fit the tensor or the number of ranks.
     """
-    coordinator = _coordinator(process_set)
-    checked = _checked("alltoall", [tensor])
+    coordinator = coordinator_of(process_set)
+    inputs = checked("alltoall", [tensor])
     rows = _rows_for_ranks(tensor, splits, coordinator.size)
     device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
 
@@ -208,8 +181,8 @@ def alltoall_async(
         received = torch.tensor(operation.received_splits, dtype=torch.int32, device=device)
         return operation.outputs[0], received
 
-    request = _request("alltoall", Kind.ALLTOALL, checked, name, process_set)
-    return _submit(Operation(request, checked, splits=rows), process_set, result)
+    request = new_request("alltoall", Kind.ALLTOALL, inputs, name, process_set)
+    return submit(coordinator, Operation(request, inputs, splits=rows), result)
 
 
 def reducescatter_async(
@@ -222,7 +195,7 @@ def reducescatter_async(
 ) -> int:
     """Reduce a tensor over all ranks; each rank receives its part of the first dimension."""
     factors = (prescale_factor, postscale_factor)
-    return _reducescatter("reducescatter", [tensor], name, op, factors, process_set, _only)
+    return _reducescatter([tensor], name, op, factors, process_set)
 
 
 def grouped_reducescatter_async(
@@ -235,42 +208,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """Reduce and scatter several tensors, together."""
     factors = (prescale_factor, postscale_factor)
-    kind = "grouped_reducescatter"
-    return _reducescatter(kind, list(tensors), name, op, factors, process_set, _all)
-
-
-def poll(handle: Any) -> bool:
-    """Return whether ``synchronize(handle)`` returns without waiting."""
-    return handle not in _handles or _handles[handle][1].is_done
-
-
-def synchronize(handle: Any) -> Any:
-    """Wait for an operation, and return its result; None for a handle that was waited for before.
-
-    Raises:
-        HorovodInternalError: Ranks disagree about the operation, or a rank has ended.
-    """
-    if callable(handle):
-        return handle()
-    entry = _handles.pop(handle, None)
-    if entry is None:
-        return None
-    coordinator, operation, result = entry
-    coordinator.wait(operation)
-    return result(operation)
-
-
-def run(start: Callable[[], int]) -> Any:
-    """Start an operation by a function that returns its handle, wait for it, return its result.
-
-    The background thread is not woken for it.
-    """
-    _this_thread.waits = True
-    try:
-        handle = start()
-    finally:
-        _this_thread.waits = False
-    return synchronize(handle)
+    return _reducescatter(list(tensors), name, op, factors, process_set, grouped=True)
 
 
 def join(device: int = -1) -> int:
@@ -282,166 +220,58 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last.
     """
-    last = _coordinator(global_process_set).join()
+    last = coordinator_of(global_process_set).join()
     world.current_world().forget_unnamed(0)
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have called it."""
-    _coordinator(process_set)
-    request = _request("barrier", Kind.BARRIER, [], None, process_set)
-    run(lambda: _submit(Operation(request), process_set, lambda _: None))
+    coordinator = coordinator_of(process_set)
+    request = new_request("barrier", Kind.BARRIER, [], None, process_set)
+    run(lambda: submit(coordinator, Operation(request), lambda _: None))
 
 
 # Implementation.
 
 
-def _only(operation: Operation) -> Any:
-    assert operation.outputs is not None
-    return operation.outputs[0]
-
-
-def _all(operation: Operation) -> Any:
-    return operation.outputs
-
-
-def _coordinator(process_set: ProcessSet) -> Coordinator:
-    if not world.is_initialized():
-        raise world.not_initialized()
-    return world.current_world().coordinator_of(process_set)
-
-
-def _submit(
-    operation: Operation, process_set: ProcessSet, result: Callable[[Operation], Any]
-) -> int:
-    waits = getattr(_this_thread, "waits", False)
-    coordinator = world.submit(operation, process_set, waits)
-    handle = next(_last_handle)
-    _handles[handle] = (coordinator, operation, result)
-    return handle
-
-
-def _request(
-    prefix: str,
-    kind: Kind,
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    **more: Any,
-) -> Request:
-    """Return a request; calls without a name are numbered, in each process set by itself."""
-    number = process_set.process_set_id
-    if name is None:
-        unnamed = world.current_world().unnamed
-        unnamed[number, prefix] += 1
-        unique = f"{prefix}.noname.{unnamed[number, prefix]}"
-        return _new_request(unique, kind, tensors, is_named=False, **more)
-    key = (prefix, name, number, *more.values(), *[(one.shape, one.dtype) for one in tensors])
-    if tensors[0].device.type != "cpu":
-        key = (*key, tensors[0].device.type)
-    request = _requests.get(key)
-    if request is None:
-        if len(_requests) >= MAX_REQUESTS:
-            _requests.clear()
-        request = _new_request(f"{prefix}.{name}", kind, tensors, **more)
-        _requests[key] = request
-    return request
-
-
-def _new_request(name: str, kind: Kind, tensors: Sequence[torch.Tensor], **more: Any) -> Request:
-    return Request(
-        name,
-        kind,
-        tuple(tuple(one.shape) for one in tensors),
-        tuple(str(one.dtype)[6:] for one in tensors),
-        tensors[0].device.type if tensors else "cpu",
-        **more,
-    )
-
-
-def _checked(prefix: str, tensors: Sequence[Any], reduces: bool = False) -> list[torch.Tensor]:
-    """Return the tensors as buffers without gradients.
-
-    Raises:
-        ValueError: They can't be exchanged.
-    """
-    if not tensors:
-        raise ValueError(f"{prefix}: the list of tensors is empty. HINT: pass at least one")
-    buffers = []
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(
-                f"{prefix}: {type(tensor).__name__} is not a tensor. HINT: torch.as_tensor(...)"
-            )
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{prefix}: tensor of layout {tensor.layout}. HINT: hvd.sparse_allreduce_async, or "
-                "tensor.to_dense()"
-            )
-        if reduces and tensor.dtype in _NOT_REDUCED:
-            raise ValueError(
-                f"{prefix}: Tensor type {tensor.type()} is not supported. HINT: "
-                + ("tensor.to(torch.uint8)" if tensor.dtype == torch.bool else "view_as_real")
-            )
-        if not tensor.is_contiguous() and not any(
-            tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
-            for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
-        ):
-            raise ValueError(
-                f"{prefix}: Tensor is required to be contiguous, or channel_last. HINT: "
-                "tensor.contiguous()"
-            )
-        buffers.append(tensor.detach() if tensor.requires_grad else tensor)
-    return buffers
-
-
 def _allreduce(
-    prefix: str,
     tensors: list[torch.Tensor],
     outputs: list[torch.Tensor] | None,
     name: str | None,
     op: ReduceOp,
     factors: tuple[float, float],
     process_set: ProcessSet,
-    result: Callable[[Operation], Any],
+    grouped: bool = False,
 ) -> int:
     """Submit an all-reduce. outputs: None for new tensors."""
-    _coordinator(process_set)
-    if op == Adasum:
+    coordinator = coordinator_of(process_set)
+    prefix, result = ("grouped_allreduce", all_outputs) if grouped else ("allreduce", first_output)
+    if op is Adasum:
         world.check_adasum(process_set)
-    inputs = _checked(prefix, tensors, reduces=True)
+    inputs = checked(prefix, tensors, reduces=True)
     results = [torch.empty_like(one) for one in inputs] if outputs is None else inputs
-    request = _request(
-        prefix,
-        Kind.ALLREDUCE,
-        inputs,
-        name,
-        process_set,
-        op=op,
-        prescale=float(factors[0]),
-        postscale=float(factors[1]),
-    )
-
-    def given(operation: Operation) -> Any:
-        if outputs is not None:  # the caller's own objects
-            operation.outputs = list(outputs)
-        return result(operation)
-
-    return _submit(Operation(request, inputs, results), process_set, given)
+    request = new_request(prefix, Kind.ALLREDUCE, inputs, name, process_set, op, factors)
+    if outputs is not None and any(one.requires_grad for one in outputs):
+        return submit(
+            coordinator,
+            Operation(request, inputs, results),
+            lambda _: outputs if grouped else outputs[0],  # the caller's own objects
+        )
+    return submit(coordinator, Operation(request, inputs, results), result)
 
 
-def _submit_gather(
-    prefix: str,
+def _allgather(
     tensors: list[torch.Tensor],
     name: str | None,
     process_set: ProcessSet,
-    result: Callable[[Operation], Any],
+    grouped: bool = False,
 ) -> int:
-    _coordinator(process_set)
-    inputs = [one.contiguous() for one in _checked(prefix, tensors)]
-    request = _request(prefix, Kind.ALLGATHER, inputs, name, process_set)
-    return _submit(Operation(request, inputs), process_set, result)
+    coordinator = coordinator_of(process_set)
+    prefix, result = ("grouped_allgather", all_outputs) if grouped else ("allgather", first_output)
+    inputs = [one.contiguous() for one in checked(prefix, tensors)]
+    request = new_request(prefix, Kind.ALLGATHER, inputs, name, process_set)
+    return submit(coordinator, Operation(request, inputs), result)
 
 
 def _broadcast(
@@ -451,51 +281,45 @@ def _broadcast(
     name: str | None,
     process_set: ProcessSet,
 ) -> int:
-    coordinator = _coordinator(process_set)
+    coordinator = coordinator_of(process_set)
     if root_rank not in coordinator.members:
         raise ValueError(
             f"broadcast received invalid root rank {root_rank} for provided process set (ranks "
             f"{coordinator.members}). HINT: root_rank is the global rank of a member"
         )
-    inputs = _checked("broadcast", [tensor])
+    inputs = checked("broadcast", [tensor])
     results = inputs if output is not None else [torch.empty_like(inputs[0])]
-    root = int(root_rank)
-    request = _request("broadcast", Kind.BROADCAST, inputs, name, process_set, root=root)
-    return _submit(
+    request = new_request(
+        "broadcast", Kind.BROADCAST, inputs, name, process_set, root=int(root_rank)
+    )
+    return submit(
+        coordinator,
         Operation(request, inputs, results),
-        process_set,
-        lambda operation: output if output is not None else _only(operation),
+        first_output if output is None else lambda _: output,
     )
 
 
 def _reducescatter(
-    prefix: str,
     tensors: list[torch.Tensor],
     name: str | None,
     op: Any,
     factors: tuple[float, float],
     process_set: ProcessSet,
-    result: Callable[[Operation], Any],
+    grouped: bool = False,
 ) -> int:
-    _coordinator(process_set)
+    coordinator = coordinator_of(process_set)
+    prefix, result = (
+        ("grouped_reducescatter", all_outputs) if grouped else ("reducescatter", first_output)
+    )
     how = reduce_op(op, None)
-    if how == Adasum:
+    if how is Adasum:
         raise ValueError(
             f"{prefix}: Adasum is not possible. HINT: op=hvd.Average, hvd.Sum, hvd.Min, hvd.Max or "
             "hvd.Product"
         )
-    inputs = [one.contiguous() for one in _checked(prefix, tensors, reduces=True)]
-    request = _request(
-        prefix,
-        Kind.REDUCESCATTER,
-        inputs,
-        name,
-        process_set,
-        op=how,
-        prescale=float(factors[0]),
-        postscale=float(factors[1]),
-    )
-    return _submit(Operation(request, inputs), process_set, result)
+    inputs = [one.contiguous() for one in checked(prefix, tensors, reduces=True)]
+    request = new_request(prefix, Kind.REDUCESCATTER, inputs, name, process_set, how, factors)
+    return submit(coordinator, Operation(request, inputs), result)
 
 
 def _rows_for_ranks(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:

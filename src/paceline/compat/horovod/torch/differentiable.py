@@ -21,12 +21,11 @@ from .async_ops import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter_async,
-    reduce_op,
     reducescatter_async,
-    run,
 )
 from .basics import Average, Sum, rank
 from .compression import Compression
+from .submission import reduce_op, run
 
 Start = Callable[..., int]  # starts the operation on tensors, and returns its handle
 

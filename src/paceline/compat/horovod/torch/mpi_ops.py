@@ -17,10 +17,8 @@ from .async_ops import grouped_allreduce_async as grouped_allreduce_async
 from .async_ops import grouped_allreduce_async_ as grouped_allreduce_async_
 from .async_ops import grouped_reducescatter_async as grouped_reducescatter_async
 from .async_ops import join as join
-from .async_ops import poll as poll
 from .async_ops import reducescatter_async as reducescatter_async
 from .async_ops import sparse_allreduce_async as sparse_allreduce_async
-from .async_ops import synchronize as synchronize
 from .basics import Adasum as Adasum
 from .basics import Average as Average
 from .basics import Max as Max
@@ -62,3 +60,5 @@ from .differentiable import grouped_allreduce as grouped_allreduce
 from .differentiable import grouped_allreduce_ as grouped_allreduce_
 from .differentiable import grouped_reducescatter as grouped_reducescatter
 from .differentiable import reducescatter as reducescatter
+from .submission import poll as poll
+from .submission import synchronize as synchronize

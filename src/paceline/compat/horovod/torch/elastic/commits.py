@@ -32,11 +32,14 @@ class CommitStore:
         folder: The folder of commits.
         attempt: Number of this attempt of the job.
         writes: Whether this rank writes the commits of its node.
+
+    Attributes:
+        number: Number of the last commit.
     """
 
     def __init__(self, folder: Folder, attempt: int, writes: bool) -> None:
         self._folder, self._attempt, self._writes = folder, attempt, writes
-        self._number = 0  # of the last commit
+        self.number = 0
         self._failed = False
 
     @classmethod
@@ -65,7 +68,7 @@ class CommitStore:
             return None
         chosen, source = max(candidates)
         root = -source
-        self._number = chosen[1]
+        self.number = chosen[1]
         problem, tree = "", None
         if rank() == root:
             try:
@@ -76,17 +79,17 @@ class CommitStore:
             raise ValueError(f"{first}. HINT: start the job again; it begins from the first epoch")
         if rank() == 0:
             notify(
-                f"paceline: the training continues from commit {self._number} of attempt "
+                f"paceline: the training continues from commit {self.number} of attempt "
                 f"{chosen[0] + 1}\n"
             )
         return broadcast_tree(tree, root, "elastic.commit")
 
     def write(self, tree: Any) -> None:
         """Write a commit, and remove older ones. A failure is printed; the older one remains."""
-        self._number += 1
+        self.number += 1
         if not self._writes:
             return
-        folder, name = self._folder, f"commit-{self._attempt}-{self._number}.pt"
+        folder, name = self._folder, f"commit-{self._attempt}-{self.number}.pt"
         try:
             with folder.replacing(name) as new, open(new.fd, "wb", closefd=False) as file:
                 write_data(tree, "the state", file)
@@ -96,7 +99,7 @@ class CommitStore:
         except (OSError, RuntimeError, ValueError) as error:
             if not self._failed:
                 notify(
-                    f"paceline: commit {self._number} can't be written to {folder.path} "
+                    f"paceline: commit {self.number} can't be written to {folder.path} "
                     f"({error_reason(error)}): a restart continues from the last one that was "
                     f"written ({counted(len(self._find()), 'commit')})\n"
                 )

@@ -7,6 +7,7 @@ from typing import Any
 from ...common.elastic import State, run_fn
 from ..mpi_ops import init, shutdown, size
 from .commits import CommitStore
+from .returned_nodes import ReturnedNodes
 from .state import TorchState
 
 
@@ -20,14 +21,17 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         func: Training function, whose first argument is the state.
     """
-    loop = run_fn(func, _reset, _may_continue)
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         commits = CommitStore.of_job()
-        if commits is not None and isinstance(state, TorchState) and state.resume(commits):
+        if commits is None or not isinstance(state, TorchState):
+            return run_fn(func, _reset, _may_continue)(state, *args, **kwargs)
+        if state.resume(commits):
             state.on_reset()
-        return loop(state, *args, **kwargs)
+        nodes = ReturnedNodes(commits)
+        with nodes.listening():
+            return run_fn(nodes.leaving(func), _reset, _may_continue)(state, *args, **kwargs)
 
     return wrapper
 
