@@ -4,18 +4,18 @@ Operations are matched by name, in meetings of all ranks (``negotiation``). A ra
 only if it has submitted something, has joined or leaves, and blocks in it until all others have
 come. So ranks that compute use no core for the coordination.
 
-**No deadlock.** A rank that has unfinished operations always comes to the next meeting: at once if
-it has submitted anything since the last one or if the last one made progress, else after the cycle
-time. So a rank that waits in a meeting waits only for ranks that have nothing submitted. These have
-to submit the missing operations, or to join or leave, for the others to continue, and do so
-independently of this thread. In each meeting every rank contributes all that it has submitted, so
-an operation is found ready in the first meeting after the last rank has submitted it, in whatever
-order ranks submit. All ranks then execute the same operations in the same order before the next
-meeting, and no other thread uses the process set's group.
+**No deadlock.** A rank that has unfinished operations always comes to the next meeting, after a few
+cycle times at most; if a thread waits for one of them, at once, or after one cycle time if the last
+meeting made no progress. So a rank that waits in a meeting waits only for ranks that have nothing
+submitted. These have to submit the missing operations, or to join or leave, for the others to
+continue, and do so independently of this thread. In each meeting every rank contributes all that it
+has submitted, so an operation is found ready in the first meeting after the last rank has submitted
+it, in whatever order ranks submit. All ranks then execute the same operations in the same order
+before the next meeting, and no other thread uses the process set's group.
 
 **Who does it.** A thread that waits for an operation runs the meetings itself, so a call that waits
 at once costs no switch between threads. A background thread does so while no thread waits: it first
-collects submissions for the cycle time, so that they are exchanged together.
+collects submissions, so that they are exchanged together.
 """
 
 import os
@@ -35,6 +35,9 @@ from .operation import Operation
 from .requests import Kind, Request
 from .stalls import StallMonitor
 
+# While no thread waits for an operation, the background thread collects submissions until they have
+# so many bytes, or for so many cycle times: a meeting costs as much for one operation as for many.
+EARLY_BYTES, COLLECTED_CYCLES = 4 << 20, 5
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
 
 
@@ -111,6 +114,7 @@ class Coordinator:
         self._work = threading.Condition(self._lock)  # for the background thread
         self._is_meeting = False  # a thread runs a meeting
         self._has_new = False  # submitted since the last meeting began
+        self._new_bytes = 0  # the same, by threads that did not wait for them next
         self._waiting_threads = 0
         self._is_closing = self._is_resting = False
         self._failure: Exception | None = None
@@ -149,6 +153,10 @@ class Coordinator:
             if self._thread is None:
                 self._start_threads()
             if not waits:
+                was_enough = self._new_bytes >= EARLY_BYTES
+                self._new_bytes += sum(one.nbytes for one in operation.inputs)
+                if not was_enough and self._new_bytes >= EARLY_BYTES and not self._is_resting:
+                    self._work.notify()
                 self._wake_thread()
 
     def wait(self, operation: Operation) -> None:
@@ -256,7 +264,7 @@ class Coordinator:
                     if self._is_meeting:
                         self._progress.wait()
                     elif not self._meet_unlocked():
-                        self._await_news(self._progress)
+                        self._await_news()
             finally:
                 self._waiting_threads -= 1
                 if not self._waiting_threads and self._has_business():
@@ -267,14 +275,21 @@ class Coordinator:
         """Run meetings while no thread waits for an operation."""
         with self._lock:
             while not self._is_closing and self._failure is None:
-                if self._is_meeting or self._waiting_threads or not self._has_business():
+                if not self._may_meet():
                     self._is_resting = True
                     self._work.wait()
                     self._is_resting = False
-                    # Operations that are submitted together are exchanged together.
-                    self._work.wait_for(self._is_not_needed, self._settings.cycle_s)
-                elif not self._meet_unlocked():
-                    self._await_news(self._work)
+                    continue
+                # Operations that are submitted together are exchanged together.
+                self._work.wait_for(self._has_collected, COLLECTED_CYCLES * self._settings.cycle_s)
+                if self._may_meet():
+                    self._meet_unlocked()
+
+    def _may_meet(self) -> bool:
+        return not (self._is_meeting or self._is_not_needed()) and self._has_business()
+
+    def _has_collected(self) -> bool:
+        return self._new_bytes >= EARLY_BYTES or self._is_not_needed()
 
     def _is_not_needed(self) -> bool:
         return self._is_closing or self._failure is not None or self._waiting_threads > 0
@@ -282,12 +297,12 @@ class Coordinator:
     def _has_business(self) -> bool:
         return self._negotiator.has_business
 
-    def _await_news(self, condition: threading.Condition) -> None:
+    def _await_news(self) -> None:
         """Wait for a submission, or for the cycle time: ranks wait for different operations.
 
         The lock is held.
         """
-        condition.wait_for(
+        self._progress.wait_for(
             lambda: self._has_new or self._is_closing or self._is_meeting, self._settings.cycle_s
         )
 
@@ -298,6 +313,7 @@ class Coordinator:
         """
         self._is_meeting = True
         self._has_new = False
+        self._new_bytes = 0
         vector = self._negotiator.vector()
         self._lock.release()
         try:
