@@ -1,18 +1,30 @@
 """Horovod's environment variables: values that take effect, and the report of the others."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from paceline.compat.horovod import environment
-from paceline.compat.horovod.environment import OBEYED, WITHOUT_EFFECT, settings, unused_lines
+from paceline.compat.horovod.environment import (
+    OBEYED,
+    WITHOUT_EFFECT,
+    HorovodSettings,
+    settings,
+    unused_lines,
+)
 
 
 def test_defaults_are_those_of_horovod():
     found = settings({})
     assert (found.fusion_bytes, found.cycle_s, found.cache_capacity) == (128 << 20, 0.001, 1024)
     assert (found.stall_check_s, found.stall_shutdown_s, found.timeline) == (60, 0, "")
+
+
+def test_every_field_is_set_by_a_variable():
+    assert {one.field for one in OBEYED.values()} == {one.name for one in fields(HorovodSettings)}
+    assert not OBEYED.keys() & WITHOUT_EFFECT.keys()
 
 
 def test_values_are_read_in_the_units_of_horovod():
@@ -79,5 +91,5 @@ def test_variables_without_effect_are_named_with_their_reason():
 
 def test_page_names_every_variable():
     page = Path(__file__).parents[3] / "docs/reference/horovod.md"
-    named = set(re.findall(r"`(HOROVOD_[A-Z_]+)`", page.read_text()))
+    named = set(re.findall(r"`(HOROVOD_[A-Z0-9_]+)`", page.read_text()))
     assert {*OBEYED, *WITHOUT_EFFECT, environment._STALL_CHECK_DISABLE} <= named

@@ -9,7 +9,7 @@ Horovod reads (HOROVOD_WITH_PYTORCH, ...) are not reported.
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ...record.ring.launcher_messages import notify
@@ -33,10 +33,7 @@ class HorovodSettings:
         timeline: File of the timeline; "": none.
         timeline_cycles: Whether the timeline contains a mark for each cycle.
         fuses_groups: Whether a group of tensors may be exchanged together with other tensors.
-        dynamic_process_sets: Whether process sets may be added after ``init()``.
         log_level: Least severe level of messages that are printed.
-        timeout_s: Seconds after which a collective between processes fails.
-        elastic_timeout_s: Seconds to wait for other ranks after a reset in elastic training.
     """
 
     fusion_bytes: int = 128 << 20
@@ -47,10 +44,7 @@ class HorovodSettings:
     timeline: str = ""
     timeline_cycles: bool = False
     fuses_groups: bool = True
-    dynamic_process_sets: bool = False
     log_level: str = "WARNING"
-    timeout_s: float | None = None
-    elastic_timeout_s: float = 600.0
 
     def prints(self, level: str) -> bool:
         """Return whether messages of ``level`` (of LOG_LEVELS) are printed."""
@@ -129,10 +123,7 @@ OBEYED: dict[str, _Variable] = {
     "HOROVOD_TIMELINE": _Variable("timeline", _file, "a file name", "timeline.json"),
     "HOROVOD_TIMELINE_MARK_CYCLES": _Variable("timeline_cycles", _flag, *_SWITCH),
     "HOROVOD_DISABLE_GROUP_FUSION": _Variable("fuses_groups", _flag_off, *_SWITCH),
-    "HOROVOD_DYNAMIC_PROCESS_SETS": _Variable("dynamic_process_sets", _flag, *_SWITCH),
     "HOROVOD_LOG_LEVEL": _Variable("log_level", _level, f"one of {', '.join(LOG_LEVELS)}", "INFO"),
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": _Variable("timeout_s", _number, "seconds, 0 or more", "30"),
-    "HOROVOD_ELASTIC_TIMEOUT": _Variable("elastic_timeout_s", _number, "seconds, 0 or more", "600"),
 }
 _STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 _DISABLE = _Variable("stall_check_s", _flag, *_SWITCH)
@@ -144,6 +135,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME selects the network interface"
 _MPI = "Paceline does not use MPI"
 _CCL = "Paceline does not use oneCCL"
 _NCCL = "NCCL reads its own NCCL_* variables, and paceline run --settings sets them"
+_ENDED = "ranks that have ended are noticed at once, and hangs by paceline run --hang-timeout"
 _COPIES = "tensors are not copied in batches"
 
 WITHOUT_EFFECT: dict[str, str] = {
@@ -168,6 +160,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_BATCH_D2D_MEMCOPIES": _COPIES,
     "HOROVOD_THREAD_AFFINITY": "paceline run --bind binds the threads of a rank to its cores",
     "HOROVOD_DISABLE_NVTX_RANGES": "no NVTX ranges are written",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": _ENDED,
+    "HOROVOD_ELASTIC_TIMEOUT": _ENDED,
     "HOROVOD_ENABLE_XLA_OPS": "XLA is part of TensorFlow",
     "HOROVOD_LOG_HIDE_TIME": "messages have no time",
     "HOROVOD_LOG_TIMESTAMP": "messages have no time",
@@ -222,6 +217,3 @@ def report_unused() -> None:
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         for line in unused_lines():
             notify(f"paceline: {line}\n")
-
-
-assert {one.field for one in OBEYED.values()} == {one.name for one in fields(HorovodSettings)}

@@ -227,6 +227,12 @@ class Recorder:
     def __call__(self, ready):
         self.ready += [one.name for one, _ in ready]
 
+    def prepare(self, operation):
+        pass
+
+    def follow(self, operation):
+        pass
+
     def begin_wait(self):
         pass
 

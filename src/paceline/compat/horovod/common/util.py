@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..torch import basics
+from ..core import built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -21,23 +21,23 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    return basics.mpi_built()
+    return built.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    return basics.gloo_built()
+    return built.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> int:
-    return basics.nccl_built()
+    return built.nccl_built()
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    return basics.ddl_built()
+    return built.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    return basics.ccl_built()
+    return built.ccl_built()
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

@@ -62,6 +62,12 @@ class Executes(Protocol):
 
     def __call__(self, ready: Sequence[tuple[Request, Operation | None]]) -> None: ...
 
+    def prepare(self, operation: Operation) -> None:
+        """Note that this thread submits an operation."""
+
+    def follow(self, operation: Operation) -> None:
+        """Note that this thread uses the results of an operation next."""
+
     def begin_wait(self) -> None:
         """Note that this thread begins to wait for an operation."""
 
@@ -96,7 +102,7 @@ class Coordinator:
             self._submission_times,
             lambda: self._negotiator.joined,
             self._stop,
-            settings.stall_check_s,
+            settings.stall_check_s if settings.prints("WARNING") else 0.0,
             settings.stall_shutdown_s,
         )
         self._operations: dict[str, Operation] = {}
@@ -123,6 +129,7 @@ class Coordinator:
             HorovodInternalError: A rank has ended or left.
         """
         self._check_process()
+        self._execute.prepare(operation)
         if self.size == 1:
             self._execute_alone(operation)
             return
@@ -155,6 +162,7 @@ class Coordinator:
             self._coordinate_until(lambda: operation.is_done)
         if operation.error is not None:
             raise operation.error
+        self._execute.follow(operation)
 
     def join(self) -> int:
         """Contribute zeros to the other ranks' all-reduces until all have joined.
@@ -175,8 +183,11 @@ class Coordinator:
         assert self._last_joined is not None
         return self._last_joined
 
-    def close(self) -> None:
-        """Tell the other ranks that this rank leaves; their unfinished operations fail."""
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Tell the other ranks that this rank leaves; their unfinished operations fail.
+
+        timeout_s: for ranks that do not come to a meeting.
+        """
         if self._pid != os.getpid() or self.size == 1:
             return
         self._stalls.end()
@@ -184,14 +195,14 @@ class Coordinator:
         with self._lock:
             self._is_closing = True
             self._work.notify_all()
-            is_free = self._progress.wait_for(lambda: not self._is_meeting, LEAVE_TIMEOUT_S)
+            is_free = self._progress.wait_for(lambda: not self._is_meeting, timeout_s)
             if self._failure is not None or not is_free:
                 return
             self._negotiator.wants_leave = True
-            self._meetings.limit(LEAVE_TIMEOUT_S)
+            self._meetings.limit(timeout_s)
             self._meet_unlocked()
         if self._thread is not None:
-            self._thread.join(LEAVE_TIMEOUT_S)
+            self._thread.join(timeout_s)
 
     # Implementation. Where a method says so, the lock is held.
 

@@ -14,6 +14,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .. import timeline
 from . import adasum
+from .device_streams import DeviceStreams
 from .exchange import Exchange
 from .operation import Operation
 from .requests import UNEVEN_KINDS, Kind, ReduceOp, Request
@@ -51,6 +52,7 @@ class Executor:
 
     def __init__(self, exchange: Exchange, fusion_bytes: int, fuses_groups: bool) -> None:
         self.exchange = exchange
+        self._streams = DeviceStreams()
         self.fusion_bytes, self.fuses_groups = fusion_bytes, fuses_groups
 
     def begin_wait(self) -> None:
@@ -59,7 +61,17 @@ class Executor:
     def end_wait(self) -> None:
         self.exchange.end_wait()
 
+    def prepare(self, operation: Operation) -> None:
+        self._streams.note_submission(operation)
+
+    def follow(self, operation: Operation) -> None:
+        self._streams.follow(operation)
+
     def __call__(self, ready: Sequence[Ready]) -> None:
+        with self._streams.exchange([one for _, one in ready if one is not None]):
+            self._execute(ready)
+
+    def _execute(self, ready: Sequence[Ready]) -> None:
         reductions = [one for one in ready if one[0].kind is Kind.ALLREDUCE]
         for bucket in self._buckets(reductions):
             begun_ns = time.monotonic_ns()

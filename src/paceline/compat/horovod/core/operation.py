@@ -19,6 +19,7 @@ class Operation:
         submitted_ns: When the operation was submitted (CLOCK_MONOTONIC).
         is_done: Whether ``outputs`` or ``error`` is set.
         error: Reason why it failed.
+        event: Of a GPU: when the tensors are ready, then when the result is.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class Operation:
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     is_done: bool = False
     error: Exception | None = None
+    event: Any = None
 
     def finish(self, error: Exception | None = None) -> None:
         self.error = error

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from ....world.process_group import attempt_store, join_process_group, leave_pro
 from .. import timeline
 from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
-from .coordinator import Coordinator, agreement
+from .coordinator import LEAVE_TIMEOUT_S, Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
 from .notices import Notices
 from .process_sets import ProcessSet, global_process_set
 
+MIN_LEAVE_TIMEOUT_S = 0.2  # of each process set, if the ranks of another one did not come
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
 
@@ -159,9 +161,10 @@ class HorovodWorld:
     def close(self) -> None:
         """Leave all process sets."""
         if getattr(sys, "last_value", None) is None:  # no uncaught exception
+            deadline = time.monotonic() + LEAVE_TIMEOUT_S
             for one in list(self.sets.values()):
                 if one.coordinator is not None:
-                    one.coordinator.close()
+                    one.coordinator.close(max(deadline - time.monotonic(), MIN_LEAVE_TIMEOUT_S))
         for one in self.sets.values():
             for user in one.users:
                 if user is global_process_set:
@@ -212,9 +215,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         report_unused()
         if values.timeline:
             timeline.start_timeline(values.timeline, values.timeline_cycles)
-    if process_sets is not None and process_sets != "dynamic":
-        for one in process_sets:
+    try:
+        for one in () if process_sets in (None, "dynamic") else process_sets:
             add_process_set(one)
+    except Exception:
+        shutdown()
+        raise
     atexit.unregister(_leave)
     atexit.register(_leave)
 
