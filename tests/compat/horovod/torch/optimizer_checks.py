@@ -648,6 +648,27 @@ def use_before_init_is_refused():
 
 
 @check
+def groups_of_two_optimizers_in_one_backward_pass():
+    one, other = new_model(0), new_model(5)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            sgd(model.parameters()),
+            [(f"{name}.{of}", parameter) for of, parameter in model.named_parameters()],
+            groups=1,
+        )
+        for name, model in (("one", one), ("other", other))
+    ]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(one, step) + loss_of(other, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    same(one, one_process(sgd, steps=3))
+    same(other, one_process(sgd, steps=3, model=new_model(5)))
+
+
+@check
 def transposed_parameters():
     def transposed():
         model = new_model()
