@@ -135,6 +135,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/launch/strangers.py
 	$(BIN)/python benchmarks/launch/step_time.py
 	$(BIN)/python benchmarks/recording/recording_cost.py
+	$(BIN)/python benchmarks/compat/horovod.py
 	$(BIN)/python benchmarks/recording/report_size.py
 	$(BIN)/python benchmarks/recording/top_cost.py
 	$(BIN)/python benchmarks/recording/page_size.py

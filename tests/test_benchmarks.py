@@ -51,6 +51,13 @@ def test_start_time(tmp_path):
     assert len(result["targets"]) == 1
 
 
+def test_horovod(tmp_path):
+    result = result_of("horovod", tmp_path / "horovod.json", "--steps", "2")
+    for model in ("digits", "mlp", "small tensors"):
+        assert {len(one) for one in result["measurements"]["steps_s"][model].values()} == {1}
+    assert len(result["targets"]) == 4
+
+
 def test_layout_time(tmp_path):
     few = ("--ranks", "2", "--width", "64", "--memory-width", "256")
     result = result_of("layout_time", tmp_path / "layouts.json", *few)

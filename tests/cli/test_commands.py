@@ -72,6 +72,7 @@ def test_examples_in_help_have_known_options():
             words = line.split("  ")[0].split()
             words = words[words.index("paceline") + 2 :]
             options = {one for p in COMMANDS[name].params for one in (*p.opts, *p.secondary_opts)}
+            options |= getattr(command, "foreign", {}).get(name, set())
             if "run" in line and name != "run":
                 continue
             script = next((i for i, one in enumerate(words) if one.endswith(".py")), len(words))

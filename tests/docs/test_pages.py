@@ -64,11 +64,14 @@ def test_commands_on_pages_have_known_options(page):
             assert words[0] in command.commands, words
             command = command.commands[words.pop(0)]
         options = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        options |= getattr(command, "foreign", {}).get(command.name, set())
         positional = [one for one in command.params if isinstance(one, TyperArgument)]
         takes_script = any(one.name == "script" for one in positional)
         seen = 0
         for word in words:
-            if word in ("|", ">", "2>", "&&", ";", "done", "--") or (takes_script and seen):
+            if word in ("|", ">", "2>", "&&", ";", "done", "--", "python") or (
+                takes_script and seen
+            ):
                 break
             if word.startswith("-") and word != "-m":
                 assert word.partition("=")[0] in {*options, "--help", "-h"}, (words, word)

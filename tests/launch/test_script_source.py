@@ -67,6 +67,8 @@ def test_local_modules_of_module_are_found(tree, monkeypatch, module):
     ("text", "used"),
     [
         ("import horovod.torch as hvd", True),
+        ("import torch, horovod.torch as hvd", True),
+        ("from importlib import import_module as horovod_import", False),
         ("try:\n    import horovod\nexcept ImportError: pass", True),
         ("from horovod import torch as hvd", True),
         ("import os; os.environ['HOROVOD_RANK']", True),

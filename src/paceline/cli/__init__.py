@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from ..launch.ranks.local_host import ForkedRankServer
 from ..launch.single_node import run_rank_server
@@ -12,6 +13,7 @@ from .common.base import app, exit_on_address_space_limit, in_words
 # isort: off
 from . import (
     run,
+    horovodrun,
     submit,
     convert,
     record,
@@ -33,6 +35,7 @@ __all__ = [
     "check",
     "convert",
     "diagnose",
+    "horovodrun",
     "main",
     "pack",
     "record",
@@ -50,6 +53,8 @@ def main() -> None:
     """Run the ``paceline`` command."""
     _replace_closed_streams()
     warn_of_working_directory()
+    if (name := Path(sys.argv[0]).name) in horovodrun.LINKED:
+        sys.argv.insert(1, name)
     try:
         app()
     except OSError as error:  # standard output can't be written

@@ -15,6 +15,7 @@ from .common.options import (
     Env,
     Fresh,
     HangTimeout,
+    Horovod,
     Hostfile,
     Hosts,
     Json,
@@ -135,6 +136,7 @@ def diagnose(
     smt: Smt = None,
     fresh: Fresh = False,
     hang_timeout: HangTimeout = None,
+    horovod: Horovod = None,
 ) -> None:
     """Find what slows SCRIPT down: run it a few steps at a time, with parts switched off.
 
@@ -161,6 +163,7 @@ def diagnose(
             "--bind": bind,
             "--cpus-per-rank": cpus_per_rank,
             "--hang-timeout": hang_timeout,
+            "--horovod": horovod,
         },
     )
     with exit_on_mistake():

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from ..cluster.horovod_import import VARIABLE, check_choice
 from .common.base import RUN, app, examples, exit_on_mistake
-from .common.options import Args, Module, Script
+from .common.options import Args, Horovod, Module, Script
 from .common.script_options import ScriptCommand
 
 
@@ -34,6 +35,7 @@ def record(
             "--count-flops", help="Count FLOPs and memory traffic of step 10: see paceline run."
         ),
     ] = False,
+    horovod: Horovod = None,
 ) -> None:
     """Run SCRIPT as one rank of another launcher, and record it.
 
@@ -45,4 +47,5 @@ def record(
     with exit_on_mistake():
         if count_flops:
             os.environ["PACELINE_COUNT_FLOPS"] = "1"
+        os.environ[VARIABLE] = check_choice(horovod)
         record_here(folder, {"name": script, "args": args or [], "module": module})

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from ..cluster.horovod_import import check_choice
 from ..launch.guard.request import Action
 from ..launch.job import Job
 from .common.base import RUN, app, examples, exit_on_mistake, in_words
@@ -30,6 +31,7 @@ from .common.options import (
     Exchange,
     Fresh,
     HangTimeout,
+    Horovod,
     Hostfile,
     Hosts,
     Launcher,
@@ -218,6 +220,7 @@ def run(
     until: Until = None,
     make_reference: MakeReference = None,
     seeds: Seeds = None,
+    horovod: Horovod = None,
     exchange: Exchange = None,
     tune_exchange: TuneExchange = None,
     tune_compression: TuneCompression = False,
@@ -255,6 +258,7 @@ def run(
             make_reference = check_reference_options(make_reference, reference, ranks, record)
         elif seeds is not None:
             raise ValueError(SEEDS_WITHOUT_REFERENCE)
+        found_horovod = check_choice(horovod)
         knobs = knobs_of(settings, script, exchange)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(
@@ -281,6 +285,7 @@ def run(
         tuning=tuning,
         stage=sets,
         guard=guard,
+        horovod=found_horovod,
     )
     if make_reference is not None:
         words = options_of(
@@ -291,6 +296,7 @@ def run(
                 "--hang-timeout": hang_timeout,
                 "--settings": settings,
                 "--exchange": exchange,
+                "--horovod": horovod,
                 "--env": env,
                 "--fresh": fresh,
             }

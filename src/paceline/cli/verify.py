@@ -16,6 +16,7 @@ from .common.options import (
     Env,
     Fresh,
     HangTimeout,
+    Horovod,
     Hostfile,
     Hosts,
     Json,
@@ -97,6 +98,7 @@ def verify(
     smt: Smt = None,
     fresh: Fresh = False,
     hang_timeout: HangTimeout = None,
+    horovod: Horovod = None,
     make_reference: MakeReference = None,
     seeds: Seeds = None,
     metric: MetricOption = None,
@@ -128,6 +130,7 @@ def verify(
             "--bind": bind,
             "--cpus-per-rank": cpus_per_rank,
             "--hang-timeout": hang_timeout,
+            "--horovod": horovod,
             "--settings": settings.absolute() if settings is not None else None,
         },
     )

@@ -93,6 +93,22 @@ KNOBS: dict[str, Knob] = {
         Choice(("direct", "doubling", "halving", "ring", "racks", "tree", "sockets")),
         costs="time for messages of other sizes",
     ),
+    "fusion-mb": Knob(
+        "maximum size of tensors that Horovod exchanges together, in MiB",
+        ("exchange-latency", "exchange-bandwidth", "no-overlap"),
+        "paceline horovodrun --fusion-threshold-mb {value}, or HOROVOD_FUSION_THRESHOLD in bytes",
+        "compat.horovod.knobs:fusion_threshold",
+        Range(0, 4096, whole=False),
+        r"\bDistributedOptimizer\(",
+    ),
+    "cycle-ms": Knob(
+        "time in which Horovod collects tensors before it exchanges them, in ms",
+        ("exchange-latency", "exchange-bandwidth", "no-overlap"),
+        "HOROVOD_CYCLE_TIME={value} in the environment",
+        "compat.horovod.knobs:cycle_time",
+        Range(0, 1000, whole=False),
+        r"\bDistributedOptimizer\(",
+    ),
     "nccl-algorithm": Knob(
         "algorithm of NCCL's collectives, instead of the one that NCCL selects",
         ("exchange-bandwidth", "exchange-latency"),

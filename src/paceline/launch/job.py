@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..cluster import horovod_import
 from ..cluster.schedulers import time_limit
 from ..cluster.topology.local_resources import free_memory
 from ..knobs.process import environment
@@ -18,7 +19,7 @@ from ..knobs.registry import VARIABLE
 from ..knobs.tuning import VARIABLE as TUNING
 from ..knobs.tuning import Tuning
 from ..plurals import counted
-from ..security.processes import module_folders
+from ..security.processes import import_folders, module_folders
 from . import requeue
 from .guard.request import GuardRequest
 from .records import job_folder
@@ -71,6 +72,7 @@ class Job:
         show_memory: Number of ranks, and their largest number on a node, for which to predict the
             memory of each layout, and end; or None.
         guard: What holds the loss against a reference, or None.
+        horovod: What ``import horovod`` finds: a value of ``horovod_import``.
         watch: What the ranks send of each step: value of PACELINE_GUARD; "" for nothing.
     """
 
@@ -98,6 +100,7 @@ class Job:
     show_memory: tuple[int, int] | None = None
     guard: GuardRequest | None = None
     watch: str = ""
+    horovod: str = horovod_import.AUTO
 
     @property
     def words(self) -> list[str]:
@@ -155,6 +158,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
     if sys.stderr.isatty():
         found["PACELINE_TTY"] = "1"
         found["PACELINE_WIDTH"] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
+    if job.horovod != horovod_import.AUTO:
+        found[horovod_import.VARIABLE] = job.horovod
     end = requeue.end_time()
     if end is not None:
         found["PACELINE_END_TIME"] = end
@@ -218,6 +223,8 @@ def check(job: Job) -> bytes:
             "HINT: create it, or choose another path"
         )
     path = source_file(job.name, job.module)
+    folders = module_folders(job.name) if job.module else import_folders(str(path.parent))
+    horovod_import.check_installed(job.horovod, folders)
     try:
         source = path.read_bytes()
         compile(source, str(path), "exec")

@@ -20,7 +20,9 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _NAME = re.compile(r"[\w.]+")
-_HOROVOD = re.compile(r"^[^#\n]*\b(?:(?:import|from)[ \t]+horovod\b|HOROVOD_[A-Z])", re.MULTILINE)
+_HOROVOD = re.compile(
+    r"^[^#\n]*\b(?:from[ \t]+horovod\b|import[ \t][^#\n]*\bhorovod\b|HOROVOD_[A-Z])", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,19 @@ def nccl_setting(bandwidth: str, latency: str) -> PredictSaving:
     return gain
 
 
+def horovod_setting(latency: float, bandwidth: float) -> PredictSaving:
+    """Return a function that proposes a setting of Horovod in scripts that use it.
+
+    By what limits the exchange: many small tensors, or an exchange that begins late.
+    """
+
+    def gain(e: Evidence, cause: Cause) -> Saving | None:
+        value = latency if cause.id == "exchange-latency" else bandwidth
+        return Saving(value, None, TRIED) if e.first_facts.get("horovod") else None
+
+    return gain
+
+
 def must_be_tried(e: Evidence, cause: Cause) -> Saving | None:
     return Saving(True, None, TRIED)
 
@@ -312,6 +325,8 @@ GAINS: dict[str, PredictSaving] = {
     "bucket-mb": bucket_size,
     "exchange": paceline_exchange,
     "algorithm": not_proposed,
+    "fusion-mb": horovod_setting(128.0, 32.0),
+    "cycle-ms": horovod_setting(5.0, 0.5),
     "nccl-algorithm": nccl_setting("Ring", "Tree"),
     "nccl-protocol": nccl_setting("Simple", "LL"),
     "nccl-channels": not_proposed,

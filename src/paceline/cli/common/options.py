@@ -230,6 +230,18 @@ Settings = Annotated[
 ]
 
 
+Horovod = Annotated[
+    str | None,
+    typer.Option(
+        "--horovod",
+        help="What import horovod finds in SCRIPT. ours: paceline.compat.horovod, also if Horovod "
+        "is installed. theirs: Horovod, an error if it is not installed. off: what Python finds. "
+        "Default: Horovod if it is installed, otherwise paceline.compat.horovod.",
+        metavar="off|ours|theirs",
+        show_default=False,
+        rich_help_panel=EXCHANGE,
+    ),
+]
 Exchange = Annotated[
     str | None,
     typer.Option(

@@ -173,6 +173,10 @@ class HierarchicalKernel:
         """
         self._kernel.use_socket_reduction(enabled)
 
+    def break_group(self) -> None:
+        """Fail the group on every rank, from another thread than the one that runs a collective."""
+        self._kernel.break_group()
+
     def close(self) -> None:
         """Release the memory and the connections; the other ranks then see this rank as ended."""
         self._failure.close()

@@ -27,6 +27,8 @@ class RankStatus:
         finished_at: When it announced that.
         host_failure: What happened to its host, if that can no longer be reached.
         stops_on_warning: Whether the rank writes a checkpoint and stops when a signal warns it.
+        makes_room: Whether the rank keeps its state in the node's memory and stops when a node has
+            returned.
         stopped_at_step: Step of its checkpoint, if it has stopped before the end.
         exit_overdue: Whether it was killed, and did not end in time.
         left_others: Whether it ended with exit code 0 although other ranks still waited for it.
@@ -45,6 +47,7 @@ class RankStatus:
     finished_at: float | None = None
     host_failure: str = ""
     stops_on_warning: bool = False
+    makes_room: bool = False
     stopped_at_step: int | None = (
         None  # the step of its checkpoint, where it has left before the end
     )
@@ -67,6 +70,8 @@ class RankStatus:
             self.finished_code, self.finished_at = message["finished"], time.monotonic()
         elif "leaves" in message:
             self.stops_on_warning = bool(message["leaves"])
+        elif "makes_room" in message:
+            self.makes_room = bool(message["makes_room"])
         elif "left" in message:
             self.stopped_at_step = int(message["left"])
 

@@ -4,6 +4,7 @@
 processes that the script starts, so a line may contain anything.
 """
 
+import signal
 from typing import Annotated, TypedDict
 
 import msgspec
@@ -14,6 +15,10 @@ from ..guard.rows import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 MAX_PARSED_MESSAGE_BYTES = 1 << 30
+
+# Asks ranks that have sent "makes_room" to keep their state and end, for a node that has returned.
+# Not SIGUSR1: schedulers send that before a job ends, and the state lasts as long as the job.
+MAKE_ROOM_SIGNAL = int(signal.SIGRTMIN) + 8
 
 ExitCode = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -39,6 +44,7 @@ class RankMessage(TypedDict, total=False):
     code: ExitCode
     finished: ExitCode
     leaves: bool
+    makes_room: bool
     ending: bool
     left: Count
     summary: str

@@ -31,6 +31,7 @@ from ..monitor.hang_detector import HangDetector
 from ..monitor.interrupt import EARLY_STOP_TIMEOUT_S, Interrupt, TerminatedError
 from ..monitor.output import RankOutput
 from ..monitor.progress import ProgressReport
+from ..monitor.rank_messages import MAKE_ROOM_SIGNAL
 from ..recovery.shrink import RemainingHosts
 from . import framework_variables, process_groups
 from .host import Host
@@ -259,11 +260,12 @@ class ElasticAgent(SimpleElasticAgent):
         """
         if self.remaining is None or self._returned_hosts or self.early_stop_deadline is not None:
             return
+        makes_room = bool(self.ranks) and all(rank.makes_room for rank in self.ranks)
         self._returned_hosts = self.remaining.announce_returned(
-            self.can_stop_early, self.output.say
+            makes_room or self.can_stop_early, self.output.say
         )
         if self._returned_hosts:
-            self._warn_ranks()
+            self._warn_ranks(MAKE_ROOM_SIGNAL if makes_room else signal.SIGUSR1)
 
     def _use_remaining_hosts(self, remaining: RemainingHosts, spec: WorkerSpec) -> None:
         """Use the remaining hosts for the next attempt, and renumber the ranks."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..monitor.progress import ProgressMonitor, ProgressReport
+from ..monitor.rank_messages import MAKE_ROOM_SIGNAL
 from ..process_signals import signal_name
 from ..records.job_folder import write_attempt
 from .fork_server import MESSAGE_BYTES, RankStart, send_start
@@ -281,11 +282,11 @@ class LocalHost:
 
     def signal(self, rank: int, kind: int) -> None:
         """Signal a rank and the processes that are still in its session, even after its exit.
-        SIGUSR1 and SIGUSR2 go to the rank alone.
+        SIGUSR1, SIGUSR2 and MAKE_ROOM_SIGNAL go to the rank alone.
         """
         if self._pids.get(rank, NO_PID) == NO_PID:
             return
-        group = kind not in (signal.SIGUSR1, signal.SIGUSR2)
+        group = kind not in (signal.SIGUSR1, signal.SIGUSR2, MAKE_ROOM_SIGNAL)
         message = {"signal": self._pids[rank], "kind": int(kind), "group": group}
         # Only the server knows which PIDs still belong to ranks.
         waiting = select.poll()

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from ...cluster.horovod_import import AUTO, VARIABLE, with_horovod
 from ...cluster.rank_identity import (
     RankIdentity,
     job_key,
@@ -126,19 +127,22 @@ def record_here(target: Path, command: dict[str, Any]) -> NoReturn:
             each other.
     """
     from ..job import Job, check
+    from ..script_source import uses_horovod
 
     place = rank_identity(dict(os.environ))
     run = _run_of_launcher(place)
     set_torchrun_variables(place)
     first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0
-    check(Job(**command, record=target if first else None))
+    choice = os.environ.get(VARIABLE, AUTO)
+    job = Job(**command, record=target if first else None, horovod=choice)
+    check(job)
     lock = job_folder.lock_record(target, run, of_this_process=place.rank == 0)
     folder = job_folder.job_folder()
     os.environ.update(PACELINE_ATTACH="1", PACELINE_RECORD=str(folder), PACELINE_RUN=run)
     job_folder.write_destination(folder, target, [command["name"], *command["args"]], run)
     if place.rank == 0:
         lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
-    code = execute(command)
+    code = execute(command, uses_horovod(job))
     detach()
     job_folder.clear(folder)
     job_folder.clear_orphans()
@@ -176,8 +180,10 @@ def _unshare_state(threads: int | None) -> None:
             sys.modules["torch"].set_num_threads(threads)
 
 
-def execute(command: dict[str, Any]) -> int:
+def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     """Run the script or module as ``__main__`` and return its exit code.
+
+    ``horovod``: whether it uses Horovod; None: the launcher has set variables for it then.
 
     An exception is reported to the launcher at once, before other ranks can notice the end of this
     rank and fail in turn.
@@ -209,12 +215,14 @@ def execute(command: dict[str, Any]) -> int:
             from .show_memory import start_showing
 
             survey = start_showing()
+        if horovod is None:
+            horovod = "HOROVOD_RANK" in os.environ
         if command["module"]:
-            sys.path[:] = module_folders(command["name"])
+            sys.path[:] = with_horovod(module_folders(command["name"]), horovod)
             sys.modules["__main__"] = ModuleType("__main__")
             runpy.run_module(command["name"], run_name="__main__", alter_sys=True)
         else:
-            _run_script(command["name"])
+            _run_script(command["name"], horovod)
         if survey is not None:
             survey.script_ended()
     except SystemExit as end:
@@ -237,8 +245,9 @@ def _patch_groups(c10d: ModuleType) -> None:
     check_groups(c10d)
 
 
-def _run_script(path: str) -> None:
-    sys.path[:] = import_folders(os.path.dirname(os.path.abspath(path)))
+def _run_script(path: str, horovod: bool) -> None:
+    folders = import_folders(os.path.dirname(os.path.abspath(path)))
+    sys.path[:] = with_horovod(folders, horovod)
     main_module = ModuleType("__main__")
     main_module.__file__ = path
     main_module.__dict__["__builtins__"] = __builtins__

@@ -13,7 +13,7 @@ FORWARDED_NAMES = (
 )
 FORWARDED_PREFIXES = (
     *("PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "NCCL_"),
-    *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_"),
+    *("GLOO_", "UCX_", "FI_", "CONDA_", "LC_", "HF_", "TF_", "JAX_", "XLA_", "PBS_", "HOROVOD_"),
 )
 # What the loader and Python read before any program of ours runs.
 INTERPRETER_PREFIXES = ("LD_LIBRARY_PATH", "PYTHON")

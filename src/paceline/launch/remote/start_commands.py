@@ -5,6 +5,7 @@ output), or one process on each of several nodes (srun, mpirun ...: the agents c
 launcher). Each agent gets all cores and GPUs of its node; Paceline binds the ranks, not the tool.
 """
 
+import os
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,9 @@ SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
 )
+
+
+SSH_OPTIONS = "PACELINE_SSH_OPTIONS"  # environment variable: further options, of the user
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class LaunchTool:
 
 
 def _ssh(hosts: list[str], agent: list[str]) -> list[str]:
-    return [*SSH, *hosts, "exec " + shlex.join(agent)]
+    own = shlex.split(os.environ.get(SSH_OPTIONS, ""))
+    return [*SSH, *own, *hosts, "exec " + shlex.join(agent)]
 
 
 def _blaunch(hosts: list[str], agent: list[str]) -> list[str]:

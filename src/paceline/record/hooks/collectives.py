@@ -227,6 +227,46 @@ class RecordedGroup(dist.ProcessGroup):
         in_flight.end_wait(end, end, in_flight.in_background)
         _finish_unrecorded(check)
 
+    def note_exchange(
+        self, op: Op, amount: int, launched: int, end: int, peer: int = NO_PEER
+    ) -> CollectiveInFlight | None:
+        """Record a collective that a thread beside the training ran below this group for it.
+
+        Waits of the training thread for it are recorded by ``CollectiveInFlight.end_wait``.
+
+        Args:
+            launched: When this rank was ready for it (ns).
+
+        Returns:
+            The ended collective; None if it is not recorded.
+        """
+        self._seq += 1
+        if not self._group or COLLECTIVES_HOOK in failed_hooks:
+            return None
+        try:
+            place = (amount, self._seq, self._group, int(op), peer)
+            in_flight = CollectiveInFlight(self._recorder, launched, launched, 0, *place)
+            self._count_launch(in_flight)
+            in_flight.finish(end)
+            return in_flight
+        except Exception as error:
+            report_failure(COLLECTIVES_HOOK, error)
+        return None
+
+    def trains_here(self) -> bool:
+        """Return whether the calling thread is the one that trains."""
+        return not is_in_background(self._recorder)
+
+    def begin_next_wait(self, op: Op, start: int) -> bool:
+        """Note that the calling thread begins to wait for the next collective.
+
+        Return whether it trains: then its wait is recorded.
+        """
+        trains = self.trains_here()
+        if trains and self._group:
+            self._recorder.begin(BLOCKED[False], start, self._seq + 1, self._group, int(op))
+        return trains
+
     def note_launch(
         self,
         work: dist.Work,

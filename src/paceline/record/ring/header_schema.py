@@ -229,6 +229,7 @@ class RecordHeader(TypedDict):
     device: NotRequired[str]
     devices: NotRequired[str]
     exchange: NotRequired[str]
+    horovod: NotRequired[str]
     groups: NotRequired[dict[GroupNumber, GroupMember]]
     # of sharded models, by number in the events
     blocks: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_BLOCKS)]]

@@ -1,0 +1,7 @@
+"""Horovod's interface: scripts that import Horovod run unchanged on Paceline's exchange.
+
+``torch`` has the names of ``horovod.torch``, ``common`` those of ``horovod.common``. Both are built
+on ``core``, which knows no framework: torch is its transport, and tensors are buffers.
+"""
+
+__version__ = "0.28.1"  # of Horovod, whose interface this is

@@ -1,0 +1,75 @@
+"""The names of ``horovod.common.util`` that scripts use."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..core import built
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether there is an interface for a framework: only for "torch"."""
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether collectives of a framework run on GPUs."""
+    return ext_base_name == "torch" and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    return built.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    return built.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> int:
+    return built.nccl_built()
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    return built.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    return built.ccl_built()
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    """Return the items in consecutive parts, the first of which have at most one more."""
+    most, more = divmod(len(items), parts)
+    ends = [most * (n + 1) + min(n + 1, more) for n in range(parts)]
+    return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def is_iterable(value: object) -> bool:
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+@contextmanager
+def env(**values: str | None) -> Iterator[None]:
+    """Set environment variables for the body of a ``with`` statement. None: leave it as it is."""
+    given = {name: value for name, value in values.items() if value is not None}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

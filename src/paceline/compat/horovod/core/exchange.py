@@ -1,0 +1,310 @@
+"""The transport: blocking collectives of one process set, by torch.distributed.
+
+Tensors are buffers here: contiguous, without gradients. With one rank nothing is exchanged.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....comm.group_device import exchangeable
+from ....comm.members.exchange_objects import all_gather_objects
+from ....comm.shared_memory_group import SharedMemoryGroup
+from ....record.hooks.collective_in_flight import CollectiveInFlight
+from ....record.hooks.collectives import RecordedGroup
+from ....record.ring.recorder import now
+from ....record.ring.states import Op
+from .negotiation import Message
+from .requests import ReduceOp
+
+_OPS = {
+    ReduceOp.AVERAGE: dist.ReduceOp.AVG,
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+# Newer versions of torch have other names for them, and warn about these.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Exchange:
+    """The collectives of one process set.
+
+    Collectives of CPU tensors are recorded as of the training, whichever thread runs them: launched
+    when this rank was ready for them. Those of GPU tensors are recorded as any others.
+
+    Args:
+        group: Process group of torch.distributed; None for a set of one rank.
+        rank: Index of this rank among ``members``.
+        members: Global ranks.
+
+    Attributes:
+        launched_ns: When this rank was ready for the next collective (CLOCK_MONOTONIC); 0 if it has
+            joined.
+    """
+
+    def __init__(self, group: Any, rank: int, members: Sequence[int]) -> None:
+        self.group, self.rank, self.members = group, rank, list(members)
+        self.size = len(self.members)
+        self.launched_ns = 0
+        self._plain = unrecorded(group)
+        self._waits = RecordedWaits(group) if isinstance(group, RecordedGroup) else None
+
+    def begin_wait(self) -> None:
+        """Note that this thread begins to wait for an operation."""
+        if self._waits is not None:
+            self._waits.begin()
+
+    def end_wait(self) -> None:
+        """Note that this thread has waited."""
+        if self._waits is not None:
+            self._waits.end()
+
+    def divides(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``all_reduce`` supports AVERAGE for this tensor."""
+        if not tensor.is_floating_point():
+            return False
+        if tensor.device.type != "cpu":
+            return True
+        return self.size == 1 or isinstance(self._plain, SharedMemoryGroup)
+
+    def barrier(self) -> None:
+        """Record a barrier: that all ranks have submitted it is all that it does."""
+        self._run(Op.BARRIER, None, 0, lambda _: None)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        """Reduce in place."""
+        if self.size > 1:
+            self._run(
+                Op.ALL_REDUCE,
+                tensor,
+                tensor.nbytes,
+                lambda group: all_reduce(group, tensor, _OPS[op]),
+            )
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of each rank. All ranks have as many."""
+        if self.size == 1:
+            return [list(numbers)]
+        own = exchangeable(torch.tensor(numbers, dtype=torch.int64), self.group)
+        rows = own.new_empty(self.size * len(own))
+        _all_gather(rows, own, group=self._plain)
+        return [list(map(int, row)) for row in rows.view(self.size, -1).tolist()]
+
+    def all_gather(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Return the tensors of all ranks, concatenated.
+
+        rows: of each rank, in the first dimension.
+        """
+        if self.size == 1:
+            return tensor.clone()
+        most, shape = max(rows), tensor.shape[1:]
+        padded = tensor
+        if rows[self.rank] < most:
+            padded = tensor.new_zeros((most, *shape))
+            padded[: rows[self.rank]] = tensor
+        gathered = tensor.new_empty((self.size * most, *shape))
+        self._run(
+            Op.ALL_GATHER,
+            tensor,
+            gathered.nbytes,
+            lambda group: (
+                gathered.numel() and _all_gather(as_bytes(gathered), as_bytes(padded), group=group)
+            ),
+        )
+        if min(rows) == most:
+            return gathered
+        each = gathered.view(self.size, most, *shape)
+        return torch.cat([each[at, :count] for at, count in enumerate(rows)])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace the tensor by that of the global rank ``root``."""
+        if self.size > 1:
+            index = self.members.index(root)
+            self._run(
+                Op.BROADCAST,
+                tensor,
+                tensor.nbytes,
+                lambda group: (
+                    tensor.numel()
+                    and dist.broadcast(as_bytes(tensor), group=group, group_src=index)
+                ),
+                index,
+            )
+
+    def all_to_all(
+        self, tensor: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Send rows of the tensor to each rank; return the received rows, in rank order."""
+        sent = tensor[: sum(sent_rows)].contiguous()
+        if self.size == 1:
+            return sent.clone()
+        received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
+        self._run(
+            Op.ALL_TO_ALL,
+            tensor,
+            sent.nbytes,
+            lambda group: dist.all_to_all_single(
+                received, sent, list(received_rows), list(sent_rows), group=group
+            ),
+        )
+        return received
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """Reduce, and return this rank's rows; the first ranks have one more if it is uneven."""
+        if self.size == 1:
+            return tensor.clone()
+        most, more = divmod(tensor.shape[0], self.size)
+        counts = [most + (rank < more) for rank in range(self.size)]
+        longest = most + bool(more)
+        padded = tensor
+        if more:
+            padded = tensor.new_zeros((self.size, longest, *tensor.shape[1:]))
+            for part, rows in zip(padded, tensor.split(counts), strict=True):
+                part[: len(rows)] = rows
+        own = tensor.new_empty((longest, *tensor.shape[1:]))
+        self._run(
+            Op.REDUCE_SCATTER,
+            tensor,
+            tensor.nbytes,
+            lambda group: (
+                own.numel()
+                and _reduce_scatter(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
+            ),
+        )
+        return own[: counts[self.rank]]
+
+    def swap(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
+        """Exchange equally large tensors with a rank of the set (an index); return its tensor."""
+        received, other = torch.empty_like(tensor), self.members[peer]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, other, self.group),
+                dist.P2POp(dist.irecv, received, other, self.group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return received
+
+    def _run(
+        self,
+        op: Op,
+        tensor: torch.Tensor | None,
+        amount: int,
+        call: Callable[[Any], Any],
+        peer: int = -1,
+    ) -> None:
+        """Call a function with the process group, and record it as a collective.
+
+        Args:
+            tensor: One of its tensors.
+            amount: Its bytes.
+            peer: Index of the root.
+        """
+        if self._waits is None or (tensor is not None and tensor.device.type != "cpu"):
+            call(self.group)
+            return
+        call(self._plain)
+        self._waits.note(op, amount, self.launched_ns, peer)
+
+
+class RecordedWaits:
+    """Waits of the training thread for operations, in terms of the collectives that they needed."""
+
+    def __init__(self, group: RecordedGroup) -> None:
+        self._group = group
+        self._since: int | None = None  # start of the wait of the training thread
+        self._ended: list[tuple[CollectiveInFlight, int]] = []  # meanwhile, with their ends
+
+    def begin(self) -> None:
+        start = now()
+        if self._group.begin_next_wait(Op.ALL_REDUCE, start):
+            self._ended.clear()
+            self._since = start
+
+    def note(self, op: Op, amount: int, launched: int, peer: int) -> None:
+        """Record a collective that has just ended, in any thread."""
+        end = now()
+        # a rank that has joined is ready for all collectives of the others
+        launched = launched or self._since or end
+        in_flight = self._group.note_exchange(op, amount, launched, end, peer)
+        if in_flight is not None and self._since is not None:
+            self._ended.append((in_flight, end))
+
+    def end(self) -> None:
+        """Record the wait of the training thread, if this is its end.
+
+        It is recorded by the training thread, whose core time is read with it.
+        """
+        start = self._since
+        if start is None or not self._group.trains_here():
+            return
+        self._since = None
+        ended, self._ended = self._ended, []
+        for at, (in_flight, end) in enumerate(ended):
+            end = now() if at == len(ended) - 1 else end
+            in_flight.end_wait(start, end, in_background=False)
+            start = end
+
+
+class GroupMeetings:
+    """Meetings by collectives of the process set's group, which are not recorded."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = unrecorded(group)
+        self._bytes = bytearray()
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+
+    def minimum(self, vector: bytearray) -> None:
+        if len(vector) != len(self._bytes):
+            self._bytes = bytearray(len(vector))
+            self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        self._bytes[:] = vector
+        sent = exchangeable(self._tensor, self._group)
+        all_reduce(self._group, sent, dist.ReduceOp.MIN)
+        if sent is not self._tensor:
+            self._tensor.copy_(sent)
+        vector[:] = self._bytes
+
+    def gather(self, message: Message) -> list[Message]:
+        return all_gather_objects(message, Message, self._group)
+
+    def limit(self, seconds: float) -> None:
+        if isinstance(self._group, SharedMemoryGroup):
+            self._group.timeout = seconds
+
+    def abort(self) -> None:
+        break_group = getattr(getattr(self._group, "kernel", None), "break_group", None)
+        if break_group is not None:  # the other kernels and gloo can't be interrupted
+            break_group()
+
+
+def all_reduce(group: Any, tensor: torch.Tensor, op: Any) -> None:
+    """All-reduce in place, without what dist.all_reduce does in addition, and wait."""
+    work = group.allreduce([tensor], _all_reduce_options(op))
+    if work is not None:
+        work.wait()
+
+
+@functools.cache
+def _all_reduce_options(op: Any) -> Any:
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = False
+    return options
+
+
+def unrecorded(group: Any) -> Any:
+    """Return the group below the recording of collectives."""
+    return group.inner if isinstance(group, RecordedGroup) else group
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a contiguous tensor as bytes, so that every dtype can be copied."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Command lines of horovodrun and ddlrun, translated into those of ``paceline run``."""

@@ -1,0 +1,348 @@
+"""Synchronous operations of ``horovod.torch.mpi_ops``; those with results have gradients.
+
+The gradient of a result with respect to each rank's tensor follows Horovod's convention: ranks
+average their losses, except in an all-reduce with Sum.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..core.process_sets import ProcessSet, global_process_set
+from .async_ops import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    reducescatter_async,
+)
+from .basics import Average, Sum, rank
+from .compression import Compression
+from .submission import reduce_op, run
+
+Start = Callable[..., int]  # starts the operation on tensors, and returns its handle
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """All-reduce of tensors; the gradients are all-reduced in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Start, op: Any, factors: Any, process_set: Any, *own: Any) -> Any:
+        ctx.arguments = (op, *factors, process_set)
+        return _results(lambda: start(*own))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        own = [one.contiguous() for one in gradients]
+        reduced = run(lambda: grouped_allreduce_async(own, None, None, *ctx.arguments))
+        return (None, None, None, None, *reduced)
+
+
+class HorovodAllgather(torch.autograd.Function):
+    """Concatenation of tensors; a rank's gradient is its part of the ranks' average."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Start, process_set: Any, *own: Any) -> Any:
+        results = _results(lambda: start(*own))
+        ctx.process_set = process_set
+        ctx.rows = [len(one) for one in own]
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        own = [one.contiguous() for one in gradients]
+        reduced = run(lambda: grouped_allreduce_async(own, op=Average, process_set=ctx.process_set))
+        counts = allgather(torch.tensor([ctx.rows]), process_set=ctx.process_set)
+        starts = counts[: ctx.process_set.rank()].sum(0).tolist()
+        parts = [
+            one.narrow(0, start, rows)
+            for one, start, rows in zip(reduced, starts, ctx.rows, strict=True)
+        ]
+        return (None, None, *parts)
+
+
+class HorovodBroadcast(torch.autograd.Function):
+    """Broadcast; the root's gradient is the ranks' average, and zero on other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, root_rank: Any, name: Any, process_set: Any) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return run(lambda: broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        reduced = run(
+            lambda: allreduce_async(gradient.contiguous(), op=Average, process_set=ctx.process_set)
+        )
+        if rank() != ctx.root_rank:
+            reduced.zero_()
+        return reduced, None, None, None
+
+
+class HorovodAlltoall(torch.autograd.Function):
+    """Exchange of rows; the gradients of the rows go back to where the rows came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
+        received, received_splits = run(lambda: alltoall_async(tensor, splits, name, process_set))
+        ctx.process_set, ctx.received_splits, ctx.rows = process_set, received_splits, len(tensor)
+        if splits is None:
+            return received
+        ctx.mark_non_differentiable(received_splits)
+        return received, received_splits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *unused: Any) -> Any:
+        sent, _ = run(
+            lambda: alltoall_async(
+                gradient.contiguous(), ctx.received_splits, process_set=ctx.process_set
+            )
+        )
+        if len(sent) < ctx.rows:  # rows that were sent to no rank
+            rest = sent.new_zeros((ctx.rows - len(sent), *sent.shape[1:]))
+            sent = torch.cat([sent, rest])
+        return sent, None, None, None
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """Reduce-scatter of tensors; their gradients are concatenated, and times the ranks for Sum."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Start, op: Any, factors: Any, process_set: Any, *own: Any) -> Any:
+        ctx.process_set, ctx.factor = process_set, factors[0] * factors[1]
+        if reduce_op(op, None) == Sum:
+            ctx.factor *= process_set.size()
+        return _results(lambda: start(*own))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        own = [(one * ctx.factor).contiguous() for one in gradients]
+        gathered = run(lambda: grouped_allgather_async(own, process_set=ctx.process_set))
+        return (None, None, None, None, *gathered)
+
+
+def _results(start: Callable[[], int]) -> Any:
+    """Return the results of an operation, as a tuple."""
+    found = run(start)
+    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
+
+
+def _run(
+    function: Any, start: Start, arguments: tuple[Any, ...], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Run an operation; through autograd if a tensor needs a gradient."""
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        return list(function.apply(start, *arguments, *tensors))
+    return list(_results(lambda: start(*tensors)))
+
+
+def _decompressed_all(
+    compression: Any, results: Sequence[torch.Tensor], pairs: Sequence[tuple[torch.Tensor, Any]]
+) -> list[torch.Tensor]:
+    contexts = [ctx for _, ctx in pairs]
+    return list(map(compression.decompress, results, contexts))
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensor reduced over all ranks, by default their average.
+
+    Args:
+        average: Deprecated: use ``op``.
+        name: Name that is the same on all ranks.
+        compression: hvd.Compression.none or hvd.Compression.fp16.
+        op: hvd.Average, Sum, Min, Max, Product or Adasum.
+        prescale_factor, postscale_factor: Factors before and after the reduction.
+
+    Raises:
+        ValueError: The tensor can't be reduced, or this rank is not in the process set.
+        HorovodInternalError: Ranks disagree about the operation, or a rank has ended.
+    """
+    compressed, ctx = compression.compress(tensor)
+    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+
+    def start(own: torch.Tensor) -> int:
+        how, factors, members = arguments
+        return allreduce_async(own, None, name, how, *factors, members)
+
+    (reduced,) = _run(HorovodAllreduce, start, arguments, [compressed])
+    result: torch.Tensor = compression.decompress(reduced, ctx)
+    return result
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks in place, and return it."""
+    reduced: torch.Tensor = run(
+        lambda: allreduce_async_(
+            tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        )
+    )
+    return reduced
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return tensors reduced over all ranks, which are exchanged together."""
+    pairs = [compression.compress(one) for one in tensors]
+    arguments = (reduce_op(op, average), (prescale_factor, postscale_factor), process_set)
+
+    def start(*own: torch.Tensor) -> int:
+        how, factors, members = arguments
+        return grouped_allreduce_async(own, None, name, how, *factors, members)
+
+    reduced = _run(HorovodAllreduce, start, arguments, [one for one, _ in pairs])
+    return _decompressed_all(compression, reduced, pairs)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce tensors over all ranks in place, together, and return them."""
+    reduced: list[torch.Tensor] = run(
+        lambda: grouped_allreduce_async_(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
+    )
+    return reduced
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the ranks' tensors concatenated; they may differ in the first dimension."""
+    (gathered,) = _run(
+        HorovodAllgather,
+        lambda own: allgather_async(own, name, process_set),
+        (process_set,),
+        [tensor],
+    )
+    return gathered
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return each tensor concatenated over all ranks; they are exchanged together."""
+
+    def start(*own: torch.Tensor) -> int:
+        return grouped_allgather_async(own, name, process_set)
+
+    return _run(HorovodAllgather, start, (process_set,), tensors)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensor of the global rank ``root_rank``."""
+    function: Any = HorovodBroadcast
+    received: torch.Tensor = function.apply(tensor, root_rank, name, process_set)
+    return received
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Replace the tensor by that of the global rank ``root_rank``, and return it."""
+    received: torch.Tensor = run(lambda: broadcast_async_(tensor, root_rank, name, process_set))
+    return received
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows of the tensor to each rank, and return the received rows in rank order.
+
+    With ``splits`` (rows for each rank) also return how many rows came from each rank.
+    """
+    function: Any = HorovodAlltoall
+    return function.apply(tensor, splits, name, process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's part (of the first dimension) of the tensor reduced over all ranks."""
+    compressed, ctx = compression.compress(tensor)
+    factors = (prescale_factor, postscale_factor)
+
+    def start(own: torch.Tensor) -> int:
+        return reducescatter_async(own, name, op, process_set, *factors)
+
+    (part,) = _run(HorovodReducescatter, start, (op, factors, process_set), [compressed])
+    result: torch.Tensor = compression.decompress(part, ctx)
+    return result
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return this rank's part of each tensor reduced over all ranks, exchanged together."""
+    pairs = [compression.compress(one) for one in tensors]
+    factors = (prescale_factor, postscale_factor)
+
+    def start(*own: torch.Tensor) -> int:
+        return grouped_reducescatter_async(own, name, op, process_set, *factors)
+
+    own = [one for one, _ in pairs]
+    parts = _run(HorovodReducescatter, start, (op, factors, process_set), own)
+    return _decompressed_all(compression, parts, pairs)

@@ -1,0 +1,334 @@
+"""Averaging of gradients while the backward pass computes them.
+
+A hook on each parameter submits its gradient as soon as it is accumulated, so that the exchange
+overlaps with the rest of the backward pass. ``synchronize`` waits for the results. Ranks agree on a
+gradient by its name, so they may submit in different orders.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ....record.hooks.phases import UncopiedHook
+from .functions import broadcast_object
+from .mpi_ops import (
+    Average,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
+from .named_parameters import parameters_of, split_evenly
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How gradients are exchanged: the arguments of DistributedOptimizer.
+
+    Attributes:
+        compression: Class with ``compress`` and ``decompress``.
+        op: Average, Sum, Min, Max, Product or Adasum.
+        predivide_factor: The part of the average's division that is done before the sum.
+        groups: Number of groups whose gradients are reduced together, or the groups.
+        sparse_as_dense: Whether sparse gradients are made dense first.
+        process_set: The ranks that take part.
+    """
+
+    compression: Any
+    op: Any
+    predivide_factor: float
+    groups: int | list[list[torch.Tensor]]
+    sparse_as_dense: bool
+    process_set: Any
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The factors before and after the sum."""
+        if self.op != Average or self.predivide_factor == 1.0:
+            return {}
+        return {
+            "prescale_factor": 1.0 / self.predivide_factor,
+            "postscale_factor": self.predivide_factor,
+        }
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A parameter with a hook.
+
+    Attributes:
+        passes_left: Backward passes until its gradient is submitted.
+        group: Number of its group, or None.
+        is_sent: Whether its gradient is submitted, and not yet taken back.
+        is_sparse: Whether its gradient was sparse.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    passes_left: int
+    group: int | None
+    hook: Any = None
+    is_sent: bool = False
+    is_sparse: bool = False
+
+
+@dataclass(eq=False)
+class _Sent:
+    """Gradients that were submitted together.
+
+    Attributes:
+        handle: Of the asynchronous collective.
+        grads: The gradients; ``versions``: how often each had been changed; empty for a sparse one.
+        contexts: What decompression needs.
+    """
+
+    watched: list[_Watched]
+    handle: Any
+    grads: list[torch.Tensor]
+    contexts: list[Any]
+    versions: list[int]
+
+
+class GradientExchange:
+    """The gradients of one optimizer, from the backward pass to the step.
+
+    Attributes:
+        is_active: Whether this rank exchanges gradients with others.
+        passes: Backward passes before a gradient is submitted.
+        has_gradients: Whether a backward pass has run since the last ``synchronize``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[torch.Tensor, str],
+        passes: int,
+        options: ExchangeOptions,
+        is_enabled: bool = True,
+    ) -> None:
+        self.optimizer, self.options, self.passes = optimizer, options, passes
+        process_set = options.process_set
+        self.is_active = is_enabled and bool(process_set.included()) and process_set.size() > 1
+        self.has_gradients = False
+        self._names = names
+        # By the parameter's identity: hashing a tensor takes longer.
+        self._watched: dict[int, _Watched] = {}
+        self._sent: list[_Sent] = []
+        self._group_of: dict[int, int] = {}
+        self._group_sizes: list[int] = []
+        self._ready: dict[int, list[_Watched]] = {}  # of each group: with a complete gradient
+        self._shared = {"op": options.op, "process_set": process_set, **options.scales}
+        if self.is_active:
+            self._make_groups()
+            self.watch_parameters()
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = passes
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was submitted and not taken back; the next backward pass is the first."""
+        for sent in self._sent:
+            with contextlib.suppress(RuntimeError):  # of an exchange that has failed
+                synchronize(sent.handle)
+        self._sent, self._ready, self.has_gradients = [], {}, False
+        for one in self._watched.values():
+            one.passes_left, one.is_sent = self.passes, False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.forget()
+        for one in self._watched.values():
+            one.hook.remove()
+        self._watched, self.is_active = {}, False
+
+    def watch_parameters(self) -> None:
+        """Put hooks on parameters that have none: new ones, and those that were frozen before."""
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                if id(parameter) in self._watched or not parameter.requires_grad:
+                    continue
+                name = self._names.get(parameter, f"allreduce.noname.{i}.{j}")
+                number = self._group_of.get(id(parameter))
+                one = _Watched(parameter, name, self.passes, number)
+                hook = UncopiedHook(partial(self._on_gradient, one))
+                one.hook = parameter.register_post_accumulate_grad_hook(hook)
+                self._watched[id(parameter)] = one
+
+    def synchronize(self) -> None:
+        """Submit the gradients that are not yet, and wait until all are reduced.
+
+        A parameter without a gradient on this rank takes part with zeros, because other ranks may
+        have one.
+
+        Raises:
+            RuntimeError: A gradient was changed after it was submitted.
+        """
+        if not self.is_active:
+            return
+        try:
+            self.watch_parameters()
+            self._submit_rest()
+            received = [(sent, synchronize(sent.handle)) for sent in self._sent]
+            self._sent = []
+            for sent, found in received:
+                self._take_back(sent, found)
+        finally:
+            self.forget()
+
+    def _make_groups(self) -> None:
+        groups = self.options.groups
+        if isinstance(groups, int):
+            trained = [one for one in parameters_of(self.optimizer) if one.requires_grad]
+            if not groups or not trained:
+                return
+            # The order of rank 0 holds for all ranks, so that groups are the same.
+            by_name = {self._names[one]: one for one in trained}
+            process_set = self.options.process_set
+            root = process_set.ranks[0] if process_set.ranks else 0
+            order = broadcast_object(
+                list(by_name), root, name="optimizer.groups", process_set=process_set
+            )
+            if set(order) != by_name.keys():
+                raise ValueError(
+                    "groups: the ranks train different parameters; only on rank "
+                    f"{root} or on this rank: {', '.join(sorted(set(order) ^ by_name.keys()))}. "
+                    "HINT: freeze the same parameters on every rank"
+                )
+            groups = split_evenly([by_name[name] for name in order], groups)
+        members = {id(one) for one in parameters_of(self.optimizer) if one.requires_grad}
+        for number, group in enumerate(groups):
+            trained = [one for one in group if id(one) in members]
+            self._group_of |= {id(one): number for one in trained}
+            self._group_sizes.append(len(trained))
+
+    def _on_gradient(self, one: _Watched, *_: Any) -> None:
+        if one.passes_left <= 0:
+            raise AssertionError(
+                f"Gradients were computed more than backward_passes_per_step ({self.passes}) times "
+                f"before call to step(), the first of parameter {one.name}. HINT: increase "
+                "backward_passes_per_step to accumulate gradients locally"
+            )
+        one.passes_left -= 1
+        self.has_gradients = True
+        if one.passes_left:
+            return
+        if one.group is None:
+            self._submit(one)
+            return
+        ready = self._ready.setdefault(one.group, [])
+        ready.append(one)
+        if len(ready) == self._group_sizes[one.group]:
+            self._submit_group(ready)
+
+    def _submit_rest(self) -> None:
+        """Submit the gradients of parameters whose hooks have not run often enough."""
+        groups: dict[int, list[_Watched]] = {}
+        for one in self._watched.values():
+            if one.is_sent or not one.parameter.requires_grad:
+                continue
+            if one.parameter.grad is None:
+                one.parameter.grad = _no_gradient(one)
+            if one.group is None:
+                self._submit(one)
+            else:
+                groups.setdefault(one.group, []).append(one)
+        for group in groups.values():
+            self._submit_group(group)
+
+    def _submit(self, one: _Watched) -> None:
+        grad = self._grad_of(one)
+        if one.is_sparse:
+            self._submit_sparse(one, grad)
+            return
+        # .data has a version counter of its own, so that changes by the script can be told apart.
+        tensor, context = self.options.compression.compress(_packed(grad.data))
+        handle = allreduce_async_(tensor, name=one.name, **self._shared)
+        one.is_sent = True
+        self._sent.append(_Sent([one], handle, [grad], [context], [grad._version]))
+
+    def _submit_group(self, group: list[_Watched]) -> None:
+        # In an order that is the same on all ranks, and not that of the backward pass.
+        group = sorted(group, key=lambda one: one.name)
+        dense, grads = [], []
+        for one in group:
+            grad = self._grad_of(one)
+            if one.is_sparse:
+                self._submit_sparse(one, grad)
+            else:
+                dense.append(one)
+                grads.append(grad)
+        if not dense:
+            return
+        pairs = [self.options.compression.compress(_packed(grad.data)) for grad in grads]
+        tensors, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+        handle = grouped_allreduce_async_(tensors, name=f"group.{dense[0].name}", **self._shared)
+        for one in dense:
+            one.is_sent = True
+        self._sent.append(_Sent(dense, handle, grads, contexts, [grad._version for grad in grads]))
+
+    def _submit_sparse(self, one: _Watched, grad: torch.Tensor) -> None:
+        options = self.options
+        handle = sparse_allreduce_async(
+            grad, name=one.name, op=options.op, process_set=options.process_set
+        )
+        one.is_sent = True
+        self._sent.append(_Sent([one], handle, [grad], [None], []))
+
+    def _grad_of(self, one: _Watched) -> torch.Tensor:
+        """Return the gradient of a parameter, made dense if that is asked for."""
+        grad = one.parameter.grad
+        assert grad is not None
+        if grad.layout is torch.strided:
+            return grad
+        if self.options.sparse_as_dense:
+            one.parameter.grad = grad.to_dense()
+            return one.parameter.grad
+        one.is_sparse = True
+        return grad
+
+    def _take_back(self, sent: _Sent, found: Any) -> None:
+        if not sent.versions:
+            sent.watched[0].parameter.grad = found
+            return
+        outputs = found if isinstance(found, list | tuple) else [found]
+        for one, grad, version, output, context in zip(
+            sent.watched, sent.grads, sent.versions, outputs, sent.contexts, strict=True
+        ):
+            if one.parameter.grad is not grad or grad._version != version:
+                raise RuntimeError(
+                    f"the gradient of {one.name} was changed between backward() and step(), while "
+                    "it was exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ "
+                    "or scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
+                    "optimizer.zero_grad() before backward()"
+                )
+            result = self.options.compression.decompress(output, context)
+            if result.data_ptr() != grad.data_ptr() or result.dtype != grad.dtype:
+                grad.data.copy_(result)
+
+
+def _no_gradient(one: _Watched) -> torch.Tensor:
+    """Return the gradient with which a parameter takes part that has none."""
+    data = one.parameter.detach()
+    if not one.is_sparse:
+        return torch.zeros_like(data)
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=data.device),
+        data.new_empty((0, *data.shape[1:])),
+        data.shape,
+        check_invariants=True,
+    )
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as one piece of memory: itself, or a copy."""
+    if tensor.is_contiguous():
+        return tensor
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == dims and tensor.is_contiguous(memory_format=layout):
+            return tensor
+    return tensor.contiguous()
