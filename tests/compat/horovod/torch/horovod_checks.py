@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-_process_sets: dict[tuple[int, ...], Any] = {}
 _checks: dict[str, Callable[[], None]] = {}
 
 
@@ -26,14 +25,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def process_set_of(members: list[int]) -> Any:
-    """Return the process set of these ranks, which is created once."""
+    """Return the process set of these ranks, which is created once in a job."""
     import paceline.compat.horovod.torch as hvd
 
     if members == list(range(hvd.size())):
         return hvd.global_process_set
-    if tuple(members) not in _process_sets:
-        _process_sets[tuple(members)] = hvd.add_process_set(members)
-    return _process_sets[tuple(members)]
+    from paceline.compat.horovod.common.process_sets import process_sets
+
+    found = next((one for one in process_sets() if one.ranks == members), None)
+    return found or hvd.add_process_set(members)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from horovod_checks import check, main, process_set_of
 from torch import nn
 
 import paceline.compat.horovod.torch as hvd
+from paceline.compat.horovod.torch import gradient_exchange
 
 SAMPLES = 24  # of the global batch; a multiple of all numbers of ranks
 
@@ -576,6 +577,95 @@ def channels_last_gradients():
     train(alone, sgd(alone.parameters()), False)
     train(model, hvd.DistributedOptimizer(sgd(model.parameters())), True)
     same(model, alone)
+
+
+@check
+def exchange_begins_during_the_backward_pass():
+    submitted = []
+    original = gradient_exchange.allreduce_async_
+
+    def submit(tensor, **options):
+        submitted.append(options["name"])
+        return original(tensor, **options)
+
+    model = new_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    gradient_exchange.allreduce_async_ = submit
+    try:
+        seen = []
+        model[0].weight.register_hook(lambda _: seen.extend(submitted))
+        loss_of(model, 0).backward()
+    finally:
+        gradient_exchange.allreduce_async_ = original
+    if hvd.size() > 1:
+        assert {"4.weight", "4.bias", "2.weight", "2.bias"} <= set(seen)
+        assert set(submitted) == {name for name, _ in model.named_parameters()}
+    optimizer.step()
+
+
+@check
+def ranks_with_fewer_batches_join():
+    model, alone = new_model(), new_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    of_one = sgd(alone.parameters())
+    for step in range(hvd.rank() + 1):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    last = hvd.join()
+    assert last == hvd.size() - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    for step in range(hvd.size()):
+        of_one.zero_grad()
+        inputs, labels = batch(step)
+        for rank in range(step, hvd.size()):  # ranks that have joined contribute zeros
+            each = inputs[rank :: hvd.size()], labels[rank :: hvd.size()]
+            ((alone(each[0]) - each[1]).square().mean() / hvd.size()).backward()
+        of_one.step()
+    same(model, alone)
+
+
+@check
+def sparse_gradients_in_groups():
+    alone, model = Words(), Words()
+    train_words(alone, torch.optim.SGD(alone.parameters(), lr=0.5), of_rank=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=1)
+    train_words(model, optimizer, of_rank=True)
+    same(model, alone)
+
+
+@check
+def use_before_init_is_refused():
+    hvd.shutdown()
+    try:
+        model = new_model()
+        with pytest.raises(ValueError, match=r"hvd\.init\(\)"):
+            hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    finally:
+        hvd.init()
+    same(all_ranks(sgd)[0], one_process(sgd))
+
+
+@check
+def groups_of_two_optimizers_in_one_backward_pass():
+    one, other = new_model(0), new_model(5)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            sgd(model.parameters()),
+            [(f"{name}.{of}", parameter) for of, parameter in model.named_parameters()],
+            groups=1,
+        )
+        for name, model in (("one", one), ("other", other))
+    ]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(one, step) + loss_of(other, step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    same(one, one_process(sgd, steps=3))
+    same(other, one_process(sgd, steps=3, model=new_model(5)))
 
 
 @check

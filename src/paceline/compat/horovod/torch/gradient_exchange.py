@@ -6,7 +6,7 @@ gradient by its name, so they may submit in different orders.
 """
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,21 +56,41 @@ class ExchangeOptions:
         }
 
 
-@dataclass
+@dataclass(eq=False)
+class _Watched:
+    """A parameter with a hook.
+
+    Attributes:
+        passes_left: Backward passes until its gradient is submitted.
+        group: Number of its group, or None.
+        is_sent: Whether its gradient is submitted, and not yet taken back.
+        is_sparse: Whether its gradient was sparse.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    passes_left: int
+    group: int | None
+    hook: Any = None
+    is_sent: bool = False
+    is_sparse: bool = False
+
+
+@dataclass(eq=False)
 class _Sent:
-    """Gradients that were submitted together, and are not yet taken back.
+    """Gradients that were submitted together.
 
     Attributes:
         handle: Of the asynchronous collective.
-        grads: The gradients; ``versions``: how often each had been changed.
+        grads: The gradients; ``versions``: how often each had been changed; empty for a sparse one.
         contexts: What decompression needs.
     """
 
-    parameters: list[torch.Tensor]
+    watched: list[_Watched]
     handle: Any
     grads: list[torch.Tensor]
     contexts: list[Any]
-    versions: list[int] = field(default_factory=list)
+    versions: list[int]
 
 
 class GradientExchange:
@@ -79,6 +99,7 @@ class GradientExchange:
     Attributes:
         is_active: Whether this rank exchanges gradients with others.
         passes: Backward passes before a gradient is submitted.
+        has_gradients: Whether a backward pass has run since the last ``synchronize``.
     """
 
     def __init__(
@@ -89,26 +110,21 @@ class GradientExchange:
         options: ExchangeOptions,
         is_enabled: bool = True,
     ) -> None:
-        self.optimizer, self.names, self.options = optimizer, names, options
-        self.passes = passes
+        self.optimizer, self.options, self.passes = optimizer, options, passes
         process_set = options.process_set
         self.is_active = is_enabled and bool(process_set.included()) and process_set.size() > 1
-        self._hooks: dict[torch.Tensor, Any] = {}
-        self._passes_left: dict[torch.Tensor, int] = {}
-        self._touched: set[torch.Tensor] = set()  # with a gradient since the last synchronize
+        self.has_gradients = False
+        self._names = names
+        # By the parameter's identity: hashing a tensor takes longer.
+        self._watched: dict[int, _Watched] = {}
         self._sent: list[_Sent] = []
-        self._was_sparse: set[torch.Tensor] = set()
-        self._groups: list[list[torch.Tensor]] = []
-        self._group_of: dict[torch.Tensor, int] = {}
-        self._ready: dict[int, int] = {}  # parameters of each group whose gradients are complete
+        self._group_of: dict[int, int] = {}
+        self._group_sizes: list[int] = []
+        self._ready: dict[int, list[_Watched]] = {}  # of each group: with a complete gradient
+        self._shared = {"op": options.op, "process_set": process_set, **options.scales}
         if self.is_active:
             self._make_groups()
             self.watch_parameters()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a backward pass has run since the last ``synchronize``."""
-        return bool(self._touched)
 
     def set_passes(self, passes: int) -> None:
         self.passes = passes
@@ -119,26 +135,29 @@ class GradientExchange:
         for sent in self._sent:
             with contextlib.suppress(RuntimeError):  # of an exchange that has failed
                 synchronize(sent.handle)
-        self._sent, self._touched, self._ready = [], set(), {}
-        self._passes_left = dict.fromkeys(self._passes_left, self.passes)
+        self._sent, self._ready, self.has_gradients = [], {}, False
+        for one in self._watched.values():
+            one.passes_left, one.is_sent = self.passes, False
 
     def close(self) -> None:
         """Remove the hooks."""
         self.forget()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self.is_active = {}, False
+        for one in self._watched.values():
+            one.hook.remove()
+        self._watched, self.is_active = {}, False
 
     def watch_parameters(self) -> None:
         """Put hooks on parameters that have none: new ones, and those that were frozen before."""
         for i, group in enumerate(self.optimizer.param_groups):
             for j, parameter in enumerate(group["params"]):
-                if parameter in self._hooks or not parameter.requires_grad:
+                if id(parameter) in self._watched or not parameter.requires_grad:
                     continue
-                self.names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
-                self._passes_left[parameter] = self.passes
-                hook = UncopiedHook(partial(self._on_gradient, parameter))
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+                name = self._names.get(parameter, f"allreduce.noname.{i}.{j}")
+                number = self._group_of.get(id(parameter))
+                one = _Watched(parameter, name, self.passes, number)
+                hook = UncopiedHook(partial(self._on_gradient, one))
+                one.hook = parameter.register_post_accumulate_grad_hook(hook)
+                self._watched[id(parameter)] = one
 
     def synchronize(self) -> None:
         """Submit the gradients that are not yet, and wait until all are reduced.
@@ -154,9 +173,10 @@ class GradientExchange:
         try:
             self.watch_parameters()
             self._submit_rest()
-            for sent, found in [(sent, synchronize(sent.handle)) for sent in self._sent]:
-                self._take_back(sent, found)
+            received = [(sent, synchronize(sent.handle)) for sent in self._sent]
             self._sent = []
+            for sent, found in received:
+                self._take_back(sent, found)
         finally:
             self.forget()
 
@@ -167,7 +187,7 @@ class GradientExchange:
             if not groups or not trained:
                 return
             # The order of rank 0 holds for all ranks, so that groups are the same.
-            by_name = {self.names[one]: one for one in trained}
+            by_name = {self._names[one]: one for one in trained}
             process_set = self.options.process_set
             root = process_set.ranks[0] if process_set.ranks else 0
             order = broadcast_object(
@@ -180,120 +200,134 @@ class GradientExchange:
                     "HINT: freeze the same parameters on every rank"
                 )
             groups = split_evenly([by_name[name] for name in order], groups)
-        members = set(parameters_of(self.optimizer))
-        self._groups = [
-            [one for one in group if one in members and one.requires_grad] for group in groups
-        ]
-        self._group_of = {one: i for i, group in enumerate(self._groups) for one in group}
+        members = {id(one) for one in parameters_of(self.optimizer) if one.requires_grad}
+        for number, group in enumerate(groups):
+            trained = [one for one in group if id(one) in members]
+            self._group_of |= {id(one): number for one in trained}
+            self._group_sizes.append(len(trained))
 
-    def _on_gradient(self, parameter: torch.Tensor, *_: Any) -> None:
-        if self._passes_left[parameter] <= 0:
+    def _on_gradient(self, one: _Watched, *_: Any) -> None:
+        if one.passes_left <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step ({self.passes}) times "
-                f"before call to step(), the first of parameter {self.names[parameter]}. HINT: "
-                "increase backward_passes_per_step to accumulate gradients locally"
+                f"before call to step(), the first of parameter {one.name}. HINT: increase "
+                "backward_passes_per_step to accumulate gradients locally"
             )
-        self._passes_left[parameter] -= 1
-        self._touched.add(parameter)
-        if self._passes_left[parameter]:
+        one.passes_left -= 1
+        self.has_gradients = True
+        if one.passes_left:
             return
-        group = self._group_of.get(parameter)
-        if group is None:
-            self._submit([parameter])
+        if one.group is None:
+            self._submit(one)
             return
-        self._ready[group] = self._ready.get(group, 0) + 1
-        if self._ready[group] == len(self._groups[group]):
-            self._submit(self._groups[group], group)
+        ready = self._ready.setdefault(one.group, [])
+        ready.append(one)
+        if len(ready) == self._group_sizes[one.group]:
+            self._submit_group(ready)
 
     def _submit_rest(self) -> None:
         """Submit the gradients of parameters whose hooks have not run often enough."""
-        done = {id(one) for sent in self._sent for one in sent.parameters}
-        rest = [one for one in self._hooks if one.requires_grad and id(one) not in done]
-        groups: dict[int, list[torch.Tensor]] = {}
-        for parameter in rest:
-            if parameter.grad is None:
-                parameter.grad = self._no_gradient(parameter)
-            group = self._group_of.get(parameter)
-            if group is None:
-                self._submit([parameter])
+        groups: dict[int, list[_Watched]] = {}
+        for one in self._watched.values():
+            if one.is_sent or not one.parameter.requires_grad:
+                continue
+            if one.parameter.grad is None:
+                one.parameter.grad = _no_gradient(one)
+            if one.group is None:
+                self._submit(one)
             else:
-                groups.setdefault(group, []).append(parameter)
-        for group, parameters in groups.items():
-            self._submit(parameters, group)
+                groups.setdefault(one.group, []).append(one)
+        for group in groups.values():
+            self._submit_group(group)
 
-    def _no_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._was_sparse:
-            return torch.zeros_like(parameter, requires_grad=False)
-        data = parameter.detach()
-        return torch.sparse_coo_tensor(
-            torch.empty((1, 0), dtype=torch.int64, device=data.device),
-            data.new_empty((0, *data.shape[1:])),
-            data.shape,
-            check_invariants=True,
-        )
+    def _submit(self, one: _Watched) -> None:
+        grad = self._grad_of(one)
+        if one.is_sparse:
+            self._submit_sparse(one, grad)
+            return
+        # .data has a version counter of its own, so that changes by the script can be told apart.
+        tensor, context = self.options.compression.compress(_packed(grad.data))
+        handle = allreduce_async_(tensor, name=one.name, **self._shared)
+        one.is_sent = True
+        self._sent.append(_Sent([one], handle, [grad], [context], [grad._version]))
 
-    def _submit(self, parameters: list[torch.Tensor], group: int | None = None) -> None:
-        dense = []
-        for parameter in parameters:
-            if self._grad(parameter).layout is torch.strided:
-                dense.append(parameter)
+    def _submit_group(self, group: list[_Watched]) -> None:
+        # In an order that is the same on all ranks, and not that of the backward pass.
+        group = sorted(group, key=lambda one: one.name)
+        dense, grads = [], []
+        for one in group:
+            grad = self._grad_of(one)
+            if one.is_sparse:
+                self._submit_sparse(one, grad)
             else:
-                self._submit_sparse(parameter)
+                dense.append(one)
+                grads.append(grad)
         if not dense:
             return
-        options, grads = self.options, [self._grad(one) for one in dense]
-        # .data has a version counter of its own, so that changes by the script can be told apart.
-        pairs = [options.compression.compress(_packed(grad.data)) for grad in grads]
-        tensors = [tensor for tensor, _ in pairs]
-        shared: dict[str, Any] = {
-            "op": options.op, "process_set": options.process_set, **options.scales,
-        }  # fmt: skip
-        if group is None:
-            handle = allreduce_async_(tensors[0], name=self.names[dense[0]], **shared)
-        else:
-            handle = grouped_allreduce_async_(tensors, name=f"gradients.group.{group}", **shared)
-        contexts, versions = [context for _, context in pairs], [grad._version for grad in grads]
-        self._sent.append(_Sent(dense, handle, grads, contexts, versions))
+        pairs = [self.options.compression.compress(_packed(grad.data)) for grad in grads]
+        tensors, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
+        handle = grouped_allreduce_async_(tensors, name=f"group.{dense[0].name}", **self._shared)
+        for one in dense:
+            one.is_sent = True
+        self._sent.append(_Sent(dense, handle, grads, contexts, [grad._version for grad in grads]))
 
-    def _grad(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of a parameter, made dense if that is asked for."""
-        grad = parameter.grad
-        assert grad is not None
-        if grad.layout is not torch.strided and self.options.sparse_as_dense:
-            grad = parameter.grad = grad.to_dense()
-        return grad
-
-    def _submit_sparse(self, parameter: torch.Tensor) -> None:
-        grad = self._grad(parameter)
-        self._was_sparse.add(parameter)
+    def _submit_sparse(self, one: _Watched, grad: torch.Tensor) -> None:
         options = self.options
         handle = sparse_allreduce_async(
-            grad, name=self.names[parameter], op=options.op, process_set=options.process_set
+            grad, name=one.name, op=options.op, process_set=options.process_set
         )
-        self._sent.append(_Sent([parameter], handle, [grad], [None]))
+        one.is_sent = True
+        self._sent.append(_Sent([one], handle, [grad], [None], []))
+
+    def _grad_of(self, one: _Watched) -> torch.Tensor:
+        """Return the gradient of a parameter, made dense if that is asked for."""
+        grad = one.parameter.grad
+        assert grad is not None
+        if grad.layout is torch.strided:
+            return grad
+        if self.options.sparse_as_dense:
+            one.parameter.grad = grad.to_dense()
+            return one.parameter.grad
+        one.is_sparse = True
+        return grad
 
     def _take_back(self, sent: _Sent, found: Any) -> None:
         if not sent.versions:
-            sent.parameters[0].grad = found
+            sent.watched[0].parameter.grad = found
             return
         outputs = found if isinstance(found, list | tuple) else [found]
-        for parameter, grad, version, output, context in zip(
-            sent.parameters, sent.grads, sent.versions, outputs, sent.contexts, strict=True
+        for one, grad, version, output, context in zip(
+            sent.watched, sent.grads, sent.versions, outputs, sent.contexts, strict=True
         ):
-            if parameter.grad is not grad or grad._version != version:
+            if one.parameter.grad is not grad or grad._version != version:
                 raise RuntimeError(
-                    f"the gradient of {self.names[parameter]} was changed between backward() and "
-                    "step(), while it was exchanged. HINT: call optimizer.synchronize() before "
-                    "clip_grad_norm_ or scaler.unscale_, and step in 'with "
-                    "optimizer.skip_synchronize():'; call optimizer.zero_grad() before backward()"
+                    f"the gradient of {one.name} was changed between backward() and step(), while "
+                    "it was exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ "
+                    "or scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
+                    "optimizer.zero_grad() before backward()"
                 )
             result = self.options.compression.decompress(output, context)
             if result.data_ptr() != grad.data_ptr() or result.dtype != grad.dtype:
                 grad.data.copy_(result)
 
 
+def _no_gradient(one: _Watched) -> torch.Tensor:
+    """Return the gradient with which a parameter takes part that has none."""
+    data = one.parameter.detach()
+    if not one.is_sparse:
+        return torch.zeros_like(data)
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=data.device),
+        data.new_empty((0, *data.shape[1:])),
+        data.shape,
+        check_invariants=True,
+    )
+
+
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one piece of memory: itself, or a copy."""
+    if tensor.is_contiguous():
+        return tensor
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if tensor.dim() == dims and tensor.is_contiguous(memory_format=layout):
             return tensor
