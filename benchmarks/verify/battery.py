@@ -11,16 +11,15 @@ kept out while rules are made (kept_out/README.md).
     python benchmarks/verify/battery.py --facts folder             keep the facts of each case
     python benchmarks/verify/battery.py --facts folder --again     judge them with other rules
     python benchmarks/verify/battery.py --half kept-out            once, to publish the figures
+    python benchmarks/verify/battery.py --half all --jobs 8 --until-minutes 9
 """
 
 import argparse
 import contextlib
 import json
-import os
+import math
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from case_runs import Commands, results
 from cases import HALVES, SCRIPTS, Planted, path_of, planted, right_scripts, strip
 from kept_facts import answer_of
 from rich.table import Table
@@ -38,14 +38,19 @@ from verdict import SCRIPT, Case, figures, line_of, read_answer
 sys.path.append(str(Path(__file__).parents[1]))
 from common import BENCHMARKS, BIN, console, machine, run
 
+ALL = "all"  # both halves
 RIGHT = "right"  # the kind of right scripts in --kinds
 TIMEOUT_S = 600
+PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "verify"
 FACTS = Path(__file__).parent / "kept_facts.py"
+MEASURED = 0.85  # target: wrong scripts with exit code 1
 NAMED = 0.95  # target: mistakes named with their lines
 
 
 def chosen(half: str, seed: int) -> list[Planted | str]:
     """Return all cases of a half in random order: each kind once before any kind is there again."""
+    if half == ALL:
+        return [one for each in HALVES for one in chosen(each, seed)]
     draw = random.Random(seed)
     by_kind: dict[str, list[Planted | str]] = {}
     for one in planted(half):
@@ -69,13 +74,25 @@ def name_of(one: Planted | str) -> str:
     return one if isinstance(one, str) else one.name
 
 
-def examine(one: Planted | str, args: argparse.Namespace) -> Case:
+def longest_first(cases: list[Planted | str]) -> list[Planted | str]:
+    """Sort cases by the seconds that they took when figures were published; unknown ones first."""
+    seconds: dict[str, float] = {}
+    for path in sorted(PUBLISHED.glob("battery-*.json")):
+        seconds |= {one["name"]: one["seconds"] for one in json.loads(path.read_text())["cases"]}
+    return sorted(cases, key=lambda one: seconds.get(name_of(one), math.inf), reverse=True)
+
+
+def examine(one: Planted | str, args: argparse.Namespace, commands: Commands) -> Case:
     """Verify a script.
 
     Args:
         one: A planted mistake, or the name of a right script.
         args: The options: ``options`` of ``paceline verify``; ``keep``, the folder in which the
             case's folder is kept; ``facts`` and ``again``.
+        commands: Runs the command.
+
+    Raises:
+        CutOffError: The time of all cases was over.
     """
     keep = args.keep
     if isinstance(one, str):
@@ -97,7 +114,7 @@ def examine(one: Planted | str, args: argparse.Namespace) -> Case:
             code, output, seconds = answer_of(file)
             answer: tuple[int | None, str, str] = (code, output, "")
         else:
-            answer = outcome([*command, SCRIPT, *words], folder)
+            answer = commands.outcome([*command, SCRIPT, *words], folder, TIMEOUT_S)
             seconds = time.monotonic() - start
         case.seconds = round(seconds, 1)
         if keep:
@@ -126,40 +143,6 @@ def work_folder(name: str, keep: Path | None) -> Iterator[Path]:
             yield Path(temporary)
 
 
-def outcome(command: list[str], folder: Path) -> tuple[int | None, str, str]:
-    """Run a command in a folder; return its exit code (None: it was ended), output and errors."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    code: int | None = None
-    try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        output, errors = end(process)
-    except BaseException:
-        end(process)
-        raise
-    return code, output, errors
-
-
-def end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a command, gently first, so that it ends its ranks."""
-    process.send_signal(signal.SIGINT)
-    try:
-        return process.communicate(timeout=20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()
-
-
 def write(args: argparse.Namespace, facts: dict[str, Any], cases: list[Case]) -> None:
     """Write the results; called after each case, so that a failure loses only the last one."""
     args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +161,7 @@ def write(args: argparse.Namespace, facts: dict[str, Any], cases: list[Case]) ->
                 **asdict(case),
                 "named": case.named,
                 "placed": case.placed,
+                "is_wrong": case.is_wrong,
                 "accusations": case.accusations,
                 "questions": case.questions,
             }
@@ -193,7 +177,7 @@ def resumed(path: Path) -> dict[str, Case]:
     """Return the cases in a file that had an answer, by name."""
     told = json.loads(path.read_text())["cases"] if path.exists() else []
     fields = Case.__dataclass_fields__
-    cases = [Case(**{key: one[key] for key in fields}) for one in told]
+    cases = [Case(**{key: one[key] for key in fields if key in one}) for one in told]
     return {case.name: case for case in cases if case.ended}
 
 
@@ -219,6 +203,11 @@ def report(args: argparse.Namespace, cases: list[Case]) -> None:
     for heading in ("", "measured", "of", "95 % interval", "target"):
         table.add_column(heading, justify="right" if heading else "left")
     rows = (
+        ("right script with exit code 1", "exit_right", "0"),
+        ("wrong script with exit code 1", "exit_wrong", f">= {100 * MEASURED:.0f} %"),
+        ("exit code 1 and named", "exit_named", ""),
+        ("exit code 1 and named, its line first", "exit_placed", ""),
+        ("no verdict (exit code 2)", "no_verdict", ""),
         ("mistake named", "named", f">= {100 * NAMED:.0f} %"),
         ("named, its line first", "placed", f">= {100 * NAMED:.0f} %"),
         ("named, its line anywhere", "placed_below", ""),
@@ -236,6 +225,8 @@ def report(args: argparse.Namespace, cases: list[Case]) -> None:
         f"Seconds of a verification: median {found['seconds_median']}, at most "
         f"{found['seconds_most']}.\nJSON: {args.json}"
     )
+    if found["right_with_exit_1"]:
+        console.print(f"Right scripts with exit code 1: {', '.join(found['right_with_exit_1'])}")
 
 
 def add(table: Table, text: str, one: dict[str, Any], target: str) -> None:
@@ -248,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--half", choices=list(HALVES), default="open")
+    parser.add_argument("--half", choices=[*HALVES, ALL], default="open")
     parser.add_argument("--cases", type=int, help="at most; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
     parser.add_argument("--kinds", help=f"only these, with commas; {RIGHT}: right scripts")
@@ -259,6 +250,8 @@ def main() -> None:
     parser.add_argument("--facts", type=Path, help="keep the facts of each case in it")
     parser.add_argument("--again", action="store_true", help="judge the facts in --facts, if any")
     parser.add_argument("--json", type=Path, help="default: benchmarks/out/battery-HALF.json")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once, each on its own cores")
+    parser.add_argument("--until-minutes", type=float, default=math.inf, help="end all cases then")
     parser.add_argument("--options", default="", help="further options of paceline verify")
     args = parser.parse_args()
     args.json = args.json or BENCHMARKS / "out" / f"battery-{args.half}.json"
@@ -267,18 +260,25 @@ def main() -> None:
         print("\n".join(name_of(one) for one in todo))
         return
     known = resumed(args.json) if args.resume else {}
-    facts, cases = machine(), []
-    for number, one in enumerate(todo, 1):
-        case = known.get(name_of(one)) or examine(one, args)
+    facts = machine()
+    cases = [known[name_of(one)] for one in todo if name_of(one) in known]
+    rest = [one for one in todo if name_of(one) not in known]
+    if args.jobs > 1:
+        rest = longest_first(rest)
+    commands = Commands(args.until_minutes)
+    for case in results(lambda one: examine(one, args, commands), rest, args.jobs, commands):
         cases.append(case)
         console.print(
-            f"{number:3}/{len(todo)} {line_of(case)}",
+            f"{len(cases):3}/{len(todo)} {line_of(case)}",
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
         write(args, facts, cases)
     report(args, cases)
+    if len(cases) < len(todo):
+        left = len(todo) - len(cases)
+        console.print(f"{left} of {len(todo)} cases did not run. HINT: --resume runs them")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.report.terminal.verification.findings import as_json
+from paceline.report.verdict.of_verification import exit_code
 from paceline.study.script_runs.script_runs import ScriptRequest
 from paceline.study.verify.verify import run_verification
 
@@ -25,7 +26,7 @@ def answer_of(file: Path) -> tuple[int, str, float]:
     runs: VerifyRuns = pickle.loads(file.read_bytes())
     found = (runs, *judge(runs))
     text = json.dumps(as_json(found), indent=1)
-    return int(any(not one.is_question for one in found[1])), text, runs.seconds
+    return exit_code(found), text, runs.seconds
 
 
 def main() -> None:

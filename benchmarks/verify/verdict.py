@@ -14,7 +14,7 @@ from rates import rate
 
 NEAR = 1  # a named line may be off by this many lines, as statements may have several
 SCRIPT = "train.py"  # name of each script while it is verified
-MISTAKE = "mistake"  # certainty of a finding that accuses
+NO_VERDICT = 2  # exit code of an answer without a verdict: nothing could be compared
 
 
 @dataclass
@@ -28,7 +28,8 @@ class Case:
         true: Further ids that are true of the script.
         lines: Numbers of the lines to blame.
         ranks: Number of ranks.
-        found: Findings: mistake, certainty, lines.
+        found: Findings: mistake, nature, is_wrong, lines.
+        code: Exit code of the command; None if it was ended.
         ended: Whether the command ended with an answer.
         seconds: Wall time of the command.
         output: End of what it printed where there is no answer.
@@ -41,9 +42,15 @@ class Case:
     lines: list[int] = field(default_factory=list)
     ranks: int = 2
     found: list[dict[str, Any]] = field(default_factory=list)
+    code: int | None = None
     ended: bool = False
     seconds: float = 0.0
     output: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the answer is that the script does not train what one process does."""
+        return self.ended and self.code == 1
 
     @property
     def naming(self) -> list[dict[str, Any]]:
@@ -80,7 +87,7 @@ class Case:
             {
                 one["mistake"]
                 for one in self.found
-                if one["certainty"] == MISTAKE and one["mistake"] not in allowed
+                if one["is_wrong"] and one["mistake"] not in allowed
             }
         )
 
@@ -91,19 +98,21 @@ class Case:
             {
                 one["mistake"]
                 for one in self.found
-                if one["certainty"] != MISTAKE and one["mistake"] not in self.names
+                if not one["is_wrong"] and one["mistake"] not in self.names
             }
         )
 
 
 def read_answer(case: Case, code: int | None, output: str, errors: str) -> None:
     """Fill in a case from the command's exit code (None: it was ended), output and errors."""
+    case.code = code
     try:
         findings = json.loads(output)["findings"]
         case.found = [
-            {key: one[key] for key in ("mistake", "certainty", "lines")} for one in findings
+            {key: one[key] for key in ("mistake", "nature", "is_wrong", "lines")}
+            for one in findings
         ]
-        case.ended = code in (0, 1)
+        case.ended = code in (0, 1, NO_VERDICT)
     except (ValueError, KeyError, TypeError):
         case.ended = False
     if not case.ended:
@@ -117,6 +126,12 @@ def figures(cases: list[Case]) -> dict[str, Any]:
     right = [case for case in cases if not case.kind]
     times = [case.seconds for case in cases if case.ended]
     return {
+        "exit_right": rate([case.is_wrong for case in right]),
+        "exit_wrong": rate([case.is_wrong for case in wrong]),
+        "exit_named": rate([case.is_wrong and case.named for case in wrong]),
+        "exit_placed": rate([case.is_wrong and case.placed for case in wrong]),
+        "no_verdict": rate([case.ended and case.code == NO_VERDICT for case in cases]),
+        "right_with_exit_1": sorted(case.name for case in right if case.is_wrong),
         "named": rate([case.named for case in wrong]),
         "placed": rate([case.placed for case in wrong]),
         "placed_below": rate([case.placed_below for case in wrong]),
@@ -128,6 +143,7 @@ def figures(cases: list[Case]) -> dict[str, Any]:
         "seconds_most": round(max(times), 1) if times else None,
         "kinds": {
             kind: {
+                "exit_wrong": rate([case.is_wrong for case in wrong if case.kind == kind]),
                 "named": rate([case.named for case in wrong if case.kind == kind]),
                 "placed": rate([case.placed for case in wrong if case.kind == kind]),
             }
@@ -139,9 +155,9 @@ def figures(cases: list[Case]) -> dict[str, Any]:
 def line_of(case: Case) -> str:
     """Return the result of a case in one line."""
     if not case.ended:
-        return f"--   {case.name}: no answer: {case.output[-300:]}"
+        return f"--   {case.code} {case.name}: no answer: {case.output[-300:]}"
     found = ", ".join(
-        f"{one['mistake']}{'' if one['certainty'] == MISTAKE else '?'} {' '.join(one['lines'][:2])}"
+        f"{one['mistake']}{'' if one['is_wrong'] else '?'} {' '.join(one['lines'][:2])}"
         for one in case.found
     )
     if not case.kind:
@@ -150,4 +166,5 @@ def line_of(case: Case) -> str:
         sign = "ok" if case.placed else "line" if case.named else "no"
     more = f"; wrongly accused: {', '.join(case.accusations)}" if case.accusations else ""
     lines = f" (lines {', '.join(map(str, case.lines))})" if case.lines else ""
-    return f"{sign:4} {case.name}{lines}: {found or 'nothing'}{more} [{case.seconds:.0f} s]"
+    found = found or "nothing"
+    return f"{sign:4} {case.code} {case.name}{lines}: {found}{more} [{case.seconds:.0f} s]"

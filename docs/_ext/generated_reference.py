@@ -14,7 +14,7 @@ import typer
 from sphinx.application import Sphinx
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from paceline.analyze.verification.mistakes import MISTAKES, Certainty
+from paceline.analyze.verification.mistakes import MEANT, MISTAKES
 from paceline.cli import app as cli
 from paceline.knobs.registry import KNOBS, Knob
 from paceline.report.page.definitions import DEFINITIONS, GLOSSARY
@@ -174,14 +174,24 @@ def mistakes() -> str:
     rows = [
         (
             f"`{one.id}`",
-            one.title + (" (a question)" if one.certainty is Certainty.QUESTION else ""),
+            one.title,
+            one.measured,
             one.remedy,
             ", ".join(f"`{name}`" for name in one.explains),
         )
         for one in MISTAKES.values()
     ]
-    heads = ("id", "mistake", "remedy", "explains")
+    heads = ("id", "mistake", "measured", "remedy", "explains")
     return "\n".join(_table("", heads, rows))
+
+
+def meant() -> str:
+    """Return a table of the differences that ``paceline verify --accept`` accepts."""
+    rows = [
+        (f"`{one.name}`", one.clause, "0" if one.is_usual else "1 unless accepted")
+        for one in MEANT.values()
+    ]
+    return "\n".join(_table("", ("name", "difference", "exit code if confirmed"), rows))
 
 
 def definitions() -> str:
@@ -221,7 +231,7 @@ def write_all(app: Sphinx) -> None:
     """Write every generated part whose text has changed."""
     folder = Path(app.srcdir, "reference", "generated")
     folder.mkdir(exist_ok=True)
-    for part in (commands, knobs, remedies, mistakes, definitions):
+    for part in (commands, knobs, remedies, mistakes, meant, definitions):
         path, text = folder / f"{part.__name__}.md", part()
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)

@@ -44,7 +44,11 @@ def test_mistake_is_named_with_its_line(tmp_path):
     done = run(tmp_path, SCRIPT, "--json", "--html", page)
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
-    assert (found["format"], found["ranks"], found["mistakes"]) == ("paceline-verification", 2, 1)
+    assert (found["format"], found["ranks"], found["differences"]) == (
+        "paceline-verification",
+        2,
+        1,
+    )
     assert found["findings"][0]["mistake"] == "epoch-not-set"
     assert found["findings"][0]["lines"][0] == "train.py:15"
     assert found["compared"]["related"] == found["compared"]["steps"] >= 12
@@ -57,6 +61,33 @@ def test_right_training_has_exit_code_0(tmp_path):
     done = run(tmp_path, SCRIPT.replace("#SET", "sampler.set_epoch(epoch)"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks train what one process does, as far as it was compared." in done.stdout
+
+
+@pytest.mark.long
+def test_random_numbers_and_losses_of_each_rank_are_confirmed(tmp_path):
+    """Dropout and noise with numbers of each rank, and a loss that compares a rank's samples."""
+    text = SCRIPT.replace("#SET", "sampler.set_epoch(epoch)")
+    text = text.replace("nn.Tanh(),", "nn.Tanh(), nn.Dropout(0.3),")
+    text = text.replace("for epoch in", "torch.manual_seed(1 + dist.get_rank())\nfor epoch in")
+    drawn = "torch.from_numpy(noise.normal(0, 0.1, tuple(x.shape)).astype('f'))"
+    text = text.replace("model(x)", f"model(x + {drawn})")
+    text = text.replace("dist.init", "import numpy\nnoise = numpy.random.default_rng()\ndist.init")
+    done = run(tmp_path, text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "but for: random numbers of each rank in the model or the loop (confirmed)" in said
+    text = SCRIPT.replace("#SET", "sampler.set_epoch(epoch)")
+    text = text.replace("model(x), y)", "(model(x) - model(x).mean(0)), y)")
+    done = run(tmp_path, text)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "--accept part-loss" in done.stdout
+    (tmp_path / "s.toml").write_text(
+        'format = "paceline-settings"\nversion = 1\n[verify]\naccept = ["part-loss"]\n'
+    )
+    done = run(tmp_path, text, "--settings", "s.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "but for: a loss that is computed over the part of a rank (confirmed)" in said
 
 
 @pytest.mark.long
@@ -74,10 +105,14 @@ def test_script_that_fails_has_exit_code_2(tmp_path):
         ("-n 2 --make-reference r.json", "-n 2: a reference is trained on one rank"),
         ("--make-reference r.json --json", "--make-reference compares nothing"),
         ("--make-reference absent/r.json", "absent is not a folder"),
+        ("--accept batch_norm", "'batch_norm': there is no difference of this name"),
+        ("--settings settings.toml", "'lucky': there is no difference of this name"),
     ],
 )
 def test_options_that_do_not_fit_together(tmp_path, options, told):
     script = ranks.write(tmp_path, "print('started')")
+    head = 'format = "paceline-settings"\nversion = 1\n'
+    (tmp_path / "settings.toml").write_text(f'{head}[verify]\naccept = ["part-loss", "lucky"]\n')
     words = [ranks.PACELINE, "verify", *options.split(), script]
     done = ranks.run_command(words, tmp_path, ranks.environment())
     assert done.returncode == 2

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from paceline.optim import LAMB, LARS
 from paceline.record.pending_value import PendingCopy, PendingValue
 from paceline.world import training_state
 
@@ -49,6 +50,8 @@ OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "lars": lambda p: LARS(p, lr=1.0, weight_decay=0.01, trust_coefficient=0.02),
+    "lamb": lambda p: LAMB(p, lr=1e-2, weight_decay=0.01),
 }
 
 

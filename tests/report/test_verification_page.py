@@ -38,8 +38,8 @@ def printed(found):
 
 def test_mistake_is_named_with_its_line_and_remedy(wrong):
     text = printed(wrong)
-    assert "2 ranks do not train what one process does: 1 mistake" in text
-    assert "MISTAKE  All epochs have the same order. Ranks 0 and 1 trained 16 samples" in text
+    assert "2 ranks do not train what one process does: 1 difference." in text
+    assert "DIFFERS  All epochs have the same order. Ranks 0 and 1 trained 16 samples" in text
     assert f"Look at {LOOP}" in text
     assert "Call sampler.set_epoch(epoch)" in text
 
@@ -50,16 +50,16 @@ def test_right_training_says_what_was_compared(right):
     assert "4 steps of 4 parameters in 1 epoch" in text
     assert "32 trained and 0 evaluated samples" in text
     assert "4 steps compared with one process that trains the same samples" in text
-    assert "MISTAKE" not in text
+    assert "DIFFERS" not in text
 
 
 def test_json_has_findings_and_what_was_compared(wrong):
     data = json.loads(json.dumps(as_json(wrong), allow_nan=False))
     assert data["format"] == "paceline-verification"
-    (one,) = [one for one in data["findings"] if one["certainty"] == "mistake"]
+    (one,) = [one for one in data["findings"] if one["nature"] == "measured"]
     assert one["mistake"] == "epoch-not-set"
     assert one["lines"][0] == LOOP
-    assert data["mistakes"] == 1
+    assert data["differences"] == 1
     assert data["compared"]["steps"] == 12
     assert len(data["compared"]["differences"]) == 4
 
@@ -80,7 +80,7 @@ def test_page_has_findings_and_charts(wrong, opened):
     page = opened(wrong)
     data = json.loads(json.dumps(as_json(wrong), allow_nan=False))
     assert agree(page, data) > 7
-    assert "Mistake" in page.inner_text(".losses")
+    assert "Differs" in page.inner_text(".losses")
     (samples,) = drawn(page, "samples")
     assert samples["y"] == ["epoch 1", "epoch 2", "epoch 3"]
     assert samples["z"][0] == samples["z"][2]

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-import sys
+import sysconfig
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -186,9 +186,8 @@ def _link(name: str, folder: Path) -> str:
     Raises:
         ValueError: The folder does not exist, or has a program of that name.
     """
-    target = find_program("paceline")
-    beside = Path(sys.executable).with_name("paceline")
-    target = str(beside) if beside.exists() else target
+    installed = Path(sysconfig.get_path("scripts"), "paceline")
+    target = str(installed) if installed.exists() else find_program("paceline")
     link = folder / name
     if target is None:
         raise ValueError("the program paceline is not on PATH. HINT: activate its environment")

@@ -27,6 +27,7 @@ from .common.options import (
     Ranks,
     Script,
     Seeds,
+    Settings,
     Smt,
     Threads,
     can_be_written,
@@ -50,6 +51,7 @@ MINUTE_S = 60.0
         ("paceline verify -n 4 train.py --epochs 10", "mistakes, each with its line"),
         ("paceline verify -n 2 --html answer.html train.py", "a page for any browser"),
         ("paceline verify -n 4 --json train.py > answer.json", "for other programs"),
+        ("paceline verify --accept part-loss train.py", "a loss over each rank's own samples"),
         ("paceline verify -H host1:4,host2:4 train.py", "two hosts over ssh"),
         ("paceline verify --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
     ),
@@ -76,6 +78,16 @@ def verify(
         ),
     ] = None,
     json: Json = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Accept a difference from one process that is meant, and that an experiment "
+            "confirms: batch-norm, random-numbers or part-loss. May be repeated.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Settings = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -95,10 +107,14 @@ def verify(
 
     SCRIPT runs a few steps of a few epochs on N ranks, and again on one rank with the same
     samples. Paceline compares samples, random numbers, gradients before and after the exchange,
-    parameters, learning rates and states, layer by layer, and names each mistake with its line.
+    updates, buffers and states, layer by layer, and shows what differs first, with its line.
 
-    What depends on your intention is a question, and no mistake. The exit code is 1 if there is a
-    mistake, and 0 otherwise.
+    The exit code is 1 if something differs by more than measured rounding, 2 if nothing could be
+    compared, and 0 otherwise. What depends on your intention is a question, and does not change it.
+
+    A difference that may be meant is tested: one process trains the batches of the ranks one after
+    the other. --accept NAME accepts one that this confirms; so does accept = ["NAME"] in the table
+    [verify] of a settings file.
 
     On several hosts, TMPDIR has to name a folder that all of them share. --make-reference compares
     nothing: it makes the reference that paceline run --reference holds a longer training against.
@@ -115,13 +131,14 @@ def verify(
             "--cpus-per-rank": cpus_per_rank,
             "--hang-timeout": hang_timeout,
             "--horovod": horovod,
+            "--settings": settings.absolute() if settings is not None else None,
         },
     )
     with exit_on_mistake():
         if make_reference is not None:
-            if html is not None or json is not None:
+            if html is not None or json is not None or accept:
                 raise ValueError(
-                    "--make-reference compares nothing. HINT: leave out --html and --json"
+                    "--make-reference compares nothing. HINT: leave out --html, --json and --accept"
                 )
             file = check_reference_options(make_reference, None, ranks, None)
             words = ["-m"] * module + [script, *(args or [])]
@@ -131,13 +148,39 @@ def verify(
                 raise ValueError(f"{name} is for --make-reference. HINT: --make-reference FILE")
         if html is not None:
             can_be_written(html, "--html")
-    _answer(ScriptRequest(script, args or [], where, options, ranks, minutes), html, json)
+        accepted = _accepted(accept, settings)
+    asked = ScriptRequest(script, args or [], where, options, ranks, minutes)
+    _answer(asked, accepted, html, json)
 
 
-def _answer(asked: "ScriptRequest", html: Path | None, json: Path | None) -> NoReturn:
+def _accepted(names: list[str] | None, settings: Path | None) -> list[str]:
+    """Return the differences that the options and the settings file accept.
+
+    Raises:
+        ValueError: There is no difference of such a name.
+    """
+    from ..analyze.verification.mistakes import MEANT
+    from ..cost.machine.dataclass_tree import shorten
+    from ..knobs.settings import accepted_differences
+
+    found = list(names or [])
+    found += accepted_differences(settings) if settings is not None else []
+    for name in found:
+        if name not in MEANT:
+            raise ValueError(
+                f"--accept {shorten(name)}: there is no difference of this name. HINT: use one of "
+                f"{', '.join(MEANT)}"
+            )
+    return found
+
+
+def _answer(
+    asked: "ScriptRequest", accepted: list[str], html: Path | None, json: Path | None
+) -> NoReturn:
     """Run the script, print what was found, and end with the exit code."""
     from ..analyze.verification.find import judge
     from ..report.terminal.verification import findings as shown
+    from ..report.verdict.of_verification import exit_code
     from ..study.verify.verify import run_verification
 
     with exit_on_mistake():
@@ -145,7 +188,7 @@ def _answer(asked: "ScriptRequest", html: Path | None, json: Path | None) -> NoR
         with interruptible() as interruption, StatusLine(end_s) as status:
             runs = run_verification(asked, status.say)
             status.clear()
-            found = (runs, *judge(runs))
+            found = (runs, *judge(runs, accepted))
             written = None
             if html is not None:  # first: the process that reads the output may have ended
                 from ..report.page.verification_page import verification
@@ -162,4 +205,4 @@ def _answer(asked: "ScriptRequest", html: Path | None, json: Path | None) -> NoR
                 typer.echo(written, err=json == STDOUT)
     if interruption.signal_number is not None:
         raise typer.Exit(128 + interruption.signal_number)
-    raise typer.Exit(int(any(not one.is_question for one in found[1])))
+    raise typer.Exit(exit_code(found))

@@ -1,7 +1,8 @@
 """Settings files: the knobs to set, the reason for each, and its measured gain.
 
 A settings file is TOML with the keys ``format`` and ``version``, a table ``knobs`` (name = value,
-with comments) and a table ``made``, which names the script and the machine of the measurements.
+with comments), a table ``made``, which names the script and the machine of the measurements, and a
+table ``verify`` with the differences that ``paceline verify`` accepts.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ MAX_BYTES = 1 << 20
 MAX_KNOBS = 256
 
 
+class VerifyTable(TypedDict):
+    """Settings of ``paceline verify``."""
+
+    accept: NotRequired[Annotated[list[str], Meta(max_length=MAX_KNOBS)]]
+
+
 class SettingsFile(TypedDict):
     """The content of a settings file. Each knob's value is checked separately."""
 
@@ -31,6 +38,7 @@ class SettingsFile(TypedDict):
     version: Literal[1]
     knobs: NotRequired[Annotated[dict[str, Any], Meta(max_length=MAX_KNOBS)]]
     made: NotRequired[dict[str, str | int | float | bool]]
+    verify: NotRequired[VerifyTable]
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,15 @@ def settings_for_script(path: Path, script: str) -> tuple[dict[str, Any], list[s
         ]
     knobs, notes = fitting_settings(path, tree)
     return knobs, notes + _other_torch(path, made)
+
+
+def accepted_differences(path: Path) -> list[str]:
+    """Return the names of the differences that ``paceline verify`` accepts.
+
+    Raises:
+        ValueError: The file is not a settings file.
+    """
+    return list(read(path).get("verify", {}).get("accept", []))
 
 
 def fitting_settings(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], list[str]]:

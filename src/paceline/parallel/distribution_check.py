@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..optim.gradients import count_parameters, parameters_of
 from ..optim.local_sgd import local_sgd_of
+from ..record.hooks.phases import has_users_hooks
 from .replica import FixedBuckets, unwrap
 from .sharded.registry import sharded_of
 
@@ -150,7 +151,7 @@ class DistributionCheck:
             )
 
     def _unknown(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        found = [p for p in parameters if id(p) not in self._distributed and not _has_hooks(p)]
+        found = [p for p in parameters if id(p) not in self._distributed and not _is_handled(p)]
         # Objects that the script froze (gc.freeze) can't be searched for models.
         if not found or gc.get_freeze_count() > self._frozen_objects:
             return []
@@ -228,11 +229,10 @@ def unsharded_loaders_in_use() -> list[str]:
     return found
 
 
-def _has_hooks(parameter: torch.Tensor) -> bool:
+def _is_handled(parameter: torch.Tensor) -> bool:
     """Return whether the script or a library handles the parameter's gradient."""
-    hooks: Any = parameter
     is_distributed = type(parameter).__module__.startswith("torch.distributed")
-    return is_distributed or bool(hooks._backward_hooks or hooks._post_accumulate_grad_hooks)
+    return is_distributed or has_users_hooks(parameter)
 
 
 def _modules() -> Iterator[nn.Module]:

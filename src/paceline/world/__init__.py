@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
+from ..analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
 from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import rank_identity
 from ..data.sampling.sample_order import derive_seed, seed_everything
@@ -363,6 +364,22 @@ class World(ModelDistribution):
     def any(self, flag: Any) -> bool:
         """Return whether ``flag`` is true on any rank. Collective: every rank must call it."""
         return self._collectives.any(flag)
+
+    def noise_scale(self) -> NoiseScale | None:
+        """Return the gradient noise scale of this run until now (McCandlish et al., arXiv
+        1812.06162). Collective: every rank must call it.
+
+        A batch that is much smaller needs nearly proportionally fewer steps if it grows; one that
+        is much larger gains little. It is measured in sampled steps.
+
+        Returns:
+            None with one rank, with less than 8 sampled steps, and where gradients are not
+            exchanged by DDP or FSDP2. ``samples`` is None if it is undetermined.
+        """
+        noise = self._recorder.gradient_noise
+        kept = [[step, *values] for step, values in noise.kept.items()] if noise else []
+        ranks = self._collectives.gather(kept, list[tuple[int, int, float, float]])
+        return estimate_noise_scale([{step: (*rest,) for step, *rest in rank} for rank in ranks])
 
     def log(self, **values: Any) -> None:
         """Print values on rank 0, with epoch and step: numbers, text or tensors of one element."""

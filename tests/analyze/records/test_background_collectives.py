@@ -95,7 +95,7 @@ def test_record_of_version_4_has_no_background_operation(tmp_path):
     begin(rank, State.BACKGROUND_BLOCKED, 60, seq=1, group=2, op=Op.GATHER)
     data = bytearray(rank.ring.snapshot())
     assert parse_record(bytes(data)).begun_in_background.seq == 1
-    assert data[8] == VERSION == 7
+    assert data[8] == VERSION == 8
     data[8] = 4
     older = parse_record(bytes(data))
     assert older.begun_in_background is None

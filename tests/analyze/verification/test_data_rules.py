@@ -4,10 +4,11 @@ import torch
 from test_sample_rules import found_in, ids, streamed
 
 from paceline.analyze.verification.find import find
+from paceline.record.training.facts.events import SeedFacts
 from trainings import LOADER, LOOP, Training, shuffled, train, verified
 
 
-def with_contents(content, **changes):
+def with_contents(content, seeds=lambda rank: [], **changes):
     """Return what is found in 4 epochs, with columns of (rank, epoch, position)."""
     runs = verified(Training(epochs=4, **changes), with_replay=False)
     for facts in runs.ranks:
@@ -15,6 +16,7 @@ def with_contents(content, **changes):
             rows = [content(facts.rank, batch.pass_number, at) for at in batch.indices]
             batch.contents = [list(column) for column in zip(*rows, strict=True)]
         facts.loaders[0].dataset_checksum = 0
+        facts.seeds = seeds(facts.rank)
     return find(runs)
 
 
@@ -25,6 +27,25 @@ def test_features_that_each_rank_draws_for_itself_are_named():
     assert one.lines == [LOADER, LOOP]
     (one,) = with_contents(lambda rank, epoch, at: (1000 * rank + at, 500 * rank + at % 3))
     assert "differ between the ranks: in" in one.text
+    assert not one.is_question
+
+
+def test_labels_that_each_rank_numbers_in_another_order_are_named():
+    (one,) = with_contents(lambda rank, epoch, at: (at, (at + rank * (at % 2)) % 3))
+    assert one.mistake.id == "different-random-numbers"
+    assert "in number 2 of 2 tensors" in one.text
+    assert not one.is_question
+
+
+def test_data_that_a_seed_of_each_rank_makes_are_asked_about():
+    """Nothing in them is common: they may be meant. Common targets show one dataset."""
+    for target, is_question in ((500, True), (0, False)):
+        found = with_contents(
+            lambda rank, epoch, at, target=target: (1000 * rank + at, target * rank + at % 3),
+            seeds=lambda rank: [SeedFacts("torch", rank, "train.py:3", 0)],
+        )
+        assert [one.is_question for one in found] == [is_question]
+        assert found[0].lines[0] == "train.py:3"
 
 
 def test_augmentation_is_no_other_data():

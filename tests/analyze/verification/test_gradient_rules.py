@@ -384,12 +384,13 @@ def test_means_over_class_weights_are_asked():
     assert "over 3 and 4 targets (as weighted by their classes)" in found.text
 
 
-def test_other_weights_in_one_process_are_asked():
+def test_other_weights_in_one_process_are_measured():
     def weighted(losses, rank, size, whole):  # as if the first sample had the weight of three
         weights = torch.tensor([3.0 if rank == 0 and size > 1 else 1.0] * len(losses))
         return (losses * weights).sum() / weights.sum()
 
     runs = verified(Training(root=weighted, loss_known=False))
+    runs.permuted = None  # as the replay, which is changed
     for step in runs.replay.steps:  # rank 0's samples weigh three times as much in one process
         facts = runs.ranks
         joint = [vectors(f, f.steps[step.index].backwards[0].gradients) for f in facts]
@@ -397,19 +398,22 @@ def test_other_weights_in_one_process_are_asked():
             one, two = (each[name][:SKETCH_SIZE] for each in joint)
             runs.replay.sketches[row][:SKETCH_SIZE] = 0.75 * one + 0.25 * two
     (found,) = [one for one in find(runs) if one.mistake.id == "uneven-batches-averaged"]
-    assert found.is_question
+    assert not found.is_question
+    assert found.difference is not None
     assert "theirs have the weights 0.75 and 0.25" in found.text
 
 
-def test_loss_that_depends_on_the_rank_is_asked():
+def test_loss_that_depends_on_the_rank_is_a_measured_difference():
     odd = Training(
         root=lambda losses, rank, size, whole: losses.mean() * (1.5 if rank else 0.5),
         loss_known=False,
     )
-    found = find(verified(odd))
-    assert [one.mistake.id for one in found] == ["gradients-differ"] or (
-        "gradients-differ" in [one.mistake.id for one in found if one.is_question]
-    )
+    one = only(verified(odd))
+    assert one.mistake.id == "gradients-differ"
+    assert one.is_wrong
+    assert "differs by" in one.text
+    assert "(rounding: " in one.text
+    assert one.values["difference"] > 100 * one.values["rounding"]
 
 
 def test_different_optimizers_are_replicas_that_diverge():

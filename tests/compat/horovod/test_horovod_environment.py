@@ -90,6 +90,6 @@ def test_variables_without_effect_are_named_with_their_reason():
 
 
 def test_page_names_every_variable():
-    page = Path(__file__).parents[3] / "docs/reference/horovod.md"
+    page = Path(__file__).parents[3] / "docs/reference/interfaces/horovod.md"
     named = set(re.findall(r"`(HOROVOD_[A-Z0-9_]+)`", page.read_text()))
     assert {*OBEYED, *WITHOUT_EFFECT, environment._STALL_CHECK_DISABLE} <= named

@@ -5,7 +5,13 @@ import collections
 import pytest
 import torch
 
+from paceline.record.training.facts.ranks import RankFacts
+from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from paceline.record.training.facts_file import write_facts
+from paceline.record.training.replays.evaluations import Evaluations
 from paceline.record.training.replays.joined_batches import join_batches, permute_batch
+from paceline.record.training.replays.stored_run import batch_path
+from paceline.record.training.samples.contents import row_checksums
 
 Pair = collections.namedtuple("Pair", "x y")
 
@@ -46,3 +52,49 @@ def test_permuted_batch_has_the_same_pairs():
     assert torch.equal(inputs[:, 0] * 10, labels)
     assert [float(name) for name in names] == inputs[:, 0].tolist()
     assert sorted(inputs[:, 0].tolist()) == x[:, 0].tolist()
+
+
+def stored(folder, rank, batches, key=0):
+    """Store the evaluation of a rank: batches of (position, value)."""
+    loader = LoaderFacts(key, "train.py:9", "D", 9, 0, False, 2, "", False, False, 0)
+    planned = [[at for at, _ in batch] for batch in batches]
+    loader.passes = [
+        PassFacts(0, Phase.EVALUATION, "train.py:20", None, len(batches), planned, True, 4)
+    ]
+    facts = RankFacts(rank, 2, "limit", loaders=[loader])
+    for number, batch in enumerate(batches):
+        positions, values = [at for at, _ in batch], torch.tensor([x for _, x in batch])
+        checksums = [row_checksums(values)]
+        facts.batches.append(BatchFacts(key, 0, number, len(batch), positions, checksums, 4))
+        path = batch_path(folder, (key, 0, number), rank)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        torch.save((values, {}), path)
+    write_facts(folder, facts)
+
+
+@pytest.mark.parametrize(
+    ("other", "joined"),
+    [
+        ([[(1, 1.0), (3, 3.0)], [(0, 0.0)]], [[0, 2, 1, 3], [4]]),  # a sampler has added sample 0
+        ([[(0, 0.0), (2, 2.0)], [(4, 4.0)]], [[0, 2], [4]]),  # all ranks evaluate all samples
+        ([[(0, 9.0), (2, 8.0)], [(4, 7.0)]], [[0, 2, 9, 8], [4, 7]]),  # parts of their own
+        ([[(1, 1.0), (3, 3.0)]], [[0, 2, 1, 3], [4]]),
+    ],
+)
+def test_evaluations_of_ranks_are_joined_with_each_sample_once(tmp_path, other, joined):
+    stored(tmp_path, 0, [[(0, 0.0), (2, 2.0)], [(4, 4.0)]])
+    stored(tmp_path, 1, other)
+
+    class Made:
+        def line_of(self, loader):
+            return "train.py:9"
+
+    evaluations = Evaluations(tmp_path, [0, 1], Made(), joins=True)
+    assert [one.tolist() for one in evaluations.batches(0, 0)] == joined
+    assert evaluations._length_on_ranks(None) == 2
+    (batch_path(tmp_path, (0, 0, 1), 0)).unlink()
+    own = Evaluations(tmp_path, [0, 1], Made(), joins=False)
+    assert own.batches(0, 0) is None
+    again = Evaluations(tmp_path, [0, 1], Made(), joins=True)
+    assert again.batches(0, 0) is None
+    assert again._length_on_ranks(None) is None

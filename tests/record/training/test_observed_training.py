@@ -460,3 +460,115 @@ def test_gradients_that_autograd_returns(tmp_path):
     for batch in alone.batches:
         batch.contents = [[1 + one for one in column] for column in batch.contents]
     assert not trains_same_batches(every, alone)
+
+
+OWN_HOOKS = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import (
+        _patch_model_state_dict, _patch_optimizer_state_dict
+    )
+    from torch.distributed.fsdp import FSDPModule
+    import paceline
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def move(parameter):  # as Megatron-LM does
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(move)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        for part in range(3):
+            F.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 0, 1, 1])).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad.clone()
+            parameter.main_grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    _patch_model_state_dict(model)
+    _patch_optimizer_state_dict(model, optimizers=optimizer)
+    model.load_state_dict(model.state_dict())
+
+    world = paceline.init(seed=0)
+    other = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    world.distribute(other, other_optimizer, layout="zero3")
+
+    import gc, inspect, types
+    from torch.distributed.fsdp import fully_shard
+    from tensorboardX.writer import SummaryWriter
+
+    SummaryWriter().add_scalar(tag="loss", scalar_value=0.5)
+
+    def names(function, follows):
+        every = inspect.signature(function, follow_wrapped=follows).parameters.values()
+        named = [one.name for one in every if one.kind is one.POSITIONAL_OR_KEYWORD]
+        return named[1:] if "self" in inspect.signature(function).parameters else named
+
+    for one in gc.get_objects():
+        if isinstance(one, types.FunctionType) and inspect.isfunction(
+            getattr(one, "__wrapped__", None)
+        ):
+            if "/paceline/record/" in one.__code__.co_filename and one.__name__[0] != "_":
+                ours, theirs = names(one, False), names(one.__wrapped__, True)
+                print(ours == theirs[: len(ours)], one.__qualname__, ours, theirs)
+"""
+
+
+def test_hooks_of_the_script_and_of_the_observer_do_not_disturb_each_other(tmp_path):
+    (tmp_path / "tensorboardX").mkdir()
+    writer = "class SummaryWriter:\n    def add_scalar(self, tag, scalar_value): pass\n"
+    (tmp_path / "tensorboardX" / "writer.py").write_text(writer)
+    (facts,), printed = observe(tmp_path, OWN_HOOKS, size=1)
+    assert facts.ended == "script"  # the hooks are neither refused nor called wrongly
+    assert not facts.unseen
+    for step in facts.steps:  # all gradients of a step, also those that a hook has taken
+        assert len(step.backwards) == 3
+        for name, used in step.gradients.items():
+            rows = [row(facts, one.gradients[name]) for one in step.backwards]
+            assert np.allclose(np.sum(rows, axis=0), row(facts, used), rtol=1e-5, atol=1e-7)
+    assert [one.what for one in facts.restores] == ["model"]
+    wrapped = [one for one in ranks.untagged(printed) if one.split()[0] in ("True", "False")]
+    assert len(wrapped) > 40
+    assert not [one for one in wrapped if one.startswith("False")]  # arguments by name
+    assert "loss: 5.000000e-01" in [one.text for one in facts.outputs]
+
+
+PARTS = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    policy, value = nn.Linear(4, 2), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*policy.parameters(), *value.parameters()], lr=0.1)
+    for step in range(3):  # both models get the same observations
+        seen = torch.randn(6, 4)
+        loss = policy(seen).square().mean() + value(seen).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loader = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 2)), batch_size=12)
+    for epoch in range(2):  # every rank reads the global batch, and trains a part of it
+        for x, y in loader:
+            mine = slice(0, None, 2)
+            for part in x[mine].split(3):
+                policy(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_samples_are_those_that_the_models_get(tmp_path):
+    (facts,), _ = observe(tmp_path, PARTS, size=1)
+    assert not facts.unseen
+    of_loader = [one for one in facts.batches if facts.loaders[one.loader].dataset]
+    others = [one for one in facts.batches if not facts.loaders[one.loader].dataset]
+    assert [one.samples for one in others] == [6] * 3
+    assert [(one.samples, one.used) for one in of_loader] == [(12, 6)] * 4

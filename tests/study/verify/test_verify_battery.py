@@ -1,5 +1,6 @@
 """The battery of `paceline verify`: every case is well formed, and answers are judged as stated."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,16 +16,11 @@ HALVES = ("open", "kept-out")
 @pytest.fixture(scope="module")
 def battery():
     """Import the battery's modules, which are scripts and not a package."""
-    names = ("cases", "consequences", "draw", "verdict")
+    names = ("case_runs", "cases", "consequences", "draw", "verdict")
     others = {name: sys.modules.pop(name) for name in names if name in sys.modules}  # of scorecard
     sys.path.insert(0, str(BATTERY))
     try:
-        import cases
-        import consequences
-        import draw
-        import verdict
-
-        yield {"cases": cases, "consequences": consequences, "draw": draw, "verdict": verdict}
+        yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(BATTERY))
         for name in names:
@@ -74,18 +70,19 @@ def test_each_case_is_on_the_side_that_was_drawn(battery):
 def test_all_mistakes_are_planted_on_both_sides(battery):
     cases = battery["cases"]
     for half in HALVES:
-        assert {one.kind for one in cases.planted(half)} == set(MISTAKES)
+        # A difference that has no other name is planted under the names of its causes.
+        assert {one.kind for one in cases.planted(half)} == set(MISTAKES) - {"metric-differs"}
     consequences = battery["consequences"].CONSEQUENCES
     assert set(consequences) == set(MISTAKES)
     assert {name for names in consequences.values() for name in names} <= set(MISTAKES)
 
 
 def answer(*findings):
-    told = [
-        {"mistake": name, "certainty": certainty, "lines": lines, "text": ""}
-        for name, certainty, *lines in findings
+    found = [
+        {"mistake": name, "nature": "", "is_wrong": told == "mistake", "lines": lines, "text": ""}
+        for name, told, *lines in findings
     ]
-    return json.dumps({"findings": told})
+    return json.dumps({"findings": found})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_answers_are_judged(battery, findings, named, placed, accusations, quest
 
 @pytest.mark.parametrize(
     ("code", "output"),
-    [(2, answer()), (None, answer()), (1, "Traceback"), (0, "[]"), (0, '{"findings": [1]}')],
+    [(3, answer()), (None, answer()), (1, "Traceback"), (0, "[]"), (0, '{"findings": [1]}')],
 )
 def test_a_command_that_fails_is_no_answer(battery, code, output):
     verdict = battery["verdict"]
@@ -140,3 +137,51 @@ def test_any_accusation_of_a_right_script_counts(battery):
     assert case.questions == ["learning-rate-not-scaled"]
     found = verdict.figures([case])
     assert found["accused_right"]["hits"] == found["asked_right"]["hits"] == 1
+
+
+def test_cases_run_at_once_on_their_own_cores_and_are_cut_off_when_the_time_is_over(
+    battery, tmp_path
+):
+    runs = battery["case_runs"]
+    commands = runs.Commands(minutes=0.02)
+
+    def examine(one):
+        cores = "import os, time; print(sorted(os.sched_getaffinity(0))); time.sleep({})"
+        command = [sys.executable, "-c", cores.format(one)]
+        return one, *commands.outcome(command, tmp_path, 30)
+
+    shares = runs.core_shares(2)
+    found = list(runs.results(examine, [0, 0, 60, 60, 0], 2, commands))
+    assert [(one, code) for one, code, *_ in found] == [(0, 0), (0, 0)]
+    assert {output.strip() for *_, output, _ in found} <= {str(share) for share in shares}
+    assert commands.is_over
+
+
+def test_cores_are_divided_between_cases(battery, monkeypatch):
+    runs = battery["case_runs"]
+    monkeypatch.setattr(runs.os, "sched_getaffinity", lambda _: set(range(16)))
+    assert runs.core_shares(8) == [[2 * at, 2 * at + 1] for at in range(8)]
+    assert runs.core_shares(20) == [list(range(16))] * 20
+
+
+def test_exit_codes_are_counted_apart_from_names(battery):
+    judge = battery["verdict"]
+    wrong, missed, right = (
+        judge.Case("same-samples/a", "same-samples", ["same-samples"], lines=[3]),
+        judge.Case("same-samples/b", "same-samples", ["same-samples"], lines=[3]),
+        judge.Case("gan"),
+    )
+    told = answer(("same-samples", "mistake", "a/train.py:3"))
+    judge.read_answer(wrong, 1, told, "")
+    judge.read_answer(missed, 2, json.dumps({"findings": []}), "")
+    judge.read_answer(right, 1, json.dumps({"findings": []}), "")
+    found = judge.figures([wrong, missed, right])
+    counts = {key: (found[key]["hits"], found[key]["of"]) for key in found if key[:5] == "exit_"}
+    assert counts == {
+        "exit_right": (1, 1),
+        "exit_wrong": (1, 2),
+        "exit_named": (1, 2),
+        "exit_placed": (1, 2),
+    }
+    assert found["right_with_exit_1"] == ["gan"]
+    assert found["no_verdict"]["hits"] == 1

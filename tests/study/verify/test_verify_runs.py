@@ -5,8 +5,10 @@ import pytest
 import ranks
 
 from paceline.analyze.verification.find import find
+from paceline.analyze.verification.view import View
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.script_runs.script_runs import ScriptRequest
+from paceline.study.verify import run_observed
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
 
@@ -80,14 +82,23 @@ def test_all_runs_of_a_script_that_resumes(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_script_that_draws_in_its_forward_is_not_replayed(tmp_path, monkeypatch):
+def test_script_that_draws_in_its_forward_is_replayed_with_the_numbers_of_the_ranks(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     text = SCRIPT.replace("Dropout(0.0)", "Dropout(0.5)").replace("torch.save(", "print(")
+    text = text.replace("start = 0", "start = 0; torch.manual_seed(1 + dist.get_rank())")
     script = ranks.write(tmp_path, text)
     found = run_verification(ScriptRequest(str(script), [], ranks=2), lambda _: None)
-    assert found.replay is None
+    assert found.replay is not None
+    assert found.replay.parts == 2
+    assert found.permuted is None
+    for step in (0, 7, 17):
+        mine, other = (gradient(x, step, "0/2.bias") for x in (found.ranks[0], found.replay))
+        assert np.allclose(mine, other, rtol=1e-4, atol=1e-6)
     (note,) = found.notes
-    assert "the model's forward draws random numbers (script.py:26)" in note
+    assert "draws random numbers in script.py:26, others on each rank: one rank trained" in note
+    assert View(found).comparison.meant == ["random-numbers"]
 
 
 @pytest.mark.long
@@ -178,3 +189,19 @@ def test_script_that_saves_too_late_is_said_not_to_be_resumed(tmp_path, monkeypa
 def test_scripts_that_save_every_some_steps(tmp_path, line, wanted):
     (tmp_path / "script.py").write_text(line)
     assert saves_every_some_steps(tmp_path / "script.py") is wanted
+
+
+def test_each_run_says_how_long_all_will_take(tmp_path, monkeypatch):
+    said, now = [], [0.0]
+    monkeypatch.setattr(run_observed.time, "monotonic", lambda: now[0])
+    with run_observed.ObservedRuns(ScriptRequest("train.py", []), said.append) as runs:
+        runs._announce("all ranks")
+        now[0], runs.rest = 8.0, 3
+        runs._announce("one rank")
+        now[0] = 24.0
+        runs._announce("another")
+    assert said == [
+        "all ranks (run 1 of about 4)",
+        "one rank (run 2 of about 4, about 24 s to the end)",
+        "another (run 3 of about 4, about 24 s to the end)",
+    ]

@@ -31,12 +31,12 @@ from ..records.state_timeline import (
     total,
 )
 from ..sharding.block_exchange import ShardedBlock, measure_blocks
-from .loader_totals import LoaderTotals, loader_totals
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
+from .noise_scale import NoiseScale, noise_scale_of
 from .pop import Efficiencies, busy_ns, efficiencies
 from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
-from .rank_placement import RankPlacement, rank_placements
+from .rank_placement import LoaderTotals, RankPlacement, loader_totals, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
 from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range
@@ -119,6 +119,7 @@ class Report:
     other_threads: list[OtherThreads] = field(default_factory=list)  # of each rank
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
     blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
+    noise_scale: NoiseScale | None = None  # None: one rank, or too few sampled steps
     peaks: list[MemoryPeak] = field(default_factory=list)  # of each rank, the largest first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
@@ -202,6 +203,7 @@ def analyse_with_window(
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
         memory=find_growth(records),
+        noise_scale=noise_scale_of(records),
         peaks=find_peaks(records),
     )
     return RunAnalysis(report, measured)

@@ -1,23 +1,26 @@
 """All rules of ``paceline verify``, in one table, and what they leave to say."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from .compared import Compared, compared
-from .mistakes import Finding
+from .mistakes import Finding, Nature
 from .rules import (
     checkpoints,
     logged_metrics,
+    one_process,
     outputs,
     printed_losses,
+    printed_values,
     random_numbers,
     replicas,
     resumes,
-    schedule_epochs,
     schedules,
     states,
 )
 from .rules.samples import contents, coverage, different_data, epochs, validation
-from .rules.step_gradients import clipping, not_exchanged, uneven_weights, weights, whole_gradient
+from .rules.step_gradients import clipping, not_exchanged, uneven_weights, weights
+from .rules.step_gradients.weights import is_compensated
 from .runs_facts import VerifyRuns
 from .view import View
 
@@ -46,13 +49,13 @@ RULES: tuple[Rule, ...] = (
     schedules.rates_differ,
     replicas.skipped_steps,
     replicas.diverge,
-    whole_gradient.differs,
+    one_process.differs,
+    one_process.part_loss,
     random_numbers.same_on_ranks,
     random_numbers.same_in_workers,
     schedules.scaling,
     schedules.schedule_length,
-    schedule_epochs.schedule_of_training,
-    schedules.schedule_unit,
+    schedules.schedule_of_training,
     states.drawn_buffers,
     states.batch_norm_differs,
     states.evaluated_statistics,
@@ -61,26 +64,29 @@ RULES: tuple[Rule, ...] = (
     coverage.evaluated,
     logged_metrics.logged_metric_of_one_rank,
     outputs.metric_of_one_rank,
+    printed_values.differ,
     checkpoints.written_by_all,
     checkpoints.incomplete,
     resumes.resumed_fails,
     resumes.resumed_differs,
     resumes.resumed_samples,
-    states.batch_norm_of_one_rank,
+    one_process.batch_norm,
     printed_losses.loss_of_one_rank,
 )
 
 
 def find(runs: VerifyRuns) -> list[Finding]:
-    """Return the mistakes, those with the most consequences first, then the questions."""
+    """Return the measured differences, the first one first, then the questions."""
     view = View(runs)
-    return _ordered([one for rule in RULES for one in rule(view)])
+    return _ordered(_judged(view, [one for rule in RULES for one in rule(view)]))
 
 
-def judge(runs: VerifyRuns) -> tuple[list[Finding], Compared]:
+def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Finding], Compared]:
     """Return the findings, and what was compared.
 
     A rule that fails on facts that it does not expect is noted, and the others still answer.
+
+    accepted: Names in ``MEANT`` of differences that are meant.
     """
     view = View(runs)
     found: list[Finding] = []
@@ -90,11 +96,43 @@ def judge(runs: VerifyRuns) -> tuple[list[Finding], Compared]:
         except Exception as error:
             name = rule.__name__.replace("_", " ")
             view.notes.append(f"the rule {name!r} failed ({type(error).__name__}: {error})")
-    return _ordered(found), compared(view)
+    found = [
+        replace(one, is_accepted=True) if one.meant in accepted else one
+        for one in _judged(view, found)
+    ]
+    meant = [one for one in view.comparison.meant if one not in accepted]
+    return _ordered(found), compared(view, meant)
 
 
-def _ordered(found: Sequence[Finding]) -> list[Finding]:
-    return sorted(without_consequences(found), key=lambda one: one.is_question)
+def _judged(view: View, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings, those about gradients as the comparison with one process judges them.
+
+    A rule names a difference that was measured, and no other one.
+    """
+    difference = view.difference
+    steps = {step.index + 1 for step in view.replayed}
+    for one in found:
+        if not one.mistake.is_gradient or one.step not in steps or one.difference is not None:
+            yield one
+        elif is_compensated(view):
+            yield replace(one, nature=Nature.QUESTION)
+        elif difference is not None and difference.index + 1 <= one.step:
+            measured = f"{difference.text[0].upper()}{difference.text[1:]}."
+            yield replace(
+                one,
+                text=f"{one.text} {measured}",
+                nature=Nature.MEASURED,
+                difference=difference,
+            )
+
+
+def _ordered(found: Iterable[Finding]) -> list[Finding]:
+    """Return the findings without consequences: what differs first comes first, then questions."""
+
+    def place(one: Finding) -> tuple[bool, bool, int]:
+        return one.is_question, one.mistake.is_late, one.step or 0
+
+    return sorted(without_consequences(list(found)), key=place)
 
 
 def without_consequences(found: Sequence[Finding]) -> list[Finding]:

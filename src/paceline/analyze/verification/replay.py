@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from functools import cached_property
 
+from ...record.training.facts.events import DrawFacts
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
 from ...record.training.sketch_rows import SKETCH_SIZE
 from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
-from .steps import JointStep, parameters, trained_by
+from .steps import JointStep, parameters
 
+NOT_COMPARED = "one rank was not compared at the same global batches"
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
 UNMEASURED = 5e-5  # rounding noise that is not measured, relative to the gradient
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
@@ -41,26 +43,48 @@ class Replay:
         """What the ranks are compared with, in words."""
         return f"{1 + len(self._peers)} ranks" if self._peers else "one process"
 
+    @property
+    def parts(self) -> int:
+        """Number of parts in which global batches were trained; 1 for whole ones."""
+        return self._replay.parts if self._replay is not None else 1
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether global batches were trained in the parts of the ranks, one after the other."""
+        return self.parts > 1
+
     @cached_property
     def obstacle(self) -> str:
         """Why gradients cannot be compared one by one; "" if they can."""
         if self._replay is None:
             return "the training was not replayed on one rank"
-        drawn = [
-            one
-            for facts in (*self._ranks, self._replay)
-            for one in facts.draws
-            if one.place in ("forward", "loop") and one.has_drawn
-        ]
-        if drawn:
+        if self.in_parts and not self._peers:  # with the batch and the random numbers of each rank
+            return self._other_numbers()
+        if drawn := draws_of((*self._ranks, self._replay)):
             where = f" in {drawn[0].line}" if drawn[0].line else ""
             return f"the model draws random numbers{where}, and ranks draw others than one process"
-        for model in (*self._ranks[0].models, *self._replay.models):
-            if model.batch_norms:
-                return (
-                    f"the statistics of {model.batch_norms[0]} are those of each rank's batch, "
-                    "and differ from those of the global batch"
-                )
+        return ""
+
+    def _other_numbers(self) -> str:
+        """Return which random numbers of the ranks one process did not draw again; "" if none."""
+        assert self._replay is not None
+        states = {
+            (one.place, one.generator, one.loader, one.state)
+            for facts in self._ranks
+            for one in facts.draws
+        }
+        first = {
+            (one.place, one.generator, one.loader): one.state
+            for one in self._ranks[0].draws
+            if one.number == 0 and one.place == "forward"
+        }
+        for one in draws_of([self._replay]):
+            key = (one.place, one.generator, one.loader)
+            is_first = one.number == 0 and one.place == "forward"
+            expected = first.get(key, one.state) if is_first else one.state
+            if (*key, one.state) not in states or one.state != expected:
+                where = f" in {one.line}" if one.line else ""
+                return f"one process could not draw the random numbers of the ranks again{where}"
         return ""
 
     def step(self, step: JointStep) -> StepFacts | None:
@@ -70,23 +94,32 @@ class Replay:
         found = _step(self._replay, step.optimizer, step.index)
         if found is None:
             return None
-        own = sum(
-            facts.batches[at].samples
-            for facts in (self._replay, *self._peers)
-            for at in trained_by(
-                facts, (_step(facts, step.optimizer, step.index) or found).backwards
-            )
-        )
+        theirs = self._joint(step.optimizer, step.index)
+        own = sum(theirs.samples) if theirs is not None else 0
         whole = sum(step.samples)
         return found if not (own and whole) or own == whole else None
 
-    def gradients(self, step: JointStep) -> Vectors | None:
-        """Return the replay's gradients before clipping, if both started from the same values."""
+    def joint(self, step: JointStep) -> JointStep | None:
+        """Return the same step of the replay, if both started from the same values."""
         found = self.step(step)
         if found is None or self.obstacle or not self._starts_equal(step):
             return None
-        theirs = self._joint(step.optimizer, step.index)
+        return self._joint(step.optimizer, step.index)
+
+    def twin(self, step: JointStep) -> JointStep | None:
+        """Return the same step of the replay whose samples have another order."""
+        if self._permuted is None or self._peers:
+            return None
+        return _joint([self._permuted], step.optimizer, step.index)
+
+    def gradients(self, step: JointStep) -> Vectors | None:
+        """Return the replay's gradients before clipping, if both started from the same values."""
+        theirs = self.joint(step)
         return theirs.unclipped(0) if theirs is not None else None
+
+    def casts(self, step: JointStep) -> set[str]:
+        """Return the dtypes of autocast in a step."""
+        return {one.autocast for facts in step.steps for one in facts.backwards if one.autocast}
 
     def multiple(self, step: JointStep, used: Vectors) -> float | None:
         """Return N ranks' gradient as a multiple of the replay's; None if it is none."""
@@ -115,8 +148,7 @@ class Replay:
         noise = self.noise(step)
         known = parameters(self._ranks[0])
         usual = sorted(noise.values())[len(noise) // 2] if noise else EPSILONS["float32"]
-        casts = {one.autocast for facts in step.steps for one in facts.backwards if one.autocast}
-        least = max([floor, usual, *(epsilon(dtype) for dtype in casts)])
+        least = max([floor, usual, *(epsilon(dtype) for dtype in self.casts(step))])
         if self._permuted is None:
             least = max(least, UNMEASURED)
         return {
@@ -152,6 +184,16 @@ class Replay:
         """Return a step of all ranks of the replay."""
         assert self._replay is not None
         return _joint([self._replay, *self._peers], optimizer, index)
+
+
+def draws_of(ranks: Sequence[RankFacts]) -> list[DrawFacts]:
+    """Return the random numbers that models and training loops draw."""
+    return [
+        one
+        for facts in ranks
+        for one in facts.draws
+        if one.place in ("forward", "loop") and one.has_drawn
+    ]
 
 
 def significant(ours: Vectors, theirs: Vectors) -> list[str]:

@@ -30,6 +30,10 @@ class VerifyRuns:
             run.
         permuted: The same with the samples of each step in another order. Its differences from
             ``replay`` are those of rounding.
+        cut: One rank that trained the batches of the ranks one after the other; None if the replay
+            does not differ, or trains them so itself.
+        again: What stands for ``replay`` once more, without a change. What differs between both
+            varies from run to run.
         alone: The unchanged script on one rank, with its own batch size.
         resumed: The script started again after it saved a checkpoint, by rank.
         resume_error: Why that failed; None if it did not.
@@ -48,6 +52,7 @@ class VerifyRuns:
     replay: RankFacts | None = None
     permuted: RankFacts | None = None
     alone: RankFacts | None = None
+    again: RankFacts | None = None
     resumed: list[RankFacts] | None = None
     resume_error: ResumeError | None = None
     interrupted: list[RankFacts] | None = None
@@ -57,6 +62,7 @@ class VerifyRuns:
     is_too_large: bool = False
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    cut: RankFacts | None = None
 
     @property
     def single(self) -> RankFacts | None:

@@ -120,6 +120,20 @@ class JointStep:
         return one
 
     @property
+    def is_at_one_place(self) -> bool:
+        """Whether the ranks' batches have the same position in a pass that was shortened."""
+        places = []
+        for facts, backwards in zip(self.ranks, self.backwards, strict=True):
+            skipped = {
+                (loader.key, made.number): made.skipped
+                for loader in facts.loaders
+                for made in loader.passes
+            }
+            batches = [facts.batches[at] for each in backwards for at in each.batches]
+            places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
+        return all(place == places[0] for place in places)
+
+    @property
     def lines(self) -> list[str]:
         """The lines of the last backward and of the step."""
         backwards = self.backwards[0]

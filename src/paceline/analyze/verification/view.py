@@ -7,6 +7,8 @@ from ...record.training.facts.events import CollectiveFacts
 from ...record.training.facts.models import FLAT, ModelFacts
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.samples import Phase
+from .comparison import Comparison, compare
+from .differences import Difference
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replay import Replay
@@ -38,6 +40,33 @@ class View:
     def exchanges(self) -> list[Exchange]:
         """The relation of each step whose gradients are known."""
         return [found for step in self.steps if (found := exchange_of(step)) is not None]
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The training beside that of one process with the same samples."""
+        if self.is_model_parallel:
+            return Comparison(reason="the ranks hold different parts of the model")
+        if self.averages_parameters:
+            return Comparison(reason="the ranks average parameters, and not gradients")
+        found = compare(self.runs, self.steps, self.replay, self.exchanges, self.value_lines())
+        self.notes += found.notes
+        return found
+
+    @property
+    def replayed(self) -> list[JointStep]:
+        """The steps that are compared with one process."""
+        return self.comparison.steps
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first difference from one process that is not confirmed to be meant."""
+        return self.comparison.difference
+
+    @cached_property
+    def reference(self) -> Replay:
+        """One process that trains the ranks' batches in turn, if it was run; else the replay."""
+        cut = Replay(self.runs.ranks, self.runs.cut, None)
+        return cut if any(cut.joint(step) for step in self.steps[:1]) else self.replay
 
     @cached_property
     def accumulated(self) -> dict[int, int]:
@@ -196,6 +225,16 @@ class View:
     def _models_of(self, step: JointStep) -> list[ModelFacts]:
         keys = {name.partition("/")[0] for name in step.names}
         return [model for model in self.ranks[0].models if str(model.key) in keys]
+
+    def value_lines(self) -> list[str]:
+        """Return lines that exchange other values than gradients, in most steps of the training."""
+        gradients = self.gradient_lines()
+        steps: dict[str, set[int]] = {}
+        for one in self.ranks[0].collectives:
+            is_other = not one.is_in_backward and one.line and one.line not in gradients
+            if is_other and one.phase is Phase.TRAINING:
+                steps.setdefault(one.line, set()).add(one.step)
+        return [line for line, each in steps.items() if len(each) > MOSTLY * len(self.steps)]
 
     def gradient_lines(self) -> list[str]:
         """Return the lines of the script that exchange gradients, the largest exchange first.

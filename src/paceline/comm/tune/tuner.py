@@ -43,7 +43,9 @@ def begin(wanted: Tuning) -> None:
 
     def at_end() -> None:
         if not found:
-            _say("--tune-exchange: no DistributedDataParallel made a step")
+            horovod = "HOROVOD_RANK" in os.environ
+            hint = ". HINT: paceline diagnose --try all measures Horovod's settings"
+            _say(f"--tune-exchange: no DistributedDataParallel made a step{hint * horovod}")
         elif found[0] is not None and (left := found[0].left()):
             _say(f"--tune-exchange: {left}")
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from ...record.hooks.phases import has_users_hooks
 from .blocks import find_blocks
 from .layouts import ShardingRequest
 from .optimizer_check import check_optimizer
@@ -58,19 +58,13 @@ def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
                 f"the parameter {name} is not contiguous in memory",
                 "model.to(memory_format=torch.contiguous_format), or parameter.contiguous()",
             )
-        elif _has_hooks(parameter):
+        elif has_users_hooks(parameter):
             yield (
                 f"the parameter {name} has a hook on its gradient, which would not run on its "
                 "shard",
                 "register the hook after world.distribute, or layout='data'",
             )
     yield from _buffer_problems(model)
-
-
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
 
 
 def _buffer_problems(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -3,25 +3,40 @@
 import ctypes
 import zlib
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 FINGERPRINT_PARTS, FINGERPRINT_PART_BYTES = 16, 256  # spread over a batch's first tensor
 MAX_NESTED_CONTAINERS = 8
+GRAPH_COUNTS = ("num_graphs", "batch_size")  # attributes of PyTorch Geometric and DGL
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples: the first tensor's leading dimension, or a list's length."""
+    """Return the number of samples: the first tensor's leading dimension, or a list's length.
+
+    Of graphs that are joined to one, their number.
+    """
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 1
     if isinstance(batch, (list, tuple)):
         if not batch:
             return 1
         first = batch[0]
-        inside = isinstance(first, (torch.Tensor, list, tuple, Mapping))
+        inside = isinstance(first, (torch.Tensor, list, tuple, Mapping)) or graphs_in(first)
         return samples_in(first) if inside else len(batch)
-    return samples_in(list(batch.values())) if isinstance(batch, Mapping) else 1
+    if isinstance(batch, Mapping):
+        return samples_in(list(batch.values()))
+    if count := graphs_in(batch):
+        return count
+    return samples_in(list(vars(batch).values())) if is_dataclass(batch) else 1
+
+
+def graphs_in(batch: Any) -> int:
+    """Return the number of graphs that an object joins; 0 if it is none of graphs."""
+    counts = [getattr(batch, name, None) for name in GRAPH_COUNTS]
+    return next((one for one in counts if type(one) is int), 0)
 
 
 def fingerprint_of(batch: Any) -> int:

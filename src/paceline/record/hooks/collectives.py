@@ -40,9 +40,18 @@ from .collective_check import (
     PendingCheck,
     is_checked,
 )
-from .collective_in_flight import BLOCKED, COLLECTIVE, CollectiveInFlight, is_in_background
+from .collective_in_flight import (
+    BLOCKED,
+    COLLECTIVE,
+    COLLECTIVES_HOOK,
+    KEEPS_PYTHON_WORK,
+    CollectiveInFlight,
+    RecordedWork,
+    is_in_background,
+)
+from .gradient_noise import HOOK as NOISE_HOOK
+from .gradient_noise import GradientNoise
 from .hook_failures import failed_hooks, report_failure
-from .recorded_work import COLLECTIVES_HOOK, KEEPS_PYTHON_WORK, RecordedWork
 
 
 def _bytes(tensors: Any) -> int:
@@ -94,6 +103,8 @@ class RecordedGroup(dist.ProcessGroup):
         # Collectives whose end is not recorded yet, with their Works, which keep tensors alive.
         self._unfinished: list[tuple[CollectiveInFlight, Callable[[], RecordedWork | None]]] = []
         recorder.groups.add(self)
+        if recorder.gradient_noise is None:
+            recorder.gradient_noise = GradientNoise(recorder)
         share_backends(self, inner)
 
     def message_number(self, op: Op, peer: int, tag: int) -> int:
@@ -342,6 +353,9 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
             # FSDP reduces and scatters one flat tensor of whole gradients, from Python
             scattered = [args[1]] if op == Op.REDUCE_SCATTER and _is_tensor(args) else []
             recorder.on_backward_reduce(self, args[0] if engine and not scattered else scattered)
+        on_end = None
+        if reduces and recorder.gradient_noise.is_sampling and in_backward() != -1:
+            on_end = _note_gradients(recorder.gradient_noise, self, op, args, engine)
         is_recorded = bool(self._group) and COLLECTIVES_HOOK not in failed_hooks
         # a Work that is captured into a CUDA graph must not be asked whether it has ended
         is_recorded = is_recorded and not is_capturing()
@@ -372,6 +386,7 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         try:
             times = (launched, called, returned)
             in_flight = CollectiveInFlight(recorder, *times, *place, in_background)
+            in_flight.on_end = on_end
             if work is None:
                 if _is_blocking(args):  # NCCL, which makes the current stream wait
                     self.note_ended(in_flight, check)
@@ -384,6 +399,18 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
 
     method.__name__ = name
     return method
+
+
+def _note_gradients(
+    noise: GradientNoise, group: RecordedGroup, op: Op, args: tuple[Any, ...], by_engine: bool
+) -> Callable[[], None] | None:
+    """Note the norm of gradients that are reduced; a failure ends only the notes of norms."""
+    try:
+        return None if is_capturing() else noise.launched(group, op, args, by_engine)
+    except Exception as error:
+        noise.is_sampling = False
+        report_failure(NOISE_HOOK, error)
+        return None
 
 
 def _is_blocking(args: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,13 +14,14 @@ from ..ring.states import State
 
 
 class UncopiedHook:
-    """A hook on a user's model that copies and pickles of the model do not have.
+    """A hook on a user's model or parameter that copies and pickles of it do not have.
 
     Its own copy accepts the same arguments and does nothing, and is of Python's library, so that a
     pickled model can be loaded without Paceline.
     """
 
     __slots__ = ("call",)
+    __torch_unserializable__ = True  # torch does not warn that a pickled tensor has no hooks
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -29,6 +31,13 @@ class UncopiedHook:
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def has_users_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether the script or a library, not Paceline, has a hook on a gradient."""
+    later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    every = [*(parameter._backward_hooks or {}).values(), *(later or {}).values()]
+    return any(not isinstance(one, UncopiedHook) for one in every)
 
 
 class PhaseRecorder:

@@ -300,15 +300,15 @@ def _patch_batched_p2p(c10d: Any) -> None:
     original = c10d.batch_isend_irecv
 
     @functools.wraps(original)
-    def batch_isend_irecv(operations: list[Any]) -> Any:
-        group = (operations and operations[0].group) or dist.group.WORLD
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
+        group = (p2p_op_list and p2p_op_list[0].group) or dist.group.WORLD
         if not isinstance(group, RecordedGroup):
-            return original(operations)
-        device = operations[0].tensor.device
+            return original(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
         if not getattr(group._get_backend(device), "supports_coalescing", False):
-            return original(operations)
+            return original(p2p_op_list)
         with c10d._coalescing_manager(group, device, async_ops=True) as coalesced:
-            for operation in operations:
+            for operation in p2p_op_list:
                 operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
         return coalesced.works
 

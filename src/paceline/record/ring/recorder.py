@@ -58,6 +58,7 @@ class Recorder:
         self.flop_counter: Any = None  # a FlopCounter with --count-flops
         self.experiment: Any = None  # an Experiment of paceline diagnose
         self.step_watch: Any = None  # a StepWatch with --reference
+        self.gradient_noise: Any = None  # a GradientNoise, once there is a process group
         self.launched_collectives: list[dict[str, int]] | None = None  # while kernels are sampled
         # Called when a backward launches an all-reduce: the group, and the tensors if DDP launched
         # it.
@@ -149,6 +150,8 @@ class Recorder:
         self.step += 1
         if self.step_watch is not None:
             self.step_watch.after_step(samples)
+        if self.gradient_noise is not None:
+            self.gradient_noise.after_step(samples)
         if self.kernel_sampler is not None or self.flop_counter is not None:
             self._sample_step()
         if self.experiment is not None:

@@ -20,7 +20,7 @@ from ...security.files import open_regular
 from .states import BACKGROUND_STATES, State
 
 MAGIC = b"PACELINE"
-VERSION = 7
+VERSION = 8
 HEADER_BYTES = 16384
 # States of the training thread at whose beginning and end its run delay is read.
 _READING_STATES = (

@@ -31,6 +31,9 @@ class State(IntEnum):
     MEMORY = 24  # memory at an instant; amount = bytes, peer = which (Memory)
     STARVED = 25  # of the training thread: amount = ns of it in which the thread had no core
     OTHERS_STARVED = 26  # the same of other threads, peer = whose (CoreWait), seq = busy threads
+    # Squared norm (amount: see SQUARE_UNIT) of the gradient of step seq, of peer samples of this
+    # rank: before its exchange (op 0); this rank's part of that of all ranks (op 1)
+    GRADIENT = 27
 
 
 class Memory(IntEnum):
@@ -65,6 +68,8 @@ class Op(IntEnum):
     RECV = 11
 
 
+# A squared norm x is the amount (log2(x) + SQUARE_OFFSET) * SQUARE_UNIT.
+SQUARE_OFFSET, SQUARE_UNIT = 1100, 1 << 40
 NO_PEER = -1
 # A collective of block N of a sharded model (FSDP2) has the peer FIRST_BLOCK_PEER - N.
 FIRST_BLOCK_PEER = -2
@@ -75,7 +80,7 @@ SAMPLER_STATES = (
     State.OTHERS_STARVED,
 )  # written by the stack sampler, possibly while the rank waits in a call
 # Beside the states of the training thread: samples, and what is taken out of its states.
-BESIDE_STATES = (*SAMPLER_STATES, State.STARVED)
+BESIDE_STATES = (*SAMPLER_STATES, State.STARVED, State.GRADIENT)
 BACKGROUND_STATES = (State.BACKGROUND_COLLECTIVE, State.BACKGROUND_BLOCKED)
 LAUNCH_STATES = (State.COLLECTIVE, State.BACKGROUND_COLLECTIVE)
 POINT_TO_POINT_OPS = (Op.SEND, Op.RECV)

@@ -3,7 +3,7 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -59,12 +59,21 @@ def function_states(function: Any) -> dict[str, int]:
 
 def script_states() -> dict[str, int]:
     """Return the same of the generators among the variables of the script's functions that run."""
-    found: dict[str, int] = {}
+    return {
+        name: checksum
+        for name, value in _script_variables().items()
+        for name, checksum in _state_of(name, value).items()
+    }
+
+
+def _script_variables() -> dict[str, Any]:
+    """Return the variables of the script's functions that run, those of the outer ones last."""
+    found: dict[str, Any] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users_file(frame.f_code.co_filename):
-            found = _states_in(frame.f_locals) | found
-            found |= _states_in(frame.f_globals)
+            found = dict(frame.f_locals) | found
+            found |= frame.f_globals
         frame = frame.f_back
     return found
 
@@ -77,16 +86,56 @@ def _states_in(variables: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _state_of(name: str, value: Any) -> dict[str, int]:
-    numpy = sys.modules.get("numpy")
+    found = _accessors(value)
+    if found is None:
+        return {}
+    kind, get, _ = found
+    state = get()
+    plain = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
+    return {f"{kind}:{name}": zlib.crc32(plain)}
+
+
+def _accessors(value: Any) -> tuple[str, Callable[[], Any], Callable[[Any], Any]] | None:
+    """Return the kind of a generator, and what gets and sets its state; None for other values."""
     if isinstance(value, torch.Generator):
-        return {f"torch:{name}": _crc(value.get_state())}
+        return "torch", value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return {f"python:{name}": zlib.crc32(repr(value.getstate()).encode())}
+        return "python", value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.Generator):
-        return {f"numpy:{name}": zlib.crc32(repr(value.bit_generator.state).encode())}
+        bits = value.bit_generator
+        return "numpy", lambda: bits.state, lambda state: setattr(bits, "state", state)
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return {f"numpy:{name}": zlib.crc32(repr(value.get_state(legacy=False)).encode())}
-    return {}
+        return "numpy", lambda: value.get_state(legacy=False), value.set_state
+    return None
+
+
+def saved_generators() -> dict[str, Any]:
+    """Return the states of the global generators, and of those among the script's variables."""
+    found: dict[str, Any] = {"torch": torch.random.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    for name, value in _script_variables().items():
+        if (one := _accessors(value)) is not None:
+            kind, get, _ = one
+            found[f"{kind}:{name}"] = get()
+    return found
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Set generators to states that ``saved_generators`` returned, in this or another process."""
+    torch.random.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    for name, value in _script_variables().items():
+        one = _accessors(value)
+        if one is not None and (state := states.get(f"{one[0]}:{name}")) is not None:
+            one[2](state)
 
 
 @contextmanager

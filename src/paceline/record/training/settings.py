@@ -17,6 +17,7 @@ class VerifySettings:
         scratch: Folder for the files that the script writes.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
         batches: Batches of a pass, at least: longer passes are shortened where that is safe.
+        evaluated: Batches of an evaluation, at least, where the loader has a length.
         passes: Passes over the training loader that are observed.
         steps: Optimizer steps after which the run ends, if it has lasted so many seconds.
         max_steps: Optimizer steps after which it ends.
@@ -24,7 +25,8 @@ class VerifySettings:
         keeps_mib: Maximum MiB of batches and of initial parameters that the ranks together store
             for a replay.
         replays: Folder of an earlier run whose batches are trained, in the same order; "": none.
-        permutes: Whether the samples of each replayed batch have another order.
+        permutes: Whether the samples of each replayed batch have another order, and the parameters
+            before the first step other last bits: what differs then is rounding.
         accumulates: Whether a replay trains each global batch in parts: those of the ranks.
         traces: Whether the operators of the first step are listed, with checksums of their results.
         token: Number of a file that each rank looks for in the folder, whether its node shares it;
@@ -35,6 +37,7 @@ class VerifySettings:
     scratch: str = ""
     covered: tuple[str, ...] = ()
     batches: int = 6
+    evaluated: int = 24
     passes: int = 3
     steps: int = 40
     max_steps: int = 160

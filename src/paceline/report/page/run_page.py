@@ -6,6 +6,7 @@ from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
 from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings, peak_sentence
+from ..noise_scale import noise_scale_sentence
 from ..numbers import counted
 from ..sentences import cause, outliers, troubles
 from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
@@ -93,6 +94,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "conclusion": verdict_of_run(report),
         "grown": memory_warnings(report),
         "core_waits": core_wait_sentence(report),
+        "noise_scale": noise_scale_sentence(noise) if (noise := report.noise_scale) else None,
         "peak": peak_sentence(report),
         "told": told,
         "rest": lost - sum(loss.share for loss in told),

@@ -9,7 +9,7 @@ from ...analyze.verification.steps import trained as in_training
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.samples import Phase
 from ..numbers import counted, elapsed
-from ..terminal.verification.findings import compared_sentences, divided
+from ..terminal.verification.findings import compared_sentences, label_of
 from ..verdict.of_verification import Verification, verdict_of_verification
 from .write_page import page
 
@@ -23,7 +23,6 @@ SMALLEST = 1e-17  # length of a bar of equal gradients, on a logarithmic axis
 def verification(found: Verification) -> str:
     """Return the page as HTML."""
     runs, findings, seen = found
-    mistakes, questions = divided(findings)
     charts = {
         "samples": samples_chart(runs.ranks),
         "layers": layers_chart(found),
@@ -43,8 +42,8 @@ def verification(found: Verification) -> str:
         "parts": [(key, name) for key, name in there.items() if name],
         "command": shlex.join(runs.command),
         "conclusion": verdict_of_verification(found),
-        "findings": [(one, _meta(one)) for one in findings],
-        "counts": (len(mistakes), len(questions)),
+        "findings": [(one, label_of(one)[0].capitalize(), _meta(one)) for one in findings],
+        "counts": (sum(x.is_wrong for x in findings), sum(x.is_question for x in findings)),
         "sentences": compared_sentences(seen),
         "seen": seen,
         "drawn": shown,

@@ -16,6 +16,7 @@ from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings, peak_sentence
+from ..noise_scale import noise_scale_sentence
 from ..numbers import amount, counted, duration, percent, size
 from ..sentences import outliers, sentence, troubles
 from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
@@ -113,6 +114,9 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
             parts += [Text(f"{line}.") for line in exposed_blocks(report)]
         parts += [*_core_waits(report), *_loading(report), _recording_overhead(report)]
+    if report.noise_scale is not None:
+        line = noise_scale_sentence(report.noise_scale)
+        parts.append(Text(f"{line[0].upper()}{line[1:]}."))
     peak = peak_sentence(report)
     if peak is not None and (full or report.peaks[0].predicted is not None):
         parts.append(Text(f"{peak[0].upper()}{peak[1:]}."))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...analyze.verification.determinism import describe_noise, suspicious_noise
+from ...analyze.verification.replay import NOT_COMPARED, draws_of
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.view import View
 from ...record.training.facts.models import FLAT
@@ -12,8 +13,9 @@ from ...record.training.replays.joined_batches import CANNOT_JOIN
 from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError
 
-NOT_COMPARED = "one rank was not compared at the same global batches"
+REPLAYS = 2  # runs, of a script that can be replayed
 LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
+CUT = "one rank: train the batches of the ranks one after the other"
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,33 @@ class _Way:
     what: str
 
 
-def _ways(size: int) -> Iterator[_Way]:
-    """Yield the ways: each needs less memory than the one before."""
-    yield _Way(1, False, "one rank: train the batches of all ranks")
-    yield _Way(1, True, "one rank: train the batches of all ranks in parts")
+def _ways(size: int, must_cut: bool) -> Iterator[_Way]:
+    """Yield the ways: each needs less memory than the one before.
+
+    must_cut: Whether only the batches of the ranks, one after the other, can be compared.
+    """
+    if not must_cut:
+        yield _Way(1, False, "one rank: train the batches of all ranks")
+    yield _Way(1, True, CUT)
     if size >= LEAST_RANKS_FOR_TWO and size % 2 == 0:
         yield _Way(2, True, "2 ranks: train the batches of all ranks in parts")
 
 
 def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Train the same global batches on one rank, twice: with samples in two orders."""
+    """Train the same global batches on one rank, twice: with samples in two orders.
+
+    If its gradients differ, the batches are trained once more, as the ranks had them: one after
+    the other, with the random numbers of each rank.
+    """
     reason = _not_comparable(found.ranks)
     if reason:
         found.notes.append(f"{NOT_COMPARED}: {reason}")
         return
     settings = VerifySettings("", replays=str(runs.folder / "ranks"))
-    way = _first_that_fits(runs, found, settings)
+    size = found.ranks[0].size  # the script's own batches are so many times as many
+    settings = replace(settings, evaluated=size * settings.evaluated)
+    cause = _cause_to_cut(found.ranks)
+    way = _first_that_fits(runs, found, settings, cause)
     if way is None or found.replay is None:
         return
     if not found.replay.steps:
@@ -54,6 +67,15 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
         found.replay, found.replay_peers = None, []
         return
     settings = replace(settings, accumulates=way.accumulates)
+    if not draws_of(found.ranks):  # others would be drawn for each sample
+        _permute(runs, found, settings, way)
+    view = View(found)
+    if not way.accumulates and view.comparison.whole is not None:
+        _cut(runs, found, replace(settings, accumulates=True))
+
+
+def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, way: _Way) -> None:
+    """Train the same once more with the samples in another order: the difference is rounding."""
     who = "one rank" if way.ranks == 1 else "2 ranks"
     what = f"{who}: the same with the samples in another order"
     permuted = replace(settings, permutes=True)
@@ -67,17 +89,31 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
         found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
 
 
+def _cut(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings) -> None:
+    """Train each global batch in the parts of the ranks: do they explain the difference?"""
+    try:
+        facts = runs.run("cut", CUT, settings, ranks=1)[0]
+    except RunFailedError as error:
+        found.notes.append(f"{CUT}: failed ({error.short})")
+        return
+    found.cut = facts if facts.steps else None
+    found.notes += [f"{CUT}: {one}" for one in facts.unseen if not facts.steps]
+
+
 def _first_that_fits(
-    runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings
+    runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, cause: str
 ) -> _Way | None:
     """Run the replay in the first way that fits in memory; add a note if it is not the usual one.
+
+    Args:
+        runs, found, settings: The runs, what they have found, settings of a replay.
+        cause: Why global batches have to be cut; "" if not.
 
     Returns:
         The way; None if the replay failed in all ways.
     """
     failed: RunFailedError | None = None
-    unjoined = ""
-    for way in _ways(found.ranks[0].size):
+    for way in _ways(found.ranks[0].size, bool(cause)):
         try:
             tried = replace(settings, accumulates=way.accumulates)
             facts = runs.run("replay", way.what, tried, ranks=way.ranks)
@@ -91,11 +127,12 @@ def _first_that_fits(
         if not (facts[0].steps or way.accumulates):
             unjoined = next((one for one in facts[0].unseen if CANNOT_JOIN in one), "")
             if unjoined:
+                cause = unjoined
                 runs.clear("replay")
                 continue
         found.replay, found.replay_peers = facts[0], facts[1:]
-        if facts[0].steps and (failed is not None or unjoined):
-            found.notes.append(_describe_way(way, found.ranks, unjoined, failed))
+        if facts[0].steps and (failed is not None or cause):
+            found.notes.append(_describe_way(way, found.ranks, cause, failed))
         return way
     assert failed is not None
     found.is_too_large = True
@@ -104,7 +141,7 @@ def _first_that_fits(
 
 
 def _describe_way(
-    way: _Way, ranks: list[RankFacts], unjoined: str, failed: RunFailedError | None
+    way: _Way, ranks: list[RankFacts], cause: str, failed: RunFailedError | None
 ) -> str:
     if way.ranks > 1:
         assert failed is not None
@@ -113,7 +150,7 @@ def _describe_way(
             "with 2 that train the same samples, and not with one process. A mistake that 2 ranks "
             "make as well is found only if it violates a relation between the ranks' gradients"
         )
-    reason = unjoined
+    reason = cause
     if failed is not None:
         reason = f"one rank can't hold the global batch ({failed.short})"
     return (
@@ -154,10 +191,11 @@ def _not_comparable(ranks: list[RankFacts]) -> str:
         return "the script reads no DataLoader"
     if any(model.wrapper == FLAT for one in ranks for model in one.models):
         return f"{FLAT} flattens the parameters"
-    places = {"forward": "the model's forward", "loop": "the training loop"}
-    for one in ranks:
-        for draw in one.draws:
-            if draw.has_drawn and draw.place in places:
-                where = f" ({draw.line})" if draw.line else ""
-                return f"{places[draw.place]} draws random numbers{where}, others on each rank"
     return ""
+
+
+def _cause_to_cut(ranks: list[RankFacts]) -> str:
+    """Return why the batches of the ranks can't be trained as one; "" if they can."""
+    drawn = draws_of(ranks)
+    where = f" in {drawn[0].line}" if drawn and drawn[0].line else ""
+    return f"the model or the loop draws random numbers{where}, others on each rank" * bool(drawn)

@@ -54,6 +54,12 @@ def run_resumed(runs: ObservedRuns, found: VerifyRuns) -> None:
         found.resume_error = ResumeError(error.short, error.lines, is_restoring)
 
 
+def resumed_runs(runs: ObservedRuns, found: VerifyRuns) -> int:
+    """Return how many runs ``run_resumed`` needs if nothing fails."""
+    is_saving = _saves(found.ranks) or saves_every_some_steps(Path(runs.asked.script))
+    return 2 if is_saving else 0
+
+
 def _saves(ranks: list[RankFacts]) -> bool:
     return any(file.is_save for one in ranks for file in one.files)
 

@@ -4,6 +4,7 @@ their training (record/training).
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ from ...record.training.facts_file import read_facts
 from ...record.training.run_folder import NOT_SHARED
 from ...record.training.settings import VARIABLE, VerifySettings
 from ...record.training.user_lines import is_users_file, place
+from ...report.numbers import elapsed
 from ...security.files import open_regular
 from ...security.shared_folder import write_token
 from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines, run_process
 from ..script_runs.script_runs import ScriptRequest, ScriptRuns
 
 MAX_RANKS = 1 << 16
+FIRST_GUESS = 4  # runs of a script that saves no checkpoint
 WHOLE_PASS = 1 << 30  # batches: passes are not shortened
 CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 # What a run prints whose rank has not enough memory: torch, the system, the launcher.
@@ -55,10 +58,25 @@ class ObservedRuns(ScriptRuns):
     Args:
         asked: The request.
         say: Receives what happens now.
+
+    Attributes:
+        rest: Number of runs that are expected after the present one.
     """
 
     def __init__(self, asked: ScriptRequest, say: Callable[[str], None]) -> None:
         super().__init__(asked, say, "paceline-verify-")
+        self._number, self._start_s = 0, time.monotonic()
+        self.rest = FIRST_GUESS
+
+    def _announce(self, what: str) -> None:
+        """Say which run begins, of how many, and how long all of them will take."""
+        taken_s, done = time.monotonic() - self._start_s, self._number
+        self._number, self.rest = done + 1, max(self.rest - 1, 0)
+        number = f"run {self._number} of about {self._number + self.rest}"
+        if done:
+            left_s = min(taken_s / done * (1 + self.rest), self.deadline.left_s)
+            number += f", about {elapsed(left_s)} to the end"
+        self.say(f"{what} ({number})")
 
     def run(
         self,
@@ -97,7 +115,7 @@ class ObservedRuns(ScriptRuns):
         )
         options = ["--env", f"{VARIABLE}={settings.to_json()}"]
         words = self.command(options, folder / "record", files / "overlay", ranks)
-        self.say(what)
+        self._announce(what)
         log = self.folder / f"{name}.log"
         code = run_process(words, log, min(limit_s, self.deadline.left_s))
         self.remove(folder / "record")

@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...analyze.verification.replay import Replay
+from ...analyze.verification.replay import NOT_COMPARED, Replay
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.same_batches import trains_same_batches
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..script_runs.script_runs import ScriptRequest
-from .replay import NOT_COMPARED, run_replay
-from .resume import run_resumed
+from .replay import REPLAYS, run_replay
+from .resume import resumed_runs, run_resumed
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 
 KEPT_MIB = 512  # of batches and initial parameters, of all ranks
@@ -35,10 +35,13 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
         found.command = [asked.script, *asked.args]
         ranks = found.ranks
         if ranks[0].size > 1:
+            runs.rest = REPLAYS + 1 + resumed_runs(runs, found)
             run_replay(runs, found)
+            runs.rest = 1 + resumed_runs(runs, found)
             if not found.is_too_large:
                 _run_alone(runs, found)
-                _compare_with_alone(found)
+                _compare_with_alone(runs, found)
+        runs.rest = resumed_runs(runs, found)
         run_resumed(runs, found)
     found.seconds = time.monotonic() - start
     return found
@@ -70,13 +73,15 @@ def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     found.alone = _try(runs, found, "alone", what, settings)
 
 
-def _compare_with_alone(found: VerifyRuns) -> None:
+def _compare_with_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
     """Let the unchanged script on one rank stand for a replay, if it trains the same samples."""
     alone = found.alone
     if found.replay is not None or alone is None or Replay(found.ranks, alone, None).obstacle:
         return
     if trains_same_batches(found.ranks, alone):
         found.replay = alone
+        settings = VerifySettings("", passes=ALONE_PASSES)
+        found.again = _try(runs, found, "alone-2", "one rank: the same once more", settings)
         found.notes = [one for one in found.notes if not one.startswith(NOT_COMPARED)]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ....record.training.facts.events import FileFacts
 from ....record.training.facts.ranks import RankFacts
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..view import View, unique
 
 STATELESS = ("SGD",)  # optimizers that may have no state
@@ -56,7 +56,7 @@ def incomplete(view: View) -> Iterator[Finding]:
             + (", and the training goes on from it." if is_loaded else "."),
             step=one.step or None,
             values={"path": one.path, "missing": ", ".join(missing)},
-            certainty=None if is_loaded else Certainty.QUESTION,
+            nature=None if is_loaded else Nature.QUESTION,
             remedy=f"save and load the state of the {names} as well",
         )
         return

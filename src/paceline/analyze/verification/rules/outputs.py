@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from ....record.training.facts.events import OutputFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding
 from ..passes import RankPass, Sample, Stream
 from ..view import View, is_reduction, unique
 from .logged_metrics import own_metrics
-from .printed_losses import LOSS, NUMBER, is_printed_by
+from .printed_losses import NUMBER, is_printed_by
 
 EVALUATED = re.compile(
     r"\b(val|valid|validation|eval|evaluation|test|dev|acc|accuracy|f1|auc|ppl|perplexity|error|"
@@ -17,7 +17,6 @@ EVALUATED = re.compile(
     r"(?=\b|[_\d@])|accuracy|(val|test|eval)_",
     re.IGNORECASE,
 )
-BY_CHANCE = 0.02  # chance of a number to be a share of some samples by coincidence
 RANK = re.compile(r"\brank\b", re.IGNORECASE)
 
 
@@ -33,10 +32,9 @@ def metric_of_one_rank(view: View) -> Iterator[Finding]:
             if rank not in one.ranks:
                 continue
             made = one.ranks[rank]
-            found = _printed_after(view, made.batches[0].step, stream, one.number)
-            if found is None:
+            output = _printed_after(view, made.batches[0].step, stream, one.number)
+            if output is None:
                 continue
-            output, is_sure = found
             samples = _planned(made) or sum(batch.samples for batch in made.batches)
             whole = stream.first.loader.dataset_length
             of = f" of {whole}" if whole and whole > samples else ""
@@ -48,7 +46,6 @@ def metric_of_one_rank(view: View) -> Iterator[Finding]:
                 "ranks before.",
                 ranks=[0],
                 values={"samples": samples, "text": output.text.strip()[:80]},
-                certainty=None if is_sure else Certainty.QUESTION,
             )
             return
 
@@ -66,13 +63,10 @@ def _is_divided(stream: Stream) -> bool:
     return all(seen) and any(one != seen[0] for one in seen[1:])
 
 
-def _printed_after(
-    view: View, step: int, stream: Stream, number: int
-) -> tuple[OutputFacts, bool] | None:
+def _printed_after(view: View, step: int, stream: Stream, number: int) -> OutputFacts | None:
     """Return the first output with a metric after a pass and before the next training batch.
 
-    The second value tells whether the line names the evaluation. None if a collective that
-    combines values came before it.
+    None if a collective that combines values came before it.
     """
     facts, others = view.ranks[0], view.ranks[1:]
     made = stream.passes[number].ranks[facts.rank]
@@ -97,24 +91,8 @@ def _printed_after(
         if RANK.search(output.text) or is_printed_by(others, output):
             continue
         if EVALUATED.search(output.text):
-            return output, True
-        if LOSS.search(output.text) or _has_share(output.text, made):
-            return output, False
+            return output
     return None
-
-
-def _has_share(text: str, made: RankPass) -> bool:
-    """Return whether a line has a number that is a share of the samples of a rank, as no others."""
-    for counted in {sum(batch.samples for batch in made.batches), _planned(made)} - {0}:
-        for number in NUMBER.findall(text):
-            decimals = len(number.partition(".")[2])
-            if "e" in number.lower() or counted * 10.0**-decimals > BY_CHANCE:
-                continue
-            value = float(number)
-            share = round(value * counted) / counted
-            if 0 < value < 1 and abs(share - value) <= 0.51 * 10.0**-decimals:
-                return True
-    return False
 
 
 def _planned(made: RankPass) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ....record.training.facts.events import OutputFacts
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..steps import trained
 from ..view import View, unique
 
@@ -63,10 +63,16 @@ def loss_of_one_rank(view: View) -> Iterator[Finding]:
                 ranks=[0],
                 step=output.step or None,
                 values={"printed": own, "mean": mean},
-                certainty=Certainty.QUESTION,
+                nature=Nature.QUESTION,
                 remedy="average it over the ranks (all_reduce) before it is printed",
             )
             return
+
+
+def is_own_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
+    """Return whether a number of some lines is a training loss of rank 0."""
+    losses = _losses(view)
+    return losses is not None and _own_value(losses, outputs, number) is not None
 
 
 def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:

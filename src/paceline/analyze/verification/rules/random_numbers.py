@@ -6,7 +6,7 @@ from itertools import combinations
 
 from ....record.training.facts.events import DrawFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Stream
 from ..view import View, ranks_text, unique
 
@@ -206,7 +206,7 @@ def _on_ranks(
         text,
         ranks=ranks,
         values={"draws": len(found)},
-        certainty=Certainty.QUESTION if is_shared else None,
+        nature=Nature.QUESTION if is_shared else None,
         remedy="seed with seed + rank after the model is made"
         + (": the seeds of the workers follow from it" if workers else ""),
     )

@@ -6,7 +6,7 @@ from ....record.training.facts.events import FileFacts
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import BatchFacts, Phase
 from ....record.training.facts.steps import StepFacts
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Sample, streams
 from ..relations import distance, vectors
 from ..steps import shown, trained
@@ -27,7 +27,7 @@ def resumed_fails(view: View) -> Iterator[Finding]:
         MISTAKES["resume-differs"],
         unique(failed.lines),
         f"The script saves a checkpoint, and fails when it is started again: {failed.short}.",
-        certainty=None if failed.is_restoring else Certainty.QUESTION,
+        nature=None if failed.is_restoring else Nature.QUESTION,
         remedy="start the script a second time, and mend what fails there",
     )
 
@@ -56,7 +56,7 @@ def resumed_differs(view: View) -> Iterator[Finding]:
                 values={"parameters": len(wrong), "path": file.path},
             )
             return
-    for test in (_fresh_optimizer, _other_rates, _other_update, _other_average):
+    for test in (_fresh_optimizer, _other_state, _other_rates, _other_update, _other_average):
         if (found := test(view, resumed, file)) is not None:
             yield found
             return
@@ -93,6 +93,40 @@ def _fresh_optimizer(view: View, resumed: Sequence[RankFacts], file: FileFacts) 
                 values={"path": file.path},
                 remedy="load the optimizer's state into the optimizer that makes the steps, after "
                 "it is made",
+            )
+    return None
+
+
+def _other_state(view: View, resumed: Sequence[RankFacts], file: FileFacts) -> Finding | None:
+    """Return a finding if an optimizer begins with another state than without the interruption."""
+    for rank, facts in enumerate(resumed):
+        for first in [one for one in facts.steps if not one.index and one.state]:
+            ours = view.unbroken[rank]
+            after = [one for one in ours.steps[file.step :] if one.optimizer == first.optimizer]
+            if not after or not after[0].state:
+                continue
+            expected = vectors(ours, after[0].state)
+            found = vectors(facts, first.state)
+            off = {
+                name: distance(expected[name], found[name]) if name in found else 1.0
+                for name in expected
+            }
+            name = max(off, key=lambda one: off[one], default="")
+            if not name or off[name] <= 10 * SAME:
+                continue
+            parameter, _, key = name.partition(" ")
+            load = load_of(view, resumed, file)
+            made = next((x.line for x in facts.optimizers if x.key == first.optimizer), "")
+            return Finding(
+                MISTAKES["resume-differs"],
+                unique([load.line if load else "", *_restored(facts, "optimizer"), made]),
+                f"In the first step of the resumed run, the optimizer's {key} of "
+                f"{shown(parameter)} is another one than without the interruption (relative "
+                f"difference {off[name]:.2g}).",
+                ranks=[] if rank == 0 else [rank],
+                layer=shown(parameter),
+                values={"difference": off[name], "path": file.path},
+                remedy="save and load the whole state of the optimizer, on all ranks",
             )
     return None
 

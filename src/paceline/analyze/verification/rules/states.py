@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from ....record.training.facts.models import StateFacts
 from ....record.training.facts.samples import Phase
-from ..mistakes import MISTAKES, Certainty, Finding
+from ..differences import STATISTICS
+from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import distance, vectors
 from ..steps import shown
 from ..view import View, listed, unique
-from .step_gradients.whole_gradient import differs
 
 SAME = 1e-6  # relative difference of equal values
 LEAST_STEPS = 3  # in which a constant does not change
-STATISTICS = ("running_mean", "running_var")
 STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
-OWN = ("tensor", "buffer")  # of the script, which may mean them to differ
+BUFFER = "buffer"
+OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
 KINDS = {
     "scaler": "gradient scaler",
     "schedule": "learning-rate schedule",
@@ -69,7 +69,7 @@ def batch_norm_differs(view: View) -> Iterator[Finding]:
             step=step.index + 1,
             layer=layers[0],
             values={"buffers": len(names)},
-            certainty=Certainty.QUESTION if others or not norms else None,
+            nature=Nature.QUESTION if others or not norms else None,
         )
         return
 
@@ -168,33 +168,12 @@ def _made(view: View) -> list[str]:
     return [one.line for one in view.ranks[0].draws if one.place == "construction"][:1]
 
 
-def batch_norm_of_one_rank(view: View) -> Iterator[Finding]:
-    """Ask whether batch normalization is meant to use the batch of a rank."""
-    if view.size < 2:
-        return
-    for model in view.ranks[0].models:
-        if not model.batch_norms:
-            continue
-        sizes = [one.samples for stream in view.training[:1] for one in stream.first.batches[:1]]
-        if not sizes:
-            continue
-        yield Finding(
-            MISTAKES["batch-norm-of-one-rank"],
-            unique([model.line]),
-            f"{listed(model.batch_norms)} of {model.class_name} "
-            f"compute{'s' * (len(model.batch_norms) == 1)} statistics of the {sizes[0]} samples of "
-            f"one rank, where one process with the global batch has {sizes[0] * view.size}.",
-            layer=model.batch_norms[0],
-            values={"samples": sizes[0], "global": sizes[0] * view.size},
-        )
-        return
-
-
 def differ(view: View) -> Iterator[Finding]:
     """Find scalers, schedules and averages whose values differ between the ranks."""
     if view.size < 2 or view.is_model_parallel:
         return
-    told = {STATISTICS_KIND, *(() if _has_other_gradients(view) else ("tensor",))}
+    differs = view.difference or view.comparison.doubtful
+    told = {STATISTICS_KIND, *(() if differs is not None else ("tensor",))}
     for states in _on_all_ranks(view).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):
@@ -204,23 +183,20 @@ def differ(view: View) -> Iterator[Finding]:
             if not what:
                 continue
             told.add(ours.kind)
+            is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
             yield Finding(
                 MISTAKES["state-differs"],
                 unique([*_changes(view, ours), ours.line]),
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
-                + " Does the loss depend on it? Then it must agree."
-                * (ours.kind in OWN),
+                + " Does the loss depend on it? Then it must agree." * is_asked
+                + (f" {differs.text[0].upper()}{differs.text[1:]}." if differs is not None else ""),
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},
-                certainty=Certainty.QUESTION if ours.kind in OWN else None,
+                nature=Nature.QUESTION if is_asked else None,
+                difference=differs,
             )
-
-
-def _has_other_gradients(view: View) -> bool:
-    """Return whether gradients differ from those of one process: a state may be the reason."""
-    return next(differs(view), None) is not None
 
 
 def _changes(view: View, ours: StateFacts) -> list[str]:

@@ -1,7 +1,6 @@
 """Translate a command line of horovodrun or ddlrun into one of ``paceline run``."""
 
 import difflib
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
-from ....security.processes import find_program
 from .config_file import read_config
 from .discovery import discover_hosts
 from .option_table import DDLRUN, HOROVODRUN, LaunchOption
@@ -273,14 +271,12 @@ def _refuse(tool: str, option: str) -> None:
 
 
 def _check_interpreter(program: str) -> None:
-    """Raise ValueError if ``program`` is another Python environment than Paceline's."""
-    found = find_program(program)
-    if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
+    """Raise ValueError if the path ``program`` is in another Python environment than Paceline."""
+    if program == Path(program).name:
         return
-    same = os.path.realpath(found) == os.path.realpath(sys.executable)
-    environment = Path(found).parent.parent / "pyvenv.cfg"
-    if program != Path(program).name and not (same and not environment.exists()):
+    prefix = Path(program).parent.resolve().parent
+    if prefix != Path(sys.prefix).resolve():
         raise ValueError(
-            f"{program} is not the Python of this environment ({sys.executable}), in which "
-            "Paceline is installed. HINT: write python, or install Paceline in the other one"
+            f"{program} is not the Python of this environment ({sys.prefix}), in which Paceline is "
+            "installed. HINT: write python, or install Paceline in the other one"
         )

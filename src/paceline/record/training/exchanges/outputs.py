@@ -42,10 +42,10 @@ class Outputs:
         note = self._observation.guarded(_HOOK, self._note_scalar)
 
         @functools.wraps(add)
-        def add_scalar(writer: Any, tag: Any, value: Any, *args: Any, **options: Any) -> Any:
+        def add_scalar(writer: Any, tag: Any, scalar_value: Any, *args: Any, **options: Any) -> Any:
             if self._observation.is_observed:
-                note(tag, value)
-            return add(writer, tag, value, *args, **options)
+                note(tag, scalar_value)
+            return add(writer, tag, scalar_value, *args, **options)
 
         kind.add_scalar = add_scalar
 

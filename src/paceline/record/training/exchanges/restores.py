@@ -43,13 +43,13 @@ class Restores:
         note = self._observation.guarded(_HOOK, self._note)
 
         @functools.wraps(function)
-        def load_state_dict(owner: Any, *args: Any, **options: Any) -> Any:
+        def load_state_dict(*args: Any, **options: Any) -> Any:
             if self._is_inside or not self._observation.is_observed:
-                return function(owner, *args, **options)
-            note(owner, what)
+                return function(*args, **options)
+            note(args[0] if args else options.get("self"), what)  # torch passes self by keyword
             self._is_inside = True
             try:
-                return function(owner, *args, **options)
+                return function(*args, **options)
             finally:
                 self._is_inside = False
 

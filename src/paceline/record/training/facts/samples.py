@@ -24,6 +24,7 @@ class BatchFacts:
         contents: For each tensor of the batch whose first dimension is the number of samples, a
             checksum of each sample.
         step: Optimizer steps before it.
+        trained: Number of the samples that the model got, if it got only some of them; else 0.
     """
 
     loader: int
@@ -33,6 +34,12 @@ class BatchFacts:
     indices: list[int] | None
     contents: list[list[int]]
     step: int
+    trained: int = 0
+
+    @property
+    def used(self) -> int:
+        """Number of samples that the model got."""
+        return self.trained or self.samples
 
 
 @dataclass

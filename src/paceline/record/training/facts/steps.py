@@ -84,6 +84,8 @@ class StepFacts:
         buffers: By name, the row of the model's floating-point buffers at the step.
         before: By parameter, the row of its values before the step.
         momenta: Of each parameter group: ``momentum``, or the first of ``betas``; NaN without them.
+        state: By "PARAMETER KEY", the row of a tensor of the optimizer's state before the step;
+            only in the first step, and after a checkpoint was saved or loaded.
         state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
             it is not known.
         gradient_lines: Lines of the script that changed gradients after a backward, in order; of
@@ -105,6 +107,7 @@ class StepFacts:
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     state_tensors: int = -1
+    state: dict[str, int] = field(default_factory=dict)
     momenta: list[float] = field(default_factory=list)
     gradient_lines: list[str] = field(default_factory=list)
     value_lines: list[str] = field(default_factory=list)

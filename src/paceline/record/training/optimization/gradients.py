@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...hooks.phases import UncopiedHook
 from ..observation import Observation
 from ..user_lines import is_users_file, user_line
 from .shards import Shard, shard_of
@@ -37,6 +38,7 @@ class Gradients:
         self.loose: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names of parameters of no model
         self._users_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # lines, by parameter
         self._later_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of summed gradients
+        self._taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # By sharded parameter, the gradient that it accumulates before it is reduced.
         self.whole_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._register: Any = torch.Tensor.register_hook
@@ -83,8 +85,7 @@ class Gradients:
             if self._observation.backward is not None and not self._observation.is_over:
                 note(reference(), gradient)
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
-        self._register(parameter, hook)
+        self._register(parameter, UncopiedHook(hook))
 
     def hook(self, parameter: torch.Tensor) -> None:
         """Observe the gradients of a parameter before any exchange."""
@@ -99,8 +100,7 @@ class Gradients:
             if self._observation.backward is not None and not self._observation.is_over:
                 note(reference(), gradient)
 
-        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning
-        self._hooked[parameter] = self._register(parameter, hook)
+        self._hooked[parameter] = self._register(parameter, UncopiedHook(hook))
 
     def note(self, parameter: Any, gradient: torch.Tensor) -> None:
         """Note the gradient of a parameter that this rank has computed."""
@@ -134,11 +134,19 @@ class Gradients:
         if backward is not None and name is not None and isinstance(shard, Shard):
             backward.raw[name] = self._observation.rows.add(shard.values, shard.offset)
 
+    def note_taken(self) -> None:
+        """Note the gradients that a hook has cleared in a backward: it adds them up elsewhere."""
+        for parameter in list(self._hooked):
+            if getattr(parameter, "_post_accumulate_grad_hooks", None) and _is_cleared(
+                parameter.grad
+            ):
+                self._taken[parameter] = True
+
     def forget_cleared(self) -> None:
         """Leave out of earlier backwards of this step the gradients that were cleared since."""
         earlier = [one for one in self._observation.backwards if not one.is_returned]
-        if not earlier:
-            return
+        if not earlier or self._observation.settings.accumulates:
+            return  # a replay in parts collects the gradient of each part itself
         for parameter in list(self._hooked):
             name = self._name(parameter)
             if name is None or not any(name in one.gradients for one in earlier):
@@ -146,6 +154,10 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None and (whole := self.whole_gradients.get(parameter)) is not None:
                 gradient = whole()  # FSDP2: not yet reduced
-            if gradient is None or not (gradient.is_sparse or bool(gradient.any())):
+            if parameter not in self._taken and _is_cleared(gradient):
                 for one in earlier:
                     one.gradients.pop(name, None)
+
+
+def _is_cleared(gradient: torch.Tensor | None) -> bool:
+    return gradient is None or not (gradient.is_sparse or bool(gradient.any()))

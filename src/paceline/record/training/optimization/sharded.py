@@ -78,25 +78,27 @@ class ShardedModels:
 
         whole.register_hook(hook)
 
-    def _patch_module(self, module: Any) -> None:
-        function = module.fully_shard
+    def _patch_module(self, package: Any) -> None:
+        function = package.fully_shard
         note = self._observation.guarded(_HOOK, self._note_wrapping)
 
         @functools.wraps(function)
-        def fully_shard(wrapped: Any, *args: Any, **options: Any) -> Any:
-            note(wrapped)
-            return function(wrapped, *args, **options)
+        def fully_shard(module: Any, *args: Any, **options: Any) -> Any:
+            note(module)
+            return function(module, *args, **options)
 
         self._fully_shard = fully_shard
-        module.fully_shard = fully_shard
-        kind = module.FSDPModule
+        package.fully_shard = fully_shard
+        kind = package.FSDPModule
         switch = kind.set_requires_gradient_sync
         note_switch = self._observation.guarded(_HOOK, self._note_switch)
 
         @functools.wraps(switch)
-        def set_requires_gradient_sync(model: Any, is_on: bool, *args: Any, **options: Any) -> Any:
-            note_switch(model, is_on)
-            return switch(model, is_on, *args, **options)
+        def set_requires_gradient_sync(
+            model: Any, requires_gradient_sync: bool, *args: Any, **options: Any
+        ) -> Any:
+            note_switch(model, requires_gradient_sync)
+            return switch(model, requires_gradient_sync, *args, **options)
 
         kind.set_requires_gradient_sync = set_requires_gradient_sync
         for name in REDUCTIONS:

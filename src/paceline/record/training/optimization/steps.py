@@ -164,6 +164,7 @@ class Steps:
 
     def _end_backward(self) -> None:
         observation = self._observation
+        self._models.gradients.note_taken()
         observation.loss, observation.scale = None, 1.0
         observation.reduction, observation.elements = "", 0
         observation.class_weight = 0.0
@@ -233,6 +234,9 @@ class Steps:
         self._running = weakref.ref(optimizer)
         self._backwards_before = len(self._observation.backwards)
         self._step = self._new_step(optimizer)
+        files = self._observation.facts.files[-1:]
+        if not self._step.index or any(one.step == self._observation.step for one in files):
+            self._add_state(optimizer, self._step.state)
         self._add_values(optimizer, self._step.before)
         self._add_gradients(optimizer, self._step)
         for call in self.before_step:
@@ -268,6 +272,14 @@ class Steps:
             row = self._models.add_row(parameter)
             if row is not None:
                 rows[name] = row
+
+    def _add_state(self, optimizer: Optimizer, rows: dict[str, int]) -> None:
+        for name, parameter in self.parameters(optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    row = self._models.add_row(value)
+                    if row is not None:
+                        rows[f"{name} {key}"] = row
 
     def _after_hook(self, optimizer: Optimizer, *_: Any) -> None:
         if self._observation.is_observed and self._running() is optimizer:

@@ -23,9 +23,13 @@ def join_batches(batches: list[Any]) -> Any:
 
 def permute_batch(batch: Any, seed: int) -> Any:
     """Return the batch with its samples in another order."""
-    samples = samples_in(batch)
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
-    return _map(batch, samples, lambda tensor: tensor[order], order.tolist())
+    order = torch.randperm(samples_in(batch), generator=torch.Generator().manual_seed(seed))
+    return select_samples(batch, order.tolist())
+
+
+def select_samples(batch: Any, rows: list[int]) -> Any:
+    """Return the samples at some positions of a batch, in this order."""
+    return _map(batch, samples_in(batch), lambda tensor: tensor[rows], rows)
 
 
 def _join(values: list[Any], samples: list[int]) -> Any:

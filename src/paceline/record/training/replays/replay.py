@@ -16,14 +16,16 @@ from ..facts.ranks import RankFacts
 from ..facts.samples import PassFacts, Phase
 from ..facts.steps import StepFacts
 from ..facts_file import read_facts
+from ..generators import restore_generators
 from ..observation import Observation
 from ..optimization.models import Model
 from ..optimization.steps import Steps, momentum_of
 from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
+from .evaluations import Evaluations
 from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
-from .stored_run import batch_paths, load_batch, restore_initial
+from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
 _HOOK = "the replay"
 
@@ -32,8 +34,9 @@ class Replay:
     """The replay of a stored run in this process.
 
     The first training forward begins with the stored parameters. Loaders return the stored
-    batches: each those of all ranks, or of an equal share of them if several ranks replay. Each
-    step uses the learning rates and momenta of the stored run.
+    batches: each those of all ranks, or of an equal share of them if several ranks replay. A batch
+    that is trained in parts draws the random numbers of the ranks. Each step uses the learning
+    rates and momenta of the stored run.
 
     Args:
         observation: Its settings have the folder of the stored run.
@@ -60,6 +63,8 @@ class Replay:
             (one.optimizer, one.index): one for one in self._stored.steps
         }
         self._own: list[tuple[float, float]] = []  # learning rate and momentum of each group
+        joins = not (observation.settings.accumulates or observation.settings.permutes)
+        self._evaluations = Evaluations(self._folder, self._ranks, loaders, joins)
         self.accumulation: Accumulation | None = None
         if observation.settings.accumulates:
             self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
@@ -71,6 +76,8 @@ class Replay:
         """
         if self.accumulation is not None:
             self.accumulation.install()
+        else:
+            self._evaluations.install()
         self._steps.before_step.append(self._set_rates)
         self._steps.after_step.append(self._restore_rates)
 
@@ -80,6 +87,8 @@ class Replay:
         if reason:
             self._stop_replay(reason)
         root = model.module()
+        if root is not None and self._observation.settings.permutes:
+            perturb(root)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
                 if isinstance(one, nn.SyncBatchNorm):
@@ -118,16 +127,17 @@ class Replay:
     def iterator(self, loader: Any, opened: OpenPass) -> Any:
         """Return the iterator that replaces that of a loader in a pass.
 
-        None if the pass evaluates: it has the script's own batches.
+        None if the pass evaluates samples that can't be joined: it has the script's own batches.
         """
         key, pass_number = opened.loader.key, opened.facts.number
         stored = next((one for one in self._stored.loaders if one.key == key), None)
         passes = stored.passes if stored is not None else []
         if pass_number >= len(passes):
             self._end()
-        if passes[pass_number].phase != Phase.TRAINING:
-            return None
-        return _StoredBatches(self, loader, opened, passes[pass_number])
+        if passes[pass_number].phase is Phase.TRAINING:
+            return _StoredBatches(self, loader, self.batches(opened, passes[pass_number]))
+        joined = self._evaluations.batches(key, pass_number)
+        return None if joined is None else _StoredBatches(self, loader, iter(joined))
 
     def batches(self, opened: OpenPass, one: PassFacts) -> Iterator[Any]:
         """Yield the batches of a pass: joined, or in parts."""
@@ -143,12 +153,14 @@ class Replay:
             try:
                 if self.accumulation is None:
                     opened.is_at_end = is_last
-                    yield self._permuted(join_batches([load_batch(x) for x in paths]), number)
+                    yield self._permuted(join_batches([load_batch(x)[0] for x in paths]), number)
                 else:
                     for part in self._parts(paths, (key, one.number, number)):
                         self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
                         opened.is_at_end = is_last and part.is_last
-                        yield self._permuted(load_batch(part.path), number)
+                        batch, states = load_batch(part.path)
+                        restore_generators(states)
+                        yield self._permuted(batch, number)
             except ValueError as error:
                 self._stop_replay(f"{CANNOT_JOIN}: {error}")
 
@@ -159,7 +171,7 @@ class Replay:
         """Return the parts of a global batch."""
         facts = self._observation.facts
         facts.parts = max(facts.parts, len(paths))
-        weights = weights_of([samples_in(load_batch(path)) for path in paths])
+        weights = weights_of([samples_in(load_batch(path)[0]) for path in paths])
         return [
             Part(path, whole, weight, is_last=path == paths[-1])
             for path, weight in zip(paths, weights, strict=True)
@@ -176,8 +188,8 @@ class Replay:
 class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
     """An iterator over stored batches."""
 
-    def __init__(self, replay: Replay, loader: Any, opened: OpenPass, one: PassFacts) -> None:
-        self._replay, self._batches = replay, replay.batches(opened, one)
+    def __init__(self, replay: Replay, loader: Any, batches: Iterator[Any]) -> None:
+        self._replay, self._batches = replay, batches
         self._dataset, self._num_yielded, self._length = loader.dataset, 0, len_of(loader)
 
     def __next__(self) -> Any:

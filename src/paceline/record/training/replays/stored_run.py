@@ -10,13 +10,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ....security.folders import Folder
+from ..generators import saved_generators
 from ..observation import Observation
 from ..optimization.model_names import clean_name, named_parameters
 from ..optimization.models import Model
 from ..optimization.shards import Shard, shard_of
 from ..samples.open_pass import OpenPass
 
+LAST_BITS = 2.0  # relative change of parameters, in roundings of their dtype
 BATCHES, INITIAL = "batches", "initial"  # folders
+BESIDE_BATCH_BYTES = 16 << 10  # of a stored batch: states of generators, names
 
 _save, _load = (inspect.unwrap(one) for one in (torch.save, torch.load))  # not observed
 
@@ -37,13 +40,14 @@ class StoredRun:
     def add_batch(self, opened: OpenPass, number: int, batch: Any) -> None:
         """Store a batch that a loader has returned, while there is room."""
         leaves = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-        self._left -= sum(one.nbytes for one in leaves) + 1024
+        self._left -= sum(one.nbytes for one in leaves) + BESIDE_BATCH_BYTES
         if self._left < 0:
             self._left = -1
             return
         rank = self._observation.facts.rank
         place = (opened.loader.key, opened.facts.number, number)
-        self._write(batch_path(self._folder, place, rank), tree_map(_plain, batch))
+        content = (tree_map(_plain, batch), saved_generators())
+        self._write(batch_path(self._folder, place, rank), content)
 
     def add_initial(self, model: Model) -> None:
         """Store the parameters and buffers of a model before its first training forward."""
@@ -85,9 +89,10 @@ def batch_paths(folder: Path, place: tuple[int, int, int], ranks: list[int]) -> 
     return [path for path in paths if path.exists()]
 
 
-def load_batch(path: Path) -> Any:
-    """Return a stored batch."""
-    return _read(path)
+def load_batch(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a stored batch, and the states of the generators when the script received it."""
+    batch, states = _read(path)
+    return batch, states
 
 
 def restore_initial(folder: Path, model: Model) -> str:
@@ -114,6 +119,22 @@ def restore_initial(folder: Path, model: Model) -> str:
             end = part.offset + part.values.numel()
             part.values.copy_(whole[part.offset : end].reshape(part.values.shape))
     return ""
+
+
+def perturb(root: nn.Module) -> None:
+    """Change the last bits of a module's parameters at random.
+
+    Another order of additions changes values as little. What depends on it (which of two almost
+    equal values is the maximum, the sign before a ReLU) then differs as well.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in named_parameters(root):
+        part = shard_of(parameter)
+        if isinstance(part, Shard) and part.values.is_floating_point():
+            noise = 2 * torch.rand(part.values.shape, generator=generator) - 1
+            scale = LAST_BITS * torch.finfo(part.values.dtype).eps
+            with torch.no_grad():
+                part.values.mul_((1 + scale * noise.double()).to(part.values))
 
 
 def _state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,12 +1,15 @@
 """Checksums of samples, and what is known of a dataset without reading it."""
 
 import zlib
+from dataclasses import is_dataclass
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
+
+from ...hooks.batch_size import graphs_in
 
 MAX_TENSORS = 8  # of a batch
 MAX_SUBSETS = 8  # nested
@@ -18,16 +21,46 @@ def sample_checksums(batch: Any, samples: int) -> list[list[int]]:
     """Return, for each tensor of a batch with ``samples`` rows, a checksum of each row."""
     found: list[list[int]] = []
     for leaf in tree_leaves(batch):
-        if len(found) == MAX_TENSORS:
-            break
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != samples:
+        if not isinstance(leaf, torch.Tensor):
+            found += _object_checksums(leaf, samples)
+        elif _has_rows(leaf) and len(leaf) == samples:
+            found.append(row_checksums(leaf))
+    return found[:MAX_TENSORS]
+
+
+def _has_rows(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return is_tensor and not value.is_nested and value.ndim > 0 and len(value) > 0
+
+
+def _object_checksums(batch: Any, samples: int) -> list[list[int]]:
+    """Return the checksums of an object with tensors, such as graphs that are joined to one.
+
+    Its tensor ``batch`` has the number of its graph for each node, in order.
+    """
+    if not (is_dataclass(batch) or graphs_in(batch)):
+        return []
+    values = batch.to_dict() if hasattr(batch, "to_dict") else vars(batch)
+    owners, found = values.get("batch"), []
+    is_joined = _has_rows(owners) and owners.ndim == 1
+    nodes = torch.bincount(owners.cpu(), minlength=samples).tolist() if is_joined else []
+    for name, value in values.items():
+        if not _has_rows(value) or name in ("batch", "ptr"):
             continue
-        if leaf.layout == torch.strided and not leaf.is_nested and samples:
-            found.append(_row_checksums(leaf))
+        if is_joined and len(value) == len(owners):
+            found.append([zlib.crc32(_bytes(part)) for part in value.split(nodes)])
+        elif len(value) == samples:
+            found.append(row_checksums(value))
     return found
 
 
-def _row_checksums(tensor: torch.Tensor) -> list[int]:
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def row_checksums(tensor: torch.Tensor) -> list[int]:
+    """Return a checksum of each row of a tensor."""
     plain = tensor.detach().cpu().contiguous().reshape(len(tensor), -1)
     if not plain.numel():
         return [0] * len(tensor)
@@ -80,7 +113,7 @@ def _rows_as_text(value: Any, rows: list[int], length: int) -> str:
         if len(value) != length:
             return ""
         if isinstance(value, torch.Tensor):
-            return repr(_row_checksums(value[rows]))
+            return repr(row_checksums(value[rows]))
         if hasattr(value, "iloc"):  # a table of pandas
             return repr(value.iloc[rows].to_numpy().tolist())
         if isinstance(value, np.ndarray):
@@ -96,7 +129,7 @@ def _rows_as_text(value: Any, rows: list[int], length: int) -> str:
 def _plain(value: Any) -> str | None:
     """Return a text that is equal for equal values of two processes; None for other objects."""
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {_row_checksums(value[None])}"
+        return f"{list(value.shape)} {row_checksums(value[None])}"
     if isinstance(value, np.ndarray):
         return repr(value.tolist()) if value.dtype != object else None
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from ..facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from ..observation import Observation
 from ..optimization.models import Model, Models
 from ..user_lines import user_line
-from .contents import sample_checksums
+from .contents import row_checksums, sample_checksums
 from .epochs import loop_line, shuffle_line
 from .loaders import Loaders
 
@@ -40,16 +40,43 @@ class Inputs:
         # The tensors of the first training forward, until those that hold samples are known.
         self._first: list[torch.Tensor] | None = None
         self._positions: list[int] | None = None
+        self._parts: tuple[int, set[int]] | None = None  # a batch, and its samples that are trained
         self._evaluations: dict[str, LoaderFacts] = {}  # by line
         self._trained = self._evaluated = 0  # batches
 
     def before_forward(self, model: Model, is_training: bool) -> None:
         """Add the inputs of a forward as a batch."""
         if is_training:
-            if self._trained < MAX_BATCHES and self._trains_without_loader():
+            if not self._trains_without_loader():
+                self._note_part()
+            elif self._trained < MAX_BATCHES:
                 self._add_trained()
         elif self._is_evaluated(model):
             self._add_evaluated()
+
+    def _note_part(self) -> None:
+        """Note which samples of the last batch a forward gets: all ranks may read the same batch,
+        and each trains a part of it.
+        """
+        observation = self._observation
+        read = observation.unassigned or observation.last_batches
+        if not read:
+            return
+        at = read[-1]
+        if self._parts is None or self._parts[0] != at:
+            self._parts = (at, set())
+        batch, rows = observation.facts.batches[at], self._parts[1]
+        if len(rows) == batch.samples:
+            return
+        given = [one for one in _tensors(self._models.inputs)[:1] if len(one) < batch.samples]
+        checksums = [checksum for one in given for checksum in row_checksums(one)]
+        columns = [{one: row for row, one in enumerate(x)} for x in batch.contents]
+        found = next((x for x in columns if all(one in x for one in checksums)), None)
+        if checksums and found is not None:
+            rows.update(found[one] for one in checksums)
+        else:
+            rows.update(range(batch.samples))
+        batch.trained = len(rows) if len(rows) < batch.samples else 0
 
     def _trains_without_loader(self) -> bool:
         loaders = self._loaders
@@ -124,7 +151,7 @@ class Inputs:
     def _add(self, loader: LoaderFacts) -> int | None:
         """Add the inputs to the loader's last pass; return their number, or None without any."""
         samples, contents = self._samples(_tensors(self._models.inputs))
-        if not contents:
+        if not contents or self._is_known(loader, contents):
             return None
         one = loader.passes[-1]
         batch = BatchFacts(
@@ -138,6 +165,15 @@ class Inputs:
         )
         one.batches += 1
         return self._observation.add_batch(batch)
+
+    def _is_known(self, loader: LoaderFacts, contents: list[list[int]]) -> bool:
+        """Return whether another model, or this one, got the same samples in the same step."""
+        every = self._observation.facts.batches
+        earlier = [every[at] for at in self._observation.unassigned]
+        return any(
+            one.loader == loader.key and any(column in one.contents for column in contents)
+            for one in earlier
+        )
 
     def _new_loader(self, line: str) -> LoaderFacts:
         loader = LoaderFacts(

@@ -101,6 +101,10 @@ class Loaders:
     def _note_loader(self, loader: Any) -> None:
         self._lines[loader] = user_line()
 
+    def line_of(self, loader: Any) -> str:
+        """Return the line that made a loader; "" if it is not known."""
+        return str(self._lines.get(loader, ""))
+
     def _note_split(self, subset: Any) -> None:
         self._splits[subset] = user_line()
 
@@ -254,17 +258,23 @@ class Loaders:
             number = opened.returned
         earlier = [one for one in opened.loader.passes[:-1] if one.phase == Phase.TRAINING]
         if opened.loader.passes[:-1] and not earlier:
-            return number + 1 >= least  # an evaluation, as before
+            return number + 1 >= self._most_evaluated(opened)  # an evaluation, as before
         if earlier and self._group:
             return number + 1 >= least and (number + 1) % self._group == 0
         if opened.returned + 1 < least:
             return False
         if opened.facts.phase != Phase.TRAINING:
-            return True  # evaluated so far
+            return number + 1 >= self._most_evaluated(opened)  # evaluated so far
         group = opened.first_group
         if group:
             self._group = group
         return (bool(group) and (number + 1) % group == 0) or number >= MAX_GROUP
+
+    def _most_evaluated(self, opened: OpenPass) -> int:
+        """Return how many batches of an evaluation are read: all of a few, to compare results."""
+        settings = self._observation.settings
+        is_short = not opened.loader.is_iterable and length_of(opened.source) is not None
+        return max(settings.evaluated, settings.batches) if is_short else settings.batches
 
     _group = 0  # batches of the first step of the training
 

@@ -1,7 +1,7 @@
 """Answer of ``paceline verify`` as terminal text and as JSON."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,23 +9,20 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ....analyze.verification.compared import Compared
-from ....analyze.verification.mistakes import Certainty, Finding
+from ....analyze.verification.mistakes import Finding, Nature
 from ...numbers import counted, elapsed
-from ...verdict.of_verification import Verification, answer, verdict_of_verification
+from ...verdict.of_verification import Verification, answer, exit_code, verdict_of_verification
 from ...verdict.verdict import begin_sentence
 
 
 def render(found: Verification) -> RenderableType:
     """Return the answer as text: findings, then what was compared and what could not be seen."""
     runs, findings, seen = found
-    mistakes, questions = divided(findings)
     parts: list[RenderableType] = [Text(answer(found), style="bold"), Text()]
-    for one in mistakes:
-        parts += [_finding(one, "MISTAKE", "bold red"), Text()]
-    for one in questions:
-        is_short = one.mistake.certainty is Certainty.QUESTION
-        shown = _question(one) if is_short else _finding(one, "QUESTION", "bold yellow")
-        parts += [shown, Text()]
+    for one in findings:
+        is_short = one.is_question and one.mistake.nature is Nature.QUESTION
+        label, style = label_of(one)
+        parts += [_question(one) if is_short else _finding(one, label, f"bold {style}"), Text()]
     parts += [Text(said) for said in compared_sentences(seen)]
     parts += [Text(f"Not seen: {note}.", style="yellow") for note in seen.notes]
     command = shlex.join(runs.command)
@@ -34,12 +31,13 @@ def render(found: Verification) -> RenderableType:
     return Group(*parts)
 
 
-def divided(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Return the mistakes and the questions."""
-    return (
-        [one for one in findings if not one.is_question],
-        [one for one in findings if one.is_question],
-    )
+def label_of(one: Finding) -> tuple[str, str]:
+    """Return the label of a finding, and its colour."""
+    if one.is_question:
+        return "QUESTION", "yellow"
+    if one.kind is Nature.MEANT:
+        return ("ACCEPTED" if one.is_accepted else "MEANT?"), "yellow"
+    return "DIFFERS", "red"
 
 
 def compared_sentences(seen: Compared) -> list[str]:
@@ -106,16 +104,16 @@ def _question(one: Finding) -> Text:
 def as_json(found: Verification) -> dict[str, Any]:
     """Return the answer as JSON-compatible values: docs/reference/formats/json.md."""
     runs, findings, seen = found
-    mistakes, questions = divided(findings)
     return {
         "format": "paceline-verification",
-        "version": 1,
+        "version": 2,
         "command": runs.command,
         "ranks": len(runs.ranks),
         "seconds": runs.seconds,
         "verdict": asdict(verdict_of_verification(found)),
-        "mistakes": len(mistakes),
-        "questions": len(questions),
+        "exit_code": exit_code(found),
+        "differences": sum(one.is_wrong for one in findings),
+        "questions": sum(one.is_question for one in findings),
         "findings": [finding_as_json(one) for one in findings],
         "compared": _compared_as_json(seen),
         "not_seen": seen.notes,
@@ -127,7 +125,10 @@ def finding_as_json(one: Finding) -> dict[str, Any]:
     return {
         "mistake": one.mistake.id,
         "title": one.mistake.title,
-        "certainty": "question" if one.is_question else "mistake",
+        "nature": one.kind.value,
+        "is_wrong": one.is_wrong,
+        "meant": one.meant,
+        "is_accepted": one.is_accepted,
         "lines": one.lines,
         "ranks": one.ranks,
         "step": one.step,

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from .....record.training.facts.samples import BatchFacts
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import Sample, Stream
 from ...view import View, unique
 
@@ -194,7 +194,7 @@ def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
             f"({', '.join(map(str, read.values()))}), and one process reads {whole}. Do some "
             "occur several times?",
             values={"trained": total, "samples": whole},
-            certainty=Certainty.QUESTION,
+            nature=Nature.QUESTION,
         )
         return
     if whole - total <= max(stream.size * (loader.batch_size or 1), MISSING * whole):

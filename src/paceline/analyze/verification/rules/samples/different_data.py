@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from itertools import combinations
 
-from ...mistakes import MISTAKES, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import Stream
 from ...view import View, unique
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # contents
+LEAST_SHARE = 0.25  # of the samples of two ranks: labels in another order agree by chance
 LEAST_PAIRS = 8  # samples that were read again, by the same rank and by another one
 
 
@@ -22,21 +23,24 @@ def different_data(view: View) -> Iterator[Finding]:
     for stream in view.training:
         if len(stream.loaders) < view.size or not _is_divided(stream) or _draws(view, stream):
             continue
-        columns, pairs = _different_columns(stream)
+        columns, common, (pairs, compared) = _different_columns(stream)
         if not columns:
             continue
         count = len(stream.first.batches[0].contents)
         where = "" if len(columns) == count else f" in {_numbers(columns)} of {count} tensors"
         generators = ("torch", "numpy", "python")
         seeds = [line for one in generators for line in view.seed_lines(one, are_equal=False)]
+        # Nothing is common, and the script seeds each rank differently: data of each rank.
+        is_own = bool(seeds) and not common
         yield Finding(
             MISTAKES["different-random-numbers"],
             unique([*seeds[:1], *stream.lines]),
             f"The samples of {stream.first.loader.dataset} differ between the ranks{where}: in "
-            f"{pairs} of {pairs} cases in which two ranks read the same position, while each rank "
-            "reads a position alike in all epochs. The sampler divides the dataset as if it were "
-            "the same on all ranks.",
+            f"{pairs} of {compared} cases in which two ranks read the same position, while each "
+            "rank reads a position alike in all epochs. The sampler divides the dataset as if it "
+            "were the same on all ranks.",
             values={"positions": pairs},
+            nature=Nature.QUESTION if is_own else None,
             remedy="make the dataset with the same seed on all ranks, or on one, and broadcast it; "
             "an order of a Python set also differs between processes",
         )
@@ -62,23 +66,30 @@ def _draws(view: View, stream: Stream) -> bool:
     )
 
 
-def _different_columns(stream: Stream) -> tuple[list[int], int]:
-    """Return the tensors of a batch that differ between ranks, and the number of comparisons."""
+def _different_columns(stream: Stream) -> tuple[list[int], list[int], tuple[int, int]]:
+    """Compare the samples that two ranks read at the same positions.
+
+    Returns:
+        The tensors of a batch that differ, those that never do, and the numbers of samples that
+        differ and of those that were compared.
+    """
     again: list[Pair] = []  # read by one rank
     across: list[Pair] = []  # read by two
     for each in stream.contents_by_position().values():
         for (rank, one), (other, two) in combinations(each, 2):
             (again if rank == other else across).append((one, two))
     if min(len(again), len(across)) < LEAST_PAIRS:
-        return [], 0
+        return [], [], (0, 0)
     width = min(len(content) for pair in (*again, *across) for content in pair)
     found = [
         at
         for at in range(width)
         if all(one[at] == two[at] for one, two in again)
-        and all(one[at] != two[at] for one, two in across)
+        and sum(one[at] != two[at] for one, two in across) >= LEAST_SHARE * len(across)
     ]
-    return found, len(across)
+    common = [at for at in range(width) if all(one[at] == two[at] for one, two in across)]
+    differing = sum(any(one[at] != two[at] for at in found) for one, two in across)
+    return found, common, (differing, len(across))
 
 
 def _numbers(columns: list[int]) -> str:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import JointPass, RankPass, Sample, Stream
 from ...view import View, ranks_text, unique
 from .contents import DISTINCT, LEAST_SAMPLES, by_contents, is_regular
@@ -83,7 +83,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
             # A stream has set_epoch also if it is read in order.
-            certainty=Certainty.QUESTION if loader.is_iterable and not is_shuffled_stream else None,
+            nature=Nature.QUESTION if loader.is_iterable and not is_shuffled_stream else None,
             remedy="" if has_epoch else "make the order depend on the epoch",
         )
         return
@@ -113,7 +113,7 @@ def _same_batches(stream: Stream, view: View) -> Finding | None:
         f"of one rank's batch several times.{sampler}",
         ranks=ranks,
         values={"samples": samples, "pairs": len(groups)},
-        certainty=Certainty.QUESTION if sharded and not everything else None,
+        nature=Nature.QUESTION if sharded and not everything else None,
     )
 
 
@@ -247,7 +247,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
         f"{example}." + " They are always the same ones. Is this wanted?" * is_remainder,
         values={"missing": missing, "samples": length},
-        certainty=Certainty.QUESTION if is_remainder else None,
+        nature=Nature.QUESTION if is_remainder else None,
     )
 
 

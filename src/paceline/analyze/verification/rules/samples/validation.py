@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .....record.training.facts.samples import Phase
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import Stream
 from ...view import View, ranks_text, unique
 
@@ -88,7 +88,7 @@ def _judged(
             unique(stream.lines),
             text,
             values={"samples": length, "repeated": repeated},
-            certainty=Certainty.QUESTION if gathers else None,
+            nature=Nature.QUESTION if gathers else None,
         )
     if missing > 0 and known:
         drops = stream.first.loader.drops_last

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ...exchange import Exchange, Kind
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...relations import add, distance, scaled, solve
 from ...view import View, unique
 from .weights import LOOSE, is_near, is_plain_sum, loss_weight
@@ -23,7 +23,7 @@ def uneven(view: View) -> Iterator[Finding]:
     differing = [
         (one, size)
         for one, _, size in sizes
-        if all(size) and not is_near(min(size), max(size), SAME) and _are_at_one_place(one)
+        if all(size) and not is_near(min(size), max(size), SAME) and one.step.is_at_one_place
     ]
     wrong = [one for one, size in differing if _has_equal_weights(view, one, size)]
     if not wrong:
@@ -44,7 +44,7 @@ def uneven(view: View) -> Iterator[Finding]:
         f"{_number(whole)}." + (f" So do {len(wrong) - 1} other steps." if len(wrong) > 1 else ""),
         step=first.step.index + 1,
         values={"samples": whole, "least": least, "weight": weight, "steps": len(wrong)},
-        certainty=Certainty.QUESTION if varies or what != "samples" else None,
+        nature=Nature.QUESTION if varies or what != "samples" else None,
     )
 
 
@@ -73,7 +73,7 @@ def _other_weights(view: View) -> Iterator[Finding]:
             "(masked or weighted targets).",
             step=one.step.index + 1,
             values={f"weight_{rank}": float(value) for rank, value in enumerate(values)},
-            certainty=Certainty.QUESTION,
+            nature=Nature.QUESTION,
             remedy="divide the sum of each rank's loss by what all ranks have together (an "
             "all_reduce of the counts), and multiply it by the number of ranks",
         )
@@ -91,20 +91,6 @@ def _sizes(one: Exchange) -> tuple[str, Sequence[float]]:
     return "samples", one.step.samples
 
 
-def _are_at_one_place(one: Exchange) -> bool:
-    """Return whether the ranks' batches have the same position in a pass that was shortened."""
-    places = []
-    for facts, backwards in zip(one.step.ranks, one.step.backwards, strict=True):
-        skipped = {
-            (loader.key, made.number): made.skipped
-            for loader in facts.loaders
-            for made in loader.passes
-        }
-        batches = [facts.batches[at] for each in backwards for at in each.batches]
-        places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
-    return all(place == places[0] for place in places)
-
-
 def _has_equal_weights(view: View, one: Exchange, sizes: Sequence[float]) -> bool:
     """Return whether ranks count equally although one process would count samples equally."""
     if one.kind is not Kind.UNIFORM:
@@ -113,7 +99,7 @@ def _has_equal_weights(view: View, one: Exchange, sizes: Sequence[float]) -> boo
     shares = np.array(sizes) / np.mean(sizes)
     weights = [loss_weight(backwards[-one.last :]) for backwards in step.backwards]
     backwards = [b for each in step.backwards for b in each]
-    theirs = view.replay.gradients(step)
+    theirs = view.reference.gradients(step)
     if theirs is not None:
         local = [step.local(rank, one.last) for rank in range(step.size)]
         mean = scaled(add(local), 1 / step.size)

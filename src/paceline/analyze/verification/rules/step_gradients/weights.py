@@ -8,7 +8,7 @@ import numpy as np
 from .....record.training.facts.ranks import RankFacts
 from .....record.training.facts.steps import BackwardFacts, StepFacts
 from ...exchange import Exchange, Kind
-from ...mistakes import MISTAKES, Certainty, Finding
+from ...mistakes import MISTAKES, Finding, Nature
 from ...steps import trained
 from ...view import View, unique
 from .clipped_values import hook_ratio
@@ -65,7 +65,7 @@ def exchanged_weight(view: View) -> Iterator[Finding]:
                     "on the number of ranks only? Then it makes up for this; if it depends on the "
                     "global batch size, it does not."
                 )
-                found = replace(found, text=text, certainty=Certainty.QUESTION)
+                found = replace(found, text=text, nature=Nature.QUESTION)
             yield found
             return
 
@@ -123,12 +123,28 @@ def rate_ratio(view: View) -> float:
     return ours.initial_rates[0] / theirs.initial_rates[0]
 
 
+def is_compensated(view: View) -> bool:
+    """Return whether the learning rate makes up for a gradient that is a multiple of one process's.
+
+    As where losses are summed over the samples of a rank, averaged over N ranks, and the rate is
+    multiplied by N.
+    """
+    one = view.difference
+    step = next(
+        (x for x in view.replayed if one and (x.optimizer, x.index) == (one.optimizer, one.index)),
+        None,
+    )
+    multiple = view.reference.multiple(step, step.unclipped(0)) if step is not None else None
+    rates = rate_ratio(view)
+    return multiple is not None and rates != 1.0 and is_near(multiple * rates, 1.0, MEASURED)
+
+
 def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
     """Return the gradient as a multiple of that of one process, and whether it was measured."""
-    measured = view.replay.multiple(one.step, one.step.unclipped(0))
+    measured = view.reference.multiple(one.step, one.step.unclipped(0))
     if measured is not None:
         return measured, True
-    if view.replay.gradients(one.step) is not None:
+    if view.reference.gradients(one.step) is not None:
         return None, False  # another gradient, and no multiple
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
@@ -142,7 +158,7 @@ def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
         expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
         known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
         return hook_ratio(view, one) * one.multiple * known / expected, True
-    losses = view.replay.loss_ratio(one.step)
+    losses = view.reference.loss_ratio(one.step)
     if losses is not None:  # N if the ranks' losses are means, 1 if they are parts of a sum
         return one.factor * losses, False
     return None, False
@@ -164,10 +180,9 @@ def _scale_by_hand(one: Exchange) -> float:
 
 
 def _replayed_weight(view: View, one: Exchange) -> float | None:
-    step, replay = view.replay.step(one.step), view.runs.replay
+    step, parts = view.reference.step(one.step), view.reference.parts
     if step is None or not step.backwards:
         return None
-    parts = replay.parts if replay is not None else 1
     if parts > 1:  # of each batch: their gradients are added, and only the last one has them
         return loss_weight(step.backwards[-one.last * parts :])
     return _of_step(step, one.last)
@@ -217,7 +232,7 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
         step=step.index + 1,
         values={"factor": n, "ranks": n},
         remedy=remedy,
-        certainty=None if is_certain else Certainty.QUESTION,
+        nature=None if is_certain else Nature.QUESTION,
     )
 
 

@@ -1,0 +1,244 @@
+"""Printed values beside those that one process prints with the same parameters and samples."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ....record.training.facts.events import OutputFacts
+from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.samples import Phase
+from ..mistakes import MISTAKES, Finding, Nature
+from ..relations import Vectors, distance, vectors
+from ..replay import NOISE_FACTOR
+from ..steps import JointStep
+from ..view import View, is_reduction, unique
+from .printed_losses import NUMBER, is_own_loss, is_printed_by
+
+SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
+FLOOR = 1e-3  # relative difference of printed values that rounding may make
+VARIABLE = 0.01  # relative difference of two replays, from which on a value is a time or a rate
+FLIPPED = 1.6  # samples whose class may be another one by rounding
+METRIC_BYTES = 1024  # of a collective that combines metrics
+SHARE = 0.02  # distance of a share from whole samples, in samples
+TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
+# Words beside a number that depends on the machine, or on the number of ranks.
+MACHINE = re.compile(
+    r"\d\s*(ms|s|sec\w*|min\w*|h|it|its|img|images|samples|tok\w*|[KMG]i?B)\b|/\s*s\b"
+    r"|time|took|elapsed|second|eta\b|per.?sec|throughput|speed|mem|rank|world|proc|gpu|batch.?size"
+    r"|lr\b|learning.?rate",
+    re.IGNORECASE,
+)
+WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A line that rank 0 and one process print at the same step.
+
+    Attributes:
+        output: That of rank 0.
+        since: Number of collectives before the line of this place that was printed before.
+        samples: Number of evaluated samples; 0 if it is a line of the training.
+        ours, theirs: Its numbers on N ranks, and on one.
+        again: Those of the second replay.
+    """
+
+    output: OutputFacts
+    since: int
+    samples: int
+    ours: list[str]
+    theirs: list[str]
+    again: list[str]
+
+
+def differ(view: View) -> Iterator[Finding]:
+    """Find printed values that differ from those of one process by more than rounding."""
+    replay = view.runs.replay
+    if view.size < 2 or replay is None or view.runs.replay_peers:
+        return
+    found: list[Finding] = []
+    for pairs in _pairs(view, replay):
+        for number in range(len(pairs[0].ours)):
+            label = _label(pairs[0].output.text, number)
+            wrong = None if MACHINE.search(label) else _different(pairs, number)
+            if wrong is None:
+                continue
+            one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
+            # Another rule asks about the losses of one rank.
+            if not (one.is_question and is_own_loss(view, [x.output for x in pairs], number)):
+                found.append(one)
+    found.sort(key=lambda one: (one.is_question, one.step or 0))
+    yield from found[:1]
+
+
+def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
+    """Yield, for each line of code and its words, what both print with equal parameters.
+
+    A line that the second replay does not print is left out: nothing tells what varies.
+    """
+    theirs, again = _by_place(replay), _by_place(view.runs.permuted or view.runs.again)
+    for place, outputs in _by_place(view.ranks[0]).items():
+        pairs = []
+        begin = 0
+        for at, one in enumerate(outputs):
+            begin, since = one.collectives, begin
+            other = next(iter(theirs.get(place, [])[at : at + 1]), None)
+            if other is None or other.step != one.step or is_printed_by(view.ranks[1:], one):
+                break
+            if replay.parts > 1 and one.phase is not Phase.EVALUATION:
+                continue  # printed for parts of the batches
+            samples = _same_samples(view, replay, one.step)
+            if samples is None or not _same_models(view, replay, one.step):
+                continue
+            twin = next(iter(again.get(place, [])[at : at + 1]), None)
+            if twin is not None and twin.step == one.step:
+                numbers = [NUMBER.findall(each.text) for each in (one, other, twin)]
+                pairs.append(_Pair(one, since, samples, *numbers))
+        if pairs:
+            yield pairs
+
+
+def _by_place(facts: RankFacts | None) -> dict[tuple[str, str, int], list[OutputFacts]]:
+    """Return outputs with numbers, by the line of code, their words, and how many numbers."""
+    found: dict[tuple[str, str, int], list[OutputFacts]] = {}
+    for one in facts.outputs if facts is not None else []:
+        numbers = len(NUMBER.findall(one.text))
+        if numbers and one.step and one.phase is not Phase.SETUP:
+            found.setdefault((one.line, WORDS.sub("#", one.text), numbers), []).append(one)
+    return found
+
+
+def _same_models(view: View, replay: RankFacts, count: int) -> bool:
+    """Return whether both have the same parameters and buffers after some steps."""
+    before = [one.steps[:count] for one in (*view.ranks, replay)]
+    if not all(len(one) == count for one in before):
+        return False
+    last = [one[-1] for one in before]
+    if len({(one.optimizer, one.index) for one in last}) > 1:
+        return False
+    optimizers = {one.optimizer for one in before[0]}
+    for key in optimizers:
+        steps = [next(x for x in reversed(one) if x.optimizer == key) for one in before]
+        ours = JointStep(key, steps[0].index, view.ranks, steps[:-1]).values(0)
+        other = JointStep(key, steps[0].index, [replay], steps[-1:]).values(0)
+        if not _are_close(ours, other):
+            return False
+    buffers = vectors(view.ranks[0], last[0].buffers), vectors(replay, last[-1].buffers)
+    return _are_close(*buffers)
+
+
+def _are_close(one: Vectors, two: Vectors) -> bool:
+    return one.keys() == two.keys() and all(distance(one[n], two[n]) <= SAME_MODEL for n in one)
+
+
+def _same_samples(view: View, replay: RankFacts, step: int) -> int | None:
+    """Return how many samples both evaluate after a step; None if they are others."""
+    ours = set().union(*(_evaluated(one, step) for one in view.ranks))
+    theirs = _evaluated(replay, step)
+    return len(ours) if ours == theirs else None
+
+
+def _evaluated(facts: RankFacts, step: int) -> set[tuple[int, ...]]:
+    passes = {
+        (loader.key, one.number)
+        for loader in facts.loaders
+        for one in loader.passes
+        if one.phase is Phase.EVALUATION and one.first_step == step
+    }
+    return {
+        content
+        for batch in facts.batches
+        if (batch.loader, batch.pass_number) in passes
+        for content in zip(*batch.contents, strict=True)
+    }
+
+
+def _different(pairs: Sequence[_Pair], number: int) -> _Pair | None:
+    """Return the first pair whose numbers differ, if most do; None if rounding explains it."""
+    known = [one for one in pairs if len(one.ours) == len(one.theirs) > number]
+    off = [one for one in known if _is_off(one, number, known)]
+    return off[0] if off and 2 * len(off) >= len(known) else None
+
+
+def _is_off(one: _Pair, number: int, every: Sequence[_Pair]) -> bool:
+    ours, theirs = float(one.ours[number]), float(one.theirs[number])
+    digit = max(_last_digit(one.ours[number]), _last_digit(one.theirs[number]))
+    noise = 0.0
+    for each in every:
+        texts = each.theirs[number], each.again[number]
+        value, again = map(float, texts)
+        step = max(map(_last_digit, texts))
+        if abs(value - again) > VARIABLE * max(abs(value), abs(again)) + 2 * step:
+            return False
+        noise = max(noise, abs(value - again) - step)
+    limit = 2 * digit + NOISE_FACTOR * noise + FLOOR * abs(theirs) + _flip(every, number)
+    return abs(ours - theirs) > limit
+
+
+def _flip(pairs: Sequence[_Pair], number: int) -> float:
+    """Return by how much a few samples change a value; 0 if it is no share of the samples."""
+    for scale in (1.0, 100.0):
+        shares = [float(one.theirs[number]) / scale * one.samples for one in pairs]
+        digit = max(_last_digit(one.theirs[number]) for one in pairs) / scale
+        samples = max(one.samples for one in pairs)
+        near = SHARE + digit * samples
+        is_share = all(0 <= x <= samples and abs(x - round(x)) <= near for x in shares)
+        if samples and digit * samples < 0.2 and is_share:
+            return FLIPPED * scale / samples
+    return 0.0
+
+
+def _last_digit(text: str) -> float:
+    head, _, exponent = text.lower().partition("e")
+    return 10.0 ** (int(exponent or 0) - len(head.partition(".")[2]))
+
+
+def _label(text: str, number: int) -> str:
+    """Return the words around a number: those before it, and its unit."""
+    every = list(NUMBER.finditer(text))
+    one = every[number]
+    start = every[number - 1].end() if number else 0
+    return text[start : one.end()] + re.split(r"[,;|\]]|\s{2}", text[one.end() :])[0][:12]
+
+
+def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
+    """Return the finding of two values.
+
+    A value of the training may be meant to be that of one rank, unless the script combines values
+    of the ranks before it prints.
+    """
+    ours, theirs = values
+    is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
+    is_evaluated = is_evaluated and not TRAINED.search(label)
+    loops = [
+        line
+        for stream in view.evaluation
+        if any(
+            made.facts.first_step == one.output.step
+            for x in stream.passes
+            for made in x.ranks.values()
+        )
+        for line in reversed(stream.lines)
+    ]
+    steps = view.ranks[0].steps
+    others = {"", *view.gradient_lines(), *(x.line for step in steps for x in step.clips)}
+    others |= {step.line for step in steps} | {x.line for one in steps for x in one.backwards}
+    reductions = [
+        each.line
+        for each in view.ranks[0].collectives[one.since : one.output.collectives]
+        if each.phase is one.output.phase
+        and is_reduction(each)
+        and each.line not in others
+        and (is_evaluated or each.nbytes <= METRIC_BYTES)
+    ]
+    of = f" of {one.samples} samples" if is_evaluated else ""
+    return Finding(
+        MISTAKES["metric-differs"],
+        unique([*reductions[::-1], one.output.line, *loops]),
+        f"After {one.output.step} steps, {view.size} ranks print {ours} in "
+        f"{one.output.text.strip()[:80]!r}. One process with the same parameters prints {theirs}"
+        f"{of}.",
+        step=one.output.step,
+        values={"printed": float(ours), "of_one_process": float(theirs)},
+        nature=None if is_evaluated or reductions else Nature.QUESTION,
+    )

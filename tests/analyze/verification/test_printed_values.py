@@ -1,0 +1,83 @@
+"""Printed values beside those of one process: equal, by rounding, times, and other ones."""
+
+import pytest
+
+from paceline.analyze.verification.find import find
+from paceline.record.training.facts.events import CollectiveFacts, OutputFacts
+from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
+from trainings import Training, verified
+
+PRINT, REDUCE, EVALUATE = "train.py:40", "train.py:38", "train.py:32"
+SAMPLES = 40  # of the evaluation
+
+
+def evaluated(facts, samples, step):
+    """Add an evaluation after some steps."""
+    key = len(facts.loaders)
+    loader = LoaderFacts(key, EVALUATE, "TensorDataset", SAMPLES, 0, False, 8, "", False, False, 0)
+    passed = PassFacts(0, Phase.EVALUATION, EVALUATE, None, 1, None, True, step)
+    loader.passes.append(passed)
+    facts.loaders.append(loader)
+    contents = [[9000 + at for at in samples]]
+    facts.batches.append(BatchFacts(key, 0, 0, len(samples), [*samples], contents, step))
+
+
+def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, **changes):
+    """Return what is found if N ranks and two replays print these lines after 4 and 8 steps."""
+    runs = verified(Training(**changes))
+    again = again or theirs
+    for facts, lines in ((runs.ranks[0], ours), (runs.replay, theirs), (runs.permuted, again)):
+        for step, text in zip((4, 8), lines, strict=False):
+            facts.outputs.append(OutputFacts(text, PRINT, phase, step, 1, len(facts.batches)))
+    for step in (4, 8):
+        for facts in runs.ranks:
+            evaluated(facts, range(facts.rank, SAMPLES, 2), step)
+        for facts in (runs.replay, runs.permuted):
+            evaluated(facts, range(SAMPLES), step)
+    runs.ranks[0].collectives = [
+        CollectiveFacts("allreduce", "sum", 8, combined or Phase.EVALUATION, 4, False, REDUCE)
+    ]
+    return [one for one in find(runs) if one.mistake.id == "metric-differs"]
+
+
+def test_metric_that_differs_is_found_with_both_values_and_lines():
+    (one,) = printing(
+        ["val loss 0.7013 acc 0.8512", "val loss 0.6401 acc 0.8800"],
+        ["val loss 0.6890 acc 0.8512", "val loss 0.6300 acc 0.8800"],
+    )
+    assert not one.is_question
+    assert "2 ranks print 0.7013" in one.text
+    assert "prints 0.6890 of 40 samples" in one.text
+    assert one.lines[:3] == [REDUCE, PRINT, EVALUATE]
+    assert one.step == 4
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "again"),
+    [
+        (["val loss 0.7013"] * 2, ["val loss 0.7014"] * 2, None),  # last digit
+        (["val loss 0.7013"] * 2, ["val loss 0.7093"] * 2, ["val loss 0.7098"] * 2),  # rounding
+        (["acc 0.8500", "acc 0.875"], ["acc 0.8750", "acc 0.850"], None),  # one of 40 samples
+        (["val 2.512 s", "val 2.611 s"], ["val 1.401 s", "val 1.402 s"], None),  # a time
+        (["score 2.512", "score 2.6"], ["score 1.401", "score 1.4"], ["score 1.523"] * 2),  # varies
+        (["loss 0.5 lr 0.200"] * 2, ["loss 0.5 lr 0.100"] * 2, None),
+    ],
+)
+def test_what_rounding_time_and_settings_explain_is_no_difference(ours, theirs, again):
+    assert printing(ours, theirs, again) == []
+
+
+def test_lines_are_compared_only_with_equal_parameters_and_samples():
+    ours, theirs = ["val loss 0.7013"] * 2, ["val loss 0.6500"] * 2
+    assert len(printing(ours, theirs)) == 1
+    other = lambda rank, step, gradients: {n: 1.1 * one for n, one in gradients.items()}  # noqa: E731
+    wrong_steps = printing(ours, theirs, change=lambda r, s, g: other(r, s, g) if r == 0 else g)
+    assert wrong_steps == []
+
+
+def test_values_of_a_training_are_asked_about():
+    lines = ["step acc 0.7013", "step acc 0.6500"], ["step acc 0.6013", "step acc 0.5000"]
+    (one,) = printing(*lines, phase=Phase.TRAINING)
+    assert one.is_question
+    (one,) = printing(*lines, phase=Phase.TRAINING, combined=Phase.TRAINING)
+    assert not one.is_question  # the ranks have combined it
