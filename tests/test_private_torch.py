@@ -92,6 +92,11 @@ INTERFACES = {
     "sparse._indices": "bytes of a sparse tensor",
     "sparse._values": "bytes of a sparse tensor",
     "torch._foreach_norm": "norms of all gradients in one kernel",
+    "torch._foreach_copy_": "Horovod's results out of the buffer of fused tensors",
+    "torch._utils._flatten_dense_tensors": "Horovod's tensors in one buffer",
+    "torch._utils._unflatten_dense_tensors": "parts of this buffer, in the shapes of the tensors",
+    "torch.utils._pytree.tree_flatten": "tensors in the state of an optimizer",
+    "torch.utils._pytree.tree_unflatten": "this state again",
     # Modules and compilation
     "torch._C._is_tracing": "torch.jit.trace runs the model: not a forward of the training",
     "torch._C.DisableTorchFunction": "a subclass of Tensor does not see how a batch is counted",
