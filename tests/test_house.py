@@ -15,9 +15,9 @@ import paceline
 SOURCE = Path(paceline.__file__).parent
 # From the top layer down; a layer imports only layers below it in this list.
 FLOORS = [
-    *("cli", "study", "predict", "launch", "world", "parallel", "optim", "comm", "data"),
-    *("checkpoint", "deploy", "report", "analyze", "knobs", "cost", "cluster", "record"),
-    "security",
+    *("cli", "compat", "study", "predict", "launch", "world", "parallel", "optim", "comm"),
+    *("data", "checkpoint", "deploy", "report", "analyze", "knobs", "cost", "cluster"),
+    *("record", "security"),
 ]
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)
 

@@ -1,0 +1,1 @@
+"""Horovod's collectives without a framework: ranks, process sets, coordination, exchange."""

@@ -1,0 +1,113 @@
+"""Ranks, nodes and what the library was built with: the first part of ``horovod.torch.mpi_ops``."""
+
+from typing import Any
+
+import torch
+
+from ..core import world
+from ..core.requests import ReduceOp
+from ..core.world import init as init
+from ..core.world import is_initialized as is_initialized
+
+Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+
+def shutdown() -> None:
+    """Leave the world; unfinished operations of the other ranks fail. ``init`` may follow."""
+    world.shutdown()
+
+
+def rank() -> int:
+    """Return the global rank of this process. Raises ValueError before ``init``."""
+    return world.current_world().rank
+
+
+def size() -> int:
+    """Return the number of ranks. Raises ValueError before ``init``."""
+    return world.current_world().size
+
+
+def local_rank() -> int:
+    """Return the rank within the node. Raises ValueError before ``init``."""
+    return world.current_world().local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on the node. Raises ValueError before ``init``."""
+    return world.current_world().local_size
+
+
+def cross_rank() -> int:
+    """Return the number of the node among those that have this local rank.
+
+    Raises ValueError before ``init``.
+    """
+    return world.current_world().cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have this local rank. Raises ValueError before ``init``."""
+    return world.current_world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have the same number of ranks. Raises ValueError before ``init``."""
+    return world.current_world().is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """Raise ValueError: MPI is not used."""
+    raise ValueError(
+        "Horovod MPI is not enabled: Paceline exchanges without MPI. HINT: call mpi4py in the main "
+        "thread only, or if hvd.mpi_enabled()"
+    )
+
+
+def mpi_enabled() -> bool:
+    """Return False: ranks exchange over shared memory, TCP and NCCL."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: scripts that ask which controller runs get the one without MPI."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL as Horovod does (2.27.3 as 22703), or 0 if torch has none."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    version: Any = torch.cuda.nccl.version()
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether PyTorch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether PyTorch was built with ROCm."""
+    return torch.version.hip is not None

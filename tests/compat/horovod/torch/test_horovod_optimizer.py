@@ -1,0 +1,17 @@
+"""DistributedOptimizer on 1, 2 and 4 ranks; see optimizer_checks.py."""
+
+import pytest
+from horovod_checks import Results, names, passed
+
+FILE = "optimizer_checks.py"
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    return Results(FILE, tmp_path_factory.mktemp("optimizer"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", names(FILE))
+def test_distributed_optimizer(results, name, size):
+    passed(results, name, size)
