@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...optim.norms import convert_norms
 from ...parallel.data import check_accumulate
 from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model
@@ -18,6 +19,7 @@ from ...parallel.memory.setup import ModelSetup, ScriptLimits
 from ...parallel.offload import check_offload, offload_states
 from ...parallel.recompute.recomputation import recompute_blocks
 from ...parallel.sharded.layouts import ShardingRequest, parse_request
+from ...plurals import counted
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
@@ -80,6 +82,7 @@ class ModelDistribution:
         memory_budget: float | None = None,
         recomputed_blocks: Sequence[str] | None = None,
         example_inputs: Any = None,
+        norm: str = "local",
         **options: Any,
     ) -> Any:
         """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
@@ -110,6 +113,9 @@ class ModelDistribution:
             example_inputs: For layout="auto": arguments of a forward in a training step, as a
                 tensor, a tuple or a dict. Only shapes and dtypes are used. Default: activations
                 are left out of the prediction.
+            norm: Statistics of batch normalization: "local" (of a rank's batch), "sync" (of all
+                ranks' batches, on CPUs too: the result is that of one process), "ghost:N" (of each
+                N samples of a rank), or "group:N": a group normalization with N groups.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the other layouts.
 
@@ -120,6 +126,7 @@ class ModelDistribution:
         """
         check_accumulate(accumulate)
         check_offload(offload, optimizer)
+        self._convert_norms(model, norm)
         setup = ModelSetup(
             model, optimizer, self.device, self._dtype, blocks, recomputed_blocks, accumulate
         )
@@ -156,6 +163,15 @@ class ModelDistribution:
             known = memory.layout if is_sharded else "data"
             watch_model(skeleton, distributed, known, sharding_ranks)
         return self._add(setup, distributed)
+
+    def _convert_norms(self, model: nn.Module, norm: str) -> None:
+        names = convert_norms(model, norm, lambda: self._training.is_filler)
+        if norm.startswith("group") and names:
+            self._progress.warn_once(
+                f"world.distribute: norm={norm!r} has replaced the batch normalization of "
+                f"{counted(len(names), 'layer')} by group normalization: weights that were trained "
+                "with batch normalization do not fit. HINT: train from the beginning"
+            )
 
     def _record_memory(self) -> None:
         """Write the bytes of models and optimizers into the record."""

@@ -47,4 +47,5 @@ def clean_name(name: str) -> str:
 def is_own_batch_norm(module: nn.Module) -> bool:
     """Return whether a layer normalizes by statistics of the batch of one rank."""
     kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm)
+    is_global = isinstance(module, nn.SyncBatchNorm) or hasattr(module, "has_global_statistics")
+    return isinstance(module, kind) and not is_global

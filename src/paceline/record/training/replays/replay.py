@@ -91,7 +91,7 @@ class Replay:
             perturb(root, self._observation.settings.last_bits)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
-                if isinstance(one, nn.SyncBatchNorm):
+                if isinstance(one, nn.SyncBatchNorm) or hasattr(one, "has_global_statistics"):
                     self._stop_replay(
                         f"the statistics of {name} are those of the global batch, of which only "
                         "parts fit on one rank"

@@ -1,0 +1,329 @@
+"""Normalization in data-parallel training: over all ranks, over ghost batches, or over groups.
+
+Batch normalization uses the statistics of a rank's batch, so that a model changes with the number
+of ranks. The layers here replace it in place: parameters stay the same objects.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from ..comm.group_device import exchangeable
+
+NORMS = "'local', 'sync', 'ghost:32', 'group:8'"
+
+
+class Exchange(Protocol):
+    """How ranks combine what a layer computes. All ranks call it in the same order."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked: [ranks, *row.shape]."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the tensors of all ranks."""
+
+
+class WorldExchange:
+    """The exchange of all ranks of the default process group."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        sent = exchangeable(row.contiguous())
+        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, sent)
+        return torch.stack(rows).to(row.device)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = exchangeable(tensor.contiguous())
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """Batch normalization with the mean and variance of the samples of all ranks.
+
+    The result, forward and backward, is that of one process with all samples, on CPUs and GPUs,
+    also where ranks have different numbers of samples. All ranks must run the same layers in the
+    same order: one exchange in forward, one in backward. In evaluation nothing is exchanged.
+
+    Arguments as for ``torch.nn.BatchNorm2d``; inputs have shape (samples, channels, ...).
+    """
+
+    has_global_statistics = True  # for verify
+    # Whether this rank's batch has no weight, because it has no more samples than other ranks.
+    is_filler: Callable[[], bool] = staticmethod(lambda: False)
+
+    def exchange(self) -> Exchange | None:
+        """Return how ranks exchange statistics; None with one rank."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return None if alone else WorldExchange()
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) != self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} expects {self.num_features} channels in dimension 1; "
+                f"this input has shape {tuple(input.shape)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        self._check_input_dim(input)
+        uses_batch = self.training or not self.track_running_stats
+        exchange = self.exchange() if uses_batch else None
+        if exchange is None:
+            return super().forward(input)
+        values = _GlobalStatistics.apply(
+            *(input, self.weight, self.bias, self.eps, exchange, not self.is_filler())
+        )
+        output, mean, variance, samples = values
+        if self.training and self.track_running_stats:
+            with torch.no_grad():
+                unbiased = variance * (samples / (samples - 1))
+                factor = next_factor(self)
+                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    running.lerp_(new.to(running.dtype), factor)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+
+class GhostBatchNorm(_BatchNorm):
+    """Batch normalization over parts of the batch (Hoffer, Hubara, Soudry 2017, arXiv 1705.08741).
+
+    Args:
+        ghost: Number of samples that are normalized together.
+        args, options: As for ``torch.nn.BatchNorm2d``.
+    """
+
+    def __init__(self, ghost: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ghost = ghost
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        self._check_input_dim(input)
+        samples = input.size(0)
+        if not self.training or not self.track_running_stats or samples == self.ghost:
+            return super().forward(input)
+        if samples % self.ghost:
+            raise ValueError(
+                f"norm='ghost:{self.ghost}': a batch of {samples} samples on this rank is not a "
+                f"multiple of {self.ghost}. HINT: {_nearest(samples, self.ghost)}, or "
+                "drop_last=True for the last batch of an epoch"
+            )
+        parts, factor = samples // self.ghost, next_factor(self)
+        # channels of each part are channels of their own
+        shape = (self.ghost, parts * self.num_features, *input.shape[2:])
+        split = input.unflatten(0, (parts, self.ghost)).transpose(0, 1).reshape(shape)
+        running = self.running_mean, self.running_var
+        tracked = [one.repeat(parts) for one in running if one is not None]
+        repeated = [p.repeat(parts) if p is not None else None for p in (self.weight, self.bias)]
+        done = nn.functional.batch_norm(split, *tracked, *repeated, True, factor, self.eps)
+        with torch.no_grad():
+            for one, new in zip(running, tracked, strict=True):
+                if one is not None:
+                    one.copy_(new.view(parts, -1).mean(0))
+        back = done.reshape(self.ghost, parts, self.num_features, *input.shape[2:])
+        return back.transpose(0, 1).reshape(input.shape)
+
+
+def next_factor(norm: _BatchNorm) -> float:
+    """Count a training batch, and return the weight that it has in the running statistics."""
+    assert norm.num_batches_tracked is not None
+    norm.num_batches_tracked.add_(1)
+    return 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+
+
+def convert_norms(
+    model: nn.Module, norm: str, is_filler: Callable[[], bool] = lambda: False
+) -> list[str]:
+    """Replace the batch normalization layers of a model in place.
+
+    Args:
+        model: Optimizers of its parameters stay valid.
+        norm: "local" (unchanged), "sync", "ghost:N" (samples) or "group:N" (groups of channels).
+        is_filler: Returns whether this rank's batch has no weight.
+
+    Returns:
+        Names of the replaced layers.
+
+    Raises:
+        ValueError: An unknown norm, no layer to replace, a lazy layer, channels that the groups do
+            not divide, or a layer in evaluation that "group:N" would replace.
+    """
+    kind, number = parse_norm(norm)
+    if kind == "local":
+        return []
+    modules = model.named_modules(remove_duplicate=False)  # a layer may be used twice
+    found = {name: one for name, one in modules if isinstance(one, _BatchNorm)}
+    if not found:
+        raise ValueError(
+            f"world.distribute: norm={norm!r}, but the model has no batch normalization. HINT: "
+            "norm='local'"
+        )
+    once = {id(one): (name, one) for name, one in found.items()}
+    replacements = {key: _replacement(*of, kind, number) for key, of in once.items()}
+    for name, one in found.items():
+        replacement = replacements[id(one)]
+        if isinstance(replacement, GlobalBatchNorm):
+            replacement.is_filler = is_filler
+        if not name:
+            raise ValueError(
+                f"world.distribute: the model is a single {type(one).__name__}, which norm={norm!r}"
+                " can't replace in place. HINT: nn.Sequential(model)"
+            )
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, replacement)
+    return list(found)
+
+
+def parse_norm(norm: str) -> tuple[str, int]:
+    """Return the kind of normalization and its number (0 without one).
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    kind, has_number, number = norm.partition(":")
+    if kind in ("local", "sync") and not has_number:
+        return kind, 0
+    if kind in ("ghost", "group") and number.isdecimal() and int(number) > 0:
+        return kind, int(number)
+    raise ValueError(f"world.distribute: norm must be one of {NORMS}; this is {norm!r}")
+
+
+def _replacement(name: str, old: _BatchNorm, kind: str, number: int) -> nn.Module:
+    if isinstance(old, _LazyNormBase) and old.has_uninitialized_params():
+        raise ValueError(
+            f"world.distribute: {name} is a {type(old).__name__} without parameters yet. HINT: run "
+            "a forward of the model before world.distribute"
+        )
+    if kind == "group":
+        return _group_norm(name, old, number)
+    with torch.device("meta"):  # its tensors are replaced
+        how = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        new = GlobalBatchNorm(*how) if kind == "sync" else GhostBatchNorm(number, *how)
+    new._parameters.update(old._parameters)
+    new._buffers.update(old._buffers)
+    return new.train(old.training)
+
+
+def _group_norm(name: str, old: _BatchNorm, groups: int) -> nn.GroupNorm:
+    if not old.training:
+        raise ValueError(
+            f"world.distribute: norm='group:{groups}': {name} is in evaluation, where it uses its "
+            "running statistics, which a group norm has not. HINT: model.train(), or norm='local'"
+        )
+    if old.num_features % groups:
+        raise ValueError(
+            f"world.distribute: norm='group:{groups}' does not divide the {old.num_features} "
+            f"channels of {name}. HINT: {_nearest(old.num_features, groups)}"
+        )
+    with torch.device("meta"):
+        new = nn.GroupNorm(groups, old.num_features, old.eps, old.affine)
+    new._parameters.update(old._parameters)
+    return new.train(old.training)
+
+
+def _nearest(whole: int, wanted: int) -> str:
+    """Return the divisors of a number that are nearest to the wanted one."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    below = max(n for n in divisors if n <= wanted)
+    above = min((n for n in divisors if n > wanted), default=below)
+    return " or ".join(map(str, dict.fromkeys((below, above))))
+
+
+class _GlobalStatistics(torch.autograd.Function):
+    """Normalize with the statistics of all ranks; return output, mean, variance and samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        exchange: Exchange,
+        counts: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        exact = _wide(values)
+        mean, variance, samples = _statistics(exact, exchange, counts)
+        if samples.device.type == "cpu" and samples <= 1:  # a GPU is not waited for
+            raise ValueError(
+                "Expected more than 1 value per channel when training; all ranks together have "
+                f"{samples:.0f}"
+            )
+        inverse = torch.rsqrt(variance + eps)
+        output = (exact - _along(mean, values)) * _along(inverse, values)
+        if weight is not None:
+            output = output * _along(weight.to(exact.dtype), values)
+        if bias is not None:
+            output = output + _along(bias.to(exact.dtype), values)
+        ctx.save_for_backward(values, weight, mean, inverse)
+        ctx.samples, ctx.exchange, ctx.counts = samples, exchange, counts
+        ctx.has_bias = bias is not None
+        ctx.mark_non_differentiable(mean, variance, samples)
+        return output.to(values.dtype), mean, variance, samples
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        values, weight, mean, inverse = ctx.saved_tensors
+        exact, others = _wide(grad), _others(values)
+        normal = (_wide(values) - _along(mean, values)) * _along(inverse, values)
+        # This rank's part of the parameters' gradients: the optimizer combines those of all ranks.
+        of_bias, of_weight = exact.sum(others), (exact * normal).sum(others)
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            sums = ctx.exchange.sum(torch.stack([of_bias, of_weight])) / ctx.samples
+            scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+            if ctx.counts:  # the statistics do not depend on other samples
+                exact = exact - _along(sums[0], values) - normal * _along(sums[1], values)
+            of_values = (exact * _along(scale, values)).to(values.dtype)
+        return (
+            of_values,
+            of_weight.to(weight.dtype) if weight is not None else None,
+            of_bias.to(grad.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
+            *(None, None, None),
+        )
+
+
+def _statistics(
+    values: torch.Tensor, exchange: Exchange, counts: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return mean and biased variance of each channel over all ranks, and the number of values.
+
+    They follow from each rank's mean and sum of squared deviations, which loses no digits where the
+    mean is large.
+    """
+    others = _others(values)
+    number = values.numel() // values.size(1) if counts else 0
+    mean = values.mean(others) if number else values.new_zeros(values.size(1))
+    deviations = (values - _along(mean, values)).square().sum(others) * bool(number)
+    row = torch.stack([mean, deviations, torch.full_like(mean, number)])
+    means, squares, numbers = exchange.gather(row).double().unbind(1)
+    total = numbers.sum(0)
+    whole = (means * numbers).sum(0) / total
+    variance = (squares + numbers * (means - whole).square()).sum(0) / total
+    return whole.to(values.dtype), variance.to(values.dtype), total[0].to(values.dtype)
+
+
+def _others(values: torch.Tensor) -> list[int]:
+    """Return all dims but that of channels."""
+    return [0, *range(2, values.dim())]
+
+
+def _along(channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a vector with a value for each channel in the shape in which it broadcasts."""
+    return channels.view(1, -1, *[1] * (values.dim() - 2))
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit values as float32, in which sums are exact enough."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
