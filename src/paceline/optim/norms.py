@@ -77,18 +77,19 @@ class GlobalBatchNorm(_BatchNorm):
         exchange = self.exchange() if uses_batch else None
         if exchange is None:
             return super().forward(input)
-        values = _GlobalStatistics.apply(
+        apply: Any = _GlobalStatistics.apply
+        output, mean, variance, samples = apply(
             *(input, self.weight, self.bias, self.eps, exchange, not self.is_filler())
         )
-        output, mean, variance, samples = values
         if self.training and self.track_running_stats:
             with torch.no_grad():
                 unbiased = variance * (samples / (samples - 1))
                 factor = next_factor(self)
-                for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                pairs: Any = ((self.running_mean, mean), (self.running_var, unbiased))
+                for running, new in pairs:
                     running.lerp_(new.to(running.dtype), factor)
-        assert isinstance(output, torch.Tensor)
-        return output
+        normalized: torch.Tensor = output
+        return normalized
 
 
 class GhostBatchNorm(_BatchNorm):
@@ -122,14 +123,16 @@ class GhostBatchNorm(_BatchNorm):
         # channels of each part are channels of their own
         shape = (self.ghost, parts * self.num_features, *input.shape[2:])
         split = input.unflatten(0, (parts, self.ghost)).transpose(0, 1).reshape(shape)
-        running = self.running_mean, self.running_var
-        tracked = [one.repeat(parts) for one in running if one is not None]
-        repeated = [p.repeat(parts) if p is not None else None for p in (self.weight, self.bias)]
-        done = nn.functional.batch_norm(split, *tracked, *repeated, True, factor, self.eps)
+        mean, variance, weight, bias = (
+            one.repeat(parts) if one is not None else None
+            for one in (self.running_mean, self.running_var, self.weight, self.bias)
+        )
+        how = (True, factor, self.eps)
+        done = nn.functional.batch_norm(split, mean, variance, weight, bias, *how)
         with torch.no_grad():
-            for one, new in zip(running, tracked, strict=True):
-                if one is not None:
-                    one.copy_(new.view(parts, -1).mean(0))
+            for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+                if running is not None and new is not None:
+                    running.copy_(new.view(parts, -1).mean(0))
         back = done.reshape(self.ghost, parts, self.num_features, *input.shape[2:])
         return back.transpose(0, 1).reshape(input.shape)
 
