@@ -69,6 +69,63 @@ def test_two_ranks_share_a_gpu_over_gloo(tmp_path, kind, launcher):
         assert found["groups"]
 
 
+HOROVOD = """
+    import torch
+    from torch import nn
+    import horovod.torch as hvd
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
+    x = torch.arange(6.0, device=device).reshape(3, 2) + rank
+    total = sum(torch.arange(6.0).reshape(3, 2) + other for other in range(size))
+    def check(name, found, expected):
+        assert found.device.type == device.type, (name, found.device)
+        torch.testing.assert_close(found.cpu(), expected, msg=name)
+    check("sum", hvd.allreduce(x, op=hvd.Sum), total)
+    check("average", hvd.allreduce(x.clone(), op=hvd.Average), total / size)
+    check("fp16", hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16), total)
+    rows = torch.cat([torch.full((other + 1, 2), float(other)) for other in range(size)])
+    check("gather", hvd.allgather(torch.full((rank + 1, 2), float(rank), device=device)), rows)
+    check("root", hvd.broadcast(x, 0), torch.arange(6.0).reshape(3, 2))
+    handles = [hvd.allreduce_async(x * i, op=hvd.Sum, name=f"g.{i}") for i in range(20)]
+    for i, handle in enumerate(handles):
+        check(f"many {i}", hvd.synchronize(handle), total * i)
+    sent = torch.arange(2.0 * size, device=device) + 10 * rank
+    own = torch.arange(2.0 * size)[2 * rank : 2 * rank + 2]
+    got = torch.cat([own + 10 * other for other in range(size)])
+    check("all to all", hvd.alltoall(sent), got)
+
+    def train(place, distributed):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).double().to(place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if distributed:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, named_parameters=model.named_parameters())
+        g = torch.Generator().manual_seed(2)
+        for step in range(20):
+            whole = torch.randn(4 * size, 8, generator=g, dtype=torch.float64)
+            part = whole.chunk(size)[rank] if distributed else whole
+            optimizer.zero_grad()
+            model(part.to(place)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in model.parameters()]
+    for a, b in zip(train(device, True), train("cpu", False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    print("result", rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_horovod_script_on_the_gpu(tmp_path, number):
+    how = f"paceline --record {tmp_path / 'record'}"
+    done = run(tmp_path, HOROVOD, number=number, launcher=how)
+    assert done.stdout.count("result") == number
+    found = report(tmp_path / "record")
+    assert found["unmatched"] == 0
+
+
 NCCL = """
     import torch, torch.distributed as dist
     torch.cuda.set_device(0)
