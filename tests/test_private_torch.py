@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._tools import mem_tracker
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -92,6 +93,14 @@ INTERFACES = {
     "sparse._indices": "bytes of a sparse tensor",
     "sparse._values": "bytes of a sparse tensor",
     "torch._foreach_norm": "norms of all gradients in one kernel",
+    "torch._foreach_add_": "a step of LARS or LAMB in few kernels, as those that follow",
+    "torch._foreach_addcdiv_": "the same",
+    "torch._foreach_addcmul_": "the same",
+    "torch._foreach_lerp_": "the same",
+    "torch._foreach_mul_": "the same",
+    "torch._foreach_sqrt": "the same",
+    "torch._foreach_sub_": "the same",
+    "torch.nn.modules.batchnorm._LazyNormBase": "a layer without parameters yet",
     "torch._foreach_copy_": "Horovod's results out of the buffer of fused tensors",
     "torch._utils._flatten_dense_tensors": "Horovod's tensors in one buffer",
     "torch._utils._unflatten_dense_tensors": "parts of this buffer, in the shapes of the tensors",
@@ -219,7 +228,7 @@ def objects(tmp_path_factory):
     scheduled.step()
     yield {
         "scheduled": scheduled,
-        "tracker": torch.distributed._tools.mem_tracker.MemTracker(),
+        "tracker": mem_tracker.MemTracker(),
         "fsdp": fsdp,
         "fsdp_state": fsdp._get_fsdp_state(),
         "fsdp_group": fsdp_group,

@@ -232,5 +232,9 @@ def _add_scaled(
     tensors: list[torch.Tensor], updates: list[torch.Tensor], factors: torch.Tensor
 ) -> None:
     """Add to each tensor its update times its factor, without waiting for a GPU."""
-    each = [f.to(u.device, u.dtype) for f, u in zip(factors.unbind(), updates, strict=True)]
+    first = updates[0]
+    if all(u.device == first.device and u.dtype == first.dtype for u in updates):
+        each = list(factors.to(first.device, first.dtype).unbind())  # one conversion for all
+    else:
+        each = [f.to(u.device, u.dtype) for f, u in zip(factors.unbind(), updates, strict=True)]
     torch._foreach_addcmul_(tensors, updates, each)
