@@ -31,6 +31,7 @@ def train(folder, script, count, *more, launcher="paceline"):
     return done, weights.get("model", weights)
 
 
+SLOW = ("elastic.py", "resnet.py")
 _ALONE = {}
 
 
@@ -48,7 +49,10 @@ def assert_equal(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("script", SPLIT)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=pytest.mark.long if s in SLOW else ()) for s in SPLIT],
+)
 def test_ranks_equal_one_process_and_are_recorded(tmp_path, tmp_path_factory, script, count):
     first, expected = alone(tmp_path_factory, script)
     launcher = f"paceline --record {tmp_path / 'record'} --json=figures.json"
@@ -88,6 +92,7 @@ def test_adasum_trains(tmp_path):
     assert losses[1] < 0.95 * losses[0]
 
 
+@pytest.mark.long
 def test_training_resumes_from_the_checkpoint_of_rank_0(tmp_path, tmp_path_factory):
     _, expected = alone(tmp_path_factory, "resnet.py")
     shutil.copy(SCRIPTS / "resnet.py", tmp_path)

@@ -11,7 +11,7 @@ def results(tmp_path_factory):
     return Results(FILE, tmp_path_factory.mktemp("optimizer"))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", names(FILE))
 def test_distributed_optimizer(results, name, size):
     passed(results, name, size)
