@@ -178,8 +178,10 @@ def read_predictions(folder: Path) -> list[Prediction]:
 
 def _batch(stored: BatchSource | None, runs: list[StudyRun]) -> BatchSource | None:
     """Return how the batch is set, as the runs have shown."""
-    how = next((run.batch_how for run in runs if run.batch_how), "")
-    return BatchSource.of(how, stored.base) if stored is not None and how else stored
+    shown = next((run for run in runs if run.batch_how), None)
+    if stored is None or shown is None:
+        return stored
+    return BatchSource.of(shown.batch_how, stored.base, shown.batch_parts)
 
 
 def _point(planned: PlannedPoint, runs: list[StudyRun], predictions: list[Prediction]) -> SizePoint:
