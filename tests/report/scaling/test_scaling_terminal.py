@@ -4,13 +4,17 @@ import dataclasses
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 
+from paceline.analyze.scaling.derived import scaling
+from paceline.analyze.scaling.forecast import analyse_kind
 from paceline.analyze.scaling.study_events import Progress
 from paceline.analyze.scaling.study_model import STRONG, WEAK, Setup, StudyRun
 from paceline.report.console import PlainConsole
 from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit
+from paceline.report.scaling.study_findings import findings_of
 from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
 from paceline.report.terminal.scaling.study_table import fit_sentence, study_panel
 from studies import make_study, predicted, reach
@@ -54,6 +58,24 @@ def test_predictions_and_fits_are_sentences():
     assert "predicted for 8 ranks: 5,000 samples/s (4,750 to 5,250), USL; not measured yet" in text
     few = fit_sentence(Fit(WEAK, "law"))
     assert few.endswith("fewer than four sizes: the fit cannot be tested")
+
+
+def test_reasons_name_the_efficiencies_of_the_table():
+    study = make_study((1, 2), (STRONG,), serial=0.8, spread=0.5)  # means and medians differ
+    text = printed(study, findings_of(study), width=200)
+    size = next(one for one in scaling(study, STRONG) if one.point.ranks == 2)
+    assert f"falls from 1.00 to {size.efficiency.value:.2f}:" in text
+    (bend,) = analyse_kind(study, STRONG).bends
+    assert abs(bend.after - size.efficiency.value) > 0.01
+
+
+def test_law_that_cannot_describe_the_sizes_is_told():
+    study = make_study((1, 2), (STRONG,), serial=2.0, rate=30_000.0, spread=0.001)
+    text = printed(study, findings_of(study), width=240)
+    (line,) = lines_with(text, "Amdahl's law: X(1) = ")
+    assert re.search(r"X\(1\) = (29,9|30,0)\d\d samples/s", line)
+    assert "s above 1: more ranks are slower, which this law does not describe" in line
+    assert "s above 1" not in printed(make_study(), findings_of(make_study()), width=240)
 
 
 def test_target_has_a_table_and_the_soonest_size():

@@ -116,6 +116,7 @@ def read_study(folder: Path) -> ScalingStudy:
     runs, notes = read_runs(folder)
     predictions = read_predictions(folder)
     points = [_point(one, runs, predictions) for one in stored.points]
+    name = printable(str(folder))
     return ScalingStudy(
         str(folder),
         stored.request,
@@ -123,7 +124,7 @@ def read_study(folder: Path) -> ScalingStudy:
         sorted(points, key=lambda point: (point.kind, point.ranks)),
         runs,
         predictions,
-        [*map(printable, stored.notes), *notes, *study_notes(stored.request, points)],
+        [*map(printable, stored.notes), *notes, *study_notes(name, stored.request, points)],
     )
 
 

@@ -5,6 +5,7 @@ rank" means: the mean over all measured steps and over all ranks.
 """
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -432,6 +433,11 @@ class ScalingStudy:
     @property
     def name(self) -> str:
         return self.request.script
+
+    @property
+    def file_name(self) -> str:
+        """The name without the folder, for a document."""
+        return PurePath(self.name).name
 
     def of_kind(self, kind: str) -> list[SizePoint]:
         """Return the points of a kind, by ascending ranks."""
