@@ -1,18 +1,19 @@
 """Studies in the terminal: a line for each size, and progress."""
 
-import dataclasses
 import io
 import os
 import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 from paceline.analyze.scaling.derived import scaling
 from paceline.analyze.scaling.forecast import analyse_kind
 from paceline.analyze.scaling.study_events import Progress
 from paceline.analyze.scaling.study_model import STRONG, WEAK, Setup, StudyRun
 from paceline.report.console import PlainConsole
+from paceline.report.scaling import study_findings
 from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit
 from paceline.report.scaling.study_findings import findings_of
 from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
@@ -61,12 +62,27 @@ def test_predictions_and_fits_are_sentences():
 
 
 def test_reasons_name_the_efficiencies_of_the_table():
-    study = make_study((1, 2), (STRONG,), serial=0.8, spread=0.5)  # means and medians differ
+    study = make_study(
+        (1, 2), (STRONG,), serial=1.0, spread=0.35, runs=6
+    )  # means and medians differ
     text = printed(study, findings_of(study), width=200)
     size = next(one for one in scaling(study, STRONG) if one.point.ranks == 2)
     assert f"falls from 1.00 to {size.efficiency.value:.2f}:" in text
     (bend,) = analyse_kind(study, STRONG).bends
     assert abs(bend.after - size.efficiency.value) > 0.01
+    assert "shorter" not in text
+
+
+def test_shares_beyond_the_whole_are_explained(monkeypatch):
+    study = make_study((1, 2), (STRONG,), serial=1.0, spread=0.0)
+    analysis = analyse_kind(study, STRONG)
+    (bend,) = analysis.bends
+    first = bend.losses[0]
+    shares = [replace(first, share=1.3), replace(first, share=-0.3)]
+    changed = replace(analysis, bends=[replace(bend, losses=shares)])
+    monkeypatch.setattr(study_findings, "analyse_kind", lambda *_: changed)
+    text = printed(study, findings_of(study), width=300)
+    assert "(130.0 % of the loss); other parts of a step are shorter (-30.0 %)." in text
 
 
 def test_law_that_cannot_describe_the_sizes_is_told():
@@ -110,9 +126,9 @@ def test_run_to_a_target_says_whether_it_was_reached():
     assert "accuracy>=0.97 reached after 9,000 samples, best value 0.98" in run_sentence(
         study.runs[0]
     )
-    missed = dataclasses.replace(study.runs[0].figures, to_target=reach(9_000, False, None))
+    missed = replace(study.runs[0].figures, to_target=reach(9_000, False, None))
     assert "accuracy>=0.97 not reached after 9,000 samples" in run_sentence(
-        dataclasses.replace(study.runs[0], figures=missed)
+        replace(study.runs[0], figures=missed)
     )
 
 

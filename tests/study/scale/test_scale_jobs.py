@@ -205,7 +205,8 @@ def test_a_killed_job_on_slurm_is_continued(slurm, shared_folder):
     words += options
     said = slurm.run(*words, "--output", folder, script, cwd=shared_folder).stderr
     *small, large = re.findall(r"submitted to Slurm as job (\d+)", said)
-    assert [slurm.wait(job, 240) for job in small] == ["COMPLETED", "COMPLETED"]
+    told = lambda: "\n".join(path.read_text() for path in folder.glob("jobs/*.out"))  # noqa: E731
+    assert [slurm.wait(job, 240) for job in small] == ["COMPLETED", "COMPLETED"], told()
     assert slurm.wait_while(large, ("PENDING", "CONFIGURING"), 60) == "RUNNING"
     first = folder / "runs/n3-b24-0/figures.json"
     ranks.wait_until(first.exists, 120)

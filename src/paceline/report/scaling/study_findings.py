@@ -150,6 +150,9 @@ def _reason(bend: Bend, shown: Mapping[int, float], proposals: Sequence[Proposal
         return Reason(bend.kind, bend.smaller, bend.larger, text)
     largest = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
     causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in largest)
+    shorter = -sum(one.share for one in bend.losses if one.share < 0)
+    if shorter >= MIN_SHOWN:  # else shares above 100 % are not explained
+        causes += f"; other parts of a step are shorter (-{percent(shorter)})"
     text = f"{sizes} {change}: {causes}."
     remedy = " ".join(filter(None, (_gain(bend.main), _remedies(proposals))))
     return Reason(bend.kind, bend.smaller, bend.larger, text, bend.main.share, remedy)
