@@ -29,7 +29,7 @@ from .energy import measured_energy
 from .machine_watch import MachineWatch
 from .places import Place
 from .plan import SEED, filled_in, uses_template
-from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 from .target_runs import target_options, target_result
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
@@ -128,9 +128,11 @@ class SetupRunner:
 
     def first_run(self, setup: Setup, plan: RunPlan) -> SetupResult:
         """Run a setup once without storing it. Raises as ``run``."""
-        path = self.trials.folder / f"first-{setup.name}"
-        path.mkdir()
-        results = self._run([_Begun(setup, plan, path, 0, 0)])
+        path, _ = new_run_folder(self.folder, setup, FIRST)
+        try:
+            results = self._run([_Begun(setup, plan, path, 0, 0)])
+        finally:
+            remove_run(path)
         if not results:
             raise TimeOverError
         return results[0]

@@ -208,8 +208,7 @@ class _StudyRun:
     def _prepare(self) -> None:
         """Find the batch, the points and the number of steps."""
         stored = self.stored
-        if stored.points:
-            remove_unfinished(self.folder, self._setups())
+        remove_unfinished(self.folder, self._sizes())
         if stored.points and not self._unfinished():
             return
         good = [run for run in self.runs if run.figures is not None]
@@ -231,11 +230,11 @@ class _StudyRun:
         Raises:
             ValueError: It fails.
         """
-        sizes = [size for size in self.request.sizes if self.only is None or size in self.only]
+        smallest = min(self._sizes())
         known = self.stored.batch is not None
         what = "the duration of a step" if known else "the duration of a step and the batch"
         failures = []
-        for setup in self._setups() if known else [Setup(min(sizes), min(sizes))]:
+        for setup in self._setups() if known else [Setup(smallest, smallest)]:
             self.listener.message(
                 f"first run: {counted(setup.ranks, 'rank')}, {FIRST_STEPS} steps, to measure {what}"
             )
@@ -286,6 +285,9 @@ class _StudyRun:
             write_study(self.folder, stored)
 
     # Repeats
+
+    def _sizes(self) -> list[int]:
+        return [size for size in self.request.sizes if self.only is None or size in self.only]
 
     def _setups(self) -> list[Setup]:
         setups = setups_of(self.stored.points)

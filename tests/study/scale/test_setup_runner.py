@@ -1,4 +1,4 @@
-"""Scripts that accumulate gradients: the global batch is divided among the batches of a step."""
+"""Runs of setups: the batch of scripts that accumulate gradients, and the first run."""
 
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ from paceline.analyze.scaling.study_model import (
     StudyRequest,
 )
 from paceline.study.scale import run_setup, run_study
+from paceline.study.scale.run_folders import FIRST, new_run_folder
 from paceline.study.script_runs.deadline import Deadline
 from paceline.study.trials import Trial
 
@@ -30,7 +31,7 @@ class Accumulating:
     covered = ()
 
     def __init__(self, folder, batches=4):
-        self.folder, self.batches, self.set = folder, batches, []
+        self.folder, self.batches, self.set, self.folders = folder, batches, [], []
         self.deadline = Deadline.after(600)
         folder.mkdir(exist_ok=True)
 
@@ -50,6 +51,7 @@ class Accumulating:
         if spec.args:
             given = int(spec.args[0]) * spec.ranks
         self.set.append(given)
+        self.folders.append(spec.record.parent)
         samples = self.batches * (given or SCRIPT_BATCH * spec.ranks)
         step = [0.01] * 20, samples, samples, StateSeconds(useful=0.01), {}, Spread()
         return RunFigures(2, 1, True, *step, batches_per_step=self.batches)
@@ -72,6 +74,17 @@ def study(tmp_path, args=(), **more):
     request = replace(request, oversubscribe=True)
     run_study.new_study(tmp_path / "study", request)
     return run_study.run_study(tmp_path / "study", StudyListener()).study
+
+
+def test_folder_of_the_first_run_is_seen_by_all_hosts_and_removed(tmp_path, trials):
+    study(tmp_path)
+    first, *others = trials.folders
+    assert first.parent == tmp_path / "study/runs"
+    assert not first.exists()
+    assert all(path.exists() for path in others)
+    killed, _ = new_run_folder(tmp_path / "study", Setup(1, 1), FIRST)
+    run_study.run_study(tmp_path / "study", StudyListener())
+    assert not killed.exists()
 
 
 @pytest.mark.parametrize("base", [None, 64])
