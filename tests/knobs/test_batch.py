@@ -27,10 +27,11 @@ PLAIN = """
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(2):
-        for x, in loader:
-            optimizer.zero_grad()
+        for i, (x,) in enumerate(loader):
             model(x).square().mean().backward()
-            optimizer.step()
+            if kind != "accumulates" or i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
         with torch.no_grad():
             sizes = {len(model(x)) for x, in held_out}
     if dist.get_rank() == 0:
@@ -58,6 +59,11 @@ SHARDED = """
 
 
 def train(folder, script, *args, batch):
+    done, figures, knob = trained(folder, script, *args, batch=batch)
+    return done, figures.usual_samples, knob
+
+
+def trained(folder, script, *args, batch):
     settings = folder / "batch.toml"
     write_settings(settings, {"global-batch": Setting(batch)}, {})
     path = ranks.write(folder, script)
@@ -65,7 +71,7 @@ def train(folder, script, *args, batch):
     done = ranks.run(path, *args, launcher=launcher)
     run = load_run(folder / "record")
     knob = run.records[0].meta["knobs"]["global-batch"]
-    return done, figures_of_run(run).usual_samples, knob
+    return done, figures_of_run(run), knob
 
 
 @pytest.mark.parametrize(
@@ -90,3 +96,8 @@ def test_batches_of_the_script_are_left_and_reported(tmp_path):
     assert not knob["set"]
     assert "batch_sampler (list) chooses the batches" in json.dumps(knob)
     assert "global-batch has no effect" in done.stderr
+
+
+def test_step_of_a_script_that_accumulates_has_several_batches(tmp_path):
+    _, figures, _ = trained(tmp_path, PLAIN, "accumulates", batch=4)
+    assert (figures.batches_per_step, figures.usual_samples) == (4, 16)

@@ -48,7 +48,7 @@ KNOBS: dict[str, Knob] = {
         "memory for these batches",
     ),
     "global-batch": Knob(
-        "samples of a step on all ranks together; the learning rate is not changed",
+        "samples of a batch on all ranks together; the learning rate is not changed",
         (),
         "world.shard(loader, global_batch={value}), or DataLoader(batch_size={value} / ranks)",
         "knobs.loading.batch:global_batch",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_latex_table_escapes_names_and_shows_digits_of_the_interval():
         0,
         3,
     ]
+
+
+def test_documents_name_the_script_without_its_folder():
+    study = make_study()
+    study = replace(study, request=replace(study.request, script="/home/me/train.py"))
+    for text in (latex_text(study), svg_text(study, Findings())):
+        assert "caling of train.py" in text
+        assert "/home/me" not in text
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")

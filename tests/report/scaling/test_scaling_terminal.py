@@ -1,16 +1,21 @@
 """Studies in the terminal: a line for each size, and progress."""
 
-import dataclasses
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
+from paceline.analyze.scaling.derived import scaling
+from paceline.analyze.scaling.forecast import analyse_kind
 from paceline.analyze.scaling.study_events import Progress
 from paceline.analyze.scaling.study_model import STRONG, WEAK, Setup, StudyRun
 from paceline.report.console import PlainConsole
+from paceline.report.scaling import study_findings
 from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit
+from paceline.report.scaling.study_findings import findings_of
 from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
 from paceline.report.terminal.scaling.study_table import fit_sentence, study_panel
 from studies import make_study, predicted, reach
@@ -56,6 +61,39 @@ def test_predictions_and_fits_are_sentences():
     assert few.endswith("fewer than four sizes: the fit cannot be tested")
 
 
+def test_reasons_name_the_efficiencies_of_the_table():
+    study = make_study(
+        (1, 2), (STRONG,), serial=1.0, spread=0.35, runs=6
+    )  # means and medians differ
+    text = printed(study, findings_of(study), width=200)
+    size = next(one for one in scaling(study, STRONG) if one.point.ranks == 2)
+    assert f"falls from 1.00 to {size.efficiency.value:.2f}:" in text
+    (bend,) = analyse_kind(study, STRONG).bends
+    assert abs(bend.after - size.efficiency.value) > 0.01
+    assert "shorter" not in text
+
+
+def test_shares_beyond_the_whole_are_explained(monkeypatch):
+    study = make_study((1, 2), (STRONG,), serial=1.0, spread=0.0)
+    analysis = analyse_kind(study, STRONG)
+    (bend,) = analysis.bends
+    first = bend.losses[0]
+    shares = [replace(first, share=1.3), replace(first, share=-0.3)]
+    changed = replace(analysis, bends=[replace(bend, losses=shares)])
+    monkeypatch.setattr(study_findings, "analyse_kind", lambda *_: changed)
+    text = printed(study, findings_of(study), width=300)
+    assert "(130.0 % of the loss); other parts of a step are shorter (-30.0 %)." in text
+
+
+def test_law_that_cannot_describe_the_sizes_is_told():
+    study = make_study((1, 2), (STRONG,), serial=2.0, rate=30_000.0, spread=0.001)
+    text = printed(study, findings_of(study), width=240)
+    (line,) = lines_with(text, "Amdahl's law: X(1) = ")
+    assert re.search(r"X\(1\) = (29,9|30,0)\d\d samples/s", line)
+    assert "s above 1: more ranks are slower, which this law does not describe" in line
+    assert "s above 1" not in printed(make_study(), findings_of(make_study()), width=240)
+
+
 def test_target_has_a_table_and_the_soonest_size():
     ends = [reach(10_000), reach(10_000), reach(20_000, reached=False, best=0.91)]
     study = make_study((1, 2), (STRONG,), until="accuracy>=0.97", targets=ends)
@@ -88,9 +126,9 @@ def test_run_to_a_target_says_whether_it_was_reached():
     assert "accuracy>=0.97 reached after 9,000 samples, best value 0.98" in run_sentence(
         study.runs[0]
     )
-    missed = dataclasses.replace(study.runs[0].figures, to_target=reach(9_000, False, None))
+    missed = replace(study.runs[0].figures, to_target=reach(9_000, False, None))
     assert "accuracy>=0.97 not reached after 9,000 samples" in run_sentence(
-        dataclasses.replace(study.runs[0], figures=missed)
+        replace(study.runs[0], figures=missed)
     )
 
 

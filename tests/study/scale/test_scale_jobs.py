@@ -23,7 +23,7 @@ from paceline.study.scale.run_folders import new_run_folder
 from paceline.study.scale.run_study import new_study, plan_study
 
 TRAIN = """
-    import torch, paceline
+    import time, torch, paceline
     from torch.utils.data import DataLoader, TensorDataset
 
     world = paceline.init(seed=0)
@@ -34,6 +34,7 @@ TRAIN = """
     for _ in world.epochs(50):
         for x, in world.batches(loader):
             world.backward(model(x).square().mean())
+            time.sleep(0.02)  # so that the throughput of three runs hardly differs
             world.step(optimizer)
     """
 
@@ -197,19 +198,25 @@ def test_state_of_a_job_is_read_from_each_scheduler(
 
 @pytest.mark.long
 def test_a_killed_job_on_slurm_is_continued(slurm, shared_folder):
+    """Measure three sizes on up to three nodes; the job of the largest one is killed in a run."""
     script = ranks.write(shared_folder, TRAIN, "train.py")
     folder = shared_folder / "study"
     options = ("--minutes", "4", "--precision", "100%", "--steps", "10", "--ranks-per-node", "1")
-    words = (ranks.PACELINE, "scale", "-n", "1,2", "--strong", "--submit", "--global-batch", "16")
+    words = (ranks.PACELINE, "scale", "-n", "1,2,3", "--strong", "--submit", "--global-batch", "24")
     words += options
     said = slurm.run(*words, "--output", folder, script, cwd=shared_folder).stderr
-    small, large = re.findall(r"submitted to Slurm as job (\d+)", said)
+    *small, large = re.findall(r"submitted to Slurm as job (\d+)", said)
+    first = folder / "runs/n3-b24-0/figures.json"
+    ranks.wait_until(first.exists, 240)
     slurm.cancel(large)
-    assert slurm.wait(small, 240) == "COMPLETED"
+    assert slurm.wait(large, 60) == "CANCELLED"
+    assert 1 <= len(list(folder.glob("runs/n3-*/figures.json"))) < 3
+    told = lambda: "\n".join(path.read_text() for path in folder.glob("jobs/*.out"))  # noqa: E731
+    assert [slurm.wait(job, 240) for job in small] == ["COMPLETED", "COMPLETED"], told()
     gather = (ranks.PACELINE, "scale", "--continue", folder)
     said = slurm.run(*gather, cwd="/").stderr
     (again,) = re.findall(r"submitted to Slurm as job (\d+)", said)
-    assert f"2 ranks: job {large} ended before the size was measured" in said
+    assert f"3 ranks: job {large} ended before the size was measured" in said
     assert slurm.wait(again, 240) == "COMPLETED"
     done = slurm.run(*gather, cwd="/")
     assert "submitted" not in done.stderr
@@ -217,4 +224,7 @@ def test_a_killed_job_on_slurm_is_continued(slurm, shared_folder):
     assert [(p.kind, p.ranks, p.hosts, len(p.runs)) for p in points] == [
         (STRONG, 1, 1, 3),
         (STRONG, 2, 2, 3),
+        (STRONG, 3, 3, 3),
     ]
+    assert all(len({one.host for one in p.figures[0].placement}) == p.hosts for p in points)
+    assert not list(folder.glob("runs/*/scratch"))

@@ -13,7 +13,7 @@ from paceline.analyze.scaling.study_model import KNOB, STRONG, WEAK
 pytestmark = pytest.mark.long
 
 TRAIN = """
-    import sys, torch, torch.distributed as dist
+    import sys, time, torch, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -29,10 +29,12 @@ TRAIN = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(1000):
         torch.save(model.state_dict(), "model.pt")
-        for x, in loader:
-            optimizer.zero_grad()
+        for i, (x,) in enumerate(loader):
             model(x).square().mean().backward()
-            optimizer.step()
+            if kind != "accumulates" or i % 2:
+                time.sleep(0.01)  # so that the throughput of three runs hardly differs
+                optimizer.step()
+                optimizer.zero_grad()
     dist.destroy_process_group()
     """
 OPTIONS = ("--minutes", "8", "--steps", "20", "--precision", "100%")
@@ -75,6 +77,16 @@ def test_both_kinds_are_measured_with_the_batch_of_each_size(tmp_path):
     assert "DataLoader" in done.stdout + done.stderr
     assert not (tmp_path / "model.pt").exists()  # what the script writes goes elsewhere
     assert not list((tmp_path / "study").rglob("scratch"))
+
+
+def test_batch_is_divided_among_accumulated_batches(tmp_path):
+    script = ranks.write(tmp_path, TRAIN)
+    words = ("-n", "1,2", "--strong", *OPTIONS, "-o", "study", script, "accumulates", "32")
+    run(tmp_path, *words)
+    study = read_study(tmp_path / "study")
+    assert [(p.setup.global_batch, p.failure) for p in study.points] == [(64, ""), (64, "")]
+    assert {f.batches_per_step for p in study.points for f in p.figures} == {2}
+    assert "64 samples a step at the smallest size, in 2 batches" in study.batch.text
 
 
 def test_script_that_ignores_its_batch_is_named(tmp_path):

@@ -150,7 +150,23 @@ def loader_starts(records: list[Record], steps: Steps) -> Ints:
     The end of a pass, and the next iterator, are recorded as waits for input besides the usual ones
     of a step. Those of a validation are not counted.
     """
-    votes = np.zeros(len(steps) + 1, np.int64)
+    counts = _input_waits(records, steps)
+    usual = np.median(counts[:, :-1], axis=1, keepdims=True)
+    votes = (counts >= usual + _LOADER_START_EVENTS).sum(axis=0)
+    return np.flatnonzero(votes * 2 > len(records))
+
+
+def batches_per_step(records: list[Record], steps: Steps) -> int:
+    """Return the median number of batches that a rank's loaders give in a step, at least 1."""
+    return max(int(np.median(_input_waits(records, steps)[:, :-1])), 1)
+
+
+def _input_waits(records: list[Record], steps: Steps) -> Ints:
+    """Return the number of waits for input, except those of a validation.
+
+    By rank and step; the last column is of the time after the last step.
+    """
+    counts = []
     for i, record in enumerate(records):
         waits, validation = record.events_in(State.INPUT), record.events_in(State.VALIDATION)
         if len(validation):
@@ -159,6 +175,6 @@ def loader_starts(records: list[Record], steps: Steps) -> Ints:
             at = np.searchsorted(validation["start"], waits["start"], "right") - 1
             waits = waits[(at < 0) | (waits["start"] >= end[at])]
         inside = waits["start"] >= steps.bounds[i, 0]
-        count = np.bincount(steps.index_of(i, waits["start"][inside]), minlength=len(steps) + 1)
-        votes += count >= np.median(count[:-1]) + _LOADER_START_EVENTS
-    return np.flatnonzero(votes * 2 > len(records))
+        at = steps.index_of(i, waits["start"][inside])
+        counts.append(np.bincount(at, minlength=len(steps) + 1))
+    return np.array(counts)

@@ -116,6 +116,7 @@ def read_study(folder: Path) -> ScalingStudy:
     runs, notes = read_runs(folder)
     predictions = read_predictions(folder)
     points = [_point(one, runs, predictions) for one in stored.points]
+    name = printable(str(folder))
     return ScalingStudy(
         str(folder),
         stored.request,
@@ -123,7 +124,7 @@ def read_study(folder: Path) -> ScalingStudy:
         sorted(points, key=lambda point: (point.kind, point.ranks)),
         runs,
         predictions,
-        [*map(printable, stored.notes), *notes, *study_notes(stored.request, points)],
+        [*map(printable, stored.notes), *notes, *study_notes(name, stored.request, points)],
     )
 
 
@@ -178,8 +179,10 @@ def read_predictions(folder: Path) -> list[Prediction]:
 
 def _batch(stored: BatchSource | None, runs: list[StudyRun]) -> BatchSource | None:
     """Return how the batch is set, as the runs have shown."""
-    how = next((run.batch_how for run in runs if run.batch_how), "")
-    return BatchSource.of(how, stored.base) if stored is not None and how else stored
+    shown = next((run for run in runs if run.batch_how), None)
+    if stored is None or shown is None:
+        return stored
+    return BatchSource.of(shown.batch_how, stored.base, shown.batch_parts)
 
 
 def _point(planned: PlannedPoint, runs: list[StudyRun], predictions: list[Prediction]) -> SizePoint:

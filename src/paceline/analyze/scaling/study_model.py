@@ -5,6 +5,7 @@ rank" means: the mean over all measured steps and over all ranks.
 """
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -186,6 +187,7 @@ class RunFigures:
             its end of the next one.
         samples_per_step: Samples of the whole job per step, as recorded (mean).
         usual_samples: Median of the same; differs where the last batch of an epoch is smaller.
+        batches_per_step: Batches that a rank's loaders gave in a step (median).
         seconds: By state. The states add up to the mean of ``step_s``.
         pop: POP factors by name (Efficiencies): "load_balance", "communication",
             "serialisation", "transfer", "parallel", "checkpoint", ..., "useful".
@@ -213,6 +215,7 @@ class RunFigures:
     memory_bytes: list[Count] = field(default_factory=list)
     device_bytes: list[Count] = field(default_factory=list)
     flops_per_step: Amount | None = None
+    batches_per_step: Size = 1
     energy: list[EnergyReading] = field(default_factory=list)
     energy_notes: list[str] = field(default_factory=list)
     machine: MachineState = field(default_factory=MachineState)
@@ -267,6 +270,7 @@ class StudyRun:
         took_s: Wall time of the whole run.
         started: When it started (s since 1970).
         batch_how: How the batch was set: SHARD, KNOB or TEMPLATE; "" if the run failed.
+        batch_parts: Parts of the global batch; one part was set, and a step trains all.
     """
 
     folder: str
@@ -278,6 +282,7 @@ class StudyRun:
     took_s: Seconds = 0.0
     started: Seconds = 0.0
     batch_how: str = ""
+    batch_parts: Size = 1
 
 
 @dataclass(frozen=True)
@@ -350,10 +355,11 @@ class BatchSource:
     text: str = ""
 
     @classmethod
-    def of(cls, how: str, base: int) -> "BatchSource":
-        """Return it with its text."""
+    def of(cls, how: str, base: int, parts: int = 1) -> "BatchSource":
+        """Return it with its text. parts: As in ``StudyRun``."""
         way = WAYS.get(how)
-        text = f"{way}; {base} samples a step at the smallest size" if way else ""
+        split = f", in {parts} batches" if parts > 1 else ""
+        text = f"{way}; {base} samples a step at the smallest size{split}" if way else ""
         return cls(how, base, text)
 
 
@@ -427,6 +433,11 @@ class ScalingStudy:
     @property
     def name(self) -> str:
         return self.request.script
+
+    @property
+    def file_name(self) -> str:
+        """The name without the folder, for a document."""
+        return PurePath(self.name).name
 
     def of_kind(self, kind: str) -> list[SizePoint]:
         """Return the points of a kind, by ascending ranks."""

@@ -1,6 +1,7 @@
 """What the reader of a study has to know: noise, load of others, sizes that are not comparable."""
 
 import math
+import shlex
 import statistics
 from collections.abc import Sequence
 
@@ -24,14 +25,14 @@ def noise_of(points: Sequence[SizePoint]) -> float | None:
     return math.sqrt(squares / degrees) if degrees >= MIN_NOISE_DEGREES else None
 
 
-def study_notes(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
-    """Return the notes on what was measured until now."""
+def study_notes(folder: str, request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
+    """Return the notes on what was measured until now. folder: That of the study."""
     runs = [run for point in points for run in point.figures]
     if not runs:
         return []
     return [
         *_on_schedule(request),
-        *_on_noise(request, points),
+        *_on_noise(folder, request, points),
         *_on_machine(runs),
         *_on_threads(points),
         *_on_warm_up(points),
@@ -53,7 +54,7 @@ def _on_schedule(request: StudyRequest) -> list[str]:
     return notes
 
 
-def _on_noise(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
+def _on_noise(folder: str, request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
     notes = []
     noise = noise_of(points)
     if noise is not None:
@@ -73,19 +74,23 @@ def _on_noise(request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
         worst = math.ceil(100 * max(precision for _, precision in noisy))
         notes.append(
             f"this machine is too noisy for {asked}: after {MAX_REPEATS} runs the throughput on "
-            f"{_sizes(noisy)} is known to ±{worst} %. HINT: --precision {worst}%, or nodes without "
-            "other load"
+            f"{_sizes([point for point, _ in noisy])} is known to ±{worst} %. HINT: --precision "
+            f"{min(worst, 100)}%, or nodes without other load"
         )
     if few:
+        command = f"paceline scale --continue {shlex.quote(folder)} --minutes N"
+        more = f"{command} measures for N more minutes"
+        if request.ranks_per_host is not None:  # --continue submits no job for a size with 3 runs
+            more = "a new study with more --minutes for each job"
         notes.append(
-            f"the throughput on {_sizes(few)} is not known to the {100 * request.precision:g} % "
-            f"that {asked} asks for. HINT: paceline scale --continue with more --minutes"
+            f"the throughput on {_sizes([point for point, _ in few])} is not known to the "
+            f"{100 * request.precision:g} % that {asked} asks for. HINT: {more}"
         )
     return notes
 
 
-def _sizes(points: Sequence[tuple[SizePoint, float]]) -> str:
-    sizes = sorted({point.ranks for point, _ in points})
+def _sizes(points: Sequence[SizePoint]) -> str:
+    sizes = sorted({point.ranks for point in points})
     if len(sizes) == 1:
         return counted(sizes[0], "rank")
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks"
@@ -129,10 +134,10 @@ def _on_threads(points: Sequence[SizePoint]) -> list[str]:
 
 
 def _on_warm_up(points: Sequence[SizePoint]) -> list[str]:
-    sizes = sorted({p.ranks for p in points if any(not run.steady for run in p.figures)})
-    if not sizes:
+    shaky = [point for point in points if any(not run.steady for run in point.figures)]
+    if not shaky:
         return []
     return [
-        f"runs on {', '.join(map(str, sizes))} ranks have no steady part, so their figures may "
+        f"runs on {_sizes(shaky)} have no steady part, so their figures may "
         "contain the warm-up. HINT: more --steps"
     ]

@@ -1,4 +1,6 @@
-"""Knob of the global batch: samples of a step on all ranks together.
+"""Knob of the global batch: samples of a batch on all ranks together.
+
+A step of a script that accumulates gradients trains several batches.
 
 ``world.shard`` takes it as its ``global_batch``. A plain DataLoader of a training gets an equal
 part of it as its batch size: where it is made if it shuffles, because scripts read ``len(loader)``

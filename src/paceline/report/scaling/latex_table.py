@@ -61,8 +61,9 @@ def _caption(study: ScalingStudy, kind: str, rows: list[SizeRow]) -> str:
     counts = counts or (counted(runs[0], "run") if runs else "no run")
     against = f" Speed-up and efficiency are relative to {counted(first, 'rank')}." if first else ""
     return (
-        f"{kind.capitalize()} scaling of {escape(study.name)}: {same} on all numbers of ranks. "
-        f"Medians of {counts} per size; $\\pm$: half of the 90\\,\\% confidence interval.{against}"
+        f"{kind.capitalize()} scaling of {escape(study.file_name)}: {same} on all numbers of "
+        f"ranks. Medians of {counts} per size; $\\pm$: half of the 90\\,\\% confidence interval."
+        f"{against}"
     )
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ...analyze.scaling.bends import MIN_SHOWN, Bend, GrownLoss, Proposal
-from ...analyze.scaling.derived import Estimate, throughput
+from ...analyze.scaling.derived import Estimate, scaling, throughput
 from ...analyze.scaling.forecast import (
     COST_MODEL,
     KindAnalysis,
@@ -15,7 +15,7 @@ from ...analyze.scaling.forecast import (
     place_at,
 )
 from ...analyze.scaling.forecast import Knee as FoundKnee
-from ...analyze.scaling.laws import UNIVERSAL, Band, Parameter
+from ...analyze.scaling.laws import AMDAHL, UNIVERSAL, Band, LawFit, Parameter
 from ...analyze.scaling.study_model import Prediction, ScalingStudy
 from ..numbers import counted, percent
 from .findings import (
@@ -51,7 +51,10 @@ def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Find
         if analysis.knee is not None:
             found.knees.append(_knee(kind, analysis.knee))
         remedies = (proposals or {}).get(kind, {})
-        found.reasons.extend(_reason(one, remedies.get(one.larger, ())) for one in analysis.bends)
+        shown = {one.point.ranks: one.efficiency.value for one in scaling(study, kind)}
+        found.reasons.extend(
+            _reason(one, shown, remedies.get(one.larger, ())) for one in analysis.bends
+        )
         has_cost_model = True
     found.predictions.extend(_checked(study, one) for one in study.predictions)
     return found
@@ -60,14 +63,22 @@ def findings_of(study: ScalingStudy, proposals: Proposals | None = None) -> Find
 def _fits(analysis: KindAnalysis, has_cost_model: bool) -> list[Fit]:
     """Return the fits of one kind; the cost model's parameters are those of all kinds together."""
     found = [
-        _fit(analysis, law.law, [_parameter(one) for one in law.parameters])
+        _fit(analysis, law.law, [_parameter(one) for one in law.parameters], _limit(law))
         for law in analysis.laws
     ]
     parameters = [] if has_cost_model else [_parameter(one) for one in analysis.model.parameters()]
     return [*found, _fit(analysis, COST_MODEL, parameters)]
 
 
-def _fit(analysis: KindAnalysis, model: str, parameters: list[FittedParameter]) -> Fit:
+def _limit(law: LawFit) -> str:
+    """Return why a law does not describe the sizes, or ""."""
+    beyond = law.law == AMDAHL and any(one.name == "s" and one.value > 1 for one in law.parameters)
+    return "s above 1: more ranks are slower, which this law does not describe" if beyond else ""
+
+
+def _fit(
+    analysis: KindAnalysis, model: str, parameters: list[FittedParameter], note: str = ""
+) -> Fit:
     errors = [abs(one.error) for one in _of_model(analysis.left_out, model)]
     return Fit(
         analysis.kind,
@@ -75,6 +86,7 @@ def _fit(analysis: KindAnalysis, model: str, parameters: list[FittedParameter]) 
         parameters,
         statistics.median(errors) if errors else None,
         max(errors) if errors else None,
+        note,
     )
 
 
@@ -126,14 +138,21 @@ def _knee(kind: str, knee: FoundKnee) -> Knee:
     return Knee(kind, text, float(knee.ranks), float(knee.low), float(knee.high))
 
 
-def _reason(bend: Bend, proposals: Sequence[Proposal]) -> Reason:
+def _reason(bend: Bend, shown: Mapping[int, float], proposals: Sequence[Proposal]) -> Reason:
+    """Return a bend in words. shown: By ranks, the efficiencies that the table has."""
     sizes = f"From {bend.smaller} to {counted(bend.larger, 'rank')}"
-    change = f"the efficiency falls from {bend.before:.2f} to {bend.after:.2f}"
+    before, after = (shown.get(ranks, math.inf) for ranks in (bend.smaller, bend.larger))
+    if not after < before < math.inf:  # medians of the runs; the bend's are means of all steps
+        before, after = bend.before, bend.after
+    change = f"the efficiency falls from {before:.2f} to {after:.2f}"
     if bend.main is None:
-        text = f"{sizes}: {bend.before:.2f} to {bend.after:.2f}, no loss larger than the noise."
+        text = f"{sizes}: {before:.2f} to {after:.2f}, no loss larger than the noise."
         return Reason(bend.kind, bend.smaller, bend.larger, text)
-    shown = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
-    causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in shown)
+    largest = [one for one in bend.losses if one.share >= MIN_SHOWN][:MAX_TOLD]
+    causes = "; ".join(f"{one.sentence} ({percent(one.share)} of the loss)" for one in largest)
+    shorter = -sum(one.share for one in bend.losses if one.share < 0)
+    if shorter >= MIN_SHOWN:  # else shares above 100 % are not explained
+        causes += f"; other parts of a step are shorter (-{percent(shorter)})"
     text = f"{sizes} {change}: {causes}."
     remedy = " ".join(filter(None, (_gain(bend.main), _remedies(proposals))))
     return Reason(bend.kind, bend.smaller, bend.larger, text, bend.main.share, remedy)

@@ -76,7 +76,7 @@ def svg_text(study: ScalingStudy, findings: Findings) -> str:
     ranks = sorted({row.point.ranks for rows in kinds.values() for row in rows})
     most = max([*ranks, *(c.ranks[-1] for c in findings.curves if c.kind in kinds)])
     span = (float(ranks[0]), float(max(most, 2 * ranks[0])))
-    title = f"Scaling of {printable(study.name)}"
+    title = f"Scaling of {printable(study.file_name)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12" role="img" '

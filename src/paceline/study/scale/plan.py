@@ -42,11 +42,11 @@ def uses_template(args: Sequence[str]) -> bool:
     return any(PER_RANK in word or GLOBAL in word for word in args)
 
 
-def filled_in(args: Sequence[str], setup: Setup, seed: int) -> list[str]:
-    """Return the script's arguments for one run."""
+def filled_in(args: Sequence[str], setup: Setup, seed: int, parts: int = 1) -> list[str]:
+    """Return the script's arguments for one run. parts: As in ``StudyRun``."""
     values = {
-        PER_RANK: setup.rank_batch,
-        GLOBAL: setup.global_batch,
+        PER_RANK: setup.rank_batch // parts,
+        GLOBAL: setup.global_batch // parts,
         RANKS: setup.ranks,
         SEED: seed,
     }
@@ -56,22 +56,28 @@ def filled_in(args: Sequence[str], setup: Setup, seed: int) -> list[str]:
     return filled
 
 
-def plan_points(request: StudyRequest, batch: BatchSource) -> list[PlannedPoint]:
+def plan_points(request: StudyRequest, batch: BatchSource, parts: int = 1) -> list[PlannedPoint]:
     """Return all sizes of all kinds with their setups.
+
+    Args:
+        request: The study's request.
+        batch: Has the batch of the smallest size.
+        parts: As in ``StudyRun``; every size divides a part.
 
     Raises:
         ValueError: The sizes do not divide the batch.
     """
     sizes = sorted(set(request.sizes))
     smallest, base = sizes[0], batch.base
-    divisor = math.lcm(*(sizes if STRONG in request.kinds else sizes[:1]))
+    divisor = parts * math.lcm(*(sizes if STRONG in request.kinds else sizes[:1]))
     if base % divisor:
-        bad = [size for size in sizes if base % size]
+        bad = [size for size in sizes if base % (parts * size)] or sizes
+        split = f", in {parts} batches a step," if parts > 1 else ""
         below = base // divisor * divisor
         near = " or ".join(str(one) for one in (below, below + divisor) if one)
         raise ValueError(
-            f"a global batch of {base} can't be divided by {', '.join(map(str, bad))} ranks. "
-            f"HINT: --global-batch {below + divisor} (the nearest that all sizes divide: {near})"
+            f"a global batch of {base}{split} can't be divided by {', '.join(map(str, bad))} "
+            f"ranks. HINT: --global-batch {below + divisor} (nearest that all sizes divide: {near})"
         )
     points = []
     for kind in (STRONG, WEAK):

@@ -29,7 +29,7 @@ from .energy import measured_energy
 from .machine_watch import MachineWatch
 from .places import Place
 from .plan import SEED, filled_in, uses_template
-from .run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
+from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 from .target_runs import target_options, target_result
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
@@ -51,11 +51,14 @@ class RunPlan:
     Attributes:
         steps: Steps after which it ends; 0: at the target, or where the script ends.
         sets_batch: Whether the global batch of the setup is set; else the script's own is used.
+        finds_parts: Whether the run may show that a step trains several of the batches that are
+            set (``SetupRunner.parts``).
         limit_s: Duration after which it counts as failed.
     """
 
     steps: int
     sets_batch: bool = True
+    finds_parts: bool = False
     limit_s: float = math.inf
 
 
@@ -91,10 +94,15 @@ class SetupRunner:
         request: The study's request.
         place: Where the sizes run.
         trials: Runs the script.
+
+    Attributes:
+        parts: Parts of the global batch. A script that accumulates gradients trains several
+            batches a step; each is one part, which is set in the runs.
     """
 
     def __init__(self, folder: Path, request: StudyRequest, place: Place, trials: Trials) -> None:
         self.folder, self.request, self.place, self.trials = folder, request, place, trials
+        self.parts = 1
 
     def run(self, setups: Sequence[Setup], plan: RunPlan) -> list[SetupResult]:
         """Run setups once, and store their figures or failures.
@@ -120,9 +128,11 @@ class SetupRunner:
 
     def first_run(self, setup: Setup, plan: RunPlan) -> SetupResult:
         """Run a setup once without storing it. Raises as ``run``."""
-        path = self.trials.folder / f"first-{setup.name}"
-        path.mkdir()
-        results = self._run([_Begun(setup, plan, path, 0, 0)])
+        path, _ = new_run_folder(self.folder, setup, FIRST)
+        try:
+            results = self._run([_Begun(setup, plan, path, 0, 0)])
+        finally:
+            remove_run(path)
         if not results:
             raise TimeOverError
         return results[0]
@@ -158,14 +168,14 @@ class SetupRunner:
         options += [] if plan.steps else target_options(request, one.repeat)
         settings = dict(request.settings)
         if plan.sets_batch and not uses_template(request.args):
-            settings[BATCH_KNOB] = setup.global_batch
+            settings[BATCH_KNOB] = setup.global_batch // self.parts
         return TrialSpec(
             folder / RECORD_FOLDER,
             folder / LOG_FILE,
             options,
             ranks=setup.ranks,
             where=self.place.where(setup.ranks, one.first_host),
-            args=filled_in(request.args, setup, one.repeat),
+            args=filled_in(request.args, setup, one.repeat, self.parts),
             settings=settings,
             limit_s=plan.limit_s,
         )
@@ -202,18 +212,28 @@ class SetupRunner:
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
         energy, notes = measured_energy(meter, record, figures, one.first_host + run.hosts)
         figures = replace(figures, energy=energy, energy_notes=notes)
-        how, why = self._check_batch(run.setup, plan, record, figures)
+        parts = self._parts(run.setup, plan, figures)
+        how, why = self._check_batch(run.setup, plan, record, figures, parts)
         if why:
             return SetupResult(replace(run, failure=why))
-        return SetupResult(replace(run, figures=figures, batch_how=how))
+        return SetupResult(replace(run, figures=figures, batch_how=how, batch_parts=parts))
 
     def _end(self, trial: Trial, record: Run, setup: Setup) -> TargetResult | None:
         """Return how a run to the target ended."""
         assert trial.spec.record is not None, "every run of a study is recorded"
         return target_result(self.request, trial.spec.record, record, setup)
 
+    def _parts(self, setup: Setup, plan: RunPlan, figures: RunFigures) -> int:
+        """Return the parts of the global batch that a run has shown."""
+        batches = figures.batches_per_step
+        if not plan.sets_batch:
+            return batches if round(figures.usual_samples) % batches == 0 else 1
+        if plan.finds_parts and _is_near(figures.usual_samples, setup.global_batch * batches):
+            return batches
+        return self.parts
+
     def _check_batch(
-        self, setup: Setup, plan: RunPlan, record: Run, figures: RunFigures
+        self, setup: Setup, plan: RunPlan, record: Run, figures: RunFigures, parts: int
     ) -> tuple[str, str]:
         """Return how the batch was set, and why the record shows another one, or ""."""
         if not figures.usual_samples:
@@ -226,11 +246,17 @@ class SetupRunner:
             if why:
                 return "", f"the batch can't be set: {why}. {NO_BATCH_HINT}"
             how = SHARD if told == SHARD else KNOB
-        wanted, found = setup.global_batch, figures.usual_samples
-        if abs(found - wanted) > BATCH_TOLERANCE * wanted:
+        # A run that shows the parts was given the whole batch as each of them.
+        wanted, found = setup.global_batch * parts // self.parts, figures.usual_samples
+        if not _is_near(found, wanted):
             return "", (
                 f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} "
                 f"instead of {wanted}: it does not use the batch that it was given "
                 f"({how}). {NO_BATCH_HINT}"
             )
         return how, ""
+
+
+def _is_near(found: float, wanted: int) -> bool:
+    """Return whether the recorded samples of a step are the wanted ones."""
+    return abs(found - wanted) <= BATCH_TOLERANCE * wanted

@@ -208,9 +208,12 @@ class _StudyRun:
     def _prepare(self) -> None:
         """Find the batch, the points and the number of steps."""
         stored = self.stored
-        if stored.points:
-            remove_unfinished(self.folder, self._setups())
-        if stored.batch is None or not self.runs:
+        remove_unfinished(self.folder, self._sizes())
+        if stored.points and not self._unfinished():
+            return
+        good = [run for run in self.runs if run.figures is not None]
+        self.runner.parts = max((run.batch_parts for run in good), default=1)
+        if stored.batch is None or not good:
             self._first_run()
         cost = self._cost()
         if not self.stored.steps:
@@ -227,16 +230,17 @@ class _StudyRun:
         Raises:
             ValueError: It fails.
         """
-        sizes = [size for size in self.request.sizes if self.only is None or size in self.only]
+        smallest = min(self._sizes())
         known = self.stored.batch is not None
         what = "the duration of a step" if known else "the duration of a step and the batch"
         failures = []
-        for setup in self._setups() if known else [Setup(min(sizes), min(sizes))]:
+        for setup in self._setups() if known else [Setup(smallest, smallest)]:
             self.listener.message(
                 f"first run: {counted(setup.ranks, 'rank')}, {FIRST_STEPS} steps, to measure {what}"
             )
             before = time.monotonic()
-            result = self.runner.first_run(setup, RunPlan(FIRST_STEPS, sets_batch=known))
+            plan = RunPlan(FIRST_STEPS, sets_batch=known, finds_parts=known)
+            result = self.runner.first_run(setup, plan)
             took_s = time.monotonic() - before
             if result.run.figures is not None:
                 self._learn(result, result.run.figures, took_s)
@@ -248,9 +252,12 @@ class _StudyRun:
         """Store what the first run has shown."""
         step_s = statistics.median(figures.step_s)
         self.first_cost = Cost(max(took_s - FIRST_STEPS * step_s, 0.1), step_s)
-        if self.stored.batch is None:
+        self.runner.parts = result.run.batch_parts
+        batch = self.stored.batch
+        if batch is None:
             batch = BatchSource(UNKNOWN, max(round(figures.usual_samples), 1))
-            points = plan_points(self.request, batch)
+        points = plan_points(self.request, batch, self.runner.parts)
+        if self.stored.batch is None:
             self._store(replace(self.stored, batch=batch, points=points))
         self._note_batch(result.run)
 
@@ -278,6 +285,9 @@ class _StudyRun:
             write_study(self.folder, stored)
 
     # Repeats
+
+    def _sizes(self) -> list[int]:
+        return [size for size in self.request.sizes if self.only is None or size in self.only]
 
     def _setups(self) -> list[Setup]:
         setups = setups_of(self.stored.points)
@@ -363,7 +373,7 @@ class _StudyRun:
         batch = self.stored.batch
         assert batch is not None, "the batch is found before the first run"
         if run.batch_how and batch.how == UNKNOWN:
-            batch = BatchSource.of(run.batch_how, batch.base)
+            batch = BatchSource.of(run.batch_how, batch.base, run.batch_parts)
             self._store(replace(self.stored, batch=batch))
             self.listener.message(f"batch: {batch.text}")
 

@@ -8,7 +8,7 @@ import numpy as np
 from ....record.ring.states import Memory, State
 from ...figures.report import Report, RunAnalysis, analyse_with_window
 from ...figures.steps import states_by_step
-from ...figures.window_steps import Floats, Steps
+from ...figures.window_steps import Floats, Steps, batches_per_step
 from ...records.data_axis import find_data_axis
 from ...records.load_run import Run
 from ...records.read_record import Record
@@ -84,6 +84,7 @@ def _figures(run: Run, analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
         step_s=[float(one) for one in m.steps.seconds],
         samples_per_step=float(samples.mean()),
         usual_samples=float(np.median(samples)),
+        batches_per_step=batches_per_step(m.records, m.steps),
         seconds=StateSeconds(**mean),
         pop={name: _clipped(value) for name, value in asdict(report.efficiencies).items()},
         spread=_spread(spent),

@@ -12,7 +12,7 @@ from ....analyze.scaling.derived import Estimate
 from ....analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
 from ....analyze.scaling.study_model import STRONG, ScalingStudy, Setup
 from ...numbers import amount, counted, duration, figure, percent, size
-from ...scaling.findings import CheckedPrediction, Findings, Fit
+from ...scaling.findings import CheckedPrediction, Findings, Fit, FittedParameter
 from ...scaling.size_rows import SizeRow, size_rows
 from ...scaling.target_sentences import target_sentences
 from ..run_report import GOOD_EFFICIENCY
@@ -153,18 +153,19 @@ def fit_sentence(fit: Fit) -> str:
     """Return the few parameters of a law with their intervals, and the error of the fit."""
     parameters = ""
     if 0 < len(fit.parameters) <= MAX_SHOWN_PARAMETERS:
-        parameters = ", ".join(
-            f"{one.name} = {one.value:.3g}{f' {one.unit}' if one.unit else ''} "
-            f"({one.low:.3g} to {one.high:.3g})"
-            for one in fit.parameters
-        )
-        parameters = f"{parameters}; "
+        parameters = ", ".join(map(_parameter_words, fit.parameters)) + "; "
     if fit.error is None:
         error = "fewer than four sizes: the fit cannot be tested"
     else:
         error = f"leave-one-out error {percent(fit.error)}"
         error += f", at most {percent(fit.worst)}" if fit.worst is not None else ""
     return f"{fit.model}: {parameters}{error}{f'; {fit.note}' if fit.note else ''}"
+
+
+def _parameter_words(one: FittedParameter) -> str:
+    show = amount if one.unit == "samples/s" else "{:.3g}".format
+    unit = f" {one.unit}" if one.unit else ""
+    return f"{one.name} = {show(one.value)}{unit} ({show(one.low)} to {show(one.high)})"
 
 
 def prediction_sentence(checked: CheckedPrediction) -> str:
