@@ -5,7 +5,7 @@ import pytest
 from paceline.analyze.verification.find import find
 from paceline.record.training.facts.events import CollectiveFacts, OutputFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
-from trainings import Training, verified
+from trainings import Training, train, verified
 
 PRINT, REDUCE, EVALUATE = "train.py:40", "train.py:38", "train.py:32"
 SAMPLES = 40  # of the evaluation
@@ -91,4 +91,15 @@ def test_values_that_differ_by_the_number_of_ranks_are_asked_about():
     (one,) = printing(ours, ["loss 0.6258", "loss 0.5506"], **words)
     assert one.is_question
     (other,) = printing(ours, ["loss 0.7258", "loss 0.6506"], **words)
+    assert not other.is_question
+
+
+def test_mean_training_loss_that_is_printed_after_an_evaluation_is_one_of_the_training():
+    """It is divided by a number of batches that depends on the number of ranks."""
+    losses = [[x.loss for s in one.steps for x in s.backwards] for one in train(Training())]
+    means = [sum(sum(one[at : at + 4]) for one in losses) / 8 for at in (0, 4)]
+    line = lambda values: [f"loss {one:.5f} acc 0.8512" for one in values]  # noqa: E731
+    (one,) = printing(line(means), line(x / 2 for x in means))
+    assert one.is_question
+    (other,) = printing(line(1.1 * x for x in means), line(0.55 * x for x in means))
     assert not other.is_question

@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
@@ -64,6 +65,16 @@ def test_permuted_batch_has_the_same_pairs():
     assert sorted(inputs[:, 0].tolist()) == x[:, 0].tolist()
 
 
+class Made:
+    """Loaders of one line."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def line_of(self, loader):
+        return "train.py:9"
+
+
 def stored(folder, rank, batches, key=0):
     """Store the evaluation of a rank: batches of (position, value)."""
     loader = LoaderFacts(key, "train.py:9", "D", 9, 0, False, 2, "", False, False, 0)
@@ -95,16 +106,31 @@ def test_evaluations_of_ranks_are_joined_with_each_sample_once(tmp_path, other, 
     stored(tmp_path, 0, [[(0, 0.0), (2, 2.0)], [(4, 4.0)]])
     stored(tmp_path, 1, other)
 
-    class Made:
-        def line_of(self, loader):
-            return "train.py:9"
-
-    evaluations = Evaluations(tmp_path, [0, 1], Made(), joins=True)
+    loader, loaders = DataLoader(range(9)), Made()
+    evaluations = Evaluations(tmp_path, [0, 1], loaders, joins=True)
     assert [one.tolist() for one in evaluations.batches(0, 0)] == joined
-    assert evaluations._length_on_ranks(None) == 2
+    assert evaluations._length_on_ranks(loader) == 2
     (batch_path(tmp_path, (0, 0, 1), 0)).unlink()
-    own = Evaluations(tmp_path, [0, 1], Made(), joins=False)
+    own = Evaluations(tmp_path, [0, 1], loaders, joins=False)
     assert own.batches(0, 0) is None
-    again = Evaluations(tmp_path, [0, 1], Made(), joins=True)
+    again = Evaluations(tmp_path, [0, 1], loaders, joins=True)
     assert again.batches(0, 0) is None
-    assert again._length_on_ranks(None) is None
+    assert again._length_on_ranks(loader) is None
+
+
+def test_loaders_that_one_line_makes_have_their_own_lengths(tmp_path):
+    """As after ``accelerator.prepare(model, optimizer, train_loader, val_loader)``."""
+    facts = RankFacts(0, 2, "limit")
+    for key, (samples, planned) in enumerate([(32, 4), (9, 2), (9, 2)]):
+        loader = LoaderFacts(key, "train.py:9", "D", samples, 0, False, 4, "", False, False, 0)
+        batches = [[0]] * planned
+        loader.passes = [PassFacts(0, Phase.TRAINING, "", None, planned, batches, True, 0)]
+        facts.loaders.append(loader)
+    write_facts(tmp_path, facts)
+    loaders = Made()
+    evaluations = Evaluations(tmp_path, [0], loaders, joins=True)
+    assert evaluations._length_on_ranks(DataLoader(range(32), 4)) == 4
+    one = DataLoader(range(9), 4)
+    assert evaluations._length_on_ranks(one) is None  # one of two
+    loaders.keys[one] = facts.loaders[1]  # after its first pass
+    assert evaluations._length_on_ranks(one) == 2

@@ -75,6 +75,12 @@ def is_own_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool
     return losses is not None and _own_value(losses, outputs, number) is not None
 
 
+def is_mean_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
+    """Return whether a number of some lines is the mean of the training losses of all ranks."""
+    losses = _losses(view)
+    return losses is not None and _value(losses, outputs, number, of_all=True) is not None
+
+
 def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:
     """Return whether other ranks write the same line of code."""
     return any(one.line == output.line and one.line for facts in ranks for one in facts.outputs)
@@ -127,6 +133,13 @@ def _own_value(
     losses: _Losses, outputs: Sequence[OutputFacts], number: int
 ) -> tuple[OutputFacts, str, float, float] | None:
     """Return output, number, rank 0's value and the mean, if the number is rank 0's loss."""
+    return _value(losses, outputs, number, of_all=False)
+
+
+def _value(
+    losses: _Losses, outputs: Sequence[OutputFacts], number: int, *, of_all: bool
+) -> tuple[OutputFacts, str, float, float] | None:
+    """Return the same, if the number is rank 0's loss and not the mean, or with ``of_all`` this."""
     matches: dict[tuple[str, int], list[tuple[OutputFacts, str, float, float]]] = {}
     before = 0
     for output in outputs:
@@ -136,7 +149,8 @@ def _own_value(
             for at, transform in enumerate(TRANSFORMS):
                 own, mean = transform(float(values[0])), transform(float(values.mean()))
                 close = max(precision, 1e-6 * abs(printed))
-                if abs(own - printed) <= close and abs(mean - printed) > 2 * close:
+                is_own = abs(own - printed) <= close and abs(mean - printed) > 2 * close
+                if abs(mean - printed) <= close if of_all else is_own:
                     matches.setdefault((kind, at), []).append((output, text, own, mean))
         before = _backwards_before(losses, output.step)
     known = [

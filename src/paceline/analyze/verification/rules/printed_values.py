@@ -13,7 +13,7 @@ from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR
 from ..steps import JointStep
 from ..view import View, is_reduction, unique
-from .printed_losses import NUMBER, is_own_loss, is_printed_by
+from .printed_losses import NUMBER, is_mean_loss, is_own_loss, is_printed_by
 
 SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
 FLOOR = 2e-4  # relative difference of printed values that rounding may make
@@ -67,9 +67,14 @@ def differ(view: View) -> Iterator[Finding]:
             wrong = _different(pairs, number) if label else None
             if wrong is None:
                 continue
-            one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
+            outputs = [x.output for x in pairs]
+            values = wrong.ours[number], wrong.theirs[number]
+            is_trained = bool(TRAINED.search(label)) or (
+                _counts_batches(view.size, *values) and is_mean_loss(view, outputs, number)
+            )
+            one = _finding(view, wrong, is_trained, values)
             # Another rule asks about the losses of one rank.
-            if not (one.is_question and is_own_loss(view, [x.output for x in pairs], number)):
+            if not (one.is_question and is_own_loss(view, outputs, number)):
                 found.append(one)
     found.sort(key=lambda one: (one.is_question, one.step or 0))
     yield from found[:1]
@@ -212,23 +217,26 @@ def _label(text: str, number: int) -> str:
 def _counts_batches(size: int, ours: str, theirs: str) -> bool:
     """Return whether values differ by the number of ranks.
 
-    A script may divide by the length of its loader, which is N times as long in one process. The
-    replay trains batches that are N times as large instead.
+    A script may divide by a number of batches that it computes from the number of samples and
+    ranks. One process has N times as many. The replay trains batches that are N times as large
+    instead.
     """
     large, small = sorted((abs(float(ours)), abs(float(theirs))), reverse=True)
     digit = _last_digit(ours) + size * _last_digit(theirs)
     return abs(large - size * small) <= FLOOR * large + digit * size
 
 
-def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
+def _finding(view: View, one: _Pair, is_trained: bool, values: tuple[str, str]) -> Finding:
     """Return the finding of two values.
+
+    is_trained: Whether they are of the training, even if they are printed after an evaluation.
 
     A value of the training may be meant to be that of one rank, unless the script combines values
     of the ranks before it prints.
     """
     ours, theirs = values
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
-    is_evaluated = is_evaluated and not TRAINED.search(label)
+    is_evaluated = is_evaluated and not is_trained
     loops = [
         line
         for stream in view.evaluation

@@ -16,6 +16,7 @@ from ...hooks.batch_size import samples_in
 from ..facts.ranks import RankFacts
 from ..facts.samples import BatchFacts, LoaderFacts, Phase
 from ..facts_file import read_facts
+from ..samples.loader_parts import dataset_of, length_of
 from ..samples.loaders import Loaders
 from .joined_batches import join_batches, select_samples
 from .stored_run import batch_path, load_batch
@@ -58,17 +59,28 @@ class Evaluations:
 
     def _length_on_ranks(self, loader: Any) -> int | None:
         """Return the number of batches of a rank's pass; None if it is not known."""
-        line = self._loaders.line_of(loader)
-        known = [one for one in self._ranks[0].loaders if one.line == line and line]
-        if len(known) != 1 or not (passes := known[0].passes):
-            return None
-        if any(
-            one.phase is not Phase.TRAINING and self.batches(known[0].key, one.number) is None
-            for one in passes
+        stored = self._stored(loader)
+        if stored is None or any(
+            one.phase is not Phase.TRAINING and self.batches(stored.key, one.number) is None
+            for one in stored.passes
         ):
             return None
-        lengths = {len(one.planned) for one in passes if one.planned is not None}
+        lengths = {len(one.planned) for one in stored.passes if one.planned is not None}
         return lengths.pop() if len(lengths) == 1 else None
+
+    def _stored(self, loader: Any) -> LoaderFacts | None:
+        """Return the facts of the same loader on the ranks; None if it is not known.
+
+        A line can make several loaders (``accelerator.prepare``). Before its first pass, a loader
+        is told from the others by the number of samples.
+        """
+        stored = self._ranks[0].loaders
+        own = self._loaders.keys.get(loader)
+        if own is not None:
+            return next((one for one in stored if one.key == own.key), None)
+        line, samples = self._loaders.line_of(loader), length_of(dataset_of(loader))
+        known = [x for x in stored if line and (x.line, x.dataset_length) == (line, samples)]
+        return known[0] if len(known) == 1 else None
 
     def batches(self, key: int, number: int) -> list[Any] | None:
         """Return the joined batches of a pass; None if they are not stored, or can't be joined.
