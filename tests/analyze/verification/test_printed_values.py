@@ -94,12 +94,15 @@ def test_values_that_differ_by_the_number_of_ranks_are_asked_about():
     assert not other.is_question
 
 
-def test_mean_training_loss_that_is_printed_after_an_evaluation_is_one_of_the_training():
-    """It is divided by a number of batches that depends on the number of ranks."""
+def test_mean_training_loss_that_is_printed_after_an_evaluation_is_no_difference():
+    """It is divided by a number of batches of its own, or one process trains parts of batches."""
     losses = [[x.loss for s in one.steps for x in s.backwards] for one in train(Training())]
     means = [sum(sum(one[at : at + 4]) for one in losses) / 8 for at in (0, 4)]
     line = lambda values: [f"loss {one:.5f} acc 0.8512" for one in values]  # noqa: E731
-    (one,) = printing(line(means), line(x / 2 for x in means))
-    assert one.is_question
-    (other,) = printing(line(1.1 * x for x in means), line(0.55 * x for x in means))
-    assert not other.is_question
+    other = line([means[0], 0.5 * means[1]])
+    assert printing(line(means), line([0.5 * one for one in means])) == []
+    assert printing(line(means), other) == []
+    (one,) = printing(line([1.1 * one for one in means]), other)
+    assert not one.is_question
+    (one,) = printing(line([means[0], 1.1 * means[1]]), other)
+    assert not one.is_question  # only one of the values is the mean

@@ -76,7 +76,7 @@ def is_own_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool
 
 
 def is_mean_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
-    """Return whether a number of some lines is the mean of the training losses of all ranks."""
+    """Return whether a number of all lines is the mean of the training losses of all ranks."""
     losses = _losses(view)
     return losses is not None and _value(losses, outputs, number, of_all=True) is not None
 
@@ -165,6 +165,8 @@ def _value(
         needed = max(LEAST, MOSTLY * len(known))
         if not known or found[0][0] not in known:
             continue
+        if of_all:
+            needed, says_loss = len(known), False
         if len(different) >= needed or (says_loss and at == 0 and len(different) >= 1):
             return found[0]
     return None

@@ -68,11 +68,9 @@ def differ(view: View) -> Iterator[Finding]:
             if wrong is None:
                 continue
             outputs = [x.output for x in pairs]
-            values = wrong.ours[number], wrong.theirs[number]
-            is_trained = bool(TRAINED.search(label)) or (
-                _counts_batches(view.size, *values) and is_mean_loss(view, outputs, number)
-            )
-            one = _finding(view, wrong, is_trained, values)
+            if is_mean_loss(view, outputs, number):
+                continue  # as it should be; one process may train other parts of the batches
+            one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
             # Another rule asks about the losses of one rank.
             if not (one.is_question and is_own_loss(view, outputs, number)):
                 found.append(one)
@@ -226,17 +224,15 @@ def _counts_batches(size: int, ours: str, theirs: str) -> bool:
     return abs(large - size * small) <= FLOOR * large + digit * size
 
 
-def _finding(view: View, one: _Pair, is_trained: bool, values: tuple[str, str]) -> Finding:
+def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Finding:
     """Return the finding of two values.
-
-    is_trained: Whether they are of the training, even if they are printed after an evaluation.
 
     A value of the training may be meant to be that of one rank, unless the script combines values
     of the ranks before it prints.
     """
     ours, theirs = values
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
-    is_evaluated = is_evaluated and not is_trained
+    is_evaluated = is_evaluated and not TRAINED.search(label)
     loops = [
         line
         for stream in view.evaluation
