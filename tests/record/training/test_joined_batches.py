@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.record.training.facts_file import write_facts
-from paceline.record.training.replays.evaluations import Evaluations
+from paceline.record.training.replays.evaluations import Evaluations, keep_all_results
 from paceline.record.training.replays.joined_batches import join_batches, permute_batch
 from paceline.record.training.replays.stored_run import batch_path
 from paceline.record.training.samples.contents import row_checksums
@@ -134,3 +134,15 @@ def test_loaders_that_one_line_makes_have_their_own_lengths(tmp_path):
     assert evaluations._length_on_ranks(one) is None  # one of two
     loaders.keys[one] = facts.loaders[1]  # after its first pass
     assert evaluations._length_on_ranks(one) == 2
+
+
+def test_results_of_joined_batches_are_all_kept():
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    loader = data_loader.DataLoaderShard(range(9), batch_size=4)
+    loader.begin()
+    assert loader.gradient_state.remainder == 1
+    keep_all_results(DataLoader(range(9), 4))  # another one
+    assert loader.gradient_state.remainder == 1
+    keep_all_results(loader.base_dataloader)
+    assert loader.gradient_state.remainder == 0
+    loader.end()

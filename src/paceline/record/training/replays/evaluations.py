@@ -6,6 +6,7 @@ them only once. Another replay evaluates the script's own batches: a value that 
 samples are cut into batches differs then.
 """
 
+import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,18 @@ class Evaluations:
             if batch is not None:
                 found.append(batch)
         return found
+
+
+def keep_all_results(loader: Any) -> None:
+    """Let accelerate's ``gather_for_metrics`` remove no results of the batches of a loader.
+
+    It removes those of samples that its sampler repeats in the last batch, counted in batches of
+    the script. Joined batches have each sample once.
+    """
+    state: Any = sys.modules.get("accelerate.state")
+    active = state.GradientState().active_dataloader if state is not None else None
+    if loader is not None and getattr(active, "base_dataloader", None) is loader:
+        active.remainder = 0
 
 
 def _keys(batch: BatchFacts, loader: LoaderFacts) -> list[Key]:

@@ -23,7 +23,7 @@ from ..optimization.steps import Steps, momentum_of
 from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
-from .evaluations import Evaluations
+from .evaluations import Evaluations, keep_all_results
 from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
 from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
@@ -137,7 +137,10 @@ class Replay:
         if passes[pass_number].phase is Phase.TRAINING:
             return _StoredBatches(self, loader, self.batches(opened, passes[pass_number]))
         joined = self._evaluations.batches(key, pass_number)
-        return None if joined is None else _StoredBatches(self, loader, iter(joined))
+        if joined is None:
+            return None
+        keep_all_results(loader)
+        return _StoredBatches(self, loader, iter(joined))
 
     def batches(self, opened: OpenPass, one: PassFacts) -> Iterator[Any]:
         """Yield the batches of a pass: joined, or in parts."""
