@@ -22,10 +22,11 @@ def evaluated(facts, samples, step):
     facts.batches.append(BatchFacts(key, 0, 0, len(samples), [*samples], contents, step))
 
 
-def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, **changes):
+def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, parts=1, **changes):
     """Return what is found if N ranks and two replays print these lines after 4 and 8 steps."""
     runs = verified(Training(**changes))
     again = again or theirs
+    runs.replay.parts = parts
     for facts, lines in ((runs.ranks[0], ours), (runs.replay, theirs), (runs.permuted, again)):
         for step, text in zip((4, 8), lines, strict=False):
             facts.outputs.append(OutputFacts(text, PRINT, phase, step, 1, len(facts.batches)))
@@ -106,3 +107,12 @@ def test_mean_training_loss_that_is_printed_after_an_evaluation_is_no_difference
     assert not one.is_question
     (one,) = printing(line([means[0], 1.1 * means[1]]), other)
     assert not one.is_question  # only one of the values is the mean
+
+
+def test_values_of_parts_of_batches_are_asked_about_unless_they_are_of_an_evaluation():
+    """A running mean of the training is another one if one process trains parts of batches."""
+    ours, theirs = ["smooth 0.7013 val 0.5012"] * 2, ["smooth 0.6013 val 0.5012"] * 2
+    assert [one.is_question for one in printing(ours, theirs)] == [False]
+    assert [one.is_question for one in printing(ours, theirs, parts=2)] == [True]
+    theirs = ["smooth 0.7013 val 0.7012"] * 2
+    assert [one.is_question for one in printing(ours, theirs, parts=2)] == [False]

@@ -23,6 +23,7 @@ FLIPPED = 1.6  # samples whose class may be another one by rounding
 METRIC_BYTES = 1024  # of a collective that combines metrics
 SHARE = 0.02  # distance of a share from whole samples, in samples
 TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
+EVALUATED = re.compile(r"val|eval|test|dev\b|acc|score|\bf1|auc|iou|dice|bleu", re.IGNORECASE)
 # Words before a number, and units after it, of what depends on the machine or the number of ranks.
 MACHINE = re.compile(
     r"time|took|elapsed|second|eta\b|per.?sec|throughput|speed|mem|rank|world|proc|gpu|batch.?size"
@@ -233,6 +234,8 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     ours, theirs = values
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
     is_evaluated = is_evaluated and not TRAINED.search(label)
+    if view.replay.in_parts:  # what the training has summed up is of parts of the batches
+        is_evaluated = is_evaluated and bool(EVALUATED.search(label))
     loops = [
         line
         for stream in view.evaluation
@@ -264,6 +267,9 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
         step=one.output.step,
         values={"printed": float(ours), "of_one_process": float(theirs)},
         nature=None
-        if is_evaluated or (reductions and not _counts_batches(view.size, ours, theirs))
+        if is_evaluated
+        or (
+            reductions and not view.replay.in_parts and not _counts_batches(view.size, ours, theirs)
+        )
         else Nature.QUESTION,
     )
