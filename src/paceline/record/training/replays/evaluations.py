@@ -131,7 +131,7 @@ def keep_all_results(loader: Any) -> None:
     the script. Joined batches have each sample once.
     """
     state: Any = sys.modules.get("accelerate.state")
-    active = state.GradientState().active_dataloader if state is not None else None
+    active: Any = state.GradientState().active_dataloader if state is not None else None
     if loader is not None and getattr(active, "base_dataloader", None) is loader:
         active.remainder = 0
 
