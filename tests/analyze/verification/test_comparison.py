@@ -9,7 +9,7 @@ from paceline.analyze.verification import find as rules
 from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.mistakes import MISTAKES, Finding, Nature
 from paceline.analyze.verification.runs_facts import VerifyRuns
-from paceline.record.training.facts.events import CollectiveFacts, DrawFacts
+from paceline.record.training.facts.events import CollectiveFacts, DrawFacts, OutputFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.report.verdict.of_verification import answer, exit_code
@@ -98,6 +98,22 @@ def test_batch_norm_over_a_part_is_usual_if_it_is_confirmed():
     code, _, (one, asked_about) = judged(summed, "batch-norm")
     assert (code, one.mistake.id) == (1, "gradients-summed")
     assert asked_about.is_question
+
+
+def test_values_of_a_training_that_differs_as_is_meant_are_asked_about():
+    asked = Training(root=spread, rate=lambda rank, size, step: 1e-6)
+    runs = verified(asked)
+    for facts, text in ((runs.ranks[0], 0.7013), (runs.replay, 0.6012), (runs.permuted, 0.6012)):
+        place = ("train.py:40", Phase.TRAINING, 1, 1, 1)
+        facts.outputs = [OutputFacts(f"hits {text}", *place)]
+    place = ("allreduce", "sum", 8, Phase.TRAINING, 1, False, "train.py:38")
+    runs.ranks[0].collectives = [CollectiveFacts(*place)]
+    for is_meant in (False, True):
+        for one in runs.ranks:
+            one.models[0].batch_norms = ["norm"] * is_meant
+        runs.cut = in_turn(asked) if is_meant else None
+        found = {one.mistake.id: one for one in judged(runs)[2]}
+        assert found["metric-differs"].is_question == is_meant
 
 
 def test_batch_norm_of_all_ranks_is_no_difference():

@@ -234,7 +234,9 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     ours, theirs = values
     is_evaluated = one.output.phase is Phase.EVALUATION and bool(one.samples)
     is_evaluated = is_evaluated and not TRAINED.search(label)
-    if view.replay.in_parts:  # what the training has summed up is of parts of the batches
+    # Values of the training are of parts of the batches, or differ from one process as is meant.
+    is_other_training = view.replay.in_parts or bool(view.comparison.meant)
+    if is_other_training:
         is_evaluated = is_evaluated and bool(EVALUATED.search(label))
     loops = [
         line
@@ -268,8 +270,6 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
         values={"printed": float(ours), "of_one_process": float(theirs)},
         nature=None
         if is_evaluated
-        or (
-            reductions and not view.replay.in_parts and not _counts_batches(view.size, ours, theirs)
-        )
+        or (reductions and not is_other_training and not _counts_batches(view.size, ours, theirs))
         else Nature.QUESTION,
     )
