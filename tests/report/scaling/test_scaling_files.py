@@ -79,6 +79,16 @@ def test_latex_table_escapes_names_and_shows_digits_of_the_interval():
     ]
 
 
+def test_fitted_line_below_one_is_not_cut():
+    study = make_study((1, 2), (STRONG,), spread=0.0)
+    values = [1000.0, 800.0, 500.0]
+    curve = Curve(STRONG, "cost model", [1, 2, 4], values, values, values)
+    text = svg_text(study, Findings(curves=[curve]))
+    (line, _) = re.findall(r'points="([^"]+)"[^>]*stroke-dasharray="2', text)
+    heights = [float(point.split(",")[1]) for point in line.split()]
+    assert heights == sorted(set(heights))
+
+
 def test_documents_name_the_script_without_its_folder():
     study = make_study()
     study = replace(study, request=replace(study.request, script="/home/me/train.py"))

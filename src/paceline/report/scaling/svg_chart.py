@@ -19,6 +19,7 @@ COLOURS = {"strong": "#0072b2", "weak": "#d55e00"}
 IDEAL, GRID, INK = "#55606c", "#d5d9df", "#1b1f24"
 DASH, DOTS = "6 4", "2 3"
 MAX_RATIO = 1e4  # of an interval's end to its value: beyond, it is not drawn
+LOWEST_BAR = 1 / 16  # speed-up to which the axis goes down for a confidence interval
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _speedup(
     kinds: dict[str, list[SizeRow]], findings: Findings, ranks: list[int], span: tuple[float, float]
 ) -> list[str]:
     top = span[1] / span[0]
-    low = min(1.0, *(e.value for rows in kinds.values() for row in rows if (e := row.speedup)))
+    low = _lowest_speedup(kinds, findings)
     panel = _Panel(LEFTS[0], span, (low, top), log=True)
     ticks = [2.0**i for i in range(math.floor(math.log2(low)), math.ceil(math.log2(top)) + 1)]
     found = _axes(panel, ranks, [t for t in ticks if low <= t <= top], "Speed-up", "{:g}".format)
@@ -111,6 +112,20 @@ def _speedup(
         found += _curves(panel, findings, kind, first.value, per_rank=False)
         found += _points(panel, kind, [(row.point.ranks, row.speedup) for row in rows])
     return found
+
+
+def _lowest_speedup(kinds: dict[str, list[SizeRow]], findings: Findings) -> float:
+    """Return the lower end of the axis: a fitted line that is cut there would look level."""
+    lowest = 1.0
+    for kind, rows in kinds.items():
+        first = rows[0].throughput
+        assert first is not None
+        fitted = [min(one.values) / first.value for one in findings.curves if one.kind == kind]
+        measured = [one for row in rows if (one := row.speedup)]
+        lowest = min(lowest, *fitted, *(one.value for one in measured))
+        lows = (one.low for one in measured if one.high < MAX_RATIO * one.value)
+        lowest = min([lowest, *(max(low, LOWEST_BAR) for low in lows)])
+    return lowest
 
 
 def _efficiency(
