@@ -227,10 +227,10 @@ class Recorder:
     def __call__(self, ready):
         self.ready += [one.name for one, _ in ready]
 
-    def prepare(self, operation):
+    def prepare(self, operations):
         pass
 
-    def follow(self, operation):
+    def follow(self, operations):
         pass
 
     def begin_wait(self):

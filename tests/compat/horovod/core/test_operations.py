@@ -6,11 +6,16 @@ The cases of operation_cases.py and process_set_cases.py run in one job for each
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import operation_cases
 import process_set_cases
 import pytest
 import ranks
+import torch
+
+import fake_gpu
+from paceline.compat.horovod.core import exchange
 
 HERE = Path(__file__).parent
 
@@ -41,6 +46,41 @@ def results(tmp_path_factory):
 def test_operation(name, size, results):
     for rank, found in enumerate(results("operation_cases.py", size)):
         assert found.get(name, "the job ended before") == "", f"rank {rank}"
+
+
+def test_operations_through_copies(results):
+    for rank, found in enumerate(results("copied_cases.py", 2)):
+        assert dict.fromkeys(operation_cases.CASES, "") == found, f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        (["a", "a", "b"], "ranks 0, 4 share a GPU, which NCCL refuses. HINT:"),
+        (["a", "b", "c"], ""),
+        (["", "", "c"], ""),  # PyTorch does not report which
+    ],
+)
+def test_tensors_of_a_shared_gpu_go_through_the_host(gpus, told, monkeypatch, capfd):
+    exchange._report_shared_gpu.cache_clear()
+    monkeypatch.setattr(exchange, "gpu_identifier", lambda device: gpus[0])
+    monkeypatch.setattr(exchange, "all_gather_objects", lambda own, *_: gpus)
+    group = SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")])
+    ours = exchange.Exchange(group, 0, [0, 4, 5])
+    with fake_gpu.fake_gpu(monkeypatch):
+        tensor = torch.empty(3, device="cuda:0")
+        assert not ours.divides(torch.empty(3))
+        assert ours.divides(tensor) == (not told)
+        assert ours._exchangeable(tensor).device.type == ("cpu" if told else "cuda")
+    output = "".join(capfd.readouterr())
+    assert told in output
+    assert output.count("share a GPU") == bool(told)
+
+
+def test_tensors_of_a_gpu_without_nccl_go_through_the_host(monkeypatch):
+    ours = exchange.Exchange(SimpleNamespace(_device_types=[torch.device("cpu")]), 0, [0, 1])
+    with fake_gpu.fake_gpu(monkeypatch):
+        assert ours._exchangeable(torch.empty(3, device="cuda:0")).device.type == "cpu"
 
 
 @pytest.mark.parametrize("name", process_set_cases.CASES)

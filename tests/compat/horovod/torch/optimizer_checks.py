@@ -9,6 +9,7 @@ from horovod_checks import check, main, process_set_of
 from torch import nn
 
 import paceline.compat.horovod.torch as hvd
+from paceline.compat.horovod.core.coordinator import Coordinator
 from paceline.compat.horovod.torch import gradient_exchange
 
 SAMPLES = 24  # of the global batch; a multiple of all numbers of ranks
@@ -582,25 +583,42 @@ def channels_last_gradients():
 @check
 def exchange_begins_during_the_backward_pass():
     submitted = []
-    original = gradient_exchange.allreduce_async_
+    original, limit = Coordinator.submit_all, gradient_exchange.BATCH_BYTES
 
-    def submit(tensor, **options):
-        submitted.append(options["name"])
-        return original(tensor, **options)
+    def submit(self, operations, *args):
+        submitted.extend(one.request.name for one in operations)
+        return original(self, operations, *args)
 
     model = new_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    gradient_exchange.allreduce_async_ = submit
+    Coordinator.submit_all, gradient_exchange.BATCH_BYTES = submit, 1
     try:
         seen = []
         model[0].weight.register_hook(lambda _: seen.extend(submitted))
         loss_of(model, 0).backward()
     finally:
-        gradient_exchange.allreduce_async_ = original
+        Coordinator.submit_all, gradient_exchange.BATCH_BYTES = original, limit
     if hvd.size() > 1:
-        assert {"4.weight", "4.bias", "2.weight", "2.bias"} <= set(seen)
-        assert set(submitted) == {name for name, _ in model.named_parameters()}
+        assert {f"allreduce.{n}" for n in ("4.weight", "4.bias", "2.weight", "2.bias")} <= set(seen)
+        assert set(submitted) == {f"allreduce.{name}" for name, _ in model.named_parameters()}
     optimizer.step()
+
+
+@check
+def gradients_are_submitted_at_the_end_of_the_backward_pass():
+    """A rank may wait for another operation between backward and step, and others after it."""
+    model = new_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if hvd.rank() % 2:
+            optimizer.step()
+        total = hvd.allreduce(torch.ones(1), name="between", op=hvd.Sum)
+        if not hvd.rank() % 2:
+            optimizer.step()
+        assert total == hvd.size()
+    same(model, one_process(sgd))
 
 
 @check

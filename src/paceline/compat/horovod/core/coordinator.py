@@ -65,11 +65,11 @@ class Executes(Protocol):
 
     def __call__(self, ready: Sequence[tuple[Request, Operation | None]]) -> None: ...
 
-    def prepare(self, operation: Operation) -> None:
-        """Note that this thread submits an operation."""
+    def prepare(self, operations: Sequence[Operation]) -> None:
+        """Note that this thread submits operations."""
 
-    def follow(self, operation: Operation) -> None:
-        """Note that this thread uses the results of an operation next."""
+    def follow(self, operations: Sequence[Operation]) -> None:
+        """Note that this thread uses the results of operations next."""
 
     def begin_wait(self) -> None:
         """Note that this thread begins to wait for an operation."""
@@ -123,54 +123,72 @@ class Coordinator:
         self._pid = os.getpid()
 
     def submit(self, operation: Operation, waits: bool = False) -> None:
-        """Submit an operation.
+        """Submit an operation, as ``submit_all``."""
+        self.submit_all([operation], waits)
+
+    def submit_all(self, operations: Sequence[Operation], waits: bool = False) -> None:
+        """Submit operations of different names.
 
         Args:
             waits: Whether this thread calls ``wait`` next.
 
         Raises:
-            ValueError: An operation of this name is in progress.
+            ValueError: An operation of one of these names is in progress. None is submitted.
             HorovodInternalError: A rank has ended or left.
         """
         self._check_process()
-        self._execute.prepare(operation)
+        self._execute.prepare(operations)
         if self.size == 1:
-            self._execute_alone(operation)
+            for operation in operations:
+                self._execute_alone(operation)
             return
-        name = operation.request.name
+        added = {operation.request.name: operation for operation in operations}
         with self._lock:
             self._raise_failure()
-            if name in self._operations:
+            for name in added.keys() & self._operations.keys():
                 raise ValueError(
-                    f"{operation.request.kind.name.lower()} {name!r}: Requested to collect a "
+                    f"{added[name].request.kind.name.lower()} {name!r}: Requested to collect a "
                     "tensor with the same name as another tensor that is currently being "
                     "processed. HINT: give each call its own name=, or synchronize() the first "
                     "handle before the second call"
                 )
-            self._operations[name] = operation
-            self._negotiator.submit(operation.request)
+            self._operations |= added
+            for operation in operations:
+                self._negotiator.submit(operation.request)
             self._has_new = True
             if self._thread is None:
                 self._start_threads()
             if not waits:
                 was_enough = self._new_bytes >= EARLY_BYTES
-                self._new_bytes += sum(one.nbytes for one in operation.inputs)
+                self._new_bytes += sum(one.nbytes for each in operations for one in each.inputs)
                 if not was_enough and self._new_bytes >= EARLY_BYTES and not self._is_resting:
                     self._work.notify()
                 self._wake_thread()
 
     def wait(self, operation: Operation) -> None:
-        """Wait until an operation is done.
+        """Wait until an operation is done, as ``wait_all``."""
+        self.wait_all([operation])
+
+    def wait_all(self, operations: Sequence[Operation]) -> None:
+        """Wait until operations are done.
 
         Raises:
-            HorovodInternalError: It failed.
+            HorovodInternalError: One failed.
         """
-        if not operation.is_done:
+        unfinished = [operation for operation in operations if not operation.is_done]
+        if unfinished:
             self._check_process()
-            self._coordinate_until(lambda: operation.is_done)
-        if operation.error is not None:
-            raise operation.error
-        self._execute.follow(operation)
+
+            def are_done() -> bool:
+                while unfinished and unfinished[-1].is_done:
+                    unfinished.pop()
+                return not unfinished
+
+            self._coordinate_until(are_done)
+        for operation in operations:
+            if operation.error is not None:
+                raise operation.error
+        self._execute.follow(operations)
 
     def join(self) -> int:
         """Contribute zeros to the other ranks' all-reduces until all have joined.

@@ -22,7 +22,7 @@ class DeviceStreams:
 
     def note_submission(self, operation: Operation) -> None:
         """Note how far the current stream has to be before the operation may begin."""
-        if operation.inputs and operation.inputs[0].is_cuda:
+        if operation.inputs[0].is_cuda:
             stream = torch.cuda.current_stream(operation.inputs[0].device)
             operation.event = stream.record_event()
 
@@ -47,8 +47,6 @@ class DeviceStreams:
 
     def follow(self, operation: Operation) -> None:
         """Let the current stream go on after the operation, whose results it may then use."""
-        if operation.event is None:
-            return
         stream = torch.cuda.current_stream(operation.inputs[0].device)
         stream.wait_event(operation.event)
         for output in operation.outputs or ():

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from ....comm.group_device import exchangeable
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared_memory_group import SharedMemoryGroup
+from ....plurals import named_ranks
 from ....record.hooks.collective_in_flight import CollectiveInFlight
 from ....record.hooks.collectives import RecordedGroup
+from ....record.ring.launcher_messages import notify
 from ....record.ring.recorder import now
 from ....record.ring.states import Op
+from ....world.process_group import gpu_identifier
 from .negotiation import Message
 from .requests import ReduceOp
 
@@ -35,8 +38,12 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 class Exchange:
     """The collectives of one process set.
 
+    Tensors of GPUs are exchanged through copies in the memory of the host where ranks share a GPU,
+    which NCCL refuses, and where PyTorch has no NCCL. The copies are ordered by the current stream,
+    and the host waits for them.
+
     Collectives of CPU tensors are recorded as of the training, whichever thread runs them: launched
-    when this rank was ready for them. Those of GPU tensors are recorded as any others.
+    when this rank was ready for them. Those of NCCL are recorded as any others.
 
     Args:
         group: Process group of torch.distributed; None for a set of one rank.
@@ -54,6 +61,7 @@ class Exchange:
         self.launched_ns = 0
         self._plain = unrecorded(group)
         self._waits = RecordedWaits(group) if isinstance(group, RecordedGroup) else None
+        self._shares_gpu: bool | None = None  # unknown before the first tensor on a GPU
 
     def begin_wait(self) -> None:
         """Note that this thread begins to wait for an operation."""
@@ -69,9 +77,9 @@ class Exchange:
         """Return whether ``all_reduce`` supports AVERAGE for this tensor."""
         if not tensor.is_floating_point():
             return False
-        if tensor.device.type != "cpu":
+        if self.size == 1 or isinstance(self._plain, SharedMemoryGroup):
             return True
-        return self.size == 1 or isinstance(self._plain, SharedMemoryGroup)
+        return tensor.device.type != "cpu" and not self._needs_host(tensor)
 
     def barrier(self) -> None:
         """Record a barrier: that all ranks have submitted it is all that it does."""
@@ -80,12 +88,15 @@ class Exchange:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce in place."""
         if self.size > 1:
+            buffer = self._exchangeable(tensor)
             self._run(
                 Op.ALL_REDUCE,
-                tensor,
-                tensor.nbytes,
-                lambda group: all_reduce(group, tensor, _OPS[op]),
+                buffer,
+                buffer.nbytes,
+                lambda group: all_reduce(group, buffer, _OPS[op]),
             )
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of each rank. All ranks have as many."""
@@ -103,6 +114,7 @@ class Exchange:
         """
         if self.size == 1:
             return tensor.clone()
+        device, tensor = tensor.device, self._exchangeable(tensor)
         most, shape = max(rows), tensor.shape[1:]
         padded = tensor
         if rows[self.rank] < most:
@@ -118,24 +130,26 @@ class Exchange:
             ),
         )
         if min(rows) == most:
-            return gathered
+            return gathered.to(device)
         each = gathered.view(self.size, most, *shape)
-        return torch.cat([each[at, :count] for at, count in enumerate(rows)])
+        return torch.cat([each[at, :count] for at, count in enumerate(rows)]).to(device)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Replace the tensor by that of the global rank ``root``."""
         if self.size > 1:
-            index = self.members.index(root)
+            index, buffer = self.members.index(root), self._exchangeable(tensor)
             self._run(
                 Op.BROADCAST,
-                tensor,
-                tensor.nbytes,
+                buffer,
+                buffer.nbytes,
                 lambda group: (
-                    tensor.numel()
-                    and dist.broadcast(as_bytes(tensor), group=group, group_src=index)
+                    buffer.numel()
+                    and dist.broadcast(as_bytes(buffer), group=group, group_src=index)
                 ),
                 index,
             )
+            if buffer is not tensor and index != self.rank:
+                tensor.copy_(buffer)
 
     def all_to_all(
         self, tensor: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
@@ -144,21 +158,23 @@ class Exchange:
         sent = tensor[: sum(sent_rows)].contiguous()
         if self.size == 1:
             return sent.clone()
-        received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
+        sent = self._exchangeable(sent)
+        received = sent.new_empty((sum(received_rows), *tensor.shape[1:]))
         self._run(
             Op.ALL_TO_ALL,
-            tensor,
+            sent,
             sent.nbytes,
             lambda group: dist.all_to_all_single(
                 received, sent, list(received_rows), list(sent_rows), group=group
             ),
         )
-        return received
+        return received.to(tensor.device)
 
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Reduce, and return this rank's rows; the first ranks have one more if it is uneven."""
         if self.size == 1:
             return tensor.clone()
+        device, tensor = tensor.device, self._exchangeable(tensor)
         most, more = divmod(tensor.shape[0], self.size)
         counts = [most + (rank < more) for rank in range(self.size)]
         longest = most + bool(more)
@@ -177,20 +193,53 @@ class Exchange:
                 and _reduce_scatter(own.view(-1), padded.reshape(-1), _OPS[op], group=group)
             ),
         )
-        return own[: counts[self.rank]]
+        return own[: counts[self.rank]].to(device)
 
     def swap(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """Exchange equally large tensors with a rank of the set (an index); return its tensor."""
-        received, other = torch.empty_like(tensor), self.members[peer]
+        sent, other = self._exchangeable(tensor), self.members[peer]
+        received = torch.empty_like(sent)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, other, self.group),
+                dist.P2POp(dist.isend, sent, other, self.group),
                 dist.P2POp(dist.irecv, received, other, self.group),
             ]
         )
         for work in works:
             work.wait()
-        return received
+        return received.to(tensor.device)
+
+    def _exchangeable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself, or a copy in the memory of the host."""
+        return tensor.cpu() if self._needs_host(tensor) else tensor
+
+    def _needs_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is exchanged through the host's memory, the same on all ranks.
+
+        Collective with the first tensor on a GPU: the GPU that a script uses is not known before.
+        """
+        if tensor.device.type == "cpu":
+            return False
+        if tensor.device.type not in [device.type for device in self._plain._device_types]:
+            return True
+        if self._shares_gpu is None:
+            own = gpu_identifier(tensor.device)
+            self._shares_gpu = self._find_shared_gpu(all_gather_objects(own, str, self._plain))
+        return self._shares_gpu
+
+    def _find_shared_gpu(self, identifiers: Sequence[str]) -> bool:
+        """Return whether ranks have the same GPU, and report it.
+
+        identifiers: of the GPU of each rank; "" if unknown.
+        """
+        by_gpu: dict[str, list[int]] = {}
+        for member, identifier in zip(self.members, identifiers, strict=True):
+            if identifier:
+                by_gpu.setdefault(identifier, []).append(member)
+        shared = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
+        if shared and self.rank == 0:
+            _report_shared_gpu(f"{named_ranks(shared[0])} share a GPU")
+        return bool(shared)
 
     def _run(
         self,
@@ -212,6 +261,14 @@ class Exchange:
             return
         call(self._plain)
         self._waits.note(op, amount, self.launched_ns, peer)
+
+
+@functools.cache
+def _report_shared_gpu(reason: str) -> None:
+    notify(
+        "paceline: Horovod's operations on GPU tensors go through the memory of the host, because "
+        f"{reason}, which NCCL refuses. HINT: start at most one rank for each GPU\n"
+    )
 
 
 class RecordedWaits:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _unflatten_dense_tensors
 
 from .. import timeline
 from . import adasum
@@ -22,6 +22,9 @@ from .requests import UNEVEN_KINDS, Kind, ReduceOp, Request
 BUCKET = "FUSED_ALLREDUCE"  # name in the timeline
 # From this size on a copy into the fusion buffer costs more than another collective.
 UNFUSED_BYTES = 256 << 10
+# Fusion buffers of the last buckets are used again for the same ones; not those on a GPU, where a
+# rank that has joined uses another stream.
+MAX_FUSION_BUFFERS, REUSED_BYTES = 4, 16 << 20
 Ready = tuple[Request, Operation | None]
 
 
@@ -54,6 +57,7 @@ class Executor:
         self.exchange = exchange
         self._streams = DeviceStreams()
         self.fusion_bytes, self.fuses_groups = fusion_bytes, fuses_groups
+        self._buffers: dict[Any, FusionBuffer] = {}  # the oldest first
 
     def begin_wait(self) -> None:
         self.exchange.begin_wait()
@@ -61,11 +65,15 @@ class Executor:
     def end_wait(self) -> None:
         self.exchange.end_wait()
 
-    def prepare(self, operation: Operation) -> None:
-        self._streams.note_submission(operation)
+    def prepare(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            if operation.request.device != "cpu":
+                self._streams.note_submission(operation)
 
-    def follow(self, operation: Operation) -> None:
-        self._streams.follow(operation)
+    def follow(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            if operation.event is not None:
+                self._streams.follow(operation)
 
     def __call__(self, ready: Sequence[Ready]) -> None:
         with self._streams.exchange([one for _, one in ready if one is not None]):
@@ -133,13 +141,24 @@ class Executor:
         if len(small) == 1:
             self._reduce_flat(small[0], small, request.op)
         elif small:
-            flat = _flatten_dense_tensors(small)
-            parts = _unflatten_dense_tensors(flat, small)
-            self._reduce_flat(flat, parts, request.op)
-            torch._foreach_copy_(small, parts)
+            buffer = self._fusion_buffer(small)
+            torch._foreach_copy_(buffer.parts, small)
+            self._reduce_flat(buffer.flat, buffer.parts, request.op)
+            torch._foreach_copy_(small, buffer.parts)
         if request.postscale != 1:
             for tensor in bucket.tensors:
                 scale(tensor, request.postscale)
+
+    def _fusion_buffer(self, tensors: list[torch.Tensor]) -> "FusionBuffer":
+        key = (tensors[0].dtype, tensors[0].device, *[one.shape for one in tensors])
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = FusionBuffer(tensors)
+            if buffer.flat.is_cpu and buffer.flat.nbytes <= REUSED_BYTES:
+                if len(self._buffers) == MAX_FUSION_BUFFERS:
+                    del self._buffers[next(iter(self._buffers))]
+                self._buffers[key] = buffer
+        return buffer
 
     def _reduce_flat(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
         """Reduce a buffer in place. parts: the tensors in it."""
@@ -200,6 +219,18 @@ class Executor:
                 divide(result, self.exchange.size)
             scale(result, request.postscale)
             operation.outputs.append(result)
+
+
+class FusionBuffer:
+    """A buffer for tensors of one dtype and device, which are reduced together.
+
+    Attributes:
+        flat: The buffer; ``parts``: its views in the shapes of the tensors.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.flat = tensors[0].new_empty(sum(one.numel() for one in tensors))
+        self.parts: list[torch.Tensor] = list(_unflatten_dense_tensors(self.flat, tensors))
 
 
 def _own_tensor(request: Request, operation: Operation | None, at: int) -> torch.Tensor:

@@ -119,12 +119,8 @@ class Negotiator:
     def decide(self, vector: bytes | bytearray, messages: Sequence[Message] | None) -> Decision:
         """Return what follows from a meeting: the smallest bytes of all ranks, and the news."""
         decision = Decision(had_news=messages is not None)
-        hits: list[str] = []
-        at = vector.find(1, HEADER_BYTES)
-        while at >= 0:
-            if (name := self._slots[at - HEADER_BYTES]) is not None:
-                hits.append(name)
-            at = vector.find(1, at + 1)
+        submitted = zip(vector[HEADER_BYTES:], self._slots, strict=True)
+        hits = [name for is_submitted, name in submitted if is_submitted and name is not None]
         for member, message in zip(self.members, messages or (), strict=False):
             self._take(member, message, decision)
         if len(self.joined) == len(self.members):

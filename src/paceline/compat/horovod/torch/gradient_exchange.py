@@ -1,28 +1,32 @@
 """Averaging of gradients while the backward pass computes them.
 
-A hook on each parameter submits its gradient as soon as it is accumulated, so that the exchange
-overlaps with the rest of the backward pass. ``synchronize`` waits for the results. Ranks agree on a
-gradient by its name, so they may submit in different orders.
+A hook on each parameter notes its gradient as soon as it is accumulated. Noted gradients are
+submitted together: once they have a certain size, and at the end of the backward pass. So the
+exchange overlaps with the rest of the backward pass, and many small gradients cost little.
+``synchronize`` waits for the results. Ranks agree on a gradient by its name, so they may submit in
+different orders.
 """
 
 import contextlib
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ....record.hooks.phases import UncopiedHook
+from ..core.operation import Operation
+from ..core.requests import Kind, Request
 from .functions import broadcast_object
-from .mpi_ops import (
-    Average,
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-    synchronize,
-)
+from .mpi_ops import Average, sparse_allreduce_async
 from .named_parameters import parameters_of, split_evenly
+from .submission import checked, coordinator_of, new_request, reduce_op
+
+BATCH_BYTES = 1 << 20  # of gradients that are submitted together
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,20 @@ class _Watched:
         group: Number of its group, or None.
         is_sent: Whether its gradient is submitted, and not yet taken back.
         is_sparse: Whether its gradient was sparse.
+        version: How often its complete gradient had been changed.
+        request: Of its last gradient, or of that of the group which begins with it; ``sent_as``:
+            shapes, dtypes and devices of these tensors.
     """
 
     parameter: torch.Tensor
     name: str
+    nbytes: int
     passes_left: int
     group: int | None
     hook: Any = None
+    version: int = 0
+    request: Request | None = None
+    sent_as: Any = None
     is_sent: bool = False
     is_sparse: bool = False
 
@@ -81,16 +92,27 @@ class _Sent:
     """Gradients that were submitted together.
 
     Attributes:
-        handle: Of the asynchronous collective.
-        grads: The gradients; ``versions``: how often each had been changed; empty for a sparse one.
-        contexts: What decompression needs.
+        wait: Waits for the exchange.
+        grads: The gradients; ``data``: the same without the version counter; ``versions``: how
+            often each had been changed.
+        tensors: What was sent, and is reduced in place; ``contexts``: what decompression needs.
     """
 
     watched: list[_Watched]
-    handle: Any
+    wait: Callable[[], None]
     grads: list[torch.Tensor]
-    contexts: list[Any]
+    data: list[torch.Tensor]
     versions: list[int]
+    tensors: list[torch.Tensor]
+    contexts: list[Any]
+
+
+@dataclass(eq=False)
+class _SentSparse:
+    """A sparse gradient that was submitted. wait: waits for the result, and returns it."""
+
+    watched: _Watched
+    wait: Callable[[], torch.Tensor]
 
 
 class GradientExchange:
@@ -117,11 +139,12 @@ class GradientExchange:
         self._names = names
         # By the parameter's identity: hashing a tensor takes longer.
         self._watched: dict[int, _Watched] = {}
-        self._sent: list[_Sent] = []
+        self._sent: list[_Sent | _SentSparse] = []
+        self._batch: list[_Watched] = []  # with a complete gradient, outside of groups
+        self._batch_bytes = 0
         self._group_of: dict[int, int] = {}
         self._group_sizes: list[int] = []
         self._ready: dict[int, list[_Watched]] = {}  # of each group: with a complete gradient
-        self._shared = {"op": options.op, "process_set": process_set, **options.scales}
         if self.is_active:
             self._make_groups()
             self.watch_parameters()
@@ -134,8 +157,9 @@ class GradientExchange:
         """Drop what was submitted and not taken back; the next backward pass is the first."""
         for sent in self._sent:
             with contextlib.suppress(RuntimeError):  # of an exchange that has failed
-                synchronize(sent.handle)
+                sent.wait()
         self._sent, self._ready, self.has_gradients = [], {}, False
+        self._batch, self._batch_bytes = [], 0
         for one in self._watched.values():
             one.passes_left, one.is_sent = self.passes, False
 
@@ -154,7 +178,7 @@ class GradientExchange:
                     continue
                 name = self._names.get(parameter, f"allreduce.noname.{i}.{j}")
                 number = self._group_of.get(id(parameter))
-                one = _Watched(parameter, name, self.passes, number)
+                one = _Watched(parameter, name, parameter.nbytes, self.passes, number)
                 hook = UncopiedHook(partial(self._on_gradient, one))
                 one.hook = parameter.register_post_accumulate_grad_hook(hook)
                 self._watched[id(parameter)] = one
@@ -173,10 +197,13 @@ class GradientExchange:
         try:
             self.watch_parameters()
             self._submit_rest()
-            received = [(sent, synchronize(sent.handle)) for sent in self._sent]
+            received = [(sent, sent.wait()) for sent in self._sent]
             self._sent = []
             for sent, found in received:
-                self._take_back(sent, found)
+                if isinstance(sent, _SentSparse):
+                    sent.watched.parameter.grad = found
+                else:
+                    self._take_back(sent)
         finally:
             self.forget()
 
@@ -206,7 +233,7 @@ class GradientExchange:
             self._group_of |= {id(one): number for one in trained}
             self._group_sizes.append(len(trained))
 
-    def _on_gradient(self, one: _Watched, *_: Any) -> None:
+    def _on_gradient(self, one: _Watched, parameter: torch.Tensor) -> None:
         if one.passes_left <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step ({self.passes}) times "
@@ -217,8 +244,16 @@ class GradientExchange:
         self.has_gradients = True
         if one.passes_left:
             return
+        assert parameter.grad is not None
+        one.version = parameter.grad._version
         if one.group is None:
-            self._submit(one)
+            if not self._batch:
+                Variable._execution_engine.queue_callback(self._submit_batch)
+            self._batch.append(one)
+            self._batch_bytes += one.nbytes
+            # A gradient on a GPU is ready when the current stream is.
+            if self._batch_bytes >= BATCH_BYTES or not parameter.is_cpu:
+                self._submit_batch()
             return
         ready = self._ready.setdefault(one.group, [])
         ready.append(one)
@@ -226,58 +261,104 @@ class GradientExchange:
             self._submit_group(ready)
 
     def _submit_rest(self) -> None:
-        """Submit the gradients of parameters whose hooks have not run often enough."""
+        """Submit the gradients that are not: noted ones, and those of parameters whose hooks have
+        not run often enough.
+        """
+        self._submit_batch()
         groups: dict[int, list[_Watched]] = {}
         for one in self._watched.values():
             if one.is_sent or not one.parameter.requires_grad:
                 continue
             if one.parameter.grad is None:
                 one.parameter.grad = _no_gradient(one)
+            one.version = one.parameter.grad._version
             if one.group is None:
-                self._submit(one)
+                self._batch.append(one)
             else:
                 groups.setdefault(one.group, []).append(one)
+        self._submit_batch()
         for group in groups.values():
             self._submit_group(group)
 
-    def _submit(self, one: _Watched) -> None:
-        grad = self._grad_of(one)
-        if one.is_sparse:
-            self._submit_sparse(one, grad)
-            return
-        # .data has a version counter of its own, so that changes by the script can be told apart.
-        tensor, context = self.options.compression.compress(_packed(grad.data))
-        handle = allreduce_async_(tensor, name=one.name, **self._shared)
-        one.is_sent = True
-        self._sent.append(_Sent([one], handle, [grad], [context], [grad._version]))
+    def _submit_batch(self) -> None:
+        """Submit the noted gradients."""
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        if sent := self._compressed(batch):
+            buffers = [[tensor] for tensor in sent.tensors]
+            requests = [
+                self._request(one, "allreduce", one.name, tensors)
+                for one, tensors in zip(sent.watched, buffers, strict=True)
+            ]
+            self._send(sent, requests, buffers)
 
     def _submit_group(self, group: list[_Watched]) -> None:
         # In an order that is the same on all ranks, and not that of the backward pass.
-        group = sorted(group, key=lambda one: one.name)
-        dense, grads = [], []
-        for one in group:
+        if sent := self._compressed(sorted(group, key=lambda one: one.name)):
+            first, tensors = sent.watched[0], sent.tensors
+            request = self._request(first, "grouped_allreduce", f"group.{first.name}", tensors)
+            self._send(sent, [request], [tensors])
+
+    def _compressed(self, watched: Sequence[_Watched]) -> _Sent | None:
+        """Return the dense ones of complete gradients, to be submitted; submit the sparse ones."""
+        sent = _Sent([], lambda: None, [], [], [], [], [])
+        compress = self.options.compression.compress
+        for one in watched:
             grad = self._grad_of(one)
             if one.is_sparse:
                 self._submit_sparse(one, grad)
-            else:
-                dense.append(one)
-                grads.append(grad)
-        if not dense:
-            return
-        pairs = [self.options.compression.compress(_packed(grad.data)) for grad in grads]
-        tensors, contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
-        handle = grouped_allreduce_async_(tensors, name=f"group.{dense[0].name}", **self._shared)
-        for one in dense:
+                continue
+            # .data has a version counter of its own, so that changes by the script can be told
+            # apart.
+            data = grad.data
+            tensor, context = compress(_packed(data))
+            sent.watched.append(one)
+            sent.grads.append(grad)
+            sent.data.append(data)
+            sent.versions.append(one.version)
+            sent.tensors.append(tensor)
+            sent.contexts.append(context)
+        return sent if sent.watched else None
+
+    def _request(
+        self, one: _Watched, prefix: str, name: str, tensors: list[torch.Tensor]
+    ) -> Request:
+        """Return the request for tensors of a gradient, or of the group that begins with it."""
+        known, sent_as = one.request, [(each.shape, each.dtype, each.is_cpu) for each in tensors]
+        if known is None or one.sent_as != sent_as:
+            options = self.options
+            checked(prefix, tensors, reduces=True)
+            factors = (
+                options.scales.get("prescale_factor", 1.0),
+                options.scales.get("postscale_factor", 1.0),
+            )
+            op = reduce_op(options.op, None)
+            known = one.request = new_request(
+                prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, factors
+            )
+            one.sent_as = sent_as
+        return known
+
+    def _send(
+        self, sent: _Sent, requests: list[Request], buffers: list[list[torch.Tensor]]
+    ) -> None:
+        coordinator, now = coordinator_of(self.options.process_set), time.monotonic_ns()
+        operations = [
+            Operation(request, tensors, tensors, submitted_ns=now)
+            for request, tensors in zip(requests, buffers, strict=True)
+        ]
+        coordinator.submit_all(operations)
+        sent.wait = partial(coordinator.wait_all, operations)
+        self._sent.append(sent)
+        for one in sent.watched:
             one.is_sent = True
-        self._sent.append(_Sent(dense, handle, grads, contexts, [grad._version for grad in grads]))
 
     def _submit_sparse(self, one: _Watched, grad: torch.Tensor) -> None:
         options = self.options
-        handle = sparse_allreduce_async(
+        result = sparse_allreduce_async(
             grad, name=one.name, op=options.op, process_set=options.process_set
         )
         one.is_sent = True
-        self._sent.append(_Sent([one], handle, [grad], [None], []))
+        self._sent.append(_SentSparse(one, result))
 
     def _grad_of(self, one: _Watched) -> torch.Tensor:
         """Return the gradient of a parameter, made dense if that is asked for."""
@@ -286,18 +367,17 @@ class GradientExchange:
         if grad.layout is torch.strided:
             return grad
         if self.options.sparse_as_dense:
-            one.parameter.grad = grad.to_dense()
-            return one.parameter.grad
+            one.parameter.grad = grad = grad.to_dense()
+            one.version = grad._version
+            return grad
         one.is_sparse = True
         return grad
 
-    def _take_back(self, sent: _Sent, found: Any) -> None:
-        if not sent.versions:
-            sent.watched[0].parameter.grad = found
-            return
-        outputs = found if isinstance(found, list | tuple) else [found]
-        for one, grad, version, output, context in zip(
-            sent.watched, sent.grads, sent.versions, outputs, sent.contexts, strict=True
+    def _take_back(self, sent: _Sent) -> None:
+        decompress = self.options.compression.decompress
+        for one, grad, data, version, tensor, context in zip(
+            *(sent.watched, sent.grads, sent.data, sent.versions, sent.tensors, sent.contexts),
+            strict=True,
         ):
             if one.parameter.grad is not grad or grad._version != version:
                 raise RuntimeError(
@@ -306,8 +386,8 @@ class GradientExchange:
                     "or scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
                     "optimizer.zero_grad() before backward()"
                 )
-            result = self.options.compression.decompress(output, context)
-            if result.data_ptr() != grad.data_ptr() or result.dtype != grad.dtype:
+            result = decompress(tensor, context)
+            if result is not data or result.data_ptr() != grad.data_ptr():
                 grad.data.copy_(result)
 
 
