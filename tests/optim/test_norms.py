@@ -94,6 +94,14 @@ def test_ghost_batches_are_normalized_by_themselves(momentum):
     assert torch.equal(model.eval()(x[:1]), plain_of(model[0])(x[:1]))
 
 
+def test_ghost_batches_without_running_statistics_are_normalized_by_themselves():
+    plain = nn.BatchNorm1d(4, track_running_stats=False).double()
+    model = nn.Sequential(copy.deepcopy(plain))
+    convert_norms(model, "ghost:3")
+    x = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(model(x), torch.cat([plain(part) for part in x.chunk(2)]))
+
+
 def plain_of(norm):
     plain = nn.BatchNorm2d(norm.num_features).double()
     plain.load_state_dict(norm.state_dict())

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from ..security.processes import is_open
+
 VARIABLE = "PACELINE_HOROVOD"
 AUTO = "auto"  # Paceline's, in scripts that use Horovod, if Horovod is not installed
 OURS, THEIRS, OFF = "ours", "theirs", "off"
@@ -32,9 +34,10 @@ def check_choice(choice: str | None) -> str:
 def find_installed(folders: list[str]) -> ModuleSpec | None:
     """Return where the package horovod is installed in ``folders``; None if it is not.
 
-    Paceline's own, and folders without a module (``horovod/`` with scripts), do not count.
+    Paceline's own, folders without a module (``horovod/`` with scripts), and folders in which
+    other users can add files do not count.
     """
-    others = [folder for folder in folders if not _is_shim(folder)]
+    others = [folder for folder in folders if not _is_shim(folder) and not is_open(folder)]
     spec = importlib.machinery.PathFinder.find_spec("horovod", others)
     return spec if spec is not None and spec.origin is not None else None
 
@@ -53,7 +56,12 @@ def with_horovod(
     folders = [folder for folder in folders if not _is_shim(folder)]
     if choice == OURS:
         return [str(SHIM), *folders]
-    return [*folders, str(SHIM)] if choice == AUTO and used else folders
+    if choice != AUTO or not used:
+        return folders
+    # before folders in which other users can add a package
+    trusted = [folder for folder in folders if not is_open(folder)]
+    others = [folder for folder in folders if is_open(folder)]
+    return [*trusted, str(SHIM), *others]
 
 
 def check_installed(choice: str, folders: list[str]) -> None:

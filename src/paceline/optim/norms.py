@@ -54,6 +54,7 @@ class GlobalBatchNorm(_BatchNorm):
     """
 
     has_global_statistics = True  # for verify
+    exchanges_always = False  # also in evaluation, if there are no running statistics
     # Whether this rank's batch has no weight, because it has no more samples than other ranks.
     is_filler: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -73,7 +74,7 @@ class GlobalBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         self._check_input_dim(input)
-        uses_batch = self.training or not self.track_running_stats
+        uses_batch = self.training or (self.exchanges_always and not self.track_running_stats)
         exchange = self.exchange() if uses_batch else None
         if exchange is None:
             return super().forward(input)
@@ -111,7 +112,7 @@ class GhostBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         self._check_input_dim(input)
         samples = input.size(0)
-        if not self.training or not self.track_running_stats or samples == self.ghost:
+        if not self.training or samples == self.ghost:
             return super().forward(input)
         if samples % self.ghost:
             raise ValueError(
@@ -119,7 +120,8 @@ class GhostBatchNorm(_BatchNorm):
                 f"multiple of {self.ghost}. HINT: {_nearest(samples, self.ghost)}, or "
                 "drop_last=True for the last batch of an epoch"
             )
-        parts, factor = samples // self.ghost, next_factor(self)
+        parts = samples // self.ghost
+        factor = next_factor(self) if self.track_running_stats else 0.0
         # channels of each part are channels of their own
         shape = (self.ghost, parts * self.num_features, *input.shape[2:])
         split = input.unflatten(0, (parts, self.ghost)).transpose(0, 1).reshape(shape)

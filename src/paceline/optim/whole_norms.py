@@ -1,6 +1,7 @@
 """Norms of whole tensors, of which ranks may hold shards (``DTensor``)."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,14 @@ def shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     if mesh is None:
         return ()
     placements = tensor.placements  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard())
+    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if _is_shard(p))
+
+
+def _is_shard(placement: Any) -> bool:
+    """Return whether a placement divides the tensor; FSDP2 over tensor parallel has another kind,
+    which PyTorch does not count.
+    """
+    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"
 
 
 def whole_norms(
@@ -51,8 +59,14 @@ def whole_norms(
     return squares.sqrt()
 
 
+def _wide(parts: list[torch.Tensor]) -> torch.dtype | None:
+    """Return the dtype of the norms of 16-bit tensors, which may exceed the largest float16."""
+    is_half = any(part.dtype in (torch.float16, torch.bfloat16) for part in parts)
+    return torch.float32 if is_half and all(p.dtype != torch.float64 for p in parts) else None
+
+
 def _norms(parts: list[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm(parts)
+    norms = torch._foreach_norm(parts, 2, _wide(parts))
     if len({(norm.dtype, norm.device) for norm in norms}) == 1:
         return torch.stack(norms).double()
     return torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])

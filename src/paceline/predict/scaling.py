@@ -18,6 +18,7 @@ from ..analyze.scaling.costs import SizeCosts
 from ..analyze.scaling.forecast import analyse_kind
 from ..analyze.scaling.study_folder import RECORD_FOLDER
 from ..analyze.scaling.study_model import ScalingStudy
+from ..security.files import read_regular
 from .remedies import Remedy, remedies
 
 MIN_STEP_SHARE = 0.02  # of a step at the larger size: for less, nothing is proposed
@@ -112,9 +113,12 @@ def _report(record: Path) -> Report | None:
         return None
 
 
+MAX_SOURCE_BYTES = 4 << 20
+
+
 def _source(script: Path) -> str:
     """Return the source of the script; "" if it is a module's name or cannot be read."""
     try:
-        return script.read_text(errors="replace")
+        return read_regular(script, MAX_SOURCE_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return ""

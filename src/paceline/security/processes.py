@@ -54,7 +54,7 @@ def import_folders(folder: str) -> list[str]:
     It is the first one, same as for ``python SCRIPT`` and ``python -m``. If other users can add
     files to it, it is the last one: their files do not replace modules that are installed.
     """
-    return [*sys.path, folder] if _is_open(folder) else [folder, *sys.path]
+    return [*sys.path, folder] if is_open(folder) else [folder, *sys.path]
 
 
 def module_folders(name: str) -> list[str]:
@@ -75,7 +75,7 @@ def drop_working_directory() -> None:
 def warn_of_working_directory() -> None:
     """Warn if Python imports modules from a working directory to which other users add files."""
     here = _working_directory()
-    if here in sys.path and _is_open(here):
+    if here in sys.path and is_open(here):
         sys.stderr.write(
             f"paceline: warning: Python imports modules from {printable(here)}, where other users "
             "can add files. HINT: use another working directory, or remove it from PYTHONPATH (an "
@@ -90,7 +90,7 @@ def _working_directory() -> str:
         return ""
 
 
-def _is_open(folder: str) -> bool:
+def is_open(folder: str) -> bool:
     """Whether other users can add files to a folder, but not replace the user's own in it.
 
     Members of a group that can write to a folder without sticky bit can replace the script itself.

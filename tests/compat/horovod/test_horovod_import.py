@@ -143,6 +143,19 @@ def test_folder_for_pythonpath_never_hides_horovod(tmp_path, installed, real):
     assert (ANNOUNCED in done.stderr) is not real
 
 
+def test_folder_of_other_users_replaces_nothing(tmp_path):
+    """A script in a folder like /tmp, with a package that another user has put there."""
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").touch()
+    tmp_path.chmod(0o1777)
+    folders = ["/installed", str(tmp_path)]
+    found = with_horovod(folders, used=True, environment={})
+    assert found == ["/installed", str(SHIM), str(tmp_path)]
+    assert find_installed(folders) is None
+    tmp_path.chmod(0o755)
+    assert find_installed(folders) is not None
+
+
 def test_search_path_of_a_rank(installed):
     folders = ["/script", installed]
     assert with_horovod(folders, used=True, environment={}) == [*folders, str(SHIM)]

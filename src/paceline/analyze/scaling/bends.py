@@ -24,6 +24,7 @@ from .costs import (
 )
 from .laws import QUANTILE
 from .study_model import STRONG
+from .study_notes import OTHER_CORES
 
 MIN_WAITED = 0.5  # of what a mean rank does: then others wait for one rank (diagnosis/rules/ranks)
 MIN_SHOWN = 0.05  # of the lost efficiency
@@ -200,7 +201,8 @@ def _starved_by(costs: SizeCosts) -> str:
         return "shared-machine"
     if costs.per_host * (costs.threads or 1) > costs.cores:
         return "too-many-threads"
-    return "noisy-machine" if costs.other_cores else "shared-machine"
+    is_noisy = (costs.other_cores or 0.0) > OTHER_CORES
+    return "noisy-machine" if is_noisy else "shared-machine"
 
 
 def _of_computing(

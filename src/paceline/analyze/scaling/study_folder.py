@@ -22,6 +22,7 @@ from ...security.schema import Count, read_json
 from ...security.text import printable
 from .study_model import (
     BatchSource,
+    Kind,
     Prediction,
     ScalingStudy,
     Setup,
@@ -43,7 +44,7 @@ MAX_RUNS = 1 << 14
 class PlannedPoint:
     """A size of a kind, and the setup that measures it; "why_not" if no setup can."""
 
-    kind: str
+    kind: Kind
     setup: Setup
     why_not: str = ""
 

@@ -24,6 +24,7 @@ WAYS = {
 MIN_REPEATS, MAX_REPEATS = 3, 12  # runs of a setup
 MAX_RANKS = 1 << 20
 MAX_SIZES = 64
+Kind = Annotated[str, Meta(pattern=f"^({STRONG}|{WEAK})$")]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
@@ -297,7 +298,7 @@ class Prediction:
         made: When it was stored (s since 1970).
     """
 
-    kind: str
+    kind: Kind
     ranks: Ranks
     global_batch: Size
     throughput: Amount
@@ -320,7 +321,7 @@ class SizePoint:
         predicted: Predictions of this size that were stored before its first run.
     """
 
-    kind: str
+    kind: Kind
     setup: Setup
     runs: list[StudyRun] = field(default_factory=list)
     failure: str = ""
@@ -390,7 +391,7 @@ class StudyRequest:
     script: str
     args: list[str]
     cwd: str
-    kinds: list[str]
+    kinds: list[Kind]
     sizes: Annotated[list[Ranks], Meta(min_length=1, max_length=MAX_SIZES)]
     where: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)

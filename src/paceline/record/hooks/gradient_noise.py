@@ -87,7 +87,11 @@ class GradientNoise:
         if not self._open or is_capturing():
             return  # the step has ended without it
         start = now()
-        self._after.append(_square(outputs) * factor)
+        try:
+            self._after.append(_square(outputs) * factor)
+        except Exception as error:  # a GPU without free memory: the script must go on
+            self.is_sampling = self._is_whole = False
+            report_failure(HOOK, error)
         self._open -= 1
         self._cost_ns += now() - start + _device_ns(outputs)
 
@@ -161,7 +165,8 @@ def _factor(options: Any, size: int) -> float:
 
 def _square(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squared elements, float64 on the tensors' device."""
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors])
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors], 2, wide)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 

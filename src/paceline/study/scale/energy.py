@@ -7,9 +7,14 @@ from ...analyze.records.state_timeline import find_window
 from ...analyze.scaling.study_model import EnergyReading, RunFigures
 from ...cluster.energy.meter import EnergyMeter
 from ...cluster.topology.local_resources import parse_ranges
+from ...record.ring.recorder import clock_id
 
 SEVERAL_NODES = (
     "the energy of a run on several nodes is not measured: each node reads only its own counters"
+)
+OTHER_NODE = (
+    "the energy is not measured: the ranks ran on another node than paceline scale, which reads "
+    "only its own counters"
 )
 
 
@@ -25,6 +30,8 @@ def measured_energy(
     window = find_window(run.records, steps) if hosts == 1 else None
     if hosts > 1:
         return [], [SEVERAL_NODES]
+    if any(record.meta.get("clock") != clock_id() for record in run.records):
+        return [], [OTHER_NODE]
     if window is None:
         return [], meter.notes
     start, end = window.start / 1e9, window.end / 1e9

@@ -237,6 +237,19 @@ def sparse_gradients_equal_one_process():
 
 
 @check
+def changed_sparse_gradients_are_refused():
+    if hvd.size() == 1:
+        return
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    model(part(words_of(0))).sum().backward()
+    model.table.weight.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"gradient of table.weight was changed.*HINT"):
+        optimizer.step()
+
+
+@check
 def sparse_gradients_as_dense():
     alone, model = Words(), Words()
     alone.table.sparse = False

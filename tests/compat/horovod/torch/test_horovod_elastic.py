@@ -256,3 +256,39 @@ def test_returned_node_takes_part_from_the_next_commit(hosts, shared_folder):
     for epoch in range(3, 20):  # all samples, however many ranks there are
         seen = {index for one in each for of, index in one if of == epoch}
         assert len(seen) in (30, 60), epoch
+
+
+TWO_TRAININGS = """
+    import os, signal
+    import torch
+    import paceline.compat.horovod.torch as hvd
+
+    hvd.init()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    @hvd.elastic.run
+    def train(state, fold):
+        begin = state.epoch
+        while state.epoch < 3:
+            hvd.allreduce(torch.ones(1), name="step")
+            state.epoch += 1
+            state.commit()
+            if fold == 1 and state.epoch == 2 and attempt == 0 and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        print("fold", fold, "attempt", attempt, "from", begin, flush=True)
+
+    for fold in range(2):
+        model = torch.nn.Linear(1, 1)
+        train(hvd.elastic.TorchState(model=model, epoch=0), fold)
+"""
+
+
+def test_each_training_of_a_script_continues_from_its_own_commits(tmp_path):
+    script = ranks.write(tmp_path, TWO_TRAININGS)
+    done = ranks.run(script, launcher="paceline --max-restarts 1")
+    found = {line for line in ranks.untagged(done.stdout) if line.startswith("fold")}
+    assert found == {
+        "fold 0 attempt 0 from 0",
+        "fold 0 attempt 1 from 3",  # it had ended
+        "fold 1 attempt 1 from 2",
+    }

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class Place:
     host: str
     local_rank: int
     local_size: int | None
+    settings: tuple[int, bool, int] = (0, False, 0)  # that all ranks must share; rank 0's are used
 
 
 @dataclass
@@ -78,8 +79,12 @@ class HorovodWorld:
         self.create_set(list(range(self.size)), global_process_set)
 
     def _set_places(self, identity: RankIdentity) -> None:
-        own = Place(sharing_domain(), identity.local_rank, identity.local_size)
+        shared = ("fusion_bytes", "fuses_groups", "cache_capacity")
+        values: Any = tuple(getattr(self.settings, name) for name in shared)
+        own = Place(sharing_domain(), identity.local_rank, identity.local_size, values)
         places = all_gather_objects(own, Place) if self.size > 1 else [own]
+        first: Any = dict(zip(shared, places[0].settings, strict=True))
+        self.settings = replace(self.settings, **first)
         hosts = [place.host for place in places]
         same = [rank for rank, host in enumerate(hosts) if host == own.host]
         by_launcher = all(place.local_size is not None for place in places)

@@ -112,6 +112,8 @@ class _SentSparse:
     """A sparse gradient that was submitted. wait: waits for the result, and returns it."""
 
     watched: _Watched
+    grad: torch.Tensor
+    version: int
     wait: Callable[[], torch.Tensor]
 
 
@@ -201,6 +203,7 @@ class GradientExchange:
             self._sent = []
             for sent, found in received:
                 if isinstance(sent, _SentSparse):
+                    _check_unchanged(sent.watched, sent.grad, sent.version)
                     sent.watched.parameter.grad = found
                 else:
                     self._take_back(sent)
@@ -358,7 +361,7 @@ class GradientExchange:
             grad, name=one.name, op=options.op, process_set=options.process_set
         )
         one.is_sent = True
-        self._sent.append(_SentSparse(one, result))
+        self._sent.append(_SentSparse(one, grad, one.version, result))
 
     def _grad_of(self, one: _Watched) -> torch.Tensor:
         """Return the gradient of a parameter, made dense if that is asked for."""
@@ -379,16 +382,21 @@ class GradientExchange:
             *(sent.watched, sent.grads, sent.data, sent.versions, sent.tensors, sent.contexts),
             strict=True,
         ):
-            if one.parameter.grad is not grad or grad._version != version:
-                raise RuntimeError(
-                    f"the gradient of {one.name} was changed between backward() and step(), while "
-                    "it was exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ "
-                    "or scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
-                    "optimizer.zero_grad() before backward()"
-                )
+            _check_unchanged(one, grad, version)
             result = decompress(tensor, context)
             if result is not data or result.data_ptr() != grad.data_ptr():
                 grad.data.copy_(result)
+
+
+def _check_unchanged(one: _Watched, grad: torch.Tensor, version: int) -> None:
+    """Raise RuntimeError if the script has changed a gradient since it was submitted."""
+    if one.parameter.grad is not grad or grad._version != version:
+        raise RuntimeError(
+            f"the gradient of {one.name} was changed between backward() and step(), while it was "
+            "exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ or "
+            "scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
+            "optimizer.zero_grad() before backward()"
+        )
 
 
 def _no_gradient(one: _Watched) -> torch.Tensor:

@@ -1,13 +1,9 @@
 """Batch normalization over the samples of all ranks, under Horovod's name."""
 
-from itertools import count
-
 import torch
 
 from ....optim.norms import Exchange, GlobalBatchNorm
 from .mpi_ops import Sum, allgather, allreduce, size
-
-_numbers = count()
 
 
 class SyncBatchNorm(GlobalBatchNorm):
@@ -15,6 +11,8 @@ class SyncBatchNorm(GlobalBatchNorm):
 
     Arguments as for ``torch.nn.BatchNorm2d``; inputs have shape (samples, channels, ...).
     """
+
+    exchanges_always = True
 
     def __init__(
         self,
@@ -25,7 +23,9 @@ class SyncBatchNorm(GlobalBatchNorm):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self._exchange = _NamedExchange(f"sync_batch_norm.{next(_numbers)}")
+        # Not numbered: a rank may have built other models before. Calls of a layer wait for their
+        # result, so that no name is in use twice.
+        self._exchange = _NamedExchange(f"sync_batch_norm.{num_features}")
 
     def exchange(self) -> Exchange | None:
         return None if size() == 1 else self._exchange

@@ -5,7 +5,10 @@ start again, so commits are written to the job's folder in the memory of each no
 until the job ends. Only this user can access that folder. A commit is one file, written by the
 first rank of the node, complete or absent:
 
-    JOB-FOLDER/elastic/commit-ATTEMPT-NUMBER.pt
+    JOB-FOLDER/elastic/commit-RUN-ATTEMPT-NUMBER.pt
+
+RUN numbers the calls of functions that ``hvd.elastic.run`` decorates: a script may train several
+models one after the other, and each continues from its own commits.
 """
 
 import os
@@ -21,7 +24,7 @@ from ..functions import allgather_object, broadcast_tree
 from ..mpi_ops import rank
 from ..objects import load_data, write_data
 
-_NAME = re.compile(r"commit-(\d{1,6})-(\d{1,12})\.pt")
+_NAME = re.compile(r"commit-(\d{1,6})-(\d{1,6})-(\d{1,12})\.pt")
 SUBFOLDER = "elastic"
 
 
@@ -30,6 +33,7 @@ class CommitStore:
 
     Args:
         folder: The folder of commits.
+        run: Number of this training in the script, the same in all attempts.
         attempt: Number of this attempt of the job.
         writes: Whether this rank writes the commits of its node.
 
@@ -37,22 +41,21 @@ class CommitStore:
         number: Number of the last commit.
     """
 
-    def __init__(self, folder: Folder, attempt: int, writes: bool) -> None:
-        self._folder, self._attempt, self._writes = folder, attempt, writes
+    def __init__(self, folder: Folder, run: int, attempt: int, writes: bool) -> None:
+        self._folder, self._run, self._attempt, self._writes = folder, run, attempt, writes
         self.number = 0
         self._failed = False
 
     @classmethod
-    def of_job(cls) -> "CommitStore | None":
-        """Return the store of this job; None if its ranks are not restarted."""
+    def of_job(cls, run: int) -> "CommitStore | None":
+        """Return the store of this job's training ``run``; None if its ranks are not restarted."""
         place, restarts = os.environ.get("PACELINE_RECORD"), _number("TORCHELASTIC_MAX_RESTARTS")
         if place is None or not restarts or "PACELINE_STORE_PORT" not in os.environ:
             return None
         with Folder.open(Path(place)) as job:
             folder = job.subfolder(SUBFOLDER, make=True)
-        return cls(
-            folder, _number("TORCHELASTIC_RESTART_COUNT"), os.environ.get("LOCAL_RANK") == "0"
-        )
+        attempt = _number("TORCHELASTIC_RESTART_COUNT")
+        return cls(folder, run, attempt, os.environ.get("LOCAL_RANK") == "0")
 
     def newest(self) -> Any:
         """Return the newest commit of all nodes on every rank; None without one. Collective.
@@ -89,11 +92,11 @@ class CommitStore:
         self.number += 1
         if not self._writes:
             return
-        folder, name = self._folder, f"commit-{self._attempt}-{self.number}.pt"
+        folder, name = self._folder, self._name(self._attempt, self.number)
         try:
             with folder.replacing(name) as new, open(new.fd, "wb", closefd=False) as file:
                 write_data(tree, "the state", file)
-            for other in folder.names():
+            for other in self._find().values():
                 if other != name:
                     folder.remove(other)
         except (OSError, RuntimeError, ValueError) as error:
@@ -105,10 +108,17 @@ class CommitStore:
                 )
             self._failed = True
 
+    def _name(self, attempt: int, number: int) -> str:
+        return f"commit-{self._run}-{attempt}-{number}.pt"
+
     def _find(self) -> dict[tuple[int, int], str]:
-        """Return the names of this node's commits by attempt and number."""
+        """Return the names of this training's commits on this node, by attempt and number."""
         matches = {name: _NAME.fullmatch(name) for name in self._folder.names()}
-        return {(int(m[1]), int(m[2])): name for name, m in matches.items() if m is not None}
+        return {
+            (int(m[2]), int(m[3])): name
+            for name, m in matches.items()
+            if m is not None and int(m[1]) == self._run
+        }
 
     def _read(self, name: str) -> Any:
         with open(self._folder.open_file(name), "rb") as file:

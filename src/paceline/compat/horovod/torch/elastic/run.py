@@ -1,6 +1,7 @@
 """The loop of an elastic training, with ranks that ``paceline run`` restarts."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ from ..mpi_ops import init, shutdown, size
 from .commits import CommitStore
 from .returned_nodes import ReturnedNodes
 from .state import TorchState
+
+_runs = itertools.count()  # trainings of this process; a script has the same in each attempt
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,7 +27,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        commits = CommitStore.of_job()
+        commits = CommitStore.of_job(next(_runs))
         if commits is None or not isinstance(state, TorchState):
             return run_fn(func, _reset, _may_continue)(state, *args, **kwargs)
         if state.resume(commits):
