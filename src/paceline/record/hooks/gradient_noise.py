@@ -64,6 +64,9 @@ class GradientNoise:
         self, group: dist.ProcessGroup, op: Op, args: tuple[Any, ...], by_engine: bool
     ) -> Callable[[], None] | None:
         """Note the exchange of gradients that begins; return what is to be called at its end."""
+        if torch._C._autograd._profiler_enabled():  # it would contain the operators of the norms
+            self._is_whole = False
+            return None
         start = now()
         tensors, outputs = _tensors(op, args)
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
