@@ -16,6 +16,7 @@ from .common.options import (
     Env,
     Fresh,
     HangTimeout,
+    Horovod,
     Hostfile,
     Hosts,
     Json,
@@ -266,6 +267,7 @@ def scale(
     smt: Smt = None,
     fresh: Fresh = False,
     hang_timeout: HangTimeout = None,
+    horovod: Horovod = None,
 ) -> None:
     """Measure how SCRIPT scales: short runs on several numbers of ranks, interleaved and repeated.
 
@@ -296,6 +298,7 @@ def scale(
             "--bind": bind,
             "--cpus-per-rank": cpus_per_rank,
             "--hang-timeout": hang_timeout,
+            "--horovod": horovod,
         },
     )
     outputs = StudyOutputs(json, html, csv, svg, latex, extrap, talp)

@@ -84,10 +84,11 @@ class LayerwiseOptimizer(Optimizer):
                     "dense one. HINT: nn.Embedding(..., sparse=False)"
                 )
             adapt = group["adapt"]
-            layers = [p for p in parameters if (p.ndim > 1 if adapt is None else adapt)]
-            others = [p for p in parameters if not (p.ndim > 1 if adapt is None else adapt)]
-            self._update(group, layers, is_scaled=True)
-            self._update(group, others, is_scaled=False)
+            chosen = [bool(p.ndim > 1 if adapt is None else adapt) for p in parameters]
+            for is_scaled in (True, False):
+                part = [p for p, of in zip(parameters, chosen, strict=True) if of == is_scaled]
+                if part:
+                    self._update(group, part, is_scaled)
         return loss
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
@@ -136,8 +137,6 @@ class LARS(LayerwiseOptimizer):
         super().__init__(params, {**numbers, "trust_coefficient": trust_coefficient})
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
-        if not params:
-            return
         own = [local_part(p) for p in params]
         updates = [local_part(p.grad) for p in params if p.grad is not None]
         lr, decay = float(group["lr"]), group["weight_decay"] if is_scaled else 0.0
@@ -185,8 +184,6 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(params, numbers)
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor], is_scaled: bool) -> None:
-        if not params:
-            return
         own = [local_part(p) for p in params]
         grads = [local_part(p.grad) for p in params if p.grad is not None]
         beta1, beta2 = group["betas"]

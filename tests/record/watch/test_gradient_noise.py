@@ -29,6 +29,10 @@ SCRIPT = """
     make = lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())
+    if kind == "norm":
+        from paceline.optim.norms import convert_norms
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), *model)
+        convert_norms(model, "sync")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if kind == "world":
         model, optimizer = world.distribute(
@@ -108,6 +112,11 @@ def test_norms_are_those_before_clipping_of_whole_steps(tmp_path, words):
         assert own == pytest.approx(sorted(rank[step][0] for rank in told), rel=1e-4)
     if words[0] == "world" and len(common) >= MIN_SAMPLED_STEPS:
         assert f"NOISE {len(common)}" in ranks.untagged(out)
+
+
+def test_exchange_of_a_norm_in_the_backward_is_not_taken_for_a_gradient(tmp_path):
+    found, _, _ = recorded(tmp_path, "norm", 1)
+    assert set(found[0]) & set(found[1])
 
 
 def test_compressed_gradients_are_not_taken_for_gradients(tmp_path):

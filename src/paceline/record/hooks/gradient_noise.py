@@ -71,13 +71,14 @@ class GradientNoise:
         tensors, outputs = _tensors(op, args)
         if not tensors or not all(tensor.is_floating_point() for tensor in tensors):
             return None  # which parameters were used
+        if op != Op.REDUCE_SCATTER and not by_engine:
+            return None  # of a norm over all ranks, or of a communication hook
         options = next((arg for arg in args if hasattr(arg, "reduceOp")), None)
         factor = _factor(options, group.size())
         backward = _in_backward()
         is_first = self._backward in (-1, backward)
         self._backward = backward
-        is_gradient = op == Op.REDUCE_SCATTER or by_engine
-        if not (is_gradient and is_first and factor and group.size() == dist.get_world_size()):
+        if not (is_first and factor and group.size() == dist.get_world_size()):
             self._is_whole = False
             return None
         self._before.append(_square(tensors))
