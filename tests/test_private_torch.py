@@ -177,6 +177,7 @@ INTERFACES = {
     "torch.UntypedStorage._cdata": "which tensors share a storage, also on the device meta",
     "torch.autograd.grad_mode._unsafe_preserve_version_counter": "buffers of a second forward",
     "torch.utils._python_dispatch._disable_current_modes": "reads the state while it records",
+    "torch._C._storage_Use_Count": "whether a deferred tensor still exists",
     "torch._C._swap_tensor_impl": "values of a deferred parameter, which remains the same object",
     "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)

@@ -1,7 +1,12 @@
 """DDP's buckets are final from the start and are sent in the order of the backward pass."""
 
+from types import SimpleNamespace
+
 import pytest
 import ranks
+from torch import nn
+
+from paceline.parallel import data
 
 ORDER = """
     import sys
@@ -39,3 +44,17 @@ def test_ddp_buckets_are_sent_in_backward_order_from_first_step(tmp_path, word):
     last = [max(bucket) for bucket in found.pop().split()]
     assert sorted(set(last)) == list("01234")
     assert last == sorted(last, reverse=True)
+
+
+def test_advice_about_unused_parameters_counts_without_the_ignored_ones(monkeypatch):
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "abc"})
+    replica = SimpleNamespace(
+        module=module, find_unused_parameters=False, parameters_to_ignore={"a.weight"}
+    )
+    monkeypatch.setattr(data, "replicas", {replica.module: replica}.values())
+    # DDP counts from the last parameter, as _build_params_for_reducer orders them
+    error = RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "Parameter indices which did not receive grad for rank 0: 1"
+    )
+    assert "(b.weight)" in data.explain_ddp_error(error)

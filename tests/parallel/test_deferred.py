@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.deferred import deferred, is_deferred
+from paceline.parallel import deferred as deferred_module
+from paceline.parallel.deferred import deferred, forget_recordings, is_deferred
 from paceline.parallel.materialization import Materialization
 
 
@@ -87,3 +88,15 @@ def test_value_that_is_computed_later_is_an_error():
 def test_generator_of_its_own_is_an_error():
     with pytest.raises(ValueError, match=r"a generator of its own. HINT: "), deferred():
         torch.empty(3).normal_(generator=torch.Generator())
+
+
+def test_recordings_are_freed_when_their_models_are_computed_or_dropped():
+    forget_recordings()
+    before = len(deferred_module._recordings)
+    computed, kept = built(Reinitialized, later=True), built(Reinitialized, later=True)
+    dropped = built(Reinitialized, later=True)
+    Materialization(computed).run()
+    del dropped
+    forget_recordings()
+    assert len(deferred_module._recordings) == before + 1
+    assert is_deferred(kept)

@@ -118,7 +118,9 @@ def _parameter_names(indices: list[int]) -> str:
         return ""
     (replica,) = replicas
     # the same order as _build_params_for_reducer
-    names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
+    ignored = replica.parameters_to_ignore
+    trained = (name for name, p in replica.module.named_parameters() if p.requires_grad)
+    names = [name for name in trained if name not in ignored]
     if not replica.find_unused_parameters:
         indices = [len(names) - 1 - index for index in indices]
     found = [name for i, name in enumerate(names) if i in indices]

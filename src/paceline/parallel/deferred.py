@@ -43,6 +43,11 @@ class Recording(TorchDispatchMode):
             self._last_state = state
             self.operators.append(Operator(SetState(state), (), {}, [], set(), [], True))
 
+    def has_tensors(self) -> bool:
+        """Return whether any tensor uses a storage of the recording."""
+        counts = map(torch._C._storage_Use_Count, self._alive)
+        return any(count > 1 for count in counts)  # one is that of _alive
+
     def view(self, tensor: torch.Tensor) -> View | None:
         """Return the recorded view of a meta tensor; None for any other tensor."""
         if tensor.device.type != "meta" or tensor.untyped_storage()._cdata not in self._alive:
@@ -188,7 +193,13 @@ def deferred() -> Iterator[None]:
             draw(operator)
     if not torch.equal(after, recording._last_state):  # seeded after the last draw
         torch.set_rng_state(after)
+    forget_recordings()
     _recordings.append(recording)
+
+
+def forget_recordings() -> None:
+    """Free the recordings none of whose tensors exists any more as a meta tensor."""
+    _recordings[:] = [one for one in _recordings if one.has_tensors()]
 
 
 def is_deferred(model: nn.Module) -> bool:

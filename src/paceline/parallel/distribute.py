@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..knobs.process import return_freed_memory
 from .blocks import nbytes_of
 from .data import data_parallel, place_model
-from .deferred import is_deferred
+from .deferred import forget_recordings, is_deferred
 from .materialization import Materialization
 from .memory_budget import available_bytes
 from .sharded.deferred_shards import plan_shards
@@ -44,6 +44,7 @@ def distribute_model(
     plan = plan_shards(model) if request is not None and has_ranks else None
     if plan is None and is_deferred(model):
         Materialization(model).run()
+        forget_recordings()
     if request is not None:
         check_sharding(model, optimizer, request)
     placed = place_model(model, device, autocast_dtype)
@@ -54,7 +55,10 @@ def distribute_model(
     from .sharded.fully_sharded import shard_model  # FSDP takes a moment to import
 
     _save_memory(placed, device)
-    return shard_model(placed, optimizer, device, request, plan)
+    sharded = shard_model(placed, optimizer, device, request, plan)
+    del plan, placed
+    forget_recordings()
+    return sharded
 
 
 def _save_memory(model: nn.Module, device: torch.device) -> None:

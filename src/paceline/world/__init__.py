@@ -238,7 +238,7 @@ class World(ModelDistribution):
     ) -> None:
         """Scale the learning rate, tuned at ``reference_batch``, to ``global_batch``.
 
-        ``world.step`` advances warm-up and decay, and checkpoints include them.
+        Each step of the optimizer advances warm-up and decay, and checkpoints include them.
 
         Args:
             rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
@@ -261,7 +261,7 @@ class World(ModelDistribution):
             steps=steps,
         )
         if scheduler is not None:
-            self._training.warmups.append(scheduler)
+            self._training.add_warmup(scheduler)
 
     # the loop
 

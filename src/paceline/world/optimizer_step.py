@@ -116,6 +116,17 @@ class OptimizerSteps:
         optimizer.register_step_post_hook(self._after_step)
         return True
 
+    def add_warmup(self, scheduler: LRScheduler) -> None:
+        """Add a scheduler that advances with each step of its optimizer, plain or of ``step``."""
+
+        def after_step(*_: Any) -> None:
+            # a fused optimizer is called in a step that loss scaling skips
+            if not self._is_in_step:
+                scheduler.step()
+
+        self.warmups.append(scheduler)
+        scheduler.optimizer.register_step_post_hook(after_step)
+
     # one batch
 
     def begin(self, loaded: LoadedBatch) -> Batch:

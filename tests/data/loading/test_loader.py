@@ -195,6 +195,20 @@ def test_transform_rng_depends_on_seed_epoch_and_sample(images, threads):
     assert not torch.equal(first, torch.cat([x for x, _ in loader]))  # the next epoch
 
 
+def test_optional_second_argument_of_a_transform_is_not_the_generator(images):
+    def crop(x, size=4):
+        return x[:size, :size]
+
+    def annotated(x, source: np.random.Generator | None = None):
+        return x * 0 + source.integers(1, 9, dtype=np.uint8)
+
+    (shape,) = {tuple(x.shape) for x, _ in Loader(images, 30, transform=crop)}
+    assert shape == (30, 3, 4, 4)
+    flipped, plain = (next(iter(Loader(images, 4, transform=t)))[0] for t in (np.flip, None))
+    assert torch.equal(flipped, plain.flip(1, 2, 3))
+    assert len(next(iter(Loader(images, 4, transform=annotated)))[0].unique()) > 1
+
+
 def test_transform_may_return_tensors(images):
     def chw(x):
         return torch.from_numpy(x).permute(2, 0, 1).float()

@@ -192,3 +192,40 @@ def test_order_of_a_foreign_sampler_leaves_random_generators_alone():
     assert torch.equal(torch.get_rng_state(), states[0])
     assert torch.equal(generator.get_state(), states[1])
     assert random.getstate() == before
+
+
+class ReadsBatches(Dataset):
+    """A dataset with ``__getitems__``; ``draws``: with augmentation."""
+
+    def __init__(self, draws):
+        self.draws, self.batches = draws, []
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index, torch.rand(()).item() if self.draws else 0.0
+
+    def __getitems__(self, indices):
+        self.batches.append(len(indices))
+        return [self[index] for index in indices]
+
+
+def test_batches_are_read_at_once_where_the_dataset_can():
+    data = ReadsBatches(draws=False)
+    loader = sharded(DataLoader(data, batch_size=5))
+    assert [b[0].tolist() for b, _ in loader.iterate(0)][1] == [5, 6, 7, 8, 9]
+    assert data.batches == [5] * 4
+
+
+def test_augmentation_of_batches_is_independent_of_their_size():
+    few, many = (
+        {
+            n: x
+            for b, _ in sharded(DataLoader(ReadsBatches(True), size)).iterate(0)
+            for n, x in zip(*map(torch.Tensor.tolist, b), strict=True)
+        }
+        for size in (5, 20)
+    )
+    assert few == many
+    assert len(set(few.values())) == 20

@@ -40,6 +40,20 @@ def test_plain_step_equals_the_one_of_world(world, step):
     assert trained(world, step) == expected
 
 
+@pytest.mark.parametrize("step", [plain, lambda world, model, optimizer: world.step(optimizer)])
+def test_warm_up_advances_with_every_kind_of_step(world, step):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world.scale_learning_rate(optimizer, global_batch=8, reference_batch=1, warmup=7)
+    model, optimizer = world.distribute(model, optimizer)
+    rates = []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        world.backward(model(VALUES).mean())
+        step(world, model, optimizer)
+    assert rates == pytest.approx([0.1 * factor for factor in range(1, 9)])
+
+
 def test_gradients_of_a_plain_backward_after_the_step_are_kept(world):
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

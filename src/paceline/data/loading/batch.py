@@ -346,12 +346,22 @@ def _ragged(
 
 
 def accepts_rng(transform: Callable[..., Any]) -> bool:
-    """Whether the transform takes a random generator as its second argument."""
+    """Return whether the second argument of a transform is a random generator.
+
+    It is if it has no default, or if it is named or annotated as one: the second argument of
+    ``crop(x, size=2)`` or ``np.flip`` is none.
+    """
     try:
-        inspect.signature(transform).bind(None, None)
+        signature = inspect.signature(transform)
+        signature.bind(None, None)
     except (TypeError, ValueError):  # ValueError: implemented in C, without a signature
         return False
-    return True
+    second = [*signature.parameters.values()][min(1, len(signature.parameters) - 1)]
+    if second.kind is second.VAR_POSITIONAL:
+        return False
+    annotated = str(getattr(second.annotation, "__name__", second.annotation))
+    named = second.name in ("rng", "generator") or "Generator" in annotated
+    return named or second.default is second.empty
 
 
 def _scratch() -> ScratchBuffer:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,6 +39,14 @@ def seed_cpu_generators(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def cpu_random_states() -> tuple[Any, ...]:
+    """Return the states of the global CPU random generators, which can be compared."""
+    numpy = sys.modules.get("numpy")
+    name, keys, *rest = numpy.random.get_state() if numpy else ("", None)
+    words = None if keys is None else keys.tobytes()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, words, *rest
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from .sample_order import (
     BatchShare,
     BatchSplit,
     checksum,
+    cpu_random_states,
     derive_seed,
     preserve_random_states,
     seed_cpu_generators,
@@ -36,7 +37,8 @@ from .sharded_stream import ShardedStream
 class _SeededSamples(Dataset[Any]):
     """A dataset whose random generators are seeded by (seed, epoch, sample) for each sample.
 
-    So augmentation gives the same result with any number of ranks and workers.
+    So augmentation gives the same result with any number of ranks and workers. A dataset that has
+    ``__getitems__`` reads a batch at once, unless it draws random numbers there.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -44,11 +46,20 @@ class _SeededSamples(Dataset[Any]):
         self.seed = seed
         # A TensorDataset draws no random numbers and needs no seeding.
         self.draws = type(dataset) is not TensorDataset
+        self._batches_draw = False  # whether a whole batch drew random numbers
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        read_batch = getattr(self.dataset, "__getitems__", None)
         if not self.draws:
             return [self.dataset[index] for _, index in keys]
         with preserve_random_states():
+            if read_batch is not None and not self._batches_draw:
+                seed_cpu_generators(0)
+                before = cpu_random_states()
+                samples: list[Any] = read_batch([index for _, index in keys])
+                if cpu_random_states() == before:
+                    return samples
+                self._batches_draw = True
             return [self._sample(epoch, index) for epoch, index in keys]
 
     def _sample(self, epoch: int, index: int) -> Any:

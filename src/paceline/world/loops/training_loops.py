@@ -1,7 +1,9 @@
 """The two loops of a training script: over batches, and over epochs."""
 
+import copy
 import functools
 import itertools
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -325,11 +327,20 @@ class TrainingLoops:
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """Return the value with tensors in (nested) dicts, lists and tuples moved to the device."""
+    """Return the value with tensors in (nested) mappings, lists and tuples moved to the device.
+
+    An object with a method ``to``, such as a PackedSequence or a batch of graphs, moves itself.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    if not isinstance(value, type) and callable(getattr(value, "to", None)):
+        return value.to(device)
     if isinstance(value, dict):
         return {key: move_to_device(item, device) for key, item in value.items()}
+    if isinstance(value, UserDict):
+        moved = copy.copy(value)
+        moved.data = move_to_device(value.data, device)
+        return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(move_to_device(item, device) for item in value))
     if isinstance(value, (list, tuple)):
