@@ -20,7 +20,8 @@ from on_device import device_options, facts, peak_of
 from rich.table import Table
 from torch import nn
 
-from paceline.cost.layout_memory import LAYOUTS, Layout, StepMemory, predict_layout
+from paceline.cost.layout import Layout
+from paceline.cost.layout_memory import LAYOUTS, StepMemory, predict_layout
 from paceline.parallel.memory.fake_model import trace_model
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
 from paceline.parallel.sharded.fully_sharded import shard_model
@@ -170,8 +171,8 @@ def row(build: Build, layout: Layout, size: int, kind: str, traced: StepMemory) 
     model, x = build(size)
     model, x = model.to(device), x.to(device)
     optimizer = torch.optim.AdamW(model.parameters())
-    if layout != "data":
-        request = parse_request(layout, None, "job", None, kind, {})
+    if layout.zero:
+        request = parse_request(layout, None, kind, {})
         assert request is not None
         model = shard_model(model, optimizer, device, request)
 
@@ -186,7 +187,7 @@ def row(build: Build, layout: Layout, size: int, kind: str, traced: StepMemory) 
     measured = max(peak_of(lambda: [step() for _ in range(2)], kind) - before, 0)
     return {
         "model": build.__name__,
-        "layout": layout,
+        "layout": str(layout),
         "predicted_bytes": predicted.memory.total,
         "measured_bytes": measured,
         "peak": predicted.place,

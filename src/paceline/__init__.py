@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 from .record.hooks.import_hooks import after_import as _after_import
 from .version import __version__ as __version__
 
-__all__ = ["World", "from_rank_0", "init", "per_rank"]
+__all__ = ["Layout", "World", "from_rank_0", "init", "per_rank"]
 
 if TYPE_CHECKING:
+    from .cost.layout import Layout
     from .world import World, from_rank_0, init, per_rank
 
 
@@ -31,6 +32,10 @@ _after_import({"torch.distributed.distributed_c10d": _register_backend})
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that the launcher and the reports start without torch.
+    if name == "Layout":
+        from .cost.layout import Layout
+
+        return Layout
     if name in __all__:
         from . import world
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import (
     LAYOUTS,
     MemoryByCategory,
@@ -30,10 +31,13 @@ def step(activations=0):
 
 
 def test_states_follow_the_rule():
-    predicted = predict_layout(step(), "data", 4)
-    assert predicted.memory.total == bytes_per_parameter("data", 4) * N
+    predicted = predict_layout(step(), Layout(), 4)
+    assert predicted.memory.total == bytes_per_parameter(Layout(), 4) * N
     # without activations the largest sum is in the optimizer
-    assert predict_layout(step(), "zero3", 1).memory.total == bytes_per_parameter("zero3", 1) * N
+    assert (
+        predict_layout(step(), Layout(zero=3), 1).memory.total
+        == bytes_per_parameter(Layout(zero=3), 1) * N
+    )
 
 
 def test_rule_of_each_layout():
@@ -43,13 +47,13 @@ def test_rule_of_each_layout():
 
 
 def test_peak_names_phase_and_module():
-    assert predict_layout(step(), "data", 1).phase == "optimizer"
-    predicted = predict_layout(step(activations=50 * N), "data", 4)
+    assert predict_layout(step(), Layout(), 1).phase == "optimizer"
+    predicted = predict_layout(step(activations=50 * N), Layout(), 4)
     assert (predicted.phase, predicted.module) == ("forward", "Net.layer")
 
 
 def test_zero3_holds_the_parts_and_two_unsharded_blocks():
-    memory = predict_layout(step(activations=50 * N), "zero3", 4).memory
+    memory = predict_layout(step(activations=50 * N), Layout(zero=3), 4).memory
     assert memory.unsharded == N
     assert memory.parameters == N
     assert memory.optimizer_states == 2 * N
@@ -57,8 +61,8 @@ def test_zero3_holds_the_parts_and_two_unsharded_blocks():
 
 
 def test_zero1_keeps_whole_gradients_within_an_accumulation():
-    one, four = (predict_layout(step(), "zero1", 4, accumulate=n).memory for n in (1, 4))
-    assert one == predict_layout(step(), "zero2", 4).memory
+    one, four = (predict_layout(step(), Layout(zero=1), 4, accumulate=n).memory for n in (1, 4))
+    assert one == predict_layout(step(), Layout(zero=2), 4).memory
     assert four.gradients == 4 * N
 
 
@@ -73,8 +77,8 @@ def test_layouts_keep_the_gradients_of_earlier_batches_within_an_accumulation():
     )
     assert one == [4 * N, 0, 0, 0]
     assert two == [8 * N, 4 * N, N, N]  # DDP's buckets and the gradients; whole ones; shards
-    assert predict_layout(traced, "data", 1, accumulate=2).memory.gradients == 4 * N
-    in_optimizer = predict_layout(step(), "data", 4, accumulate=2)
+    assert predict_layout(traced, Layout(), 1, accumulate=2).memory.gradients == 4 * N
+    in_optimizer = predict_layout(step(), Layout(), 4, accumulate=2)
     assert (in_optimizer.phase, in_optimizer.memory.gradients) == ("forward", 8 * N)
 
 
@@ -84,24 +88,24 @@ def test_blocks_are_sharded_again_when_backward_has_reduced_them():
     end = MemorySample(
         "Net", "backward", MemoryByCategory(**held, gradients=3 * N, activations=50 * N)
     )
-    predicted = predict_layout(StepMemory([begin, end], step().blocks, 4 * N), "zero2", 4)
+    predicted = predict_layout(StepMemory([begin, end], step().blocks, 4 * N), Layout(zero=2), 4)
     assert predicted.memory.unsharded == N + 2 * N // 2  # two blocks, and gradients of one, twice
 
 
 def test_fastest_layout_that_fits():
     predicted = predict_layouts(step(), None, 4)
     assert [p.layout for p in predicted] == list(LAYOUTS)
-    assert choose_layout(predicted, 16 * N).predicted.layout == "data"
+    assert choose_layout(predicted, 16 * N).predicted.layout == Layout()
     choice = choose_layout(predicted, 12 * N)
-    assert choice.predicted.layout == "zero1"
+    assert choice.predicted.layout == Layout(zero=1)
     assert choice.reason == "zero1 needs 6.7 MiB of 11.4 MiB; too large: data 15.3 MiB"
 
 
 def test_layouts_with_recomputation_come_last():
     predicted = predict_layouts(step(activations=50 * N), step(activations=2 * N), 4)
-    assert [p.name for p in predicted[4:]] == [f"{name} + recompute" for name in LAYOUTS]
+    assert [p.name for p in predicted[4:]] == [f"{layout} + recompute" for layout in LAYOUTS]
     choice = choose_layout(predicted, 20 * N)
-    assert (choice.predicted.layout, choice.predicted.recompute) == ("data", "blocks")
+    assert choice.predicted.layout == Layout(recompute="blocks")
 
 
 def test_one_rank_has_nothing_to_shard():
@@ -115,9 +119,9 @@ def test_no_layout_fits():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"layout='zero4' is unknown. HINT"):
-        predict_layout(step(), "zero4", 4)
+    with pytest.raises(ValueError, match=r"layout='tp2': the memory of layouts with tp is not predicted yet. HINT"):
+        predict_layout(step(), Layout(tp=2), 4)
     with pytest.raises(ValueError, match=r"ranks=0 is below 1. HINT"):
-        predict_layout(step(), "data", 0)
+        predict_layout(step(), Layout(), 0)
     with pytest.raises(ValueError, match=r"no samples. HINT"):
-        predict_layout(StepMemory([], {}, 0), "data", 2)
+        predict_layout(StepMemory([], {}, 0), Layout(), 2)

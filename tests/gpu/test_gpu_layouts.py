@@ -9,6 +9,7 @@ from on_gpu import CUDA, Net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from paceline.comm import backend
+from paceline.cost.layout import Layout
 from paceline.parallel.clipping import clip_gradients
 from paceline.parallel.data import data_parallel
 from paceline.parallel.deferred import deferred, is_deferred
@@ -17,7 +18,7 @@ from paceline.parallel.offload import offload_states
 from paceline.parallel.sharded import meshes
 from paceline.parallel.sharded.deferred_shards import plan_shards
 from paceline.parallel.sharded.fully_sharded import shard_model
-from paceline.parallel.sharded.layouts import parse_request
+from paceline.parallel.sharded.layouts import parse_request, with_arguments
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import LAUNCH_STATES, Op, State
 
@@ -137,6 +138,11 @@ def stepped(model, optimizer, device, clip=None, autocast=False, accumulate=1):
     return losses, whole
 
 
+def request_of(layout, device, offload=None, **options):
+    known = with_arguments(Layout.parse(layout), "job", offload, None)
+    return parse_request(known, None, device.type, options)
+
+
 def adam(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
@@ -151,7 +157,7 @@ def test_sharded_model_trains_as_the_plain_one(recorder, device, layout, offload
     model = copy.deepcopy(plain)
     expected = stepped(plain.to(device), adam(plain), device)
     optimizer = adam(model)
-    request = parse_request(layout, None, "job", offload, device.type, {})
+    request = request_of(layout, device, offload)
     model = shard_model(model.to(device), optimizer, device, request)
     if offload == "optimizer":
         offload_states(optimizer, device)
@@ -175,7 +181,7 @@ def test_sharded_clipping_and_fused_optimizers(recorder, device, layout, fused, 
     model = copy.deepcopy(plain)
     expected = stepped(plain.to(device), adam(plain, fused=fused), device, clip)
     optimizer = adam(model, fused=fused)
-    request = parse_request(layout, None, "job", None, device.type, {})
+    request = request_of(layout, device)
     model = shard_model(model.to(device), optimizer, device, request)
     found = stepped(model, optimizer, device, clip)
     for name, value in expected[1].items():
@@ -188,7 +194,7 @@ def test_sharded_model_in_bfloat16(recorder, device, layout):
     model = Net(64, 2, dropout=0.0)
     optimizer = adam(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    request = parse_request(layout, None, "job", None, device.type, {"mp_policy": policy})
+    request = request_of(layout, device, mp_policy=policy)
     model = shard_model(model.to(device), optimizer, device, request)
     losses, whole = stepped(model, optimizer, device)
     assert losses[-1] < losses[0]
@@ -204,7 +210,7 @@ def test_deferred_model_is_sharded_on_the_device(recorder, device, layout):
         model = Net(64, 2)
     assert is_deferred(model)
     optimizer = adam(model)
-    request = parse_request(layout, None, "job", None, device.type, {})
+    request = request_of(layout, device)
     plan = plan_shards(model)
     from paceline.parallel.data import place_model
 

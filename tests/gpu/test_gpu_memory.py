@@ -9,6 +9,7 @@ import torch
 from on_gpu import CUDA, Block, Net, command, peak_of, run, sync
 from torch import nn
 
+from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import predict_layout
 from paceline.parallel import memory_budget
 from paceline.parallel.deferred import deferred
@@ -334,7 +335,7 @@ def built(device, sgd=False, autocast=False):
 @pytest.mark.parametrize("sgd", [False, True])
 def test_predicted_memory_is_that_of_the_device(device, sgd, autocast):
     build = built(device, sgd, autocast)
-    predicted = predict_layout(trace_step(build), "data", 1).memory.total
+    predicted = predict_layout(trace_step(build), Layout(), 1).memory.total
 
     def work():
         step = build()

@@ -111,7 +111,7 @@ def test_user_error_shows_script_line_without_traceback(tmp_path, launcher):
         ),
         (
             "world.distribute(torch.nn.Linear(1, 1), layout='tensor')",
-            "'auto'; this is 'tensor'",
+            "layout='tensor': 'tensor' is no axis; the axes are dp, zero1 to zero3",
         ),
         (
             "world.backward(torch.ones(3))",

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
+from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import (
     LAYOUTS,
-    Layout,
     StepMemory,
     bytes_per_parameter,
     predict_layout,
@@ -124,18 +124,18 @@ def _row(world: paceline.World, build: Build, traced: StepMemory, layout: Layout
         step()
 
     step()
-    held = tensor_bytes([model], [optimizer], [layout], None)
-    buckets = held["gradients"] if layout == "data" else 0
+    held = tensor_bytes([model], [optimizer], [str(layout)], None)
+    buckets = held["gradients"] if not layout.zero else 0
     before = held["parameters"] + held["buffers"] + held["optimizer_states"] + buckets + x.nbytes
     peaks = [0] * world.size
     dist.all_gather_object(peaks, before + measure_growth(steps))
     return {
         "model": build.__name__,
-        "layout": layout,
+        "layout": str(layout),
         "parameters": count,
         "rule_bytes": int(bytes_per_parameter(layout, world.size) * count),
         "activation_bytes": activations,
-        "block_bytes": 0 if layout == "data" else max(traced.blocks.values()),
+        "block_bytes": 0 if not layout.zero else max(traced.blocks.values()),
         "predicted_bytes": predicted.memory.total,
         "measured_bytes": max(peaks),
         "peak": predicted.place,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from memory_models import DEVELOPED_WITH, KEPT_OUT
 
+from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import predict_layout
 from paceline.parallel.memory.measure import measure_peak
 from paceline.parallel.memory.trace import trace_step
@@ -17,7 +18,7 @@ def main() -> None:
     for build in DEVELOPED_WITH + KEPT_OUT:
         if names and build.__name__ not in names:
             continue
-        predicted = predict_layout(trace_step(build), "data", 1)
+        predicted = predict_layout(trace_step(build), Layout(), 1)
         rows[build.__name__] = {
             "kept_out": build in KEPT_OUT,
             "predicted_bytes": predicted.memory.total,

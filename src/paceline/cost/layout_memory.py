@@ -9,12 +9,13 @@ with measurements (memory_prediction.py, memory_of_layouts.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from ..plurals import counted
+from .layout import Layout
 
-Layout = Literal["data", "zero1", "zero2", "zero3"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)  # in the order of their communication a step
+# in the order of their communication a step
+LAYOUTS = (Layout(), Layout(zero=1), Layout(zero=2), Layout(zero=3))
 Phase = Literal["forward", "backward", "optimizer"]
 WORDS = {  # of the categories, for people
     "parameters": "parameters",
@@ -72,7 +73,7 @@ class StepMemory:
 class LayoutMemory:
     """Predicted peak of a rank, and where in the step it is.
 
-    ``recompute``: value of the option of ``world.distribute``; None: activations are kept.
+    ``layout``: with ``recompute``, if activations are computed again.
     """
 
     layout: Layout
@@ -80,13 +81,17 @@ class LayoutMemory:
     module: str
     phase: Phase
     memory: MemoryByCategory
-    recompute: str | None = None
     line: str = ""
 
     @property
     def name(self) -> str:
         """The layout as tables and messages name it: "zero3 + recompute"."""
-        return f"{self.layout} + recompute" if self.recompute else self.layout
+        return str(self.layout)
+
+    @property
+    def axes(self) -> str:
+        """The layout without recomputation: "zero3"."""
+        return str(self.layout.without_options)
 
     @property
     def place(self) -> str:
@@ -112,9 +117,9 @@ def bytes_per_parameter(layout: Layout, ranks: int, *, master_copy: bool = False
     """
     _check(layout, ranks)
     whole, sharded = {
-        True: {"data": (16, 0), "zero1": (4, 12), "zero2": (2, 14), "zero3": (0, 16)},
-        False: {"data": (16, 0), "zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16)},
-    }[master_copy][layout]
+        True: ((16, 0), (4, 12), (2, 14), (0, 16)),
+        False: ((16, 0), (8, 8), (4, 12), (0, 16)),
+    }[master_copy][layout.zero]
     return whole + sharded / ranks
 
 
@@ -123,32 +128,32 @@ def predict_layout(
     layout: Layout,
     ranks: int,
     *,
-    recompute: str | None = None,
     accumulate: int = 1,
 ) -> LayoutMemory:
     """Return the peak of a rank in a layout.
 
     Args:
-        recompute: How ``step`` recomputes activations; stated in the result.
+        layout: ``recompute`` says how ``step`` recomputes activations; it is stated in the result.
         accumulate: Batches of one optimizer step. All layouts keep gradients among them: DDP
             beside its buckets, zero1 whole ones, zero2 and zero3 shards.
 
     Raises:
-        ValueError: the layout is unknown, ``ranks`` is below 1, or the step has no samples.
+        ValueError: the layout divides models or samples, ``ranks`` is below 1, or the step has no
+            samples.
     """
     _check(layout, ranks)
     if not step.samples:
         raise ValueError("the step has no samples. HINT: trace a step that runs operations")
     kept = step.gradient_bytes if accumulate > 1 else 0
-    if layout == "zero2" or (layout == "zero1" and accumulate == 1):
+    if layout.zero == 2 or (layout.zero == 1 and accumulate == 1):
         held = _held_by_gathering(step, ranks, kept, keep=True)
-    elif layout == "zero3":
+    elif layout.zero == 3:
         held = _held_by_gathering(step, ranks, kept, keep=False)
     else:
         held = [_held_whole(step, s, layout, ranks, kept) for s in step.samples]
     pairs = zip(held, step.samples, strict=True)
     memory, at = max(pairs, key=lambda pair: pair[0].total)
-    return LayoutMemory(layout, ranks, at.module, at.phase, memory, recompute, at.line)
+    return LayoutMemory(layout, ranks, at.module, at.phase, memory, at.line)
 
 
 def predict_layouts(
@@ -171,7 +176,9 @@ def predict_layouts(
     found = [predict_layout(kept, layout, ranks, accumulate=accumulate) for layout in layouts]
     if recomputed is not None:
         found += [
-            predict_layout(recomputed, one, ranks, recompute=recompute, accumulate=accumulate)
+            predict_layout(
+                recomputed, replace(one, recompute=recompute), ranks, accumulate=accumulate
+            )
             for one in layouts
         ]
     return found
@@ -227,7 +234,7 @@ def _held_whole(
     if ranks == 1:
         return replace(m, gradients=max(m.gradients, kept))
     buckets = step.gradient_bytes  # which live all the time
-    if layout == "data":
+    if not layout.zero:
         # the last backward copies the gradients into the buckets
         return replace(m, gradients=buckets + (kept if sample.phase != "optimizer" else 0))
     return replace(
@@ -290,8 +297,11 @@ def _part(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def _check(layout: str, ranks: int) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown. HINT: use one of {', '.join(LAYOUTS)}")
+def _check(layout: Layout, ranks: int) -> None:
+    if layout.divided_axes:
+        raise ValueError(
+            f"layout={str(layout)!r}: the memory of layouts with {layout.divided_axes[0]} is not "
+            f"predicted yet. HINT: use one of {', '.join(map(str, LAYOUTS))}"
+        )
     if ranks < 1:
         raise ValueError(f"ranks={ranks} is below 1. HINT: give the number of ranks")

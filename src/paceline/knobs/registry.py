@@ -9,7 +9,7 @@ from .edits import EDITS
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
 from .sharded import SHARDED
-from .value_types import ON, Choice, Range
+from .value_types import ON, Choice, LayoutText, Range
 
 # Each is a communication hook, and DDP accepts only one.
 LESS = ("compress-bf16", "compress-fp16", "compress-powersgd", "compress-topk", "average-every")
@@ -267,6 +267,15 @@ KNOBS: dict[str, Knob] = {
         "knobs.process:huge_pages",
         ON,
         costs="memory of pages that tensors fill only in part",
+    ),
+    "layout": Knob(
+        "layout of the models of world.distribute over the ranks",
+        (),
+        "world.distribute(model, optimizer, layout='{value}')",
+        "knobs.layout:set_layout",
+        LayoutText(),
+        r"\bdistribute\(",
+        "with a sharded layout, communication for parameters",
     ),
     "channels-last": Knob(
         "convolutions get weights and images in the channels-last memory format",

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..cost.layout import Layout
+
 
 @dataclass(frozen=True)
 class Range:
@@ -42,6 +44,20 @@ class Choice:
 
     def __str__(self) -> str:
         return " or ".join(repr(word) for word in self.words)
+
+
+@dataclass(frozen=True)
+class LayoutText:
+    """A text of a layout."""
+
+    def fits(self, value: object) -> bool:
+        try:
+            return isinstance(value, str) and bool(Layout.parse(value))
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return "a layout, such as 'zero3' or 'data + recompute'"
 
 
 ON = Switch()

@@ -344,6 +344,7 @@ GAINS: dict[str, PredictSaving] = {
     "keep-memory": keep_memory,
     "jemalloc": keep_memory,
     "huge-pages": must_be_tried,
+    "layout": not_proposed,
     "channels-last": whole_share(LADDER),
     "autocast-bf16": autocast_bf16,
     "matmul-precision": matmul_precision,

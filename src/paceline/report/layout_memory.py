@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..cost.layout_memory import WORDS, Layout, LayoutMemory, choose_layout
+from ..cost.layout import Layout
+from ..cost.layout_memory import WORDS, LayoutMemory, choose_layout
 from .numbers import counted, size
 
 FORMAT, VERSION = "paceline-memory", 1
@@ -22,8 +23,8 @@ def memory_json(predicted: Sequence[LayoutMemory], available: int) -> dict[str, 
     """
     rows = [
         {
-            "layout": one.layout,
-            "recompute": one.recompute,
+            "layout": one.axes,
+            "recompute": one.layout.recompute,
             "peak_bytes": one.memory.total,
             **{f"{name}_bytes": value for name, value in asdict(one.memory).items()},
             "phase": one.phase,
@@ -68,7 +69,7 @@ def _table(predicted: Sequence[LayoutMemory]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("")
     for one in predicted:
-        table.add_column(one.layout + ("\nrecompute" if one.recompute else ""), justify="right")
+        table.add_column(one.name.replace(" + ", "\n"), justify="right")
     for name, words in WORDS.items():
         sizes = [asdict(one.memory)[name] for one in predicted]
         if any(sizes):

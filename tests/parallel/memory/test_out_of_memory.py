@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.cost.layout import Layout
 from paceline.parallel.memory import out_of_memory
 from paceline.parallel.memory.setup import ModelSetup
 from paceline.record.hooks.collectives import RecordedGroup
@@ -25,7 +26,7 @@ def layer():
 def watch(count, **options):
     model = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
     setup = ModelSetup(model, torch.optim.Adam(model.parameters()), torch.device("cpu"), **options)
-    out_of_memory.watch_model(setup, model, "data", count)
+    out_of_memory.watch_model(setup, model, Layout(), count)
     return model
 
 

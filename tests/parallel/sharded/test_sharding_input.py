@@ -6,7 +6,10 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import paceline
+from paceline.knobs import layout as layout_knob
+from paceline.knobs.apply import KnobResult
 from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
+from paceline.world.layouts.arguments import LayoutArguments
 
 
 @pytest.fixture
@@ -83,7 +86,15 @@ def test_model_that_cannot_be_sharded(world, make, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"layout": "zero4"}, "layout must be one of 'data', 'zero1', .*HINT: layout='zero"),
+        ({"layout": "zero4"}, "layout='zero4': there is no sharding level 4. HINT: zero1"),
+        ({"layout": "tp1 x dp2"}, "'dp2' needs 2 ranks, and the job has 1. HINT: start 2 ranks"),
+        ({"layout": "dp1 x zero3 x tp"}, r"tp \(tensor\) is not implemented yet. HINT: layout="),
+        ({"layout": paceline.Layout(h=1, zero=3), "blocks": ["Linea"]}, "blocks contains 'Linea'"),
+        (
+            {"layout": "zero3 + recompute", "recompute": "selective"},
+            "contradicts .*HINT: leave",
+        ),
+        ({"layout": "data", "shard_over": "host"}, "shard_over='host' needs a layout that shards"),
         ({"layout": "zero2", "find_unused_parameters": True}, "does not have the option find_"),
         ({"layout": "zero3", "blocks": ["Linea"]}, "blocks contains 'Linea'.*'Linear'"),
         ({"layout": "zero3", "shard_over": "hosts"}, "HINT: shard_over='host'"),
@@ -161,3 +172,19 @@ def test_pytorch_in_which_sharding_was_not_compared_with_one_process(world, monk
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"zero1.* needs PyTorch 2.11 or later; this is 2.10.1"):
         world.distribute(made, optimizer, layout="zero1")
+
+
+def test_layout_of_the_settings_replaces_the_scripts(world, monkeypatch):
+    """What the new layout does not have of the script's options is left out."""
+    turned = KnobResult("layout")
+    monkeypatch.setattr(layout_knob._Requested, "value", None)
+    monkeypatch.setattr(layout_knob._Requested, "turned", None)
+    layout_knob.set_layout("zero2 + recompute", turned)
+    asked = LayoutArguments("data", "cpu", None, "job", None, None, None, {"static_graph": True})
+    found = asked.of_settings()
+    assert (found.known, found.options) == (paceline.Layout(zero=2, recompute="blocks"), {})
+    assert turned.set
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    world.distribute(made, optimizer, find_unused_parameters=True)
+    assert str(world._layouts[-1].layout) == "zero2 + recompute"

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import (
     MemoryByCategory,
     MemorySample,
@@ -115,18 +116,18 @@ def test_measured_peak_beside_the_prediction(tmp_path):
 
 
 def test_recompute_auto_without_a_budget_is_decided_in_the_first_forward():
-    asked = MemoryOptions("data", "auto", None)
+    asked = MemoryOptions(Layout(recompute="auto"), "auto", None)
     setup = ModelSetup(torch.nn.Linear(2, 2), None, torch.device("cpu"))
     assert resolve_automatic(asked, setup, None, 1, lambda _: None, lambda one: [one]) == asked
 
 
 def test_layouts_that_the_model_rules_out_are_named():
     setup = ModelSetup(nn.Embedding(4, 2, sparse=True), None, torch.device("cpu"))
-    problems = layout_problems(setup, lambda one: parse_request(one, None, "job", None, "cpu", {}))
-    assert list(problems) == ["zero1", "zero2", "zero3"]
-    assert "sparse gradients" in problems["zero1"]
+    problems = layout_problems(setup, lambda one: parse_request(one, None, "cpu", {}))
+    assert list(map(str, problems)) == ["zero1", "zero2", "zero3"]
+    assert "sparse gradients" in problems[Layout(zero=1)]
     step = StepMemory([MemorySample("", "forward", MemoryByCategory(parameters=8))], {}, 8)
     text = io.StringIO()
-    predicted = predict_layouts(step, None, 2, allowed=["data"])
+    predicted = predict_layouts(step, None, 2, allowed=[Layout()])
     Console(file=text).print(render(predicted, 1000, problems))
     assert "zero3 is left out: world.distribute: layout='zero3'" in text.getvalue()

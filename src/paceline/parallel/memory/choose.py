@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...cost.layout import Layout
 from ...cost.layout_memory import (
-    Layout,
+    LAYOUTS,
     LayoutChoice,
     LayoutMemory,
     StepMemory,
@@ -22,7 +23,7 @@ def predict_setup(
     inputs: ForwardInputs | None,
     ranks: int,
     recompute: str | None = None,
-    allowed: Sequence[Layout] = ("data", "zero1", "zero2", "zero3"),
+    allowed: Sequence[Layout] = LAYOUTS,
 ) -> list[LayoutMemory]:
     """Return the predicted peaks of a model in its layouts, the fastest layout first.
 
@@ -49,7 +50,7 @@ def predict_setup(
         allowed=allowed,
     )
     if recompute is not None and recomputed is not None:
-        return [one for one in found if one.recompute]
+        return [one for one in found if one.layout.recompute]
     return found
 
 

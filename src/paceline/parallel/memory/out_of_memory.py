@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...cost.layout import Layout
 from ...cost.layout_memory import LayoutMemory, largest_category, size_text
 from ...record.hooks.phases import UncopiedHook
 from ..blocks import nbytes_of
@@ -20,7 +21,7 @@ CPU_PHRASES = ("can't allocate memory", "not enough memory")  # of PyTorch's all
 @dataclass
 class _Watched:
     setup: ModelSetup
-    layout: str
+    layout: Layout  # without options
     ranks: int
     inputs: ForwardInputs | None = None  # of its first forward with gradients, without data
 
@@ -29,14 +30,14 @@ _watched: list[_Watched] = []
 _last: list[tuple[BaseException, str | None]] = []  # the error that was explained last
 
 
-def watch_model(setup: ModelSetup, distributed: nn.Module, layout: str, ranks: int) -> None:
+def watch_model(setup: ModelSetup, distributed: nn.Module, layout: Layout, ranks: int) -> None:
     """Note a model, and the shapes of its first inputs, for the explanation of an error.
 
     Args:
         setup: The model or a copy without data, which is traced after an error.
         distributed: What the script calls. Only its first forward with gradients costs time.
     """
-    watched = _Watched(setup, layout, ranks)
+    watched = _Watched(setup, layout.without_options, ranks)
     _watched.append(watched)
 
     def note(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -89,10 +90,10 @@ def _explain(watched: _Watched, error: BaseException) -> str:
     from .choose import predict_setup  # imports much, and only after an error
 
     predicted = predict_setup(watched.setup, watched.inputs, watched.ranks)
-    (now,) = [one for one in predicted if one.layout == watched.layout and not one.recompute]
+    (now,) = [one for one in predicted if one.layout == watched.layout]
     available = available_bytes(watched.setup.device)
     first = str(error).strip().splitlines()[0]
-    name = f"layout={now.layout!r}" + (" with recompute" if watched.setup.recomputes else "")
+    name = f"layout={now.axes!r}" + (" with recompute" if watched.setup.recomputes else "")
     return (
         f"out of memory ({first}). The predicted peak of this rank with {name} is "
         f"{size_text(now.memory.total)}, of it {largest_category(now)}, in {now.place}. It can "
@@ -106,8 +107,8 @@ def _smallest_change(
     """Return the fastest layout that fits, else the largest batch."""
     for one in predicted:
         if one.memory.total <= available and one.memory.total < now.memory.total:
-            options = [f"layout={one.layout!r}"] if one.layout != now.layout else []
-            options += [f"recompute={one.recompute!r}"] if one.recompute else []
+            options = [f"layout={one.axes!r}"] if one.axes != now.axes else []
+            options += [f"recompute={one.layout.recompute!r}"] if one.layout.recompute else []
             return (
                 f"world.distribute(..., {', '.join(options)}) needs {size_text(one.memory.total)}"
             )

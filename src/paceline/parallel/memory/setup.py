@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...cost.layout_memory import Layout
+from ...cost.layout import Layout
 from ...optim.gradients import parameters_of
 from ..blocks import find_blocks
 

@@ -24,7 +24,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from ...cost.layout_memory import LAYOUTS, Layout, LayoutMemory, StepMemory, predict_layouts
+from ...cost.layout import Layout
+from ...cost.layout_memory import LAYOUTS, LayoutMemory, StepMemory, predict_layouts
 from ..blocks import find_blocks, nbytes_of
 from ..data import Autocast
 from ..memory_budget import available_bytes, budget_bytes
@@ -239,7 +240,7 @@ class MemorySurvey:
         )
         fixed = any(entry.limits.recompute in ("blocks", "selective") for entry in self._entries)
         if fixed and recomputed is not None:
-            found = [one for one in found if one.recompute]
+            found = [one for one in found if one.layout.recompute]
         self._show(found, self)
         raise SystemExit(0)
 

@@ -21,7 +21,7 @@ from .block_usage import BlockUsage, groups_of
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
 from .forward_methods import wrap_methods
-from .layouts import ShardedLayout, ShardingRequest
+from .layouts import ShardingRequest
 from .meshes import data_mesh
 from .optimizer_parameters import replace_parameters
 from .registry import register
@@ -32,16 +32,16 @@ class FullyShardedModel:
     """A model that ``fully_shard`` has sharded (``registry.ShardedModel``).
 
     Attributes:
-        layout: Its layout.
+        request: How it was to be sharded.
         mesh: The ranks: one dimension, or hosts and the ranks of each.
         shards: By the name of the parameter in the plain model, what the optimizer holds.
         is_replicated: Whether several ranks hold the same shard.
         blocks: Names of the modules that are gathered as a whole; "" for the model.
     """
 
-    def __init__(self, model: nn.Module, layout: ShardedLayout, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, request: ShardingRequest, mesh: DeviceMesh) -> None:
         assert isinstance(model, FSDPModule)
-        self.layout, self.mesh = layout, mesh
+        self.request, self.mesh = request, mesh
         self.is_replicated = mesh.ndim > 1
         self._model = model
         self.shards = dict(model.named_parameters())
@@ -56,7 +56,7 @@ class FullyShardedModel:
         if enabled == self._is_syncing:
             return
         self._is_syncing = enabled
-        if not self.layout.shards_accumulated_gradients:
+        if not self.request.shards_accumulated_gradients:
             # whole parameters and gradients stay until the last backward of the group
             self._model.set_requires_gradient_sync(enabled)
             self._model.set_reshard_after_backward(enabled)
@@ -139,7 +139,7 @@ def shard_model(
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
     blocks = [*find_blocks(model, request.blocks), ""]
-    mesh = data_mesh(device, request.shard_over)
+    mesh = data_mesh(device, request.layout)
     broadcast_model(model)
     _shard_blocks(model, blocks, mesh, request)
     if plan is not None:
@@ -148,7 +148,7 @@ def shard_model(
         }
         divided = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
         compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device)
-    sharded = FullyShardedModel(model, request.layout, mesh)
+    sharded = FullyShardedModel(model, request, mesh)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
         replace_parameters(optimizer, {id(p): after[name] for name, p in whole.items()})
@@ -161,12 +161,12 @@ def _shard_blocks(
 ) -> None:
     """Apply ``fully_shard`` to each block, inner ones first, and to the model at last."""
     options: dict[str, Any] = dict(request.options)
-    if request.offload == "parameters":
+    if request.layout.offload == "parameters":
         options["offload_policy"] = CPUOffloadPolicy()
     for name in blocks:
         module = model.get_submodule(name)
         # the model's own parameters are needed again when its backward begins
-        reshards = request.layout.reshards_after_forward and bool(name)
+        reshards = request.reshards_after_forward and bool(name)
         fully_shard(module, mesh=mesh, reshard_after_forward=reshards, **options)
         assert isinstance(module, FSDPModule)
         wrap_methods(module)

@@ -8,26 +8,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.shared.memory import sharing_domain
+from ...cost.layout import Layout
 
-_meshes: dict[tuple[str, str, int], DeviceMesh] = {}  # one for all models, with its groups
+# one for all models, with its groups
+_meshes: dict[tuple[str, int | str | None, int], DeviceMesh] = {}
 
 
-def data_mesh(device: torch.device, shard_over: str) -> DeviceMesh:
-    """Return a mesh of all ranks; for "host" one of hosts and the ranks of each. Collective.
+def data_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+    """Return a mesh of all ranks, or of replicas and the ranks that share one. Collective.
 
     Raises:
-        ValueError: "host", and hosts have different numbers of ranks.
+        ValueError: Each node is to hold a replica, and nodes have different numbers of ranks.
     """
-    key = (device.type, shard_over, id(dist.group.WORLD))
+    key = (device.type, layout.shards, id(dist.group.WORLD))
     if key not in _meshes:
-        _meshes[key] = _new_mesh(device, shard_over)
+        _meshes[key] = _new_mesh(device, layout.shards)
     return _meshes[key]
 
 
-def _new_mesh(device: torch.device, shard_over: str) -> DeviceMesh:
+def _new_mesh(device: torch.device, shards: int | str | None) -> DeviceMesh:
     size = dist.get_world_size()
-    if shard_over == "job":
+    if shards is None:
         return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    if isinstance(shards, int):
+        whole = torch.arange(size).view(-1, shards)
+        return DeviceMesh(device.type, whole, mesh_dim_names=("replicate", "shard"))
     hosts = all_gather_objects(sharing_domain(), str)
     counts = Counter(hosts)
     if len(set(counts.values())) > 1:

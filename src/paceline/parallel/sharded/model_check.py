@@ -18,11 +18,11 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: Shard
     problem = next(_problems(model), None)
     if problem is not None:
         what, hint = problem
-        raise ValueError(f"world.distribute: layout={request.layout.name!r}: {what}. HINT: {hint}")
+        raise ValueError(f"world.distribute: layout={request.name!r}: {what}. HINT: {hint}")
     for block in [*find_blocks(model, request.blocks), ""]:
         _check_dtypes(block, model.get_submodule(block))
     if optimizer is not None:
-        check_optimizer(model, optimizer, request.layout.name)
+        check_optimizer(model, optimizer, request.name)
 
 
 def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -1,16 +1,17 @@
 """``layout="auto"`` and the budget of ``recompute="auto"``, from the predicted memory of a rank."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ...cost.layout_memory import Layout, LayoutChoice
+from ...cost.layout import Layout
+from ...cost.layout_memory import LAYOUTS, LayoutChoice
 from ...parallel.memory.setup import ForwardInputs, ModelSetup
 from ...parallel.memory_budget import GIB, budget_bytes
 from ...parallel.sharded.layouts import ShardingRequest
 from ...parallel.sharded.model_check import check_sharding
 
-Parse = Callable[[str], ShardingRequest | None]  # of a layout's name; raises ValueError
+Parse = Callable[[Layout], ShardingRequest | None]  # raises ValueError
 Gather = Callable[[Any, Any], list[Any]]  # a value of each rank, of this type
 
 
@@ -19,7 +20,7 @@ class MemoryOptions:
     """Options of ``world.distribute`` that decide the memory of a rank.
 
     Attributes:
-        layout: The layout.
+        layout: The layout; None for "auto".
         recompute: How blocks recompute.
         memory_budget: GiB that a rank may take, for ``recompute="auto"``.
         held_gib: The part of the budget that parameters, gradients and optimizer states take.
@@ -27,7 +28,7 @@ class MemoryOptions:
         predicted_bytes: Peak of a rank with activations, if it was predicted.
     """
 
-    layout: str
+    layout: Layout | None
     recompute: str | None
     memory_budget: float | None
     held_gib: float = 0.0
@@ -43,7 +44,7 @@ def resolve_automatic(
     parse: Parse,
     gather: Gather,
 ) -> MemoryOptions:
-    """Return the options with a layout in place of "auto". Collective if the layout is "auto".
+    """Return the options with a layout, which has the recomputation. Collective for "auto".
 
     Args:
         asked: The options of the script.
@@ -54,11 +55,12 @@ def resolve_automatic(
     """
     layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
     predicted: int | None = None
-    if layout == "auto":
+    if layout is None:
         problems = layout_problems(setup, parse)
-        usable = [one for one in get_args(Layout) if one not in problems]
+        usable = [one for one in LAYOUTS if one not in problems]
         choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
-        layout, recompute = choice.predicted.layout, recompute or choice.predicted.recompute
+        layout = choice.predicted.layout
+        recompute = recompute or layout.recompute
         message = f"layout='auto': {choice.reason}"
         if example_inputs is not None:
             predicted = choice.predicted.memory.total
@@ -69,14 +71,14 @@ def resolve_automatic(
                 "layout='auto', example_inputs=(x,))"
             )
         budget = budget if recompute == "auto" else None
+        layout = replace(layout, recompute=recompute)
     if recompute != "auto" or budget is None:  # without a budget, what the first forward leaves
         return MemoryOptions(layout, recompute, budget, message=message, predicted_bytes=predicted)
     from ...parallel.memory.choose import held_bytes
 
-    parse(layout)  # an unknown layout is an error of its own
-    (known,) = [one for one in get_args(Layout) if one == layout]
+    parse(layout)  # a layout that does not fit is an error of its own
     gib = budget_bytes(budget, setup.device) / GIB
-    held = held_bytes(setup, known, ranks) / GIB
+    held = held_bytes(setup, layout.without_options, ranks) / GIB
     return MemoryOptions(layout, recompute, gib, held, message, predicted)
 
 
@@ -87,14 +89,14 @@ def layout_problems(setup: ModelSetup, parse: Parse) -> dict[Layout, str]:
         ValueError: No layout is possible.
     """
     problems: dict[Layout, str] = {}
-    for layout in get_args(Layout):
+    for layout in LAYOUTS:
         try:
             request = parse(layout)
             if request is not None:
                 check_sharding(setup.model, setup.optimizer, request)
         except ValueError as error:
             problems[layout] = str(error)
-    if len(problems) == len(get_args(Layout)):
+    if len(problems) == len(LAYOUTS):
         raise ValueError(next(iter(problems.values())))
     return problems
 

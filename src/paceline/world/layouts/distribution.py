@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...cost.layout import Layout
 from ...optim.norms import convert_norms
 from ...parallel.data import check_accumulate
 from ...parallel.deferred import deferred
@@ -18,13 +19,13 @@ from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup, ScriptLimits
 from ...parallel.offload import check_offload, offload_states
 from ...parallel.recompute.recomputation import recompute_blocks
-from ...parallel.sharded.layouts import ShardingRequest, parse_request
 from ...plurals import counted
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
+from .arguments import LayoutArguments, check_ranks
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
 from .tensor_bytes import tensor_bytes
 
@@ -40,6 +41,7 @@ class ModelDistribution:
 
     size: int
     device: torch.device
+    _data_ranks: int
     _dtype: torch.dtype | None
     _progress: Progress
     _training: OptimizerSteps
@@ -74,7 +76,7 @@ class ModelDistribution:
         optimizer: Optimizer | None = None,
         *,
         accumulate: int = 1,
-        layout: str = "data",
+        layout: str | Layout = "data",
         blocks: Sequence[str] | None = None,
         shard_over: str = "job",
         offload: str | None = None,
@@ -96,8 +98,9 @@ class ModelDistribution:
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
             layout: "data" (DistributedDataParallel), or "zero1", "zero2" or "zero3", which shard
-                optimizer states, gradients and parameters over the ranks. "auto" takes the fastest
-                layout whose predicted memory fits, with recompute="blocks" if none fits without.
+                optimizer states, gradients and parameters over the ranks; a ``paceline.Layout``
+                or its text, such as "zero3/host + recompute". "auto" takes the fastest layout
+                whose predicted memory fits, with recompute="blocks" if none fits without.
             blocks: Names of modules, or of their classes, that are gathered as a whole.
             shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
             offload: "optimizer" keeps the optimizer's states in the host's memory, and
@@ -125,44 +128,70 @@ class ModelDistribution:
                 The first forward raises it if nothing meets the budget.
         """
         check_accumulate(accumulate)
-        check_offload(offload, optimizer)
+        arguments = LayoutArguments(
+            *(layout, self.device.type, blocks, shard_over, offload, recompute, memory_budget),
+            options,
+        ).of_settings()
+        known = arguments.known
+        if known is not None:
+            check_ranks(known, self._data_ranks)
+        check_offload(known.offload if known is not None else offload, optimizer)
         self._convert_norms(model, norm)
         setup = ModelSetup(
-            model, optimizer, self.device, self._dtype, blocks, recomputed_blocks, accumulate
+            *(model, optimizer, self.device, self._dtype, arguments.blocks, recomputed_blocks),
+            accumulate,
         )
-
-        def parse(one: str) -> ShardingRequest | None:
-            return parse_request(one, blocks, shard_over, offload, self.device.type, options)
-
         if self._survey is not None:  # paceline run --show-memory
-            problems = layout_problems(setup, parse)
-            limits = ScriptLimits(recompute, memory_budget, shard_over == "host", problems)
-            self._survey.add(setup, limits)
-            return self._add(setup, model)
-        sharding_ranks = self.size
-        if shard_over == "host":
-            sharding_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        asked = MemoryOptions(layout, recompute, memory_budget)
-        how = (example_inputs, sharding_ranks, parse, self._collectives.gather)
-        memory = resolve_automatic(asked, setup, *how)
-        request, say = parse(memory.layout), self._progress.say_once
+            return self._trace(setup, arguments)
+        return self._distribute(setup, arguments, example_inputs)
+
+    def _trace(self, setup: ModelSetup, arguments: LayoutArguments) -> Any:
+        assert self._survey is not None
+        known = arguments.known
+        recompute = known.recompute if known is not None else arguments.recompute
+        problems = layout_problems(setup, arguments.request)
+        limits = (arguments.memory_budget, arguments.is_per_node, problems)
+        self._survey.add(setup, ScriptLimits(recompute, *limits))
+        return self._add(setup, setup.model)
+
+    def _distribute(
+        self, setup: ModelSetup, arguments: LayoutArguments, example_inputs: Any
+    ) -> Any:
+        known, say = arguments.known, self._progress.say_once
+        recompute = known.recompute if known is not None else arguments.recompute
+        asked = MemoryOptions(known, recompute, arguments.memory_budget)
+        ranks = self._sharding_ranks(arguments)
+        memory = resolve_automatic(
+            asked, setup, example_inputs, ranks, arguments.request, self._collectives.gather
+        )
+        assert memory.layout is not None
+        layout = arguments.merged(memory.layout)
+        memory, request = replace(memory, layout=layout), arguments.request(layout)
         if memory.message:
             say(memory.message)
-        recompute_blocks(
-            model, memory.recompute, memory.memory_budget, recomputed_blocks, say, memory.held_gib
-        )
+        model, optimizer = setup.model, setup.optimizer
+        names, held = setup.recomputed_blocks, memory.held_gib
+        recompute_blocks(model, layout.recompute, memory.memory_budget, names, say, held)
         is_sharded = request is not None and self.size > 1
-        setup = replace(setup, recomputes=memory.recompute is not None)
+        setup = replace(setup, recomputes=layout.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
         where = (self.device, self._dtype)
-        distributed = distribute_model(model, optimizer, *where, request, options)
-        if offload == "optimizer" and optimizer is not None:
+        distributed = distribute_model(model, optimizer, *where, request, arguments.options)
+        if layout.offload == "optimizer" and optimizer is not None:
             offload_states(optimizer, self.device)
         self._layouts.append(memory)
         if skeleton is not None:
-            known = memory.layout if is_sharded else "data"
-            watch_model(skeleton, distributed, known, sharding_ranks)
+            watch_model(skeleton, distributed, layout if is_sharded else Layout(), ranks)
         return self._add(setup, distributed)
+
+    def _sharding_ranks(self, arguments: LayoutArguments) -> int:
+        """Return the number of ranks that hold one copy of the states."""
+        known = arguments.known
+        if known is not None and isinstance(known.shards, int):
+            return known.shards
+        if arguments.is_per_node:
+            return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return self.size
 
     def _convert_norms(self, model: nn.Module, norm: str) -> None:
         names = convert_norms(model, norm, lambda: self._training.is_filler)
@@ -181,7 +210,7 @@ class ModelDistribution:
         predicted = [one.predicted_bytes for one in self._layouts]
         # of one model: the peaks of several need not be at the same time
         peak = predicted[0] if len(predicted) == 1 else None
-        names = [one.layout for one in self._layouts]
+        names = [str(one.layout.without_options) for one in self._layouts if one.layout]
         training = self._training
         self._recorder.update_header(
             tensors=tensor_bytes(training.models, training.optimizers, names, peak, self.device)

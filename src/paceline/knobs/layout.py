@@ -1,0 +1,25 @@
+"""Knob of the layout: how the models of ``world.distribute`` are divided over the ranks."""
+
+from typing import ClassVar
+
+from ..cost.layout import Layout
+from .apply import KnobResult
+
+
+class _Requested:
+    """The layout that was requested for this process."""
+
+    value: ClassVar[Layout | None] = None
+    turned: ClassVar[KnobResult | None] = None
+
+
+def set_layout(value: str, turned: KnobResult) -> None:
+    """Set the layout of all models that the script gives to ``world.distribute``."""
+    _Requested.value, _Requested.turned = Layout.parse(value), turned
+
+
+def requested_layout() -> Layout | None:
+    """Return the layout in place of the script's; None: as the script says."""
+    if _Requested.turned is not None:
+        _Requested.turned.done()
+    return _Requested.value
