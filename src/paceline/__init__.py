@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 from .record.hooks.import_hooks import after_import as _after_import
 from .version import __version__ as __version__
 
-__all__ = ["World", "from_rank_0", "init", "per_rank"]
+__all__ = ["BatchSchedule", "World", "from_rank_0", "init", "per_rank"]
 
 if TYPE_CHECKING:
-    from .world import World, from_rank_0, init, per_rank
+    from .world import BatchSchedule, World, from_rank_0, init, per_rank
 
 
 def _register_backend(c10d: Any) -> None:
