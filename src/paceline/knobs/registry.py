@@ -56,6 +56,15 @@ KNOBS: dict[str, Knob] = {
         r"\bDataLoader\(|\bshard\(",
         numbers=True,
     ),
+    "learning-rate-factor": Knob(
+        "factor of the learning rates of all optimizers, in every step",
+        (),
+        "optimizer.param_groups[i]['lr'] *= {value}, and the same in the base rates of schedulers",
+        "knobs.learning_rate:factor",
+        Range(1e-6, 1e6, whole=False),
+        r"\blr=",
+        numbers=True,
+    ),
     "pin-memory": Knob(
         "batches are in pinned memory, from which a GPU copies asynchronously",
         _LOADING,

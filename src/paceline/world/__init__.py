@@ -3,7 +3,8 @@
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from torch.optim import Optimizer
 from ..analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
 from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import rank_identity
+from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
-from ..optim.rates import scale_learning_rate
+from ..optim.rates import RULES, scale_learning_rate
 from ..parallel.data import explain_ddp_error
 from ..parallel.memory import out_of_memory
 from ..parallel.sharded.registry import explain as explain_sharding_error
@@ -160,7 +162,7 @@ class World(ModelDistribution):
         self,
         loader: Any,
         *,
-        global_batch: int | None = None,
+        global_batch: int | BatchSchedule | None = None,
         every_sample_once: bool = False,
         split: str | None = None,
     ) -> Any:
@@ -173,7 +175,9 @@ class World(ModelDistribution):
 
         Args:
             loader: DataLoader whose ``batch_size`` is per rank, unless ``global_batch`` is given.
-            global_batch: Batch size of all ranks together.
+            global_batch: Batch size of all ranks together. A ``paceline.BatchSchedule`` changes it
+                between epochs (outside of ``world.epochs``: between passes), and a resumed run must
+                have the same sizes for the epochs that had begun.
             every_sample_once: For validation. Each sample is seen by one rank, ranks may have
                 different numbers of batches, and in ``world.batches`` the models are in eval mode
                 without gradients.
@@ -184,10 +188,14 @@ class World(ModelDistribution):
             ValueError: Fewer samples than ranks, a global batch that is not divisible by the ranks,
                 a loader that is sharded already, or a stream that can't be split.
         """
+        requested = None
         if not every_sample_once:
             from ..knobs.loading.batch import requested_global_batch  # not needed to start
 
-            global_batch = requested_global_batch() or global_batch
+            requested = requested_global_batch()
+            global_batch = requested or global_batch
+        if self._survey is not None and isinstance(global_batch, BatchSchedule):
+            global_batch = global_batch.largest  # which needs most memory
         sharded = shard(
             loader,
             rank=self.rank,
@@ -201,6 +209,7 @@ class World(ModelDistribution):
             agree=self._collectives.check_equal,
             count_all=self._collectives.count,
         )
+        sharded.is_batch_requested = requested is not None
         self._loops.loaders.append(sharded)
         if self._full_size > self._data_ranks and global_batch is None and not every_sample_once:
             self._progress.say_once(
@@ -229,7 +238,7 @@ class World(ModelDistribution):
         self,
         optimizer: Optimizer,
         *,
-        global_batch: int,
+        global_batch: int | BatchSchedule,
         reference_batch: int,
         rule: str = "linear",
         warmup: int = 0,
@@ -241,6 +250,9 @@ class World(ModelDistribution):
         Each step of the optimizer advances warm-up and decay, and checkpoints include them.
 
         Args:
+            global_batch: Of a ``BatchSchedule`` the first size scales the rate that schedulers see.
+                For other sizes, ``world.step`` multiplies the rate by the rule's further factor
+                during the step, also under other schedulers.
             rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
             warmup: Optimizer steps from the original to the scaled rate.
             decay: Fall of the rate after the warm-up: "linear" or "polynomial" (of power 2) to 0
@@ -251,6 +263,9 @@ class World(ModelDistribution):
             ValueError: An unknown rule or decay, a batch size below 1, a negative warm-up, or
                 steps that do not exceed the warm-up.
         """
+        schedule = None
+        if isinstance(global_batch, BatchSchedule):
+            schedule, global_batch = global_batch, global_batch.at(0)
         scheduler = scale_learning_rate(
             optimizer,
             global_batch=global_batch,
@@ -262,6 +277,17 @@ class World(ModelDistribution):
         )
         if scheduler is not None:
             self._training.add_warmup(scheduler)
+        if schedule is not None:
+            factor = partial(self._rate_factor, schedule, RULES[rule])
+            self._training.rate_factors.append((optimizer, factor))
+
+    def _rate_factor(self, schedule: BatchSchedule, rule: Callable[[float], float]) -> float:
+        """Return the rule's factor for the present batch of a schedule, over its first one."""
+        loaders = self._loops.loaders
+        batches = [
+            one.batch for one in loaders if one.schedule == schedule and not one.every_sample_once
+        ]
+        return rule(batches[0] / schedule.at(0)) if batches else 1.0
 
     # the loop
 

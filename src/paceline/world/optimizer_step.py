@@ -1,5 +1,6 @@
 """The optimizer step: weighted losses, accumulation, mixed precision, clipping."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.sampling.sample_order import BatchShare
+from ..knobs.learning_rate import scaled_rates
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
 from ..optim.local_sgd import local_sgd_of
 from ..optim.loss_scaling import LossScaling
@@ -48,6 +50,8 @@ class OptimizerSteps:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
+        # Optimizers, and what returns the factor of their learning rates in the present step
+        self.rate_factors: list[tuple[Optimizer, Callable[[], float]]] = []
         self.accumulations = Accumulations(size)
         self.backwards = 0  # number of calls of backward
         self.step_calls = 0  # number of calls of step
@@ -319,13 +323,15 @@ class OptimizerSteps:
 
     def _step(self, optimizer: Optimizer) -> bool:
         """Step, zero the gradients and advance the optimizer's warm-up."""
-        if self.loss_scaling is not None:
-            self._stepped.add(id(optimizer))
-            if not self.loss_scaling.step(optimizer):
-                return False
-        else:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        factors = (of() for one, of in self.rate_factors if one is optimizer)
+        with scaled_rates(optimizer, math.prod(factors)):
+            if self.loss_scaling is not None:
+                self._stepped.add(id(optimizer))
+                if not self.loss_scaling.step(optimizer):
+                    return False
+            else:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         for warmup in self.warmups:
             if warmup.optimizer is optimizer:
                 warmup.step()

@@ -29,12 +29,14 @@ class Position:
         passes: For each sharded loader, by number, the completed passes of this epoch.
         open: Batches done of each pass in progress.
         batch: Samples in each loader's global batch.
+        schedules: Sizes of each loader's global batch by epoch, as in ``BatchSchedule``.
     """
 
     epoch: int = 0
     passes: dict[int, int] = field(default_factory=dict)
     open: dict[int, int] = field(default_factory=dict)
     batch: dict[int, int] = field(default_factory=dict)
+    schedules: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def new_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -51,6 +53,7 @@ class Position:
             "passes": dict(self.passes),
             "open": dict(self.open),
             "batch": dict(self.batch),
+            "schedules": {number: dict(sizes) for number, sizes in self.schedules.items()},
         }
 
 

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from paceline.analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
+from paceline.analyze.figures.noise_scale import (
+    NoiseScale,
+    estimate_noise_scale,
+    noise_scale_of_steps,
+    sampled_steps,
+)
 
 DIMS, SIGNAL, NOISE = 400, 2.0, 600.0  # |G|^2, tr(S): the noise scale is 300
 
@@ -38,11 +43,34 @@ def test_gradient_below_its_noise_is_undetermined():
     assert found.steps_with(100) is None
 
 
+def test_only_ranks_with_samples_of_their_own_count():
+    ranks = sampled(2, 60, 16)
+    halves = [{step: (n, own, all_ / 2) for step, (n, own, all_) in rank.items()} for rank in ranks]
+    alike = [halves[0], halves[0], halves[1], halves[1]]  # two model-parallel ranks of each
+    found = noise_scale_of_steps(sampled_steps(alike, [[0, 1], [2, 3]]))
+    assert found == estimate_noise_scale(ranks)
+    # context-parallel ranks have gradients of parts of their samples: that of all is not known
+    parts = sampled(4, 60, 16)
+    assert noise_scale_of_steps(sampled_steps(parts, [[0, 1], [2, 3]])) is None
+    assert noise_scale_of_steps(sampled_steps(alike, [[0, 1, 2, 3]])) is None
+
+
+def test_batches_of_a_schedule_count_each_with_its_size():
+    ranks = [
+        one | {step + 60: row for step, row in other.items()}
+        for one, other in zip(sampled(4, 60, 16), sampled(4, 60, 64, seed=1), strict=True)
+    ]
+    found = estimate_noise_scale(ranks)
+    assert found.samples == pytest.approx(300, rel=0.5)
+    assert (found.global_batch, found.steps) == (256, 120)
+
+
 def test_steps_follow_the_papers_curve():
     found = NoiseScale(100.0, 90.0, 110.0, global_batch=100, steps=50)
     assert found.extra_samples == 2
     assert found.steps_with(200) == pytest.approx(0.75)
     assert found.steps_with(1e12) == pytest.approx(0.5)
+    assert NoiseScale(0.0, 0.0, 9.0, 100, 50).extra_samples == np.inf
 
 
 def test_only_common_steps_with_equal_batches_count():

@@ -51,6 +51,8 @@ SCRIPT = """
     batches = DataLoader(TensorDataset(x.reshape(-1, 6)), batch_size=4)
     if kind == "world":
         batches = world.batches(batches)
+    if kind == "scaled":  # the scale doubles in every step
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     norms, group = {}, []
     for i, (x,) in enumerate(batches):
         last = i % accumulate == accumulate - 1
@@ -59,8 +61,13 @@ SCRIPT = """
             world.step(optimizer, clip=0.01)
         else:
             model.require_backward_grad_sync = last
-            (loss_of(model, x) / accumulate).backward()
-            if last:
+            loss = loss_of(model, x) / accumulate
+            (scaler.scale(loss) if kind == "scaled" else loss).backward()
+            if last and kind == "scaled":
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            elif last:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -98,13 +105,17 @@ def recorded(folder, *words):
 
 @pytest.mark.parametrize(
     "words",
-    [("ddp", 1), ("ddp", 2), ("world", 2, "data"), ("world", 1, "zero3")],
+    [("ddp", 1), ("ddp", 2), ("scaled", 2), ("world", 2, "data"), ("world", 1, "zero3")],
     ids=lambda words: "-".join(map(str, words)),
 )
 def test_norms_are_those_before_clipping_of_whole_steps(tmp_path, words):
     found, told, out = recorded(tmp_path, *words)
     common = sorted(set(found[0]) & set(found[1]))
     assert common  # how many depends on what they cost
+    factors = [sum(rank[step][1] for rank in found) / told[0][step][1] for step in common]
+    assert factors == pytest.approx(
+        [factors[0]] * len(factors), rel=1e-4
+    )  # same weight
     for step in common:
         # DDP divides before the exchange: norms have a common factor, which the scale has not
         whole = sum(rank[step][1] for rank in found) / told[0][step][1]

@@ -19,6 +19,7 @@ from ..records.read_record import Record
 
 MIN_SAMPLED_STEPS = 8
 TAIL = 0.025  # outside of the interval, on each side
+SAME_GRADIENT = 1e-4  # relative difference of squared norms up to which gradients are the same
 MAX_BLOCKS = 16  # of steps, whose means are compared
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +31,7 @@ class NoiseScale:
     Attributes:
         samples: ``tr(S) / |G|^2``; None: undetermined, because ``|G|^2`` is not above its error.
         low, high: 95 % interval; ``high`` is None if it has no upper end.
-        global_batch: Samples of a step of all ranks.
+        global_batch: Samples of a step of all ranks, in the last sampled step.
         steps: Number of sampled steps.
     """
 
@@ -43,7 +44,9 @@ class NoiseScale:
     @property
     def extra_samples(self) -> float | None:
         """Samples to a loss with this batch, over those with a small one (equation 2.11)."""
-        return None if self.samples is None else 1 + self.global_batch / self.samples
+        if self.samples is None:
+            return None
+        return 1 + self.global_batch / self.samples if self.samples else math.inf
 
     def steps_with(self, global_batch: float) -> float | None:
         """Return the number of steps to a loss with another batch, relative to this one's."""
@@ -52,40 +55,84 @@ class NoiseScale:
         return (1 + self.samples / global_batch) / (1 + self.samples / self.global_batch)
 
 
-def noise_scale_of(records: Sequence[Record]) -> NoiseScale | None:
-    """Return the gradient noise scale of a run; None if too few common steps were sampled."""
-    return estimate_noise_scale([_sampled(record) for record in records])
+def noise_scale_of(
+    records: Sequence[Record], shards: Sequence[Sequence[int]] | None = None
+) -> NoiseScale | None:
+    """Return the gradient noise scale of a run; None if too few common steps were sampled.
+
+    Args:
+        records: Those of all ranks.
+        shards: Indices of the records that train the same samples; None: each has its own.
+    """
+    return noise_scale_of_steps(sampled_steps([_sampled(record) for record in records], shards))
 
 
 def estimate_noise_scale(
     ranks: Sequence[dict[int, tuple[int, float, float]]],
 ) -> NoiseScale | None:
-    """Return the gradient noise scale; None for one rank, or too few common steps.
+    """Return the gradient noise scale from the sampled steps of each rank."""
+    return noise_scale_of_steps(sampled_steps(ranks))
+
+
+def recorded_steps(
+    records: Sequence[Record], shards: Sequence[Sequence[int]] | None = None
+) -> Floats:
+    """Return the sampled steps of a run, as ``sampled_steps``."""
+    return sampled_steps([_sampled(record) for record in records], shards)
+
+
+def sampled_steps(
+    ranks: Sequence[dict[int, tuple[int, float, float]]],
+    shards: Sequence[Sequence[int]] | None = None,
+) -> Floats:
+    """Return what the common sampled steps of all ranks have measured.
 
     Args:
         ranks: For each rank by sampled step: samples, squared norm of its gradient, and its part of
             the squared norm of all ranks' gradient.
+        shards: Ranks that train the same samples; None: each has its own. The gradient of a shard's
+            samples is only known if its ranks have the same one.
+
+    Returns:
+        Array [steps, 4]: samples of the small and of the large batch, and the squared norms of
+        their gradients. Empty if there is only one batch size.
     """
-    if len(ranks) < 2:
-        return None
+    shards = [[i] for i in range(len(ranks))] if shards is None else shards
+    if len(shards) < 2:
+        return np.empty((0, 4))
     steps = sorted(set.intersection(*(set(rank) for rank in ranks)))
-    rows = np.array([[rank[step] for rank in ranks] for step in steps], np.float64)
-    if len(rows):
-        # a rank with another number of samples has a weight that is not known here
-        counts = rows[:, :, 0]
-        usual = np.median(counts)
-        rows = rows[(counts == usual).all(axis=1)]
+    if not steps:
+        return np.empty((0, 4))
+    each = np.array([[rank[step] for rank in ranks] for step in steps], np.float64)
+    counts, before = each[:, :, 0], each[:, :, 1]
+    # a rank with another number of samples has a weight that is not known here
+    usable = (counts == counts[:, :1]).all(axis=1)
+    for shard in shards:
+        part = before[:, list(shard)]
+        usable &= np.isclose(part, part[:, :1], rtol=SAME_GRADIENT).all(axis=1)
+    of_shards = before[:, [shard[0] for shard in shards]].mean(axis=1)
+    small, of_all = counts[:, 0], each[:, :, 2].sum(axis=1)
+    rows = np.stack([small, small * len(shards), of_shards, of_all], axis=1)
+    return np.asarray(rows[usable], np.float64)
+
+
+def noise_scale_of_steps(rows: Floats) -> NoiseScale | None:
+    """Return the gradient noise scale of sampled steps; None if there are too few.
+
+    The batch may change between steps (a batch schedule); batches of a few steps, such as the last
+    one of an epoch, are left out.
+    """
+    sizes, inverse, counts = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
+    rows = rows[counts[inverse.reshape(-1)] >= MIN_SAMPLED_STEPS] if len(sizes) else rows
     if len(rows) < MIN_SAMPLED_STEPS:
         return None
-    small, each = float(usual), len(ranks)
-    big = small * each
-    of_rank, of_all = rows[:, :, 1].mean(axis=1), rows[:, :, 2].sum(axis=1)
+    small, big, of_rank, of_all = rows.T
     signal = (big * of_all - small * of_rank) / (big - small)  # |G|^2
     noise = (of_rank - of_all) / (1 / small - 1 / big)  # tr(S)
     low, high = _interval(signal, noise)
     mean = float(signal.mean())
     samples = max(float(noise.mean()), 0.0) / mean if mean > 0 and high is not None else None
-    return NoiseScale(samples, low, high, round(big), len(rows))
+    return NoiseScale(samples, low, high, round(float(big[-1])), len(rows))
 
 
 def _interval(signal: Floats, noise: Floats) -> tuple[float, float | None]:

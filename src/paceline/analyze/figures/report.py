@@ -203,7 +203,7 @@ def analyse_with_window(
         roofline=_roofline(records, machine, figures) if machine is not None else None,
         loading=loader_totals(records),
         memory=find_growth(records),
-        noise_scale=noise_scale_of(records),
+        noise_scale=noise_scale_of(records, axis.shards if axis else None),
         peaks=find_peaks(records),
     )
     return RunAnalysis(report, measured)

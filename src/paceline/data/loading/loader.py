@@ -210,7 +210,7 @@ class Loader(DataLoader[Any]):
             _pipeline=self._pipeline.seeded(derive_seed(seed, self._pipeline.seed)),
             _passes=Passes(self.sampler),
             _rank_batches=batches,
-            _max_batch_size=-(-batches.split.batch // batches.split.ranks),
+            _max_batch_size=batches.largest,
             _graph=None,
             _workers=None,
         )

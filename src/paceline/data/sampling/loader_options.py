@@ -5,6 +5,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...plurals import counted
+from .batch_schedule import BatchSchedule
 
 _COPIED = (  # options of the user's DataLoader that the sharded loader takes over
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
@@ -20,8 +21,10 @@ def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return options
 
 
-def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | None) -> int:
-    """Return the global batch size in samples: as given, or the loader's batch size times ranks.
+def batch_schedule(
+    loader: DataLoader[Any], ranks: int, global_batch: int | BatchSchedule | None
+) -> BatchSchedule:
+    """Return the global batch sizes in samples: as given, or the loader's batch size times ranks.
 
     Args:
         loader: The user's DataLoader.
@@ -29,7 +32,7 @@ def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | N
         global_batch: Global batch size, or None.
 
     Raises:
-        ValueError: The loader has no batch size, or ``global_batch`` is not divisible by ``ranks``.
+        ValueError: The loader has no batch size, or a size is not divisible by ``ranks``.
     """
     if global_batch is None:
         if loader.batch_size is None:
@@ -37,11 +40,19 @@ def global_batch_size(loader: DataLoader[Any], ranks: int, global_batch: int | N
                 "world.shard: the DataLoader has no batch_size. HINT: set batch_size (per "
                 "rank), or call shard(loader, global_batch=...)"
             )
-        return loader.batch_size * ranks
-    if global_batch < ranks or global_batch % ranks:
-        nearest = max(ranks, round(global_batch / ranks) * ranks)
+        return BatchSchedule({0: loader.batch_size * ranks})
+    if not isinstance(global_batch, int | BatchSchedule):
         raise ValueError(
-            f"world.shard: global_batch={global_batch} can't be divided by "
-            f"{counted(ranks, 'rank')}. HINT: global_batch={nearest}"
+            f"world.shard: global_batch must be a number or a BatchSchedule; this is "
+            f"{global_batch!r}. HINT: global_batch=paceline.BatchSchedule({{0: 64, 5: 128}})"
         )
-    return global_batch
+    sizes = {0: global_batch} if isinstance(global_batch, int) else dict(global_batch.sizes)
+    nearest = {epoch: max(ranks, round(size / ranks) * ranks) for epoch, size in sizes.items()}
+    for epoch, size in sizes.items():
+        if size != nearest[epoch]:
+            where = "" if isinstance(global_batch, int) else f" (epoch {epoch} of {global_batch})"
+            raise ValueError(
+                f"world.shard: global_batch={size} can't be divided by {counted(ranks, 'rank')}"
+                f"{where}. HINT: global_batch={BatchSchedule(nearest)}"
+            )
+    return BatchSchedule(sizes)

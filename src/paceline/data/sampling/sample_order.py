@@ -93,20 +93,26 @@ class BatchSplit:
         batch: Samples per global batch.
         ranks: Number of ranks.
         drop_last: Whether to drop the last global batch if it is smaller.
+        first: Samples of the epoch before the first batch.
     """
 
     samples: int
     batch: int
     ranks: int
     drop_last: bool = False
+    first: int = 0
 
     def __len__(self) -> int:
-        full, rest = divmod(self.samples, self.batch)
+        full, rest = divmod(self.samples - self.first, self.batch)
         return full if self.drop_last or not rest else full + 1
 
     def total(self, position: int) -> int:
         """Return the number of samples in the global batch at ``position``."""
-        return min(self.batch, self.samples - position * self.batch)
+        return min(self.batch, self.samples - self.start(position))
+
+    def start(self, position: int) -> int:
+        """Return the number of samples before the global batch at ``position``."""
+        return self.first + position * self.batch
 
     def bounds(self, position: int, rank: int) -> tuple[int, int]:
         """Return the range of a rank's samples in the epoch's order: first, last + 1.
@@ -114,7 +120,7 @@ class BatchSplit:
         The sizes of the ranges differ by at most one between ranks.
         """
         each, more = divmod(self.total(position), self.ranks)
-        first = position * self.batch + rank * each + min(rank, more)
+        first = self.start(position) + rank * each + min(rank, more)
         return first, first + each + (rank < more)
 
     def share(self, position: int, rank: int) -> BatchShare:

@@ -17,7 +17,8 @@ from torch.utils.data import (
 )
 
 from ...plurals import counted
-from .loader_options import global_batch_size, loader_options
+from .batch_schedule import BatchSchedule
+from .loader_options import batch_schedule, loader_options
 from .passes import check_order_repeats, draw_order
 from .rank_batches import RankBatches
 from .sample_order import (
@@ -89,6 +90,11 @@ class ShardedLoader:
 
     ``iterate(epoch, start)`` yields ``(batch, share)``. ``iter(loader)`` yields batches only;
     each call iterates over the next epoch, from epoch 0 or that of ``set_epoch``.
+
+    Attributes:
+        schedule: Global batch size of each epoch.
+        is_batch_requested: Whether the size was set from outside of the script.
+        split: Split of the epoch that ``begin_epoch`` has begun, at first epoch 0.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class ShardedLoader:
         ranks: int,
         seed: int,
         full_ranks: int | None = None,
-        global_batch: int | None = None,
+        global_batch: int | BatchSchedule | None = None,
         every_sample_once: bool = False,
         agree: Callable[[int, str], None] | None = None,
     ) -> None:
@@ -117,20 +123,40 @@ class ShardedLoader:
                 f"{counted(ranks, 'rank')}, so some would have none. HINT: start at most "
                 f"{counted(max(samples, 1), 'rank')}"
             )
-        batch = global_batch_size(loader, full_ranks or ranks, global_batch)
-        self.split = BatchSplit(samples, batch, ranks, loader.drop_last)
-        if not len(self.split):
+        self.is_batch_requested = False
+        self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
+        largest = self.schedule.largest
+        if not samples or (samples < largest and loader.drop_last):
             raise ValueError(
                 f"world.shard: {self.name} has {counted(samples, 'sample')}, fewer than one global "
-                f"batch of {batch}, and drop_last=True drops them all. HINT: drop_last=False, or a "
-                "smaller batch"
+                f"batch of {largest}, and drop_last=True drops them all. HINT: drop_last=False, or "
+                "a smaller batch"
             )
-        self._batches = RankBatches(self.split, rank, fill=not every_sample_once)
+        self.split = BatchSplit(samples, self.schedule.at(0), ranks, loader.drop_last)
+        each = -(-largest // ranks)
+        self._batches = RankBatches(self.split, rank, not every_sample_once, each)
         self.loader = _over(loader, self._batches, seed)
 
+    @property
+    def batch(self) -> int:
+        """Global batch size of the epoch that has begun last."""
+        return self.split.batch
+
     def __len__(self) -> int:
-        """Return the number of global batches, and so of steps of every rank, per epoch."""
+        """Return the number of global batches per epoch, those that every rank steps with.
+
+        With a batch schedule it is that of the present epoch, at first of epoch 0.
+        """
         return len(self.split)
+
+    def count_batches(self, epochs: int) -> int:
+        """Return the number of global batches of epochs 0 to ``epochs - 1`` together."""
+        sizes = map(self.schedule.at, range(epochs))
+        return sum(len(replace(self.split, batch=size, first=0)) for size in sizes)
+
+    def begin_epoch(self, epoch: int, first: int = 0) -> None:
+        """Set the batch size to that of an epoch; ``first``: samples that are left out."""
+        self.split = replace(self.split, batch=self.schedule.at(epoch), first=first)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         """Yield (batch, share) of this rank, from position ``start`` of ``epoch``.
@@ -138,8 +164,9 @@ class ShardedLoader:
         Raises:
             ValueError: ``start`` is above 0, and the sampler does not repeat its order.
         """
-        self._batches.begin(epoch, start, self._order(epoch, start > 0))
-        shares = (self.split.share(p, self.rank) for p in range(start, len(self.split)))
+        split, resumes = self.split, start > 0 or self.split.first > 0
+        self._batches.begin(split, epoch, start, self._order(epoch, resumes))
+        shares = (split.share(p, self.rank) for p in range(start, len(split)))
         if not self._batches.fill:
             shares = (share for share in shares if not share.filler)
         pairs = zip(self.loader, shares, strict=True)
@@ -180,6 +207,7 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
+        self.begin_epoch(epoch)
         return (batch for batch, _ in self.iterate(epoch))
 
     def give_equal_batches(self) -> None:

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...plurals import counted, ordinal
 from ...record.hooks.batch_size import samples_in
-from .loader_options import global_batch_size, loader_options
+from .batch_schedule import BatchSchedule
+from .loader_options import batch_schedule, loader_options
 from .sample_order import BatchShare
 
 
@@ -29,7 +30,7 @@ class ShardedStream:
         seed: int,
         count_all: Callable[[int], int],
         full_ranks: int | None = None,
-        global_batch: int | None = None,
+        global_batch: int | BatchSchedule | None = None,
         every_sample_once: bool = False,
         split: str | None = None,
     ) -> None:
@@ -39,19 +40,34 @@ class ShardedStream:
         self._counts_ranks = not every_sample_once
         self._epoch = 0
         self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.batch = global_batch_size(loader, full_ranks or ranks, global_batch)
-        each, more = divmod(self.batch, ranks)
+        self.is_batch_requested = False
+        self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
+        self.batch, self._rank, self._ranks = self.schedule.at(0), rank, ranks
         options = loader_options(loader)
         if hasattr(loader.dataset, "set_epoch"):
             # Workers that persist have a copy of the dataset, which set_epoch does not reach.
             options.pop("persistent_workers", None)
         self.loader: DataLoader[Any] = DataLoader(
             _own_part(loader.dataset, rank, ranks, split, self.name),
-            batch_size=each + (rank < more),
+            batch_size=self._rank_batch(),
             drop_last=loader.drop_last,
             generator=torch.Generator().manual_seed(seed),
             **options,
         )
+
+    def _rank_batch(self) -> int:
+        each, more = divmod(self.batch, self._ranks)
+        return each + (self._rank < more)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the batch size to that of an epoch."""
+        if self.schedule.at(epoch) == self.batch:
+            return
+        self.batch = self.schedule.at(epoch)
+        sampler: Any = self.loader.batch_sampler
+        sampler.batch_size = self._rank_batch()
+        # DataLoader.__setattr__ rejects it after construction
+        self.loader.__dict__["batch_size"] = sampler.batch_size
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         set_epoch = getattr(self.loader.dataset, "set_epoch", None)
@@ -81,6 +97,7 @@ class ShardedStream:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
+        self.begin_epoch(epoch)
         return (batch for batch, _ in self.iterate(epoch))
 
     def set_epoch(self, epoch: int) -> None:

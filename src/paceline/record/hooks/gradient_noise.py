@@ -6,11 +6,11 @@ ranks' samples. What Python code exchanges in a backward (a communication hook t
 no gradient as it is used, and such steps are not sampled.
 """
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..pending_value import PendingValue, is_capturing
 from ..ring.recorder import Recorder, now
 from ..ring.states import SQUARE_OFFSET, SQUARE_UNIT, Op, State
 from .hook_failures import failed_hooks, report_failure
+from .import_hooks import after_import
 
 MAX_COST = 0.003  # share of the time of the steps between two samples
 FIRST_STEP = 2  # DDP's first step exchanges other buckets than later ones
@@ -32,6 +33,29 @@ _in_backward = torch._C._current_graph_task_id
 def _encode(value: float) -> int:
     """Return a squared norm as the amount of an event, with a relative precision of 1e-12."""
     return round((math.log2(value) + SQUARE_OFFSET) * SQUARE_UNIT)
+
+
+class _LossScale:
+    """Scale of the losses of this step, of a gradient scaler; None if they are not scaled."""
+
+    value: ClassVar[torch.Tensor | None] = None
+    is_noted: ClassVar[bool] = False
+
+
+def _note_scales(module: Any) -> None:
+    """Note the scale with which a gradient scaler scales a loss. It changes from step to step."""
+    if _LossScale.is_noted:
+        return
+    _LossScale.is_noted = True
+    original = module.GradScaler.scale
+
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        _LossScale.value = self._scale
+        return scaled
+
+    module.GradScaler.scale = scale
 
 
 class GradientNoise:
@@ -50,9 +74,12 @@ class GradientNoise:
         self._due, self._interval = FIRST_STEP, 1
         self._sampled_ns, self._last_end = 0, now()
         self._waiting: deque[tuple[int, int, PendingValue, PendingValue]] = deque()
+        after_import({"torch.amp.grad_scaler": _note_scales})
         self._begin()
 
     def _begin(self) -> None:
+        _LossScale.value = None
+        self._scale: torch.Tensor | None = None
         self._before: list[torch.Tensor] = []
         self._after: list[torch.Tensor] = []
         self._backward = -1
@@ -81,11 +108,13 @@ class GradientNoise:
         if not (is_first and factor and group.size() == dist.get_world_size()):
             self._is_whole = False
             return None
+        if self._scale is None and _LossScale.value is not None:
+            self._scale = _LossScale.value.detach().clone()  # the scaler changes it in place
         self._before.append(_square(tensors))
         self._open += 1
         self._cost_ns += now() - start + _device_ns(tensors)
         share = 1.0 if op == Op.REDUCE_SCATTER else 1 / group.size()
-        return partial(self._ended, outputs, factor * factor * share)
+        return functools.partial(self._ended, outputs, factor * factor * share)
 
     def _ended(self, outputs: Sequence[torch.Tensor], factor: float) -> None:
         if not self._open or is_capturing():
@@ -121,6 +150,9 @@ class GradientNoise:
         exchanged = bool(self._before) and self._is_whole and not self._open
         if exchanged and samples > 0:
             before, after = (torch.stack(each).sum() for each in (self._before, self._after))
+            if self._scale is not None:
+                square = self._scale.to(before.device, torch.float64).square()
+                before, after = before / square, after / square
             pending = PendingValue(before), PendingValue(after)
             self._waiting.append((self._recorder.step, samples, *pending))
 

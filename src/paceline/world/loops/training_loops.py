@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
+from ...data.sampling.batch_schedule import BatchSchedule
 from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader
 from ...data.sampling.sharded_stream import ShardedStream
@@ -54,6 +55,9 @@ class TrainingLoops:
         self.checkpointer: Checkpointer | None = None
         self.count = 0  # number of epochs; 0 outside of world.epochs
         self._resume: tuple[Position, Callable[[], Position]] | None = None
+        # Of the checkpoint: schedule by loader until it is compared, and epochs that had begun.
+        self._saved_schedules: dict[int, BatchSchedule] = {}
+        self._begun_epochs = 0
         # The pass of each loader, by number, that has begun last and has not ended.
         self._open_passes: dict[int, object] = {}
         self._evaluations: list[EvaluationPass] = []  # in force; the last one is the innermost
@@ -76,13 +80,15 @@ class TrainingLoops:
 
     def _train(self, loader: Sharded, number: int) -> Iterator[Any]:
         self._end_previous_pass(number)
+        self._begin_epoch(loader, number)
         start = self._first_batch(loader, number)
         if start is None:
             return
         self._end_evaluations()
-        position, training = self.position, self.training
-        nominal = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
+        position, training, nominal = self.position, self.training, loader.batch
+        self._say_batch(loader, position.batch.get(number))
         position.batch[number] = nominal
+        position.schedules[number] = dict(loader.schedule.sizes)
         self.log.go_on()
         loop = self._open_passes[number] = TrainingPass(training, loader.name, self.warn)
         try:
@@ -138,6 +144,7 @@ class TrainingLoops:
 
     def _evaluate(self, loader: Sharded, number: int) -> Iterator[Any]:
         self._end_previous_pass(number)
+        self._begin_epoch(loader, number)
         start = self._first_batch(loader, number)
         if start is None:
             return
@@ -238,6 +245,23 @@ class TrainingLoops:
     def _order_key(self, number: int) -> int:
         return self.position.epoch + _PASS_KEY_STRIDE * self.position.passes.get(number, 0)
 
+    def _begin_epoch(self, loader: Sharded, number: int) -> None:
+        """Set a loader's batch size to that of this epoch; outside of world.epochs, of this pass.
+
+        Raises ValueError where a checkpoint was trained with another schedule.
+        """
+        passes = self.position.passes.get(number, 0)
+        loader.begin_epoch(self.position.epoch if self.count else passes)
+        if number in self._saved_schedules and not loader.is_batch_requested:
+            saved = self._saved_schedules.pop(number)
+            if said := _describe_change(saved, loader.schedule, self._begun_epochs):
+                self.progress.say(said)
+
+    def _say_batch(self, loader: Sharded, before: int | None) -> None:
+        if loader.schedule.changes and before != loader.batch:
+            text = f"epoch {self.position.epoch + 1}: the global batch is {loader.batch}"
+            self.progress.say(text + (f", before {before}" if before else ""))
+
     def _first_batch(self, loader: Sharded, number: int) -> int | None:
         """Return the first batch of this pass; None if the resumed run has completed it."""
         if self._resume is None:
@@ -253,7 +277,12 @@ class TrainingLoops:
         # this epoch before reaching it.
         self.state.position = restore()
         self._resume = None
-        return _convert_position(saved.open[number], saved.batch.get(number), loader)
+        batch = saved.batch.get(number)
+        if batch is not None and loader.is_batch_requested and isinstance(loader, ShardedLoader):
+            # a run that compares batch sizes: all sizes continue with the same samples
+            loader.begin_epoch(self.position.epoch, first=saved.open[number] * batch)
+            return 0
+        return _convert_position(saved.open[number], batch, loader)
 
     # over epochs
 
@@ -321,6 +350,10 @@ class TrainingLoops:
         saved = restore()
         where = f"inside epoch {saved.epoch + 1}" if saved.inside else f"after epoch {saved.epoch}"
         self.progress.say(f"resuming from {folder} ({where}, step {self.recorder.step})")
+        self._saved_schedules = {n: BatchSchedule(of) for n, of in saved.schedules.items()}
+        self._begun_epochs = saved.epoch + int(saved.inside)
+        self.position.batch |= saved.batch
+        self.position.schedules |= saved.schedules
         if saved.inside:
             self._resume = (saved, restore)
         return saved.epoch
@@ -360,13 +393,36 @@ def describe_loader(loader: Any) -> str:
     return name if dataset is None else f"{name}({type(dataset).__name__})"
 
 
+def _describe_change(saved: BatchSchedule, now: BatchSchedule, begun: int) -> str:
+    """Return how a schedule differs from that of the checkpoint; "" if it does not.
+
+    Raises ValueError where epochs that had begun (the first ``begun``) have another batch size. A
+    size that does not change may be replaced by another one.
+    """
+    epoch = saved.first_difference(now) if saved.changes or now.changes else None
+    if epoch is None:
+        return ""
+    if epoch >= begun:
+        return (
+            f"from epoch {epoch + 1} on the global batch is {now.at(epoch)} and not "
+            f"{saved.at(epoch)}, as in the run that saved the checkpoint: the schedule is {now}, "
+            f"and was {saved}"
+        )
+    raise ValueError(
+        f"world.shard: the checkpoint was trained with a global batch of {saved.at(epoch)} in "
+        f"epoch {epoch + 1}, and this script has {now.at(epoch)} there: its schedule is {now}, and "
+        f"was {saved}. HINT: global_batch={saved}; sizes from epoch {begun} of the "
+        "schedule on may change"
+    )
+
+
 def _length(loader: Sharded) -> int | None:
     return len(loader) if isinstance(loader, ShardedLoader) else None
 
 
 def _convert_position(position: int, batch: int | None, loader: Sharded) -> int:
     """Return the position in batches of the current size, for one in batches of the saved size."""
-    current = loader.split.batch if isinstance(loader, ShardedLoader) else loader.batch
+    current = loader.batch
     if batch is None or batch == current:
         return position
     if position * batch % current:

@@ -1,0 +1,116 @@
+"""Knob of the learning rate, and learning rates that hold for one step only.
+
+A factor that is applied for the time of a step works with every scheduler: those set the rate that
+the script sees, and do not see the factor.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..record.hooks.import_hooks import after_import
+from .apply import KnobResult
+
+NAME = "learning-rate-factor"
+
+
+@contextmanager
+def scaled_rates(optimizer: Any, factor: float) -> Iterator[None]:
+    """Multiply the learning rates of an optimizer by a factor within a ``with`` statement."""
+    rates = _multiply(optimizer, factor)
+    try:
+        yield
+    finally:
+        _restore(optimizer, rates)
+
+
+def _multiply(optimizer: Any, factor: float) -> list[Any]:
+    """Multiply the learning rates; return those before."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1.0:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    return rates
+
+
+def _restore(optimizer: Any, rates: list[Any]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        group["lr"] = rate
+
+
+def factor(value: float, turned: KnobResult) -> None:
+    """Multiply the learning rates of all optimizers of this process, in every step.
+
+    The record then has the optimizers (``UsedOptimizer``).
+    """
+    after_import(
+        {"torch.optim.optimizer": lambda module: _StepRates(value, turned).install(module)}
+    )
+
+
+@dataclass(frozen=True)
+class UsedOptimizer:
+    """An optimizer that has stepped.
+
+    Attributes:
+        kind: Its class.
+        is_adaptive: Whether it divides updates by the size of earlier gradients, as Adam does.
+        is_restored: Whether a saved state was loaded into one of this class.
+    """
+
+    kind: str
+    is_adaptive: bool
+    is_restored: bool
+
+    @classmethod
+    def of(cls, optimizer: Any, is_restored: bool) -> "UsedOptimizer":
+        options = optimizer.param_groups[0]
+        return cls(type(optimizer).__name__, bool({"betas", "eps"} & set(options)), is_restored)
+
+    def __str__(self) -> str:
+        flags = "+adaptive" * self.is_adaptive + "+restored" * self.is_restored
+        return self.kind + flags
+
+    @classmethod
+    def parse(cls, text: str) -> "UsedOptimizer":
+        kind, *flags = text.split("+")
+        return cls(kind, "adaptive" in flags, "restored" in flags)
+
+
+def used_optimizers(how: str) -> list[UsedOptimizer]:
+    """Return the optimizers from the knob's entry in a record."""
+    return [UsedOptimizer.parse(word) for word in how.split(",") if word]
+
+
+class _StepRates:
+    """The hooks of the knob in one process."""
+
+    def __init__(self, factor: float, turned: KnobResult) -> None:
+        self._factor, self._turned = factor, turned
+        self._restored: set[str] = set()  # classes into which a saved state was loaded
+        self._used: dict[str, UsedOptimizer] = {}
+        self._rates: dict[int, list[Any]] = {}
+
+    def install(self, module: Any) -> None:
+        module.register_optimizer_step_pre_hook(self._before)
+        module.register_optimizer_step_post_hook(self._after)
+        load = module.Optimizer.load_state_dict
+
+        @functools.wraps(load)
+        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._restored.add(type(optimizer).__name__)
+            return load(optimizer, *args, **kwargs)
+
+        module.Optimizer.load_state_dict = load_state_dict
+
+    def _before(self, optimizer: Any, *_: Any) -> None:
+        self._rates[id(optimizer)] = _multiply(optimizer, self._factor)
+        kind = type(optimizer).__name__
+        if kind not in self._used:
+            self._used[kind] = UsedOptimizer.of(optimizer, kind in self._restored)
+            self._turned.done(",".join(map(str, self._used.values())))
+
+    def _after(self, optimizer: Any, *_: Any) -> None:
+        _restore(optimizer, self._rates.pop(id(optimizer), []))
