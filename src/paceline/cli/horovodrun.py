@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 import sysconfig
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -160,6 +161,7 @@ def ddlrun(
 
 def _run(tool: str, words: list[str]) -> None:
     from ..compat.horovod.launcher.translate import translate
+    from ..launch.remote.start_commands import SSH_OPTIONS
 
     with exit_on_mistake():
         command = translate(tool, words)
@@ -175,8 +177,8 @@ def _run(tool: str, words: list[str]) -> None:
     for line in command.lines(tool):
         typer.echo(f"paceline: {line}", err=True)
     if command.ssh:
-        given = os.environ.get("PACELINE_SSH_OPTIONS", "").split()
-        os.environ["PACELINE_SSH_OPTIONS"] = " ".join([*given, *command.ssh])
+        given = os.environ.get(SSH_OPTIONS, "")
+        os.environ[SSH_OPTIONS] = f"{given} {shlex.join(command.ssh)}".strip()
     app(["run", *command.words], prog_name="paceline")
 
 

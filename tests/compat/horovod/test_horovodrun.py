@@ -9,7 +9,7 @@ import pytest
 import ranks
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli import app, horovodrun
 from paceline.cli.horovodrun import _link
 from paceline.cluster.horovod_import import SHIM
 from paceline.compat.horovod.launcher.option_table import DDLRUN, HOROVODRUN
@@ -50,10 +50,18 @@ def test_command_of_paceline_run(line, expected):
     assert run_words(line) == expected
 
 
-def test_ddlrun_starts_a_rank_for_each_gpu():
+def test_ddlrun_starts_a_rank_for_each_gpu(tmp_path, monkeypatch):
     assert run_words("-H h1,h2 python t.py", "ddlrun") == "-H h1,h2 -- t.py"
     line = "--H h1,h2 --accelerators 4 --mpiarg -pami_noib -m p python t.py -c 1"
     assert run_words(line, "ddlrun") == "-H h1:4,h2:4 -- t.py -c 1"
+    assert run_words("-accelerators 3 python t.py", "ddlrun") == "-n 3 -- t.py"
+    (tmp_path / "hosts").write_text("h1\nh2 slots=2\n")
+    line = f"-hostfile {tmp_path / 'hosts'} -accelerators 4 python t.py"
+    assert run_words(line, "ddlrun") == "-H h1:4,h2:2 -- t.py"
+    monkeypatch.setenv("PBS_JOBID", "1")  # two nodes of an allocation
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    (tmp_path / "nodes").write_text("h1\nh2\n")
+    assert run_words("-accelerators 3 python t.py", "ddlrun") == "-n 6 -- t.py"
     with pytest.raises(ValueError, match=r"reads no rank files\. HINT: -H"):
         run_words("-rf ranks.txt python t.py", "ddlrun")
 
@@ -107,11 +115,14 @@ def test_every_option_is_accepted_and_those_without_effect_are_named():
 def test_options_of_ssh_reach_the_launcher(monkeypatch):
     from paceline.launch.remote.start_commands import TOOLS
 
-    command = translate("horovodrun", shlex.split("-p 2222 -i 'my key' -H a:1 python t.py"))
-    monkeypatch.setenv("PACELINE_SSH_OPTIONS", shlex.join(command.ssh))
+    started = []
+    monkeypatch.setenv("PACELINE_SSH_OPTIONS", "-o 'ProxyJump=a b'")
+    monkeypatch.setattr(horovodrun, "app", lambda words, **_: started.append(words))
+    horovodrun._run("horovodrun", shlex.split("-p 2222 -i 'my key' -H a:1 python t.py"))
     words = TOOLS["ssh"].command(["a"], ["agent"])
     at = words.index("-p")
-    assert words[at : at + 5] == ["-p", "2222", "-i", "my key", "a"]
+    assert words[at - 2 : at + 5] == ["-o", "ProxyJump=a b", "-p", "2222", "-i", "my key", "a"]
+    assert started == [["run", "-H", "a:1", "--", "t.py"]]
 
 
 def test_hosts_are_discovered_by_the_script(tmp_path):
@@ -135,10 +146,23 @@ def test_configuration_file_gives_options(tmp_path, monkeypatch):
         "-n 2 --env HOROVOD_CYCLE_TIME=3 --env HOROVOD_CACHE_CAPACITY=7 "
         "--env HOROVOD_STALL_CHECK_DISABLE=1 -- t.py"
     )
-    for text, message in (("parms: {}", "unknown section parms"), ("params: {x: 1}", "no x")):
+    for text, message in (
+        ("parms: {}", "unknown section parms"),
+        ("params: {x: 1}", "no x"),
+        ("params: {cycle_time_ms: [1, 2]}", "cycle_time_ms is a list, and not a single value"),
+        ("controller: {a: 1}", "controller is a dict"),
+        ("a: &a [x]\nb: &b [*a, *a]\nparams: {cycle_time_ms: [*b, *b]}", "contains an alias"),
+        ("controller: " + "[" * 20_000, "has more than 8 levels"),
+        ("params: {cycle_time_ms: 2026-99-99}", "contains an invalid value: "),
+        (f"params: {{cycle_time_ms: {'9' * 5000}}}", "contains an invalid value: "),
+        ("#" * (65 << 10), "can't be read"),
+    ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as raised:
             run_words(line)
+        assert "HINT: " in str(raised.value)
+        assert len(str(raised.value)) < 2 * len(str(file)) + 250
+    file.write_text("")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ValueError, match="HINT: pip install pyyaml"):
         run_words(line)

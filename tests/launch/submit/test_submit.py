@@ -10,6 +10,7 @@ import pytest
 import ranks
 
 from paceline.cli import app
+from paceline.launch.submit.submit import SCHEDULERS, is_active
 
 WISHES = """
     --hosts 2 --ranks-per-host 4 --cpus-per-rank 7 --gpus-per-host 2 --memory 64G --time 26h
@@ -440,3 +441,15 @@ def test_slurm_job_continues_after_node_failure(slurm, shared_folder):
     assert state == "COMPLETED", said
     assert "host2 is lost; the job continues on 1 of 2 nodes, with 1 of 2 ranks" in said
     assert (shared_folder / "up-0-of-1-1").exists()
+
+
+def test_state_of_a_job_on_another_cluster_is_queried_there(tmp_path, monkeypatch):
+    """sbatch --clusters prints the number and the cluster; squeue may print the cluster first."""
+    text = 'echo "$@" > called\n[ $# = 4 ] && echo CLUSTER: big && echo RUNNING\nexit 0'
+    fake(tmp_path, "squeue", text)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{tools(tmp_path)}")
+    monkeypatch.chdir(tmp_path)
+    assert is_active(SCHEDULERS["slurm"], "12;big")
+    words = (tmp_path / "called").read_text().split()
+    assert words == ["--clusters=big", "--noheader", "--format=%T", "--jobs=12"]
+    assert not is_active(SCHEDULERS["slurm"], "12")

@@ -43,6 +43,13 @@ def _output(batch: Batch, job: str) -> str:
     return name.replace("%a", "*") if batch.array else name.replace("%j", number)
 
 
+def _query(job: str) -> list[str]:
+    """Return the command that prints the state of a job, which may be of another cluster."""
+    number, _, cluster = job.partition(";")
+    named = [f"--clusters={cluster}"] if cluster else []
+    return ["squeue", *named, "--noheader", "--format=%T", f"--jobs={number}"]
+
+
 SLURM = Scheduler(
     title="Slurm",
     mark="#SBATCH",
@@ -51,8 +58,8 @@ SLURM = Scheduler(
     command=lambda batch: ["sbatch", "--parsable"],
     by_file=False,
     identity=r"^(\d+(?:;\S+)?)$",
-    query=lambda job: ["squeue", "--noheader", "--format=%T", f"--jobs={job.split(';')[0]}"],
-    state=r"^([A-Z_]+)",
+    query=_query,
+    state=r"^([A-Z_]+)$",  # some versions print "CLUSTER: name" before it
     ended=(
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
         *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),

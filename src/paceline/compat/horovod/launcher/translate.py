@@ -1,12 +1,14 @@
 """Translate a command line of horovodrun or ddlrun into one of ``paceline run``."""
 
 import difflib
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ....cluster.schedulers.detect import find_allocation
 from ....cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
 from .config_file import read_config
 from .discovery import discover_hosts
@@ -177,13 +179,16 @@ def _hosts(tool: str, given: _Given) -> list[str]:
     elastic = bool(given.roles & {"discovery", "min"})
     hosts = _named_hosts(values, slots)
     words: list[str] = []
-    if "hosts" in values or "discovery" in values:
+    if hosts and (slots or "hostfile" not in values):
         words += [
             "-H",
             ",".join(f"{one.name}:{one.slots}" if one.slots else one.name for one in hosts),
         ]
     elif "hostfile" in values:
         words += ["--hostfile", values["hostfile"]]
+    elif slots and ranks is None:  # on the allocation's hosts, or on this one
+        allocation = find_allocation(os.environ)
+        ranks = slots * (len(allocation.hosts) if allocation is not None else 1)
     if elastic:
         words += _restarts(values, hosts, ranks)
         ranks = _elastic_ranks(values, hosts, ranks)
