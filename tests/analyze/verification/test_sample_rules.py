@@ -300,7 +300,7 @@ def test_validation_without_the_last_batch_is_named():
     plans = [list(range(16)), None]
     found = find(validated(plans, 19, drops_last=True))
     assert ids(found) == ["validation-misses-samples"]
-    assert "leaves out 3 of 19 samples: drop_last is set" in found[0].text
+    assert "leaves out 3 of 19 samples in a validation pass: drop_last is set" in found[0].text
 
 
 def test_ranks_that_train_parts_of_one_batch_do_not_train_the_same_samples():

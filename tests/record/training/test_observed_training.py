@@ -293,8 +293,6 @@ def test_lines_that_change_gradients_and_states(tmp_path):
         raw, local = backward.raw["0/1.bias"], backward.gradients["0/1.bias"]
         assert row(facts, raw) == pytest.approx(4 * row(facts, local))
         assert set(backward.raw) == {"0/1.bias"}
-        sent = [x.peak for x in facts.collectives if x.step == 1 and x.kind == "allreduce"]
-        assert max(sent) == pytest.approx(0.01)
         draws = [x for x in facts.draws if x.place == "loop" and x.has_drawn]
         assert {(x.generator, x.line) for x in draws} == {("torch:noise", line("torch.randn(x"))}
         assert [x.line for x in facts.outputs] == [line("add_scalar")] * 3
@@ -335,7 +333,6 @@ def test_last_batch_of_a_stream_is_trained(tmp_path):
         assert [one.batches for one in loader.passes] == [6] * 3
         for one in loader.passes:
             assert (one.skipped, one.skipped_samples, one.is_read) == (13, 52, True)
-            assert (one.epoch, one.epochs) == (one.number, 7)
             read = [batch for batch in facts.batches if batch.pass_number == one.number]
             assert [batch.samples for batch in read] == [4] * 5 + [last]
 

@@ -11,7 +11,6 @@ from paceline.record.training.expressions import Scope, UnknownValueError, value
 from paceline.record.training.optimization.own_schedules import own_schedule
 from paceline.record.training.optimization.schedules import end_of, peak_of
 from paceline.record.training.samples.contents import describe_root
-from paceline.record.training.samples.epochs import epoch_in_loop
 from paceline.record.training.samples.sampler_lines import stream_lines
 
 
@@ -74,26 +73,6 @@ def script(tmp_path, monkeypatch):
         return scope
 
     return run
-
-
-def test_epochs_of_the_loop_around_a_pass(script):
-    seen = []
-    script(
-        """
-def epoch_of(loader):
-    for batch in loader:
-        note()
-for epoch in tqdm(range(2, 2 + count)):
-    epoch_of([1])
-for epoch in other:
-    epoch_of([1])
-""",
-        note=lambda: seen.append(epoch_in_loop()),
-        tqdm=list,
-        count=3,
-        other=[1],
-    )
-    assert seen == [(0, 3), (1, 3), (2, 3), (-1, 0)]
 
 
 RATES = """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from .compared import Compared, compared
 from .mistakes import Finding, Nature
@@ -18,7 +19,7 @@ from .rules import (
     schedules,
     states,
 )
-from .rules.samples import contents, coverage, different_data, epochs, validation
+from .rules.samples import contents, different_data, epochs, validation
 from .rules.step_gradients import clipping, not_exchanged, uneven_weights, weights
 from .rules.step_gradients.weights import is_compensated
 from .runs_facts import VerifyRuns
@@ -30,14 +31,12 @@ Rule = Callable[[View], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     replicas.start_different,
     not_exchanged.not_exchanged,
-    not_exchanged.one_rank_only,
-    not_exchanged.returned,
     epochs.same_samples,
     contents.same_without_loader,
     random_numbers.different_split,
     different_data.different_data,
     epochs.repeated_or_missing,
-    coverage.never_trained,
+    contents.never_trained,
     epochs.epoch_not_set,
     contents.same_order,
     contents.kept_batches,
@@ -45,7 +44,6 @@ RULES: tuple[Rule, ...] = (
     weights.accumulation,
     uneven_weights.uneven,
     clipping.clipped_before_exchange,
-    clipping.clipped_by_part,
     schedules.rates_differ,
     replicas.skipped_steps,
     replicas.diverge,
@@ -55,18 +53,13 @@ RULES: tuple[Rule, ...] = (
     random_numbers.same_in_workers,
     schedules.scaling,
     schedules.schedule_length,
-    schedules.schedule_of_training,
-    states.drawn_buffers,
-    states.batch_norm_differs,
-    states.evaluated_statistics,
+    states.buffers_differ,
     states.differ,
     validation.coverage,
-    coverage.evaluated,
     logged_metrics.logged_metric_of_one_rank,
     outputs.metric_of_one_rank,
     printed_values.differ,
     checkpoints.written_by_all,
-    checkpoints.incomplete,
     resumes.resumed_fails,
     resumes.resumed_differs,
     resumes.resumed_samples,
@@ -75,10 +68,27 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+SEVERAL = {epochs.repeated_or_missing, validation.coverage, states.differ}  # find several things
+# They compare ranks that have copies of one model and train different samples.
+OF_COPIES = {
+    *(replicas.start_different, replicas.skipped_steps, replicas.diverge),
+    *(epochs.same_samples, epochs.repeated_or_missing, contents.same_without_loader),
+    *(different_data.different_data, contents.never_trained, random_numbers.same_on_ranks),
+    *(states.buffers_differ, states.differ),
+}
+
+
 def find(runs: VerifyRuns) -> list[Finding]:
     """Return the measured differences, the first one first, then the questions."""
     view = View(runs)
-    return _ordered(_judged(view, [one for rule in RULES for one in rule(view)]))
+    return _ordered(_judged(view, [one for rule in RULES for one in _findings(rule, view)]))
+
+
+def _findings(rule: Rule, view: View) -> Iterator[Finding]:
+    """Yield what a rule finds: the first occurrence."""
+    has_copies = view.size > 1 and not view.is_model_parallel
+    if has_copies or rule not in OF_COPIES:
+        yield from islice(rule(view), None if rule in SEVERAL else 1)
 
 
 def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Finding], Compared]:
@@ -92,7 +102,7 @@ def judge(runs: VerifyRuns, accepted: Collection[str] = ()) -> tuple[list[Findin
     found: list[Finding] = []
     for rule in RULES:
         try:
-            found += rule(view)
+            found += _findings(rule, view)
         except Exception as error:
             name = rule.__name__.replace("_", " ")
             view.notes.append(f"the rule {name!r} failed ({type(error).__name__}: {error})")

@@ -335,7 +335,7 @@ class Finding:
 
     Attributes:
         mistake: Its kind.
-        lines: "FILE:LINE" of the code to look at, the most important one first.
+        lines: "FILE:LINE" of the code to look at, the most important one first, each once.
         ranks: The ranks concerned; empty if all are.
         step: Optimizer step of the first occurrence, counted from 1; None if it is not of a step.
         layer: Name of a parameter or layer; "" if it is not of a layer.
@@ -360,6 +360,9 @@ class Finding:
     meant: str = ""
     is_accepted: bool = False
     difference: Difference | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", [one for one in dict.fromkeys(self.lines) if one])
 
     @property
     def kind(self) -> Nature:

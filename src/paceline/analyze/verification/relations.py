@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...record.training.facts.ranks import RankFacts
-from ...record.training.sketch_rows import CHECKSUM, NONFINITE, PEAK, SKETCH_SIZE, SQUARES
+from ...record.training.sketch_rows import CHECKSUM, NONFINITE, SKETCH_SIZE, SQUARES
 
 Vector = NDArray[np.float64]
 Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor
@@ -43,11 +43,6 @@ def vectors(facts: RankFacts, rows: Mapping[str, int], scale: float = 1.0) -> Ve
 def checksum(facts: RankFacts, row: int) -> float:
     """Return the checksum of a tensor's values."""
     return float(facts.sketches[row, CHECKSUM])
-
-
-def peak(facts: RankFacts, row: int) -> float:
-    """Return the largest absolute value of a tensor."""
-    return float(facts.sketches[row, PEAK])
 
 
 def nonfinite(facts: RankFacts, row: int) -> int:

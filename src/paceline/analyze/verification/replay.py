@@ -156,15 +156,6 @@ class Replay:
             for name, one in known.items()
         }
 
-    def loss_ratio(self, step: JointStep) -> float | None:
-        """Return the sum of what the ranks' backwards started from, relative to the replay's."""
-        found = self.step(step)
-        if found is None or step.index != 0 or not found.backwards or self._peers:
-            return None
-        theirs = sum(one.root / one.scale for one in found.backwards)
-        ours = sum(one.root / one.scale for each in step.backwards for one in each)
-        return ours / theirs if theirs > 0 and ours > 0 else None
-
     def _starts_equal(self, step: JointStep) -> bool:
         if step.index == 0:
             return True

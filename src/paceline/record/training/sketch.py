@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .sketch_rows import CHECKSUM, NONFINITE, PEAK, ROW_SIZE, SKETCH_SIZE, SQUARES
+from .sketch_rows import CHECKSUM, NONFINITE, ROW_SIZE, SKETCH_SIZE, SQUARES
 
 _CHUNK = 1 << 20  # elements at a time; a multiple of SKETCH_SIZE
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer
@@ -60,8 +60,6 @@ def _add(row: torch.Tensor, part: torch.Tensor, first: int) -> None:
         part = torch.where(finite, part, torch.zeros_like(part))
         squares = torch.dot(part, part)
     row[SQUARES] += squares
-    if len(part):
-        row[PEAK] = max(float(row[PEAK]), float(part.abs().max()))
     before = first % SKETCH_SIZE
     after = -(before + part.numel()) % SKETCH_SIZE
     signed = torch.nn.functional.pad(part * _signs(first, part.numel()), (before, after))

@@ -1,13 +1,11 @@
-"""Checkpoints: who writes them, and what they contain."""
+"""Checkpoints: who writes them, and which are loaded."""
 
 from collections.abc import Iterator, Sequence
 
 from ....record.training.facts.events import FileFacts
 from ....record.training.facts.ranks import RankFacts
-from ..mistakes import MISTAKES, Finding, Nature
-from ..view import View, unique
-
-STATELESS = ("SGD",)  # optimizers that may have no state
+from ..mistakes import MISTAKES, Finding
+from ..view import View
 
 
 def written_by_all(view: View) -> Iterator[Finding]:
@@ -23,58 +21,13 @@ def written_by_all(view: View) -> Iterator[Finding]:
         line = next(iter(by_rank.values())).line
         yield Finding(
             MISTAKES["checkpoint-written-by-all"],
-            unique([line]),
+            [line],
             f"{len(by_rank)} ranks write {path} after {step} steps: a file that several processes "
             "write at the same time can be damaged.",
             ranks=sorted(by_rank),
             step=step or None,
             values={"path": path, "ranks": len(by_rank)},
         )
-        return
-
-
-def incomplete(view: View) -> Iterator[Finding]:
-    """Find checkpoints that are loaded to go on, or have an optimizer, and lack other states."""
-    saved = [one for one in view.ranks[0].files if one.is_save]
-    resumed = view.runs.resumed or []
-    trains_on = any(facts.steps for facts in resumed)
-    for one in reversed(saved):
-        load = load_of(view, resumed, one)
-        is_loaded = load is not None and trains_on
-        if "model" not in one.contains or not (is_loaded or "optimizer" in one.contains):
-            continue
-        together = {what for other in saved if other.step == one.step for what in other.contains}
-        needs = _needed(view.ranks[0])
-        missing = [what for what in needs if what not in together]
-        if not missing:
-            continue
-        names = " and of the ".join(missing)
-        yield Finding(
-            MISTAKES["checkpoint-incomplete"],
-            unique([one.line, load.line if load is not None else ""]),
-            f"{one.path} has the state of {_with(one.contains)}, but not that of the {names}"
-            + (", and the training goes on from it." if is_loaded else "."),
-            step=one.step or None,
-            values={"path": one.path, "missing": ", ".join(missing)},
-            nature=None if is_loaded else Nature.QUESTION,
-            remedy=f"save and load the state of the {names} as well",
-        )
-        return
-
-
-def _needed(facts: RankFacts) -> list[str]:
-    needs = []
-    if facts.optimizers and not all(one.class_name in STATELESS for one in facts.optimizers):
-        needs.append("optimizer")
-    if facts.schedules:
-        needs.append("schedule")
-    if any(one.kind == "scaler" for one in facts.states):
-        needs.append("scaler")
-    return needs
-
-
-def _with(contains: Sequence[str]) -> str:
-    return " and ".join(contains)
 
 
 def load_of(view: View, resumed: Sequence[RankFacts], saved: FileFacts) -> FileFacts | None:

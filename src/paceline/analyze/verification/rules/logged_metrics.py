@@ -25,7 +25,7 @@ def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
     ours, theirs = values[0][number], values[1][number]
     yield Finding(
         MISTAKES["metric-of-one-rank"],
-        unique([*logged, *printed]),
+        [*logged, *printed],
         f"The validation logs {listed(names)} without sync_dist, and each rank evaluates its own "
         f"samples: {first} is {ours:.4g} on rank 0 and {theirs:.4g} on rank 1. Rank 0 prints and "
         "logs the value of its own samples. Checkpoints and early stopping may differ between "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ..differences import Difference, What
 from ..mistakes import MISTAKES, Finding, Nature
-from ..view import View, listed, unique
+from ..view import View, listed
 from .step_gradients.weights import is_compensated
 
 _IN_TURN = "one process that trains the batches of the ranks one after the other"
@@ -36,20 +36,18 @@ def part_loss(view: View) -> Iterator[Finding]:
 
 
 def _lines(view: View, one: Difference) -> list[str]:
-    """Return the lines to look at: those that change gradients, if the exchange is no mean."""
-    exchange = next(
-        (
-            x
-            for x in view.exchanges
-            if (x.step.optimizer, x.step.index) == (one.optimizer, one.index) and not x.is_mean
-        ),
-        None,
-    )
-    if exchange is None or one.what is What.BUFFER:
+    """Return the lines to look at: those that clip, hooks, and others that change gradients."""
+    key = (one.optimizer, one.index)
+    step = next((x for x in view.steps if (x.optimizer, x.index) == key), None)
+    if step is None or one.what is What.BUFFER:
         return one.lines
-    step = exchange.step
-    before = [*view.lines_before_exchange(step), *view.hook_lines(step)]
-    return [*before, *view.lines_after_exchange(step), *one.lines]
+    clips = [clip.line for clip in step.steps[0].clips if one.what is What.USED]
+    lines = [*clips, *view.hook_lines(step)]
+    exchange = next((x for x in view.exchanges if x.step is step), None)
+    if exchange is not None and not exchange.is_mean:
+        before = view.lines_before_exchange(step)
+        lines = [*before, *lines, *view.lines_after_exchange(step)]
+    return [*lines, *one.lines]
 
 
 def _finding(
@@ -60,7 +58,7 @@ def _finding(
         text += f"; so do those of {len(one.names) - 1} other{'s' * (len(one.names) > 2)}"
     return Finding(
         MISTAKES["state-differs" if one.what is What.BUFFER else "gradients-differ"],
-        unique(lines),
+        lines,
         f"{text}.{more}",
         step=one.index + 1,
         layer=one.name,
@@ -90,7 +88,7 @@ def batch_norm(view: View) -> Iterator[Finding]:
         text += f" {_IN_TURN[0].upper()}{_IN_TURN[1:]} computes the same gradients."
     yield Finding(
         MISTAKES["batch-norm-of-one-rank"],
-        unique([model.line]),
+        [model.line],
         text,
         layer=model.batch_norms[0],
         values={"samples": sizes[0], "global": sizes[0] * view.size},

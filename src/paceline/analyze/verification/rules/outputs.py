@@ -7,7 +7,7 @@ from ....record.training.facts.events import OutputFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding
 from ..passes import RankPass, Sample, Stream
-from ..view import View, is_reduction, unique
+from ..view import View, is_reduction
 from .logged_metrics import own_metrics
 from .printed_losses import NUMBER, is_printed_by
 
@@ -40,14 +40,13 @@ def metric_of_one_rank(view: View) -> Iterator[Finding]:
             of = f" of {whole}" if whole and whole > samples else ""
             yield Finding(
                 MISTAKES["metric-of-one-rank"],
-                unique([output.line, *reversed(stream.lines)]),
+                [output.line, *reversed(stream.lines)],
                 f"Rank 0 prints {output.text.strip()[:80]!r} after it has evaluated {samples}{of} "
                 f"samples, its own part, and no collective combines the values of {view.size} "
                 "ranks before.",
                 ranks=[0],
                 values={"samples": samples, "text": output.text.strip()[:80]},
             )
-            return
 
 
 def _is_divided(stream: Stream) -> bool:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,11 @@ from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..steps import trained
-from ..view import View, unique
+from ..view import View
 
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.])|[-+]?\d\.\d*[eE][-+]?\d+")
 LOSS = re.compile(r"loss|nll|cross.?entropy|\bce\b", re.IGNORECASE)
+WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
 DIGITS = 3  # significant ones that a printed number has to have
 LEAST = 2  # numbers at the same place of a line, where its words do not say that it is a loss
 MOSTLY = 0.8  # of these
@@ -43,42 +44,70 @@ class _Losses:
     starts: list[int]
     planned: tuple[int, int]
 
+    def before(self, step: int) -> int:
+        """Return the number of backwards before a step."""
+        return self.before_step[min(step, len(self.before_step) - 1)]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A printed number that is a loss.
+
+    Attributes:
+        output: The line.
+        text: The number.
+        own, mean: Value of rank 0, and of all ranks.
+        is_of_pass: Whether it is that of all batches of a pass.
+    """
+
+    output: OutputFacts
+    text: str
+    own: float
+    mean: float
+    is_of_pass: bool
+
 
 def loss_of_one_rank(view: View) -> Iterator[Finding]:
-    """Find printed training losses that are those of rank 0, and differ from the mean."""
+    """Find printed training losses that are those of rank 0, and differ from the mean.
+
+    That of a batch is usual in a log. That of a whole epoch differs from that of one process.
+    """
     losses = _losses(view)
     if view.size < 2 or losses is None:
         return
-    for outputs in _by_place(view):
+    for outputs in outputs_by_place(view.ranks[0]).values():
+        if is_printed_by(view.ranks[1:], outputs[0]):
+            continue
         for number in range(len(NUMBER.findall(outputs[0].text))):
-            found = _own_value(losses, outputs, number)
-            if found is None:
+            one = _match(losses, outputs, number, of_all=False)
+            if one is None:
                 continue
-            output, text, own, mean = found
+            what = "the mean over its own batches of an epoch" if one.is_of_pass else "its own loss"
             yield Finding(
                 MISTAKES["metric-of-one-rank"],
-                unique([output.line]),
-                f"Rank 0 prints {text} in {output.text.strip()[:60]!r}: its own loss. The mean of "
-                f"{view.size} ranks is {mean:.6g}. Is that of one rank wanted?",
+                [one.output.line],
+                f"Rank 0 prints {one.text} in {one.output.text.strip()[:60]!r}: {what}. The mean "
+                f"of {view.size} ranks is {one.mean:.6g}."
+                + " Is that of one rank wanted?"
+                * (not one.is_of_pass),
                 ranks=[0],
-                step=output.step or None,
-                values={"printed": own, "mean": mean},
-                nature=Nature.QUESTION,
+                step=one.output.step or None,
+                values={"printed": one.own, "mean": one.mean},
+                nature=None if one.is_of_pass else Nature.QUESTION,
                 remedy="average it over the ranks (all_reduce) before it is printed",
             )
-            return
 
 
 def is_own_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
     """Return whether a number of some lines is a training loss of rank 0."""
     losses = _losses(view)
-    return losses is not None and _own_value(losses, outputs, number) is not None
+    return losses is not None and _match(losses, outputs, number, of_all=False) is not None
 
 
 def is_mean_loss(view: View, outputs: Sequence[OutputFacts], number: int) -> bool:
     """Return whether a number of all lines is the mean of the training losses of all ranks."""
     losses = _losses(view)
-    return losses is not None and _value(losses, outputs, number, of_all=True) is not None
+    return losses is not None and _match(losses, outputs, number, of_all=True) is not None
 
 
 def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:
@@ -86,17 +115,20 @@ def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:
     return any(one.line == output.line and one.line for facts in ranks for one in facts.outputs)
 
 
-def _by_place(view: View) -> list[list[OutputFacts]]:
-    """Return rank 0's outputs with numbers, by the line of code and the words."""
+def outputs_by_place(facts: RankFacts) -> dict[tuple[str, str, int], list[OutputFacts]]:
+    """Return outputs with numbers, by the line of code, their words, and how many numbers."""
     found: dict[tuple[str, str, int], list[OutputFacts]] = {}
-    for one in view.ranks[0].outputs:
-        if one.phase is Phase.SETUP or is_printed_by(view.ranks[1:], one):
-            continue
+    for one in facts.outputs:
         numbers = len(NUMBER.findall(one.text))
-        if numbers:
-            words = re.sub(r"[-+]?\d[\d.eE+-]*", "#", one.text)
-            found.setdefault((one.line, words, numbers), []).append(one)
-    return list(found.values())
+        if numbers and one.phase is not Phase.SETUP:
+            found.setdefault((one.line, WORDS.sub("#", one.text), numbers), []).append(one)
+    return found
+
+
+def last_digit(text: str) -> float:
+    """Return the value of the last digit of a printed number."""
+    head, _, exponent = text.lower().partition("e")
+    return float(10.0 ** (int(exponent or 0) - len(head.partition(".")[2])))
 
 
 def _losses(view: View) -> _Losses | None:
@@ -129,58 +161,39 @@ def _losses(view: View) -> _Losses | None:
     )
 
 
-def _own_value(
-    losses: _Losses, outputs: Sequence[OutputFacts], number: int
-) -> tuple[OutputFacts, str, float, float] | None:
-    """Return output, number, rank 0's value and the mean, if the number is rank 0's loss."""
-    return _value(losses, outputs, number, of_all=False)
-
-
-def _value(
+def _match(
     losses: _Losses, outputs: Sequence[OutputFacts], number: int, *, of_all: bool
-) -> tuple[OutputFacts, str, float, float] | None:
-    """Return the same, if the number is rank 0's loss and not the mean, or with ``of_all`` this."""
-    matches: dict[tuple[str, int], list[tuple[OutputFacts, str, float, float]]] = {}
-    before = 0
+) -> _Match | None:
+    """Return the first line whose number is rank 0's loss and not the mean.
+
+    of_all: Return it if the numbers of all lines are the mean.
+    """
+    matches: dict[tuple[str, int], list[_Match]] = {}
+    before, known = 0, []
     for output in outputs:
         text = NUMBER.findall(output.text.replace(",", " "))[number]
-        printed, precision = float(text), _precision(text)
+        printed, digit = float(text), last_digit(text)
+        close = max(0.5000001 * digit, 1e-6 * abs(printed))
+        known += [output] * (abs(printed) >= 10 ** (DIGITS - 1) * digit)
+        is_at_end = losses.before(output.step) in {*losses.starts, losses.values.shape[1]}
         for kind, values in _candidates(losses, output.step, before):
             for at, transform in enumerate(TRANSFORMS):
                 own, mean = transform(float(values[0])), transform(float(values.mean()))
-                close = max(precision, 1e-6 * abs(printed))
                 is_own = abs(own - printed) <= close and abs(mean - printed) > 2 * close
                 if abs(mean - printed) <= close if of_all else is_own:
-                    matches.setdefault((kind, at), []).append((output, text, own, mean))
-        before = _backwards_before(losses, output.step)
-    known = [
-        one
-        for one in outputs
-        if abs(float(t := NUMBER.findall(one.text.replace(",", " "))[number]))
-        >= 10**DIGITS * _precision(t) / 5
-    ]
-    says_loss = bool(LOSS.search(outputs[0].text))
-    for (_, at), found in matches.items():
-        different = {one[0].step for one in found}
-        needed = max(LEAST, MOSTLY * len(known))
-        if not known or found[0][0] not in known:
+                    is_of_pass = is_at_end and kind.startswith("pass")
+                    one = _Match(output, text, own, mean, is_of_pass)
+                    matches.setdefault((kind, at), []).append(one)
+        before = losses.before(output.step)
+    says_loss = bool(LOSS.search(outputs[0].text)) and not of_all
+    needed = len(known) if of_all else max(LEAST, MOSTLY * len(known))
+    for (_, at), found in sorted(matches.items(), key=lambda one: not one[1][0].is_of_pass):
+        if not known or found[0].output not in known:
             continue
-        if of_all:
-            needed, says_loss = len(known), False
-        if len(different) >= needed or (says_loss and at == 0 and len(different) >= 1):
-            return found[0]
+        if len({one.output.step for one in found}) >= needed or (says_loss and at == 0):
+            is_of_pass = all(one.is_of_pass for one in found) and len(found) == len(outputs)
+            return replace(found[0], is_of_pass=is_of_pass)
     return None
-
-
-def _backwards_before(losses: _Losses, step: int) -> int:
-    return losses.before_step[min(step, len(losses.before_step) - 1)]
-
-
-def _precision(text: str) -> float:
-    """Return half of the last printed digit."""
-    head, _, exponent = text.lower().partition("e")
-    decimals = len(head.partition(".")[2])
-    return 0.5000001 * 10.0 ** (int(exponent or 0) - decimals)
 
 
 def _candidates(
@@ -190,30 +203,23 @@ def _candidates(
 
     before: Number of backwards before the output before.
     """
-    values, samples = losses.values, losses.samples
-    count = values.shape[1]
-    done = _backwards_before(losses, step)
-    ends = {"": done, "+": _backwards_before(losses, step + 1)}  # "+": the step comes afterwards
+    done = losses.before(step)
+    ends = {"": done, "+": losses.before(step + 1)}  # "+": the step comes afterwards
     for sign, end in ends.items():
-        if not 0 < end <= count:
+        if not 0 < end <= losses.values.shape[1]:
             continue
-        yield f"last{sign}", values[:, end - 1]
+        yield f"last{sign}", losses.values[:, end - 1]
         start = max((one for one in losses.starts if one < end), default=0)
-        begins = {"pass": start, "output": before, "run": 0, "step": _step_start(losses, end)}
+        of_step = max((one for one in losses.before_step if one < end), default=0)
+        begins = {"pass": start, "output": before, "run": 0, "step": of_step}
         for name, begin in begins.items():
             if not 0 <= begin < end - 1:
                 continue
-            part, weights = values[:, begin:end], samples[:, begin:end]
-            yield f"{name}{sign} mean", part.mean(axis=1)
-            yield f"{name}{sign} sum", part.sum(axis=1)
+            part, weights = losses.values[:, begin:end], losses.samples[:, begin:end]
+            total, weighted = part.sum(axis=1), (part * weights).sum(axis=1)
+            by = {"mean": end - begin, "sum": 1, "of all batches": losses.planned[0]}
+            yield from ((f"{name}{sign} {x}", total / n) for x, n in by.items() if n)
             if weights.all():
-                weighted = (part * weights).sum(axis=1)
                 yield f"{name}{sign} weighted", weighted / weights.sum(axis=1)
                 if losses.planned[1]:
                     yield f"{name}{sign} of all samples", weighted / losses.planned[1]
-            if losses.planned[0]:  # the script divides by the batches of the whole epoch
-                yield f"{name}{sign} of all batches", part.sum(axis=1) / losses.planned[0]
-
-
-def _step_start(losses: _Losses, end: int) -> int:
-    return max((one for one in losses.before_step if one < end), default=0)

@@ -12,8 +12,15 @@ from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR
 from ..steps import JointStep
-from ..view import View, is_reduction, unique
-from .printed_losses import NUMBER, is_mean_loss, is_own_loss, is_printed_by
+from ..view import View, is_reduction
+from .printed_losses import (
+    NUMBER,
+    is_mean_loss,
+    is_own_loss,
+    is_printed_by,
+    last_digit,
+    outputs_by_place,
+)
 
 SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
 FLOOR = 2e-4  # relative difference of printed values that rounding may make
@@ -31,7 +38,6 @@ MACHINE = re.compile(
     re.IGNORECASE,
 )
 UNIT = re.compile(r"\s*((ms|s|sec\w*|min\w*|h|its?|[KMGT]i?B)\b|[\w ]{0,10}/\s*s)", re.IGNORECASE)
-WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,15 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
 
     A line that the second replay does not print is left out: nothing tells what varies.
     """
-    theirs, again = _by_place(replay), _by_place(view.runs.permuted or view.runs.again)
-    for place, outputs in _by_place(view.ranks[0]).items():
+    other_run = view.runs.permuted or view.runs.again
+    theirs = outputs_by_place(replay)
+    again = outputs_by_place(other_run) if other_run is not None else {}
+    for place, outputs in outputs_by_place(view.ranks[0]).items():
         pairs = []
         begin = 0
         for at, one in enumerate(outputs):
+            if not one.step:
+                continue
             begin, since = one.collectives, begin
             other = next(iter(theirs.get(place, [])[at : at + 1]), None)
             if other is None or other.step != one.step or is_printed_by(view.ranks[1:], one):
@@ -104,16 +114,6 @@ def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
                 pairs.append(_Pair(one, since, samples, apart, *numbers))
         if pairs:
             yield pairs
-
-
-def _by_place(facts: RankFacts | None) -> dict[tuple[str, str, int], list[OutputFacts]]:
-    """Return outputs with numbers, by the line of code, their words, and how many numbers."""
-    found: dict[tuple[str, str, int], list[OutputFacts]] = {}
-    for one in facts.outputs if facts is not None else []:
-        numbers = len(NUMBER.findall(one.text))
-        if numbers and one.step and one.phase is not Phase.SETUP:
-            found.setdefault((one.line, WORDS.sub("#", one.text), numbers), []).append(one)
-    return found
 
 
 def _apart(view: View, replay: RankFacts, count: int) -> float:
@@ -171,12 +171,12 @@ def _different(pairs: Sequence[_Pair], number: int) -> _Pair | None:
 
 def _is_off(one: _Pair, number: int, every: Sequence[_Pair]) -> bool:
     ours, theirs = float(one.ours[number]), float(one.theirs[number])
-    digit = max(_last_digit(one.ours[number]), _last_digit(one.theirs[number]))
+    digit = max(last_digit(one.ours[number]), last_digit(one.theirs[number]))
     noise = 0.0
     for each in every:
         texts = each.theirs[number], each.again[number]
         value, again = map(float, texts)
-        step = max(map(_last_digit, texts))
+        step = max(map(last_digit, texts))
         if abs(value - again) > VARIABLE * max(abs(value), abs(again)) + 2 * step:
             return False
         noise = max(noise, abs(value - again) - step)
@@ -189,18 +189,13 @@ def _flip(pairs: Sequence[_Pair], number: int) -> float:
     """Return by how much a few samples change a value; 0 if it is no share of the samples."""
     for scale in (1.0, 100.0):
         shares = [float(one.theirs[number]) / scale * one.samples for one in pairs]
-        digit = max(_last_digit(one.theirs[number]) for one in pairs) / scale
+        digit = max(last_digit(one.theirs[number]) for one in pairs) / scale
         samples = max(one.samples for one in pairs)
         near = SHARE + digit * samples
         is_share = all(0 <= x <= samples and abs(x - round(x)) <= near for x in shares)
         if samples and digit * samples < 0.2 and is_share:
             return FLIPPED * scale / samples
     return 0.0
-
-
-def _last_digit(text: str) -> float:
-    head, _, exponent = text.lower().partition("e")
-    return 10.0 ** (int(exponent or 0) - len(head.partition(".")[2]))
 
 
 def _label(text: str, number: int) -> str:
@@ -221,7 +216,7 @@ def _counts_batches(size: int, ours: str, theirs: str) -> bool:
     instead.
     """
     large, small = sorted((abs(float(ours)), abs(float(theirs))), reverse=True)
-    digit = _last_digit(ours) + size * _last_digit(theirs)
+    digit = last_digit(ours) + size * last_digit(theirs)
     return abs(large - size * small) <= FLOOR * large + digit * size
 
 
@@ -262,7 +257,7 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     of = f" of {one.samples} samples" if is_evaluated else ""
     return Finding(
         MISTAKES["metric-differs"],
-        unique([*reductions[::-1], one.output.line, *loops]),
+        [*reductions[::-1], one.output.line, *loops],
         f"After {one.output.step} steps, {view.size} ranks print {ours} in "
         f"{one.output.text.strip()[:80]!r}. One process with the same parameters prints {theirs}"
         f"{of}.",

@@ -8,7 +8,7 @@ from ....record.training.facts.events import DrawFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Stream
-from ..view import View, ranks_text, unique
+from ..view import View, ranks_text
 
 LEAST = 2  # draws that must be equal
 MOSTLY = 0.9  # of the compared draws
@@ -24,8 +24,6 @@ Key = tuple[object, ...]
 
 def same_on_ranks(view: View) -> Iterator[Finding]:
     """Find ranks whose generators are in the same state when they draw for different samples."""
-    if view.size < 2 or view.is_model_parallel:
-        return
     streams = {one.key: max(one.workers, 1) for one in view.ranks[0].loaders if one.is_iterable}
     training = {
         (rank, loader.key, one.number)
@@ -54,7 +52,6 @@ def same_on_ranks(view: View) -> Iterator[Finding]:
             ]
             if groups:
                 yield _on_ranks(view, place, generator, by_rank[groups[0][0]], groups)
-                return
 
 
 def _generators(view: View, place: str) -> list[str]:
@@ -82,7 +79,7 @@ def same_in_workers(view: View) -> Iterator[Finding]:
                 continue
             text = _between_workers(found) or _between_passes(found)
             if text:
-                lines = unique([_line(found), loader.line])
+                lines = [_line(found), loader.line]
                 yield Finding(
                     MISTAKES["same-random-numbers"],
                     lines,
@@ -93,7 +90,6 @@ def same_in_workers(view: View) -> Iterator[Finding]:
                     remedy="let worker_init_fn seed each worker by torch.initial_seed(), which "
                     "differs by worker and epoch, or leave it out",
                 )
-                return
 
 
 def different_split(view: View) -> Iterator[Finding]:
@@ -106,7 +102,6 @@ def different_split(view: View) -> Iterator[Finding]:
             continue
         if (found := _leak(view, stream)) is not None:
             yield found
-            return
         first = stream.first.loader
         is_divided = "distributed" in first.sampler.lower()
         checksums = {one.dataset_checksum for one in loaders.values()}
@@ -121,7 +116,7 @@ def different_split(view: View) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["different-random-numbers"],
-            unique([*_split_lines(view, stream), *stream.lines]),
+            [*_split_lines(view, stream), *stream.lines],
             f"The ranks' datasets of {first.dataset_length} samples contain different samples, and "
             f"{first.sampler} divides them as if they were equal: samples are trained several "
             "times or never, and those of one rank's validation are trained by another.",
@@ -129,7 +124,6 @@ def different_split(view: View) -> Iterator[Finding]:
             remedy="split with a generator that has the same seed on all ranks, such as "
             "random_split(..., generator=torch.Generator().manual_seed(0))",
         )
-        return
 
 
 def _leak(view: View, stream: Stream) -> Finding | None:
@@ -149,7 +143,7 @@ def _leak(view: View, stream: Stream) -> Finding | None:
             if mixed and not own:
                 return Finding(
                     MISTAKES["different-random-numbers"],
-                    unique([*_split_lines(view, stream), *stream.lines, *other.lines]),
+                    [*_split_lines(view, stream), *stream.lines, *other.lines],
                     f"Ranks {a} and {b} split the dataset differently: {len(mixed)} samples are "
                     "trained on one of them and validated on the other.",
                     ranks=[a, b],
@@ -202,7 +196,7 @@ def _on_ranks(
     is_shared = ":" in generator and (place != "fetch" or is_stream)
     return Finding(
         MISTAKES["same-random-numbers"],
-        unique([*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders]),
+        [*view.seed_lines(generator, are_equal=True)[:1], _line(found), *loaders],
         text,
         ranks=ranks,
         values={"draws": len(found)},

@@ -8,7 +8,7 @@ from ....record.training.facts.steps import StepFacts
 from ..mistakes import MISTAKES, Finding
 from ..relations import checksum, distance, vectors
 from ..steps import JointStep, misaligned, shown
-from ..view import View, listed, ranks_text, unique
+from ..view import View, listed, ranks_text
 
 SAME = 1e-6  # relative difference of equal parameters
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
@@ -17,8 +17,6 @@ EXPERT_SHARE = 0.5  # of the parameters: more cannot be experts
 
 def start_different(view: View) -> Iterator[Finding]:
     """Find parameters with different values on the ranks at the first forward."""
-    if view.size < 2 or view.is_model_parallel:
-        return
     for model in view.ranks[0].models:
         others = [_same_model(facts, model) for facts in view.ranks[1:]]
         if model.is_sharded or not model.first or any(one is None for one in others):
@@ -34,7 +32,7 @@ def start_different(view: View) -> Iterator[Finding]:
         was_equal = _were_equal(view, models, names)
         yield Finding(
             MISTAKES["replicas-start-different"],
-            unique([*_restored_lines(view), *_made_lines(view, model, was_equal)]),
+            [*_restored_lines(view), *_made_lines(view, model, was_equal)],
             f"At the first forward, {what} of {model.class_name} differ between rank 0 and "
             f"{ranks_text(ranks, view.size).lower()}"
             + (
@@ -48,7 +46,6 @@ def start_different(view: View) -> Iterator[Finding]:
             layer=names[0],
             values={"parameters": len(names), "of": len(model.first)},
         )
-        return
 
 
 def _were_equal(view: View, models: Sequence[ModelFacts], names: Sequence[str]) -> bool:
@@ -84,8 +81,6 @@ def _restored_lines(view: View) -> list[str]:
 
 def skipped_steps(view: View) -> Iterator[Finding]:
     """Find ranks that leave out an optimizer's step that others make."""
-    if view.size < 2 or view.is_model_parallel:
-        return
     for optimizer, index in misaligned(view.ranks).items():
         steps = [
             next((s for s in f.steps if (s.optimizer, s.index) == (optimizer, index)), None)
@@ -104,7 +99,7 @@ def skipped_steps(view: View) -> Iterator[Finding]:
         line = next(one.line for one in steps if one is not None)
         yield Finding(
             MISTAKES["replicas-diverge"],
-            unique([line, *(b.line for one in steps if one for b in one.backwards[-1:])]),
+            [line, *(b.line for one in steps if one for b in one.backwards[-1:])],
             f"{ranks_text(ranks, view.size)} ran {max(counts)} backwards before step {index + 1}, "
             f"and the other ranks {least}: a step was left out there, and the parameters differ "
             "from then on.",
@@ -114,7 +109,6 @@ def skipped_steps(view: View) -> Iterator[Finding]:
             remedy="make each step on all ranks, or on none: decide by a value that is equal on "
             "all ranks",
         )
-        return
 
 
 def _clears(step: StepFacts) -> bool:
@@ -125,12 +119,11 @@ def _clears(step: StepFacts) -> bool:
 
 def diverge(view: View) -> Iterator[Finding]:
     """Find parameters that become different in a step, or between two steps."""
-    if view.size < 2 or view.is_model_parallel or view.averages_parameters:
+    if view.averages_parameters:
         return
     for step in view.steps:
         if (between := _between_steps(view, step)) is not None:
             yield between
-            return
         rows = [facts.parameters for facts in step.steps]
         names = [n for n in rows[0] if n not in step.sharded and not view.is_flat(n)]
         different = _different(
@@ -149,14 +142,13 @@ def diverge(view: View) -> Iterator[Finding]:
         text += _gradients_too(step, wrong)
         yield Finding(
             MISTAKES["replicas-diverge"],
-            unique([step.steps[0].line, *step.lines]),
+            [step.steps[0].line, *step.lines],
             text,
             ranks=ranks,
             step=step.index + 1,
             layer=shown(wrong[0]),
             values={"parameters": len(wrong), "of": len(names)},
         )
-        return
 
 
 def _between_steps(view: View, step: JointStep) -> Finding | None:
@@ -173,7 +165,7 @@ def _between_steps(view: View, step: JointStep) -> Finding | None:
     changed = [line for one in step.steps for line in one.value_lines]
     return Finding(
         MISTAKES["replicas-diverge"],
-        unique([*changed, step.steps[0].line, *step.lines]),
+        [*changed, step.steps[0].line, *step.lines],
         f"Between steps {step.index} and {step.index + 1}, {listed(names)} become different on "
         f"rank 0 and {ranks_text(ranks, view.size).lower()}: the script changes them outside of "
         "the optimizer's step.",

@@ -7,17 +7,14 @@ choice, and asked with both values.
 from collections.abc import Iterator
 
 from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.samples import Phase
-from ....record.training.facts.steps import SCHEDULE_END, OptimizerFacts, ScheduleFacts
+from ....record.training.facts.steps import OptimizerFacts, ScheduleFacts
 from ..mistakes import MISTAKES, Finding
-from ..view import View, unique
+from ..view import View
 
 SAME = 1e-6  # relative difference of equal learning rates
 NEAR = 0.1  # relative difference of equal lengths: incomplete batches and steps
 CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
 LARGER = 1.5  # largest rates of a schedule differ a little where they fall between two steps
-# Lengths after which a learning rate has arrived at its end.
-ENDS = {"T_max", "total_steps", SCHEDULE_END, "num_training_steps"}
 
 
 def rates_differ(view: View) -> Iterator[Finding]:
@@ -38,7 +35,7 @@ def rates_differ(view: View) -> Iterator[Finding]:
                     lines = [optimizer.line if optimizer else "", *made, step.steps[0].line]
                 yield Finding(
                     MISTAKES["learning-rates-differ"],
-                    unique(lines),
+                    lines,
                     f"In step {step.index + 1}, the learning rate is {ours:.6g} on rank 0 and "
                     f"{theirs:.6g} on rank {rank}"
                     + (
@@ -52,7 +49,6 @@ def rates_differ(view: View) -> Iterator[Finding]:
                     step=step.index + 1,
                     values={"rate_0": ours, f"rate_{rank}": theirs},
                 )
-                return
 
 
 def scaling(view: View) -> Iterator[Finding]:
@@ -71,7 +67,7 @@ def scaling(view: View) -> Iterator[Finding]:
         more = f"{growth:.3g} times the global batch"
         schedules = [one for one in view.ranks[0].schedules if one.optimizer == optimizer.key]
         cycles = [one.line for one in schedules if one.class_name in CYCLES and one.peaks]
-        lines = unique([*cycles, optimizer.line, *(one.line for one in schedules)])
+        lines = [*cycles, optimizer.line, *(one.line for one in schedules)]
         may_scale_later = any(one.class_name == "LambdaLR" for one in schedules)
         values: dict[str, float | int | str] = {
             "rate": ours,
@@ -84,14 +80,12 @@ def scaling(view: View) -> Iterator[Finding]:
                 f"{ours * growth:.6g} wanted?"
             )
             yield Finding(MISTAKES["learning-rate-not-scaled"], lines, text, values=values)
-            return
         if ratio > growth * (1 + NEAR):
             text = (
                 f"The learning rate is {ours:.6g} on {n} ranks and {theirs:.6g} on one: "
                 f"{ratio:.3g} times as large, with {more}. Is this wanted?"
             )
             yield Finding(MISTAKES["learning-rate-scaled-twice"], lines, text, values=values)
-            return
 
 
 def schedule_length(view: View) -> Iterator[Finding]:
@@ -115,54 +109,13 @@ def schedule_length(view: View) -> Iterator[Finding]:
                 continue  # shorter than an epoch: a warm-up with a number of steps
             yield Finding(
                 MISTAKES["schedule-counts-other-steps"],
-                unique([schedule.line, *schedule.step_lines[:1]]),
+                [schedule.line, *schedule.step_lines[:1]],
                 f"{schedule.class_name} has {name} = {lengths[-1]} on {n} ranks, which is "
                 f"{epochs:.3g} epochs of {ours:.0f} steps, and {other.lengths[name][-1]} on one, "
                 f"which is {of_one:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
                 "another one on more ranks?",
                 values={"length": lengths[-1], "epochs": epochs, "epochs_of_one": of_one},
             )
-            return
-
-
-def schedule_of_training(view: View) -> Iterator[Finding]:
-    """Ask about schedules that count batches or steps of one rank, and advance with each step."""
-    facts = view.ranks[0]
-    steps, epochs = epoch_steps(facts), epochs_of(facts)
-    if not steps or epochs < 2:
-        return
-    for schedule in facts.schedules:
-        calls = calls_per_step(schedule)
-        accumulated = view.accumulated.get(schedule.optimizer, 1)
-        units = {accumulated: f"the {accumulated} batches of each step", view.size: "each rank"}
-        for name in ENDS & schedule.lengths.keys() if calls is not None else ():
-            length = (schedule.lengths[name] or [0])[-1]
-            ratio = length / ((calls or 1) * epochs * steps)
-            for unit, what in units.items():
-                if unit < 2 or abs(ratio / unit - 1) > NEAR / 2:
-                    continue
-                yield Finding(
-                    MISTAKES["schedule-counts-other-steps"],
-                    unique([schedule.line, *schedule.step_lines[:1]]),
-                    f"{schedule.class_name} has {name} = {length}, and the {epochs} epochs of the "
-                    f"training have {epochs * steps:.0f} steps: it ends after 1/{unit} of the "
-                    f"schedule. Does it count {what}?",
-                    values={"length": length, "steps": epochs * steps, "epochs": epochs},
-                    remedy="compute its length from the number of optimizer steps on N ranks: "
-                    "epochs * len(loader) // accumulated batches, after the split",
-                )
-                return
-
-
-def epochs_of(facts: RankFacts) -> int:
-    """Return the number of epochs of the loop that the script trains in; 0 if unknown."""
-    for loader in facts.loaders:
-        passes = [one for one in loader.passes if one.phase is Phase.TRAINING]
-        if not passes:
-            continue
-        is_loop = [one.epoch for one in passes] == list(range(len(passes)))
-        return passes[0].epochs if is_loop and len(passes) > 1 else 0
-    return 0
 
 
 def _are_equal(one: float, two: float) -> bool:
@@ -176,7 +129,7 @@ def _optimizer(facts: RankFacts, key: int) -> OptimizerFacts | None:
 def _rate_lines(view: View, key: int) -> list[str]:
     """Return lines that change learning rates, those of some ranks first."""
     found = [one.rate_lines for facts in view.ranks if (one := _optimizer(facts, key)) is not None]
-    every = unique([line for lines in found for line in lines])
+    every = dict.fromkeys(line for lines in found for line in lines)
     return sorted(every, key=lambda line: all(line in lines for lines in found))
 
 

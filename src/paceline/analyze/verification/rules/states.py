@@ -6,15 +6,14 @@ from ....record.training.facts.models import StateFacts
 from ....record.training.facts.samples import Phase
 from ..differences import STATISTICS
 from ..mistakes import MISTAKES, Finding, Nature
-from ..relations import distance, vectors
-from ..steps import shown
-from ..view import View, listed, unique
+from ..relations import Vector, distance, vectors
+from ..steps import JointStep, shown
+from ..view import View, listed
 
 SAME = 1e-6  # relative difference of equal values
 NEAR_PARAMETERS = 0.8  # median relative difference of averages from the parameters
 AVERAGE = "average"
-LEAST_STEPS = 3  # in which a constant does not change
-STATISTICS_KIND = "statistics"  # of a model that is evaluated and not trained
+EVALUATED = "statistics"  # of a model that is evaluated and not trained
 BUFFER = "buffer"
 OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
 KINDS = {
@@ -23,88 +22,71 @@ KINDS = {
     AVERAGE: "averaged copy of the model",
     "tensor": "tensor",
     "buffer": "buffer",
+    EVALUATED: "evaluated model",
 }
 
 
-def batch_norm_differs(view: View) -> Iterator[Finding]:
-    """Find running statistics that differ between the ranks, and that nothing makes equal."""
-    if view.size < 2 or view.is_model_parallel:
-        return
+def buffers_differ(view: View) -> Iterator[Finding]:
+    """Find buffers, such as running statistics, that differ and that nothing makes equal."""
     broadcast = {
         model.key for model in view.ranks[0].models if model.wrapper and model.broadcasts_buffers
     }
     for step in view.steps[1:]:
-        rows = [facts.buffers for facts in step.steps]
         names = []
-        for name in rows[0]:
+        for name in step.steps[0].buffers:
             key = name.partition("/")[0]
             if (key.isdigit() and int(key) in broadcast) or (broadcast and not key.isdigit()):
                 continue
-            if not all(name in one for one in rows):
-                continue
-            values = [
-                vectors(f, {name: r[name]})[name] for f, r in zip(view.ranks, rows, strict=True)
-            ]
-            if any(distance(values[0], other) > SAME for other in values[1:]):
+            values = _buffer(step, name)
+            if any(distance(values[0], other) > SAME for other in values):
                 names.append(name)
-        norms = [name for name in names if name.endswith(STATISTICS)]
-        if not names:
-            continue
-        others = _averages_buffers(view)
-        model = view.ranks[0].models[0] if view.ranks[0].models else None
-        layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
-        if norms:
-            text = (
-                f"The running statistics of {listed(layers)} differ between the ranks after step "
-                f"{step.index + 1}: each rank computes them from its own batches, and validates "
-                "or saves its own ones."
-            )
-        else:
-            text = (
-                f"The buffers {listed([shown(one) for one in names])} differ between the ranks "
-                f"after step {step.index + 1}. Must they agree?"
-            )
-        yield Finding(
-            MISTAKES["batch-norm-differs" if norms else "state-differs"],
-            unique([*_made(view), model.line if model is not None else "", *step.lines]),
-            text,
-            step=step.index + 1,
-            layer=layers[0],
-            values={"buffers": len(names)},
-            nature=Nature.QUESTION if others or not norms else None,
-        )
-        return
+        if names:
+            yield _of_buffers(view, step, names)
 
 
-def evaluated_statistics(view: View) -> Iterator[Finding]:
-    """Find a model that is evaluated with other running statistics on each rank."""
-    if view.size < 2 or view.is_model_parallel:
-        return
-    for (kind, name, line, step), states in _on_all_ranks(view).items():
-        if kind != STATISTICS_KIND:
-            continue
-        ours, theirs = states[0], states[1:]
-        off = [
-            row
-            for row in ours.rows
-            for rank, other in enumerate(theirs, 1)
-            if row in other.rows and _are_apart(view, row, ours, other, rank)
-        ]
-        if not off:
-            continue
-        layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in off))
-        yield Finding(
-            MISTAKES["batch-norm-differs"],
-            unique([*ours.changed_by, line]),
-            f"{name} is evaluated after {step} steps with running statistics of {listed(layers)} "
-            "that differ between the ranks: each rank has computed them from its own batches.",
-            step=step or None,
-            layer=layers[0],
-            values={"buffers": len(off)},
-            remedy="compute the statistics from the batches of all ranks, or broadcast those of "
-            "one rank",
+def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
+    norms = [name for name in names if name.endswith(STATISTICS)]
+    model = view.ranks[0].models[0] if view.ranks[0].models else None
+    layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
+    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
+    kind, remedy, nature = "state-differs", "", Nature.QUESTION
+    before = _buffer(view.steps[0], names[0])[:1]
+    text = f"The buffers {listed([shown(one) for one in names])} "
+    if norms:
+        kind, nature = "batch-norm-differs", Nature.QUESTION if _averages_buffers(view) else None
+        text = (
+            f"The running statistics of {listed(layers)} differ between the ranks after step "
+            f"{step.index + 1}: each rank computes them from its own batches, and validates or "
+            "saves its own ones."
         )
-        return
+    elif seeds and before and distance(before[0], _buffer(view.steps[-1], names[0])[0]) <= SAME:
+        kind, nature = "different-random-numbers", None
+        text += (
+            "have other values on each rank, and no step changes them: each rank trains a model "
+            "with other constants."
+        )
+        remedy = "draw them with the same seed on all ranks, or broadcast buffers as well"
+    else:
+        text += f"differ between the ranks after step {step.index + 1}. Must they agree?"
+    lines = [*seeds[:1] * (kind == "different-random-numbers"), *_made(view)]
+    return Finding(
+        MISTAKES[kind],
+        [*lines, model.line if model is not None else "", *step.lines],
+        text,
+        step=step.index + 1,
+        layer=layers[0] if norms else shown(names[0]),
+        values={"buffers": len(names)},
+        nature=nature,
+        remedy=remedy,
+    )
+
+
+def _buffer(step: JointStep, name: str) -> list[Vector]:
+    """Return a buffer of all ranks; [] if some do not have it."""
+    pairs = list(zip(step.ranks, step.steps, strict=True))
+    if any(name not in one.buffers for _, one in pairs):
+        return []
+    return [vectors(facts, {name: one.buffers[name]})[name] for facts, one in pairs]
 
 
 def _on_all_ranks(view: View) -> dict[tuple[str, str, str, int], list[StateFacts]]:
@@ -127,42 +109,6 @@ def _are_apart(view: View, row: str, ours: StateFacts, theirs: StateFacts, rank:
     return distance(one, two) > SAME
 
 
-def drawn_buffers(view: View) -> Iterator[Finding]:
-    """Find buffers that no step changes, and that each rank has drawn for itself."""
-    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
-    if view.size < 2 or view.is_model_parallel or len(view.steps) < LEAST_STEPS or not seeds:
-        return
-    first, last = view.steps[0], view.steps[-1]
-    names = [
-        name
-        for name in first.steps[0].buffers
-        if all(name in one.buffers for step in (first, last) for one in step.steps)
-        and not name.endswith(STATISTICS)
-    ]
-    found = []
-    for name in names:
-        values = [
-            [
-                vectors(facts, {name: one.buffers[name]})[name]
-                for facts, one in zip(view.ranks, step.steps, strict=True)
-            ]
-            for step in (first, last)
-        ]
-        is_constant = all(distance(a, b) <= SAME for a, b in zip(*values, strict=True))
-        if is_constant and any(distance(values[0][0], other) > SAME for other in values[0][1:]):
-            found.append(name)
-    if found:
-        yield Finding(
-            MISTAKES["different-random-numbers"],
-            unique([*seeds[:1], *_made(view), *(one.line for one in view.ranks[0].models)]),
-            f"The buffers {listed([shown(one) for one in found])} have other values on each rank, "
-            "and no step changes them: each rank trains a model with other constants.",
-            layer=shown(found[0]),
-            values={"buffers": len(found)},
-            remedy="draw them with the same seed on all ranks, or broadcast buffers as well",
-        )
-
-
 def _made(view: View) -> list[str]:
     """Return where a model without a wrapper was made, if it is known."""
     if any(model.wrapper for model in view.ranks[0].models):
@@ -171,11 +117,9 @@ def _made(view: View) -> list[str]:
 
 
 def differ(view: View) -> Iterator[Finding]:
-    """Find scalers, schedules and averages whose values differ between the ranks."""
-    if view.size < 2 or view.is_model_parallel:
-        return
+    """Find scalers, schedules, averages and statistics whose values differ between the ranks."""
     differs = view.difference or view.comparison.doubtful
-    told = {STATISTICS_KIND, *(() if differs is not None else ("tensor",))}
+    told = set(() if differs is not None else ("tensor",))
     for states in _on_all_ranks(view).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):
@@ -187,8 +131,8 @@ def differ(view: View) -> Iterator[Finding]:
             told.add(ours.kind)
             is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
             yield Finding(
-                MISTAKES["state-differs"],
-                unique([*_changes(view, ours), ours.line]),
+                MISTAKES["batch-norm-differs" if ours.kind == EVALUATED else "state-differs"],
+                [*_changes(view, ours), ours.line],
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
                 + " Does the loss depend on it? Then it must agree." * is_asked

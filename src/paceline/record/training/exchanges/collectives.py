@@ -8,7 +8,6 @@ import torch
 
 from ...hooks.import_hooks import after_import
 from ..facts.events import CollectiveFacts
-from ..facts.samples import Phase
 from ..observation import Observation
 from ..user_lines import is_called_by, user_line
 
@@ -68,21 +67,9 @@ class Collectives:
                 is_in_backward=in_backward,
                 line="" if in_backward else user_line(),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                peak=self._peak(name, tensors),
                 removes_repeated=not in_backward and is_called_by(*_REMOVES_REPEATED),
             )
         )
-
-    def _peak(self, name: str, tensors: list[torch.Tensor]) -> float:
-        """Return the largest absolute value that is sent in a reduction during the training."""
-        is_reduction = name.strip("_").startswith(("allreduce", "reduce"))
-        if self._observation.phase != Phase.TRAINING or not is_reduction:
-            return -1.0
-        values = [one for one in tensors if one.is_floating_point() and one.numel()]
-        if not values or any(one.is_sparse for one in values):
-            return -1.0
-        with torch.no_grad():
-            return max(float(one.detach().abs().max()) for one in values)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

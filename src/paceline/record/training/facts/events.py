@@ -45,8 +45,6 @@ class CollectiveFacts:
         is_in_backward: Whether a backward ran.
         line: The line of the script; "" within a backward.
         dtype: Of its tensors; "" if it is not known.
-        peak: Largest absolute value that this rank sends in a reduction of floating-point tensors
-            during the training; -1 if it is not known.
         removes_repeated: Whether a library gathers results of an evaluation, and removes those of
             samples that its sampler has repeated.
     """
@@ -59,7 +57,6 @@ class CollectiveFacts:
     is_in_backward: bool
     line: str
     dtype: str = ""
-    peak: float = -1.0
     removes_repeated: bool = False
 
 

@@ -59,8 +59,6 @@ class PassFacts:
         skipped: Batches of a stream that were read, and not returned, before the last one.
         skipped_samples: Samples of these batches.
         is_read: Whether a stream was read to its end.
-        epoch, epochs: Position of the loop over a range of numbers in which the pass began, and
-            the length of the range; -1 and 0 if there is none.
     """
 
     number: int
@@ -74,8 +72,6 @@ class PassFacts:
     skipped: int = 0
     skipped_samples: int = 0
     is_read: bool = False
-    epoch: int = -1
-    epochs: int = 0
 
 
 @dataclass

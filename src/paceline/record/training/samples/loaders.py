@@ -15,7 +15,6 @@ from ..generators import kept_generators
 from ..observation import Observation
 from ..user_lines import is_in_loop, is_read_ahead, user_line
 from .contents import checksum_of_indices, describe_root, sample_checksums
-from .epochs import epoch_in_loop
 from .loader_parts import dataset_of, known, length_of, listed, sampler_of
 from .open_pass import OpenPass
 from .sampler_lines import lines_of_sampler, stream_lines
@@ -190,7 +189,6 @@ class Loaders:
             is_complete=False,
             first_step=self._observation.step,
         )
-        one.epoch, one.epochs = epoch_in_loop()
         facts.passes.append(one)
         return OpenPass(facts, one, loader, is_short=is_in_loop() or None)
 

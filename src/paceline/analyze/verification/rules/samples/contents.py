@@ -1,4 +1,4 @@
-"""Samples that occur several times, where only their contents are known."""
+"""Samples that occur several times or never, where only their contents are known."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
@@ -6,8 +6,8 @@ from typing import Any
 
 from .....record.training.facts.samples import BatchFacts
 from ...mistakes import MISTAKES, Finding, Nature
-from ...passes import Sample, Stream
-from ...view import View, unique
+from ...passes import Sample, Stream, streams
+from ...view import View
 
 DISTINCT = 0.5  # of the samples of a batch that must differ before contents identify them
 LEAST_SAMPLES = 4  # compared, before ranks are said to have the same
@@ -37,14 +37,13 @@ def same_order(view: View) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["epoch-not-set"],
-            unique([line, *stream.lines]),
+            [line, *stream.lines],
             f"Rank 0 trains the same {period} batches in the same order again, "
             f"{len(read) // period} times in the first {len(read)} batches, although the script "
             "shuffles in this loop.",
             values={"batches": period},
             remedy="seed the order with the epoch, or make its generator before the loop",
         )
-        return
 
 
 def kept_batches(view: View) -> Iterator[Finding]:
@@ -65,7 +64,7 @@ def kept_batches(view: View) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["epoch-not-set"],
-            unique([made.facts.line, *again[0].lines, made.loader.line]),
+            [made.facts.line, *again[0].lines, made.loader.line],
             f"Rank {rank} reads one pass of {len(made.batches)} batches, and then trains the same "
             f"batches again, {len(equal)} in the steps that were observed: later epochs have the "
             "order and the augmentation of the first one. itertools.cycle and a list of a loader's "
@@ -73,13 +72,10 @@ def kept_batches(view: View) -> Iterator[Finding]:
             values={"batches": len(made.batches), "again": len(equal)},
             remedy="iterate over the loader in each epoch, after set_epoch of its sampler",
         )
-        return
 
 
 def same_without_loader(view: View) -> Iterator[Finding]:
     """Find scripts without a loader whose ranks train the same samples in orders of their own."""
-    if view.size < 2 or view.is_model_parallel:
-        return
     for stream in view.training:
         if stream.first.loader.dataset or len(stream.loaders) < view.size:
             continue
@@ -93,14 +89,53 @@ def same_without_loader(view: View) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["same-samples"],
-            unique([stream.first.loader.sampler_seed_line, *stream.lines]),
+            [stream.first.loader.sampler_seed_line, *stream.lines],
             f"Each of {view.size} ranks trains the same {len(common)} samples before it begins "
             "again, in another order: an epoch of all ranks trains each sample "
             f"{view.size} times.",
             values={"samples": len(common), "times": view.size},
             remedy="give each rank a part of one order that is the same on all ranks",
         )
-        return
+
+
+def never_trained(view: View) -> Iterator[Finding]:
+    """Find samples that one process trains in an epoch, and no rank ever does."""
+    for stream in view.training:
+        if stream.first.loader.dataset or len(stream.loaders) < view.size:
+            continue
+        of_one = stream_of_one(view, stream)
+        made = stream.passes[0].ranks
+        epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
+        whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
+        ever = {one for rank, each in made.items() for one in stream.read(rank, each)}
+        if not whole or not all(epochs) or len(ever & whole) < UNIQUE * len(ever):
+            continue
+        missing = len(whole - ever)
+        largest = max(batch.samples for one in made.values() for batch in one.batches)
+        if missing <= view.size * largest:  # a remainder
+            continue
+        yield Finding(
+            MISTAKES["samples-never-trained"],
+            [*stream.lines, stream.first.loader.sampler_seed_line],
+            f"One process trains {len(whole)} different samples in an epoch. {view.size} ranks "
+            f"train {', '.join(str(len(each)) for each in epochs)} in one, and never "
+            f"{missing} of them.",
+            values={"missing": missing, "samples": len(whole)},
+        )
+
+
+def stream_of_one(view: View, stream: Stream) -> Stream | None:
+    """Return the stream of the unchanged script on one rank."""
+    alone, loader = view.runs.alone, stream.first.loader
+    found = streams([alone], stream.phase) if alone is not None else []
+    return next(
+        (
+            one
+            for one in found
+            if (one.first.loader.line, one.first.loader.dataset) == (loader.line, loader.dataset)
+        ),
+        None,
+    )
 
 
 def until_again(stream: Stream, rank: int, batches: Sequence[BatchFacts]) -> list[Sample]:
@@ -141,7 +176,7 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
         kind = "samples-repeated" if together else "different-random-numbers"
         yield Finding(
             MISTAKES[kind],
-            unique([*(seeds[:1] if not together else []), *stream.lines]),
+            [*(seeds[:1] if not together else []), *stream.lines],
             f"Ranks {one} and {two} trained {len(common)} equal samples among their first "
             f"{len(read[one])} and {len(read[two])} of an epoch: "
             + (
@@ -153,7 +188,6 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
             values={"samples": len(common), "of": len(read[one])},
             remedy="" if together else "shuffle with the same seed on all ranks before the split",
         )
-        return
 
 
 def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
@@ -189,19 +223,18 @@ def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
     if 1 + MISSING < total / max(whole, 1) < MOST_OF_RANKS * stream.size:
         yield Finding(
             MISTAKES["samples-repeated"],
-            unique([loader.sampler_seed_line, *stream.lines]),
+            [loader.sampler_seed_line, *stream.lines],
             f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
             f"({', '.join(map(str, read.values()))}), and one process reads {whole}. Do some "
             "occur several times?",
             values={"trained": total, "samples": whole},
             nature=Nature.QUESTION,
         )
-        return
     if whole - total <= max(stream.size * (loader.batch_size or 1), MISSING * whole):
         return
     yield Finding(
         MISTAKES["samples-never-trained"],
-        unique([loader.sampler_seed_line, *stream.lines]),
+        [loader.sampler_seed_line, *stream.lines],
         f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
         f"({', '.join(map(str, read.values()))}), and one process reads {whole}: "
         f"{whole - total} samples are on no rank.",
@@ -249,7 +282,7 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
         )
         yield Finding(
             MISTAKES["samples-repeated" if same_rank else "same-samples"],
-            unique(stream.lines),
+            stream.lines,
             f"{len(again)} of the first {total} batches have the samples of another batch: batch "
             f"{number + 1} of rank {rank} those of batch {before[1] + 1} of rank {before[0]}."
             f"{because}",
@@ -258,7 +291,6 @@ def _repeated_batches(stream: Stream) -> Iterator[Finding]:
             if workers > 1 and same_rank
             else "",
         )
-        return
 
 
 def is_regular(order: Sequence[Any]) -> bool:

@@ -5,7 +5,7 @@ from itertools import combinations
 
 from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import Stream
-from ...view import View, unique
+from ...view import View
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]  # contents
 LEAST_SHARE = 0.25  # of the samples of two ranks: labels in another order agree by chance
@@ -18,8 +18,6 @@ def different_data(view: View) -> Iterator[Finding]:
     Augmentation differs from epoch to epoch, too, so it is none of these. Nor are datasets that
     each rank reads alone.
     """
-    if view.size < 2 or view.is_model_parallel:
-        return
     for stream in view.training:
         if len(stream.loaders) < view.size or not _is_divided(stream) or _draws(view, stream):
             continue
@@ -34,7 +32,7 @@ def different_data(view: View) -> Iterator[Finding]:
         is_own = bool(seeds) and not common
         yield Finding(
             MISTAKES["different-random-numbers"],
-            unique([*seeds[:1], *stream.lines]),
+            [*seeds[:1], *stream.lines],
             f"The samples of {stream.first.loader.dataset} differ between the ranks{where}: in "
             f"{pairs} of {compared} cases in which two ranks read the same position, while each "
             "rank reads a position alike in all epochs. The sampler divides the dataset as if it "
@@ -44,7 +42,6 @@ def different_data(view: View) -> Iterator[Finding]:
             remedy="make the dataset with the same seed on all ranks, or on one, and broadcast it; "
             "an order of a Python set also differs between processes",
         )
-        return
 
 
 def _is_divided(stream: Stream) -> bool:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import JointPass, RankPass, Sample, Stream
-from ...view import View, ranks_text, unique
+from ...view import View, ranks_text
 from .contents import DISTINCT, LEAST_SAMPLES, by_contents, is_regular
 
 MOSTLY = 0.9  # of the batches or samples
@@ -18,20 +18,15 @@ CHOOSING = ("weighted", "subset", "balanced", "imbalanced", "curriculum")  # sam
 
 def same_samples(view: View) -> Iterator[Finding]:
     """Find ranks that train the same samples."""
-    if view.size < 2 or view.is_model_parallel:
-        return
     for stream in view.training:
         if len(stream.loaders) < 2 or stream.divides_batches:
             continue
         if (found := _same_batches(stream, view)) or (found := _whole_dataset(stream)):
             yield found
-            return
 
 
 def repeated_or_missing(view: View) -> Iterator[Finding]:
     """Find epochs in which samples occur several times, or not at all."""
-    if view.is_model_parallel:
-        return
     for stream in view.training:
         if stream.divides_batches:
             continue
@@ -80,7 +75,7 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
         )
         yield Finding(
             MISTAKES["epoch-not-set"],
-            unique([*ignored, stream.first.facts.line, loader.line]),
+            [*ignored, stream.first.facts.line, loader.line],
             f"{ranks_text(sorted(stream.loaders), view.size)} trained "
             f"{len(known[0])} samples each in the same random order in {epochs}: {reason}",
             values={"epochs": len(known), "samples": len(known[0])},
@@ -88,7 +83,6 @@ def epoch_not_set(view: View) -> Iterator[Finding]:
             nature=Nature.QUESTION if loader.is_iterable and not is_shuffled_stream else None,
             remedy="" if has_epoch else "make the order depend on the epoch",
         )
-        return
 
 
 def _same_batches(stream: Stream, view: View) -> Finding | None:
@@ -109,7 +103,7 @@ def _same_batches(stream: Stream, view: View) -> Finding | None:
     sampler = f" The sampler is {loader.sampler}." if loader.sampler else ""
     return Finding(
         MISTAKES["same-samples"],
-        unique([loader.sampler_return_line, *stream.lines]),
+        [loader.sampler_return_line, *stream.lines],
         f"{ranks_text(ranks, view.size)} trained the same samples in the same order{how}, "
         f"{samples} of each in the first epoch as far as it was run: a step computes the gradient "
         f"of one rank's batch several times.{sampler}",
@@ -160,7 +154,7 @@ def _whole_dataset(stream: Stream) -> Finding | None:
     n = len(plans)
     return Finding(
         MISTAKES["same-samples"],
-        unique([loader.sampler_return_line, *stream.lines]),
+        [loader.sampler_return_line, *stream.lines],
         f"Each of {n} ranks trains all {length} samples in each epoch, in another order: an epoch "
         f"of {n} ranks trains each sample {n} times. The sampler is {loader.sampler}.",
         ranks=sorted(plans),
@@ -210,7 +204,7 @@ def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
     yield Finding(
         MISTAKES["samples-repeated"],
-        unique([loader.sampler_return_line, *stream.lines]),
+        [loader.sampler_return_line, *stream.lines],
         f"An epoch trains {len(counts)} different samples, and {extra} of {total} times a sample "
         f"that was trained before, {where}; sample {_most(counts)} {max(counts.values())} times.",
         values={"different": len(counts), "repeated": extra, "trained": total},
@@ -245,7 +239,7 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
-        unique([*split, loader.sampler_return_line, *stream.lines]),
+        [*split, loader.sampler_return_line, *stream.lines],
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
         f"{example}." + " They are always the same ones. Is this wanted?" * is_remainder,
         values={"missing": missing, "samples": length},
@@ -291,7 +285,7 @@ def _differently_shuffled(view: View, stream: Stream, plan: dict[int, list[int]]
     loader = stream.first.loader
     return Finding(
         MISTAKES["different-random-numbers"],
-        unique([*seeds[:1], loader.sampler_seed_line, *stream.lines]),
+        [*seeds[:1], loader.sampler_seed_line, *stream.lines],
         f"The ranks' parts of an epoch overlap: {twice} samples are on several ranks, and "
         f"{missing} on none. Each rank takes its part of another random order "
         f"({loader.sampler}).",

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 
-from .....record.training.facts.samples import Phase
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding
 from ...relations import distance, vectors
 from ...steps import JointStep, shown
-from ...view import View, listed, unique
+from ...view import View, listed
 
 ONE_RANK = 0.02  # of the other ranks' coefficients, relative to the largest
-APART = 1e-3  # relative difference of gradients of different samples
 SAME = 1e-6  # relative difference of equal parameters
-LARGE = 0.5  # of the bytes of the parameters: a collective that exchanges them
 
 
 def not_exchanged(view: View) -> Iterator[Finding]:
@@ -21,7 +18,6 @@ def not_exchanged(view: View) -> Iterator[Finding]:
     if own and (source := _source_of_parameters(view, own)) is not None:
         view.averages_parameters = True
         yield _of_one_rank(view, own[0], source)
-        return
     if own and _averages_parameters(view, own):
         view.averages_parameters = True
         view.notes.append(
@@ -31,62 +27,10 @@ def not_exchanged(view: View) -> Iterator[Finding]:
         return
     if own:
         yield _all_parameters(view, own)
-        return
     for one in view.exchanges:
         names = [name for name in one.own if not _is_expert(view, one, name)]
         if names:
             yield _some_parameters(view, one, names)
-            return
-
-
-def one_rank_only(view: View) -> Iterator[Finding]:
-    """Find gradients that all ranks take from one of them."""
-    for one in view.exchanges:
-        if one.kind is not Kind.LINEAR or _is_own(one):
-            continue
-        largest = max(one.coefficients, key=abs)
-        rest = [abs(value) for value in one.coefficients if value is not largest]
-        if max(rest, default=0.0) > ONE_RANK * abs(largest):
-            continue
-        rank = one.coefficients.index(largest)
-        yield Finding(
-            MISTAKES["gradients-not-exchanged"],
-            unique([*view.gradient_lines(), *one.step.lines]),
-            f"In step {one.step.index + 1}, all ranks use the gradient of rank {rank}. The "
-            f"samples of the other ranks do not contribute.",
-            step=one.step.index + 1,
-            values={"rank": rank, "coefficient": largest},
-            remedy="exchange gradients with all_reduce, and divide by the number of ranks",
-        )
-        return
-
-
-def returned(view: View) -> Iterator[Finding]:
-    """Find gradients of ``torch.autograd.grad`` that are not exchanged."""
-    if view.size < 2 or view.is_model_parallel or view.averages_parameters:
-        return
-    for step in view.steps[:1]:
-        backwards = [one for each in step.steps for one in each.backwards]
-        if not backwards or not all(one.is_returned for one in backwards):
-            continue
-        used = [step.used(rank) for rank in range(step.size)]
-        names = [n for n in used[0] if n not in step.sharded and all(n in one for one in used)]
-        apart = [n for n in names if any(distance(used[0][n], one[n]) > APART for one in used)]
-        if len(apart) <= len(names) / 2:
-            continue
-        yield Finding(
-            MISTAKES["gradients-not-exchanged"],
-            unique([*(one.line for one in reversed(step.steps[0].backwards)), *step.lines]),
-            f"In step {step.index + 1}, {len(apart)} of {len(names)} parameters have another "
-            "gradient on each rank. torch.autograd.grad returns the gradients of this rank: no "
-            "wrapper exchanges them.",
-            step=step.index + 1,
-            layer=shown(apart[0]),
-            values={"parameters": len(apart), "of": len(names)},
-            remedy="exchange the gradients with all_reduce before the step, and divide by the "
-            "number of ranks",
-        )
-        return
 
 
 def _differ(one: Exchange) -> bool:
@@ -136,7 +80,7 @@ def _of_one_rank(view: View, one: Exchange, source: int) -> Finding:
     changed = [line for facts in after.steps for line in facts.value_lines]
     return Finding(
         MISTAKES["gradients-not-exchanged"],
-        unique([*changed, *view.gradient_lines(), *one.step.lines]),
+        [*changed, *view.gradient_lines(), *one.step.lines],
         f"In step {one.step.index + 1}, each rank uses its own gradient, and then all take the "
         f"parameters of rank {source}. The samples of the other ranks do not contribute.",
         step=one.step.index + 1,
@@ -153,16 +97,7 @@ def _averages_parameters(view: View, own: list[Exchange]) -> bool:
         if differed and _equal(step, before=True):
             return True
         differed = differed or not _equal(step, before=False)
-    if any(facts.before for facts in own[0].step.steps):
-        return False
-    whole = _parameter_bytes(view)
-    return any(
-        one.phase is not Phase.SETUP
-        and not one.is_in_backward
-        and one.nbytes >= LARGE * whole
-        and one.step < len(view.steps)
-        for one in view.ranks[0].collectives
-    ) and not _after_every_step(view)
+    return False
 
 
 def _equal(step: JointStep, before: bool) -> bool:
@@ -176,21 +111,6 @@ def _equal(step: JointStep, before: bool) -> bool:
         for other in found[1:]
         for name in found[0]
     )
-
-
-def _after_every_step(view: View) -> bool:
-    """Return whether large collectives run in each step: an exchange of gradients, at any place."""
-    steps = {one.step for one in view.ranks[0].collectives if one.phase is Phase.TRAINING}
-    return len(steps) >= len(view.steps)
-
-
-def _parameter_bytes(view: View) -> int:
-    width = {"float64": 8, "bfloat16": 2, "float16": 2}
-    total = 0
-    for model in view.ranks[0].models:
-        for one in model.parameters:
-            total += width.get(one.dtype, 4) * one.shard_numel
-    return max(total, 1)
 
 
 def _is_expert(view: View, one: Exchange, name: str) -> bool:
@@ -222,7 +142,7 @@ def _all_parameters(view: View, own: list[Exchange]) -> Finding:
     found = first.step
     return Finding(
         MISTAKES["gradients-not-exchanged"],
-        unique([*lines, *found.lines]),
+        [*lines, *found.lines],
         text,
         step=found.index + 1,
         values={"steps": len(own), "of_steps": of, "parameters": len(found.names)},
@@ -287,7 +207,7 @@ def _some_parameters(view: View, one: Exchange, names: list[str]) -> Finding:
         remedy = _OUTSIDE
     return Finding(
         MISTAKES["gradients-not-exchanged"],
-        unique([*lines, *view.gradient_lines(), *step.lines]),
+        [*lines, *view.gradient_lines(), *step.lines],
         text,
         step=step.index + 1,
         layer=shown(names[0]),

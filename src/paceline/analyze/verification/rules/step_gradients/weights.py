@@ -10,12 +10,10 @@ from .....record.training.facts.steps import BackwardFacts, StepFacts
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding, Nature
 from ...steps import trained
-from ...view import View, unique
-from .clipped_values import hook_ratio
+from ...view import View
 
 EXACT = 2e-3  # relative difference of factors that are equal
 MEASURED = 0.02  # the same of gradients, with their rounding
-LOOSE = 0.15  # the same of losses of models that draw random numbers
 SUMS = ("sum", "none")  # reductions whose value is known as the sum over the elements
 SAME_SCALE = 1e-5  # relative difference of factors that a script multiplies losses by
 
@@ -49,15 +47,12 @@ def exchanged_weight(view: View) -> Iterator[Finding]:
     for one in view.exchanges:
         if one.kind is not Kind.UNIFORM or view.size < 2:
             continue
-        ratio, is_certain = _ratio(view, one)
+        ratio, rates = _ratio(view, one), rate_ratio(view)
         if ratio is None:
             continue
-        limit = MEASURED if is_certain else LOOSE
-        rates = rate_ratio(view)
-        if is_near(ratio, n, limit) and not is_near(rates, 1 / n):
-            yield _summed(view, one, is_certain)
-            return
-        if is_near(ratio, 1 / n, limit):
+        if is_near(ratio, n, MEASURED) and not is_near(rates, 1 / n):
+            yield _summed(view, one)
+        if is_near(ratio, 1 / n, MEASURED):
             found = _too_small(view, one)
             if found.mistake.id == "loss-summed" and is_near(rates, n):
                 text = (
@@ -67,7 +62,6 @@ def exchanged_weight(view: View) -> Iterator[Finding]:
                 )
                 found = replace(found, text=text, nature=Nature.QUESTION)
             yield found
-            return
 
 
 def accumulation(view: View) -> Iterator[Finding]:
@@ -84,7 +78,7 @@ def accumulation(view: View) -> Iterator[Finding]:
         multiple = one.multiple if one.kind is Kind.UNIFORM else 1.0
         if is_near(multiple, 1 / count):  # divided after the backward
             weight *= multiple
-        lines = unique([backwards[-1].line, step.steps[0].line])
+        lines = [backwards[-1].line, step.steps[0].line]
         if is_near(weight, count):
             text = (
                 f"Each step adds the gradients of {count} batches, and the loss of each is not "
@@ -109,7 +103,6 @@ def accumulation(view: View) -> Iterator[Finding]:
             values={"batches": count, "weight": weight},
             remedy=f"divide the loss by {count}, once, and call zero_grad once per step",
         )
-        return
 
 
 def rate_ratio(view: View) -> float:
@@ -139,29 +132,27 @@ def is_compensated(view: View) -> bool:
     return multiple is not None and rates != 1.0 and is_near(multiple * rates, 1.0, MEASURED)
 
 
-def _ratio(view: View, one: Exchange) -> tuple[float | None, bool]:
-    """Return the gradient as a multiple of that of one process, and whether it was measured."""
+def _ratio(view: View, one: Exchange) -> float | None:
+    """Return the gradient as a multiple of that of one process; None if it is none.
+
+    Without a comparison, it follows from the exchange and from what the backwards start from.
+    """
     measured = view.reference.multiple(one.step, one.step.unclipped(0))
-    if measured is not None:
-        return measured, True
-    if view.reference.gradients(one.step) is not None:
-        return None, False  # another gradient, and no multiple
+    if measured is not None or view.reference.gradients(one.step) is not None:
+        return measured
     ours, theirs = _weight(one), _replayed_weight(view, one)
     backwards = one.step.backwards[0]
     if all(b.reduction in SUMS and is_plain_sum(b) for b in backwards):
         # One process would sum over the samples of all ranks, too. A scale by hand is in both.
-        return one.factor * _scale_by_hand(one), True
-    if ours is not None and theirs is not None and theirs > 0:
-        return one.multiple * ours / theirs, True
-    if ours is not None:
-        count = max(len(backwards), 1)
-        expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
-        known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
-        return hook_ratio(view, one) * one.multiple * known / expected, True
-    losses = view.reference.loss_ratio(one.step)
-    if losses is not None:  # N if the ranks' losses are means, 1 if they are parts of a sum
-        return one.factor * losses, False
-    return None, False
+        return one.factor * _scale_by_hand(one)
+    if ours is None:
+        return None
+    if theirs is not None and theirs > 0:
+        return one.multiple * ours / theirs
+    count = max(len(backwards), 1)
+    expected = min((1.0, float(count)), key=lambda one: abs(one - ours))
+    known = ours if is_near(ours, 1 / view.size) or is_near(ours, view.size) else expected
+    return one.multiple * known / expected
 
 
 def _weight(one: Exchange) -> float | None:
@@ -207,7 +198,7 @@ def _is_accumulation(facts: RankFacts, backwards: list[BackwardFacts]) -> bool:
     return all(fetched) and len(set(flat)) == len(flat) and len(loaders) == 1
 
 
-def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
+def _summed(view: View, one: Exchange) -> Finding:
     n = view.size
     step = one.step
     if is_near(one.multiple, n):
@@ -227,12 +218,11 @@ def _summed(view: View, one: Exchange, is_certain: bool) -> Finding:
         remedy = "leave out the multiplication of the loss"
     return Finding(
         MISTAKES["gradients-summed"],
-        unique(lines),
+        lines,
         text,
         step=step.index + 1,
         values={"factor": n, "ranks": n},
         remedy=remedy,
-        nature=None if is_certain else Nature.QUESTION,
     )
 
 
@@ -243,19 +233,19 @@ def _too_small(view: View, one: Exchange) -> Finding:
     if is_sum or (is_near(one.multiple, 1.0) and _is_like_alone(view, one)):
         return Finding(
             MISTAKES["loss-summed"],
-            unique(step.lines),
+            step.lines,
             f"The loss is a sum over the samples of a rank, and the gradient is the mean of {n} "
             f"ranks: it is 1/{n} of the gradient of one process with the same samples. The "
             "effective learning rate depends on the number of ranks.",
             step=step.index + 1,
             values={"factor": 1 / n, "ranks": n},
         )
-    if is_near(hook_ratio(view, one), 1 / n):
-        text = f"a hook divides them by {n}, and they are averaged"
-        lines, remedy = [*view.hook_lines(step), *step.lines], "leave out the division in the hook"
-    elif is_near(one.multiple, 1.0):
-        text = f"the loss is divided by {n} on each rank, and the gradients are averaged"
-        lines, remedy = step.lines, f"leave out the division of the loss by {n}"
+    if is_near(one.multiple, 1.0):
+        hooks = view.hook_lines(step)
+        what = "a hook or the loss divides" if hooks else "the loss is divided"
+        text = f"{what} by {n} on each rank, and the gradients are averaged"
+        lines = [*hooks, *step.lines]
+        remedy = f"leave out the division by {n}: the exchange averages already"
         if _weight(one) is None:
             text += ", or the loss is a sum over samples"
     else:
@@ -265,7 +255,7 @@ def _too_small(view: View, one: Exchange) -> Finding:
         remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
     return Finding(
         MISTAKES["gradients-divided-twice"],
-        unique(lines),
+        lines,
         f"In step {step.index + 1}, the gradient is 1/{n} of that of one process with the same "
         f"samples: {text}.",
         step=step.index + 1,
