@@ -200,8 +200,8 @@ class Mesh:
             return ""
         of_node = min(nodes.count(node) for node in nodes)
         return (
-            f"the ranks of the axis {axis} exchange in each layer, and {crossing[0]} are on several "
-            f"nodes. HINT: an extent that divides the {of_node} ranks of a node"
+            f"the ranks of the axis {axis} exchange in each layer, and {crossing[0]} are on "
+            f"several nodes. HINT: an extent that divides the {of_node} ranks of a node"
         )
 
     def header(self) -> dict[str, Any]:
