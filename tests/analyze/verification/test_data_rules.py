@@ -143,14 +143,6 @@ def test_stream_that_is_divided_twice_is_named():
     assert ids(read_whole((200, 200), 200)) == []  # each rank has as many steps as one process
 
 
-def test_stream_of_which_some_is_read_again_is_asked():
-    (one,) = [x for x in read_whole((130, 130), 200) if x.mistake.id == "samples-repeated"]
-    assert one.is_question
-    assert "2 ranks read 260 samples of the stream (130, 130), and one process reads 200" in (
-        one.text
-    )
-
-
 def test_few_samples_that_are_never_trained_are_asked_if_they_are_always_the_same():
     always = found_in(
         samples=32, sampler="BucketSampler", order=lambda r, n, e: shuffled(r, n, e, 28)

@@ -416,7 +416,7 @@ def test_parameters_that_change_between_steps_are_named_with_the_line():
     found = only(runs)
     assert found.mistake.id == "replicas-diverge"
     assert found.lines[0] == "train.py:31"
-    assert "Between steps 3 and 4" in found.text
+    assert "Before step 4, " in found.text
 
 
 def test_different_seeds_are_one_mistake():

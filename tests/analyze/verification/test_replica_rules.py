@@ -26,9 +26,11 @@ def averaged(values):
 
 
 def test_parameters_of_one_rank_are_no_average():
-    found = only(verified(Training(exchange=own, after_step=copied), with_replay=False))
+    runs = verified(Training(exchange=own, after_step=copied), with_replay=False)
+    runs.ranks[0].steps[1].value_lines = ["train.py:30"]
+    found = only(runs)
     assert found.mistake.id == "gradients-not-exchanged"
-    assert "all take the parameters of rank 0" in found.text
+    assert found.lines[0] == "train.py:30"
     assert ids(verified(Training(exchange=own, after_step=averaged), with_replay=False)) == []
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ...record.training.facts.events import OperatorFacts
 from ...record.training.facts.ranks import RankFacts
+from .differences import percent
 from .relations import epsilon
 from .replay import NOISE_FACTOR
 from .steps import parameters
@@ -53,10 +54,10 @@ def describe_noise(noise: float, traced: Sequence[RankFacts]) -> str:
     found = first_difference(*traced) if traced else None
     limit = "no difference from one process is seen"
     if NOISE_FACTOR * noise < 1:
-        limit = f"a difference from one process below {_percent(NOISE_FACTOR * noise)} is not seen"
+        limit = f"a difference from one process below {percent(NOISE_FACTOR * noise)} is not seen"
     if found is None:
         return (
-            f"the order of the samples of a batch changes gradients by {_percent(noise)} "
+            f"the order of the samples of a batch changes gradients by {percent(noise)} "
             f"(median), more than rounding does, so {limit}"
         )
     where = f" in {found.line}" if found.line else ""
@@ -74,10 +75,6 @@ def describe_noise(noise: float, traced: Sequence[RankFacts]) -> str:
             "operator is not deterministic, or it reads memory that is changed meanwhile"
         )
     return (
-        f"the script is not deterministic: {why}. Gradients differ by {_percent(noise)} "
+        f"the script is not deterministic: {why}. Gradients differ by {percent(noise)} "
         f"(median) from run to run, so {limit}"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"

@@ -62,6 +62,11 @@ class Difference:
             f"{percent(self.rounding)})"
         )
 
+    @property
+    def sentence(self) -> str:
+        """The difference as a sentence without full stop."""
+        return f"{self.text[0].upper()}{self.text[1:]}"
+
 
 def percent(share: float) -> str:
     """Return a share in percent, with two digits."""

@@ -10,7 +10,6 @@ from .rules import (
     checkpoints,
     logged_metrics,
     one_process,
-    outputs,
     printed_losses,
     printed_values,
     random_numbers,
@@ -32,11 +31,10 @@ RULES: tuple[Rule, ...] = (
     replicas.start_different,
     not_exchanged.not_exchanged,
     epochs.same_samples,
-    contents.same_without_loader,
+    contents.without_loader,
     random_numbers.different_split,
     different_data.different_data,
     epochs.repeated_or_missing,
-    contents.never_trained,
     epochs.epoch_not_set,
     contents.same_order,
     contents.kept_batches,
@@ -57,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     states.differ,
     validation.coverage,
     logged_metrics.logged_metric_of_one_rank,
-    outputs.metric_of_one_rank,
+    printed_values.of_one_rank,
     printed_values.differ,
     checkpoints.written_by_all,
     resumes.resumed_fails,
@@ -72,8 +70,8 @@ SEVERAL = {epochs.repeated_or_missing, validation.coverage, states.differ}  # fi
 # They compare ranks that have copies of one model and train different samples.
 OF_COPIES = {
     *(replicas.start_different, replicas.skipped_steps, replicas.diverge),
-    *(epochs.same_samples, epochs.repeated_or_missing, contents.same_without_loader),
-    *(different_data.different_data, contents.never_trained, random_numbers.same_on_ranks),
+    *(epochs.same_samples, epochs.repeated_or_missing, contents.without_loader),
+    *(different_data.different_data, random_numbers.same_on_ranks),
     *(states.buffers_differ, states.differ),
 }
 
@@ -127,13 +125,8 @@ def _judged(view: View, found: Sequence[Finding]) -> Iterator[Finding]:
         elif is_compensated(view):
             yield replace(one, nature=Nature.QUESTION)
         elif difference is not None and difference.index + 1 <= one.step:
-            measured = f"{difference.text[0].upper()}{difference.text[1:]}."
-            yield replace(
-                one,
-                text=f"{one.text} {measured}",
-                nature=Nature.MEASURED,
-                difference=difference,
-            )
+            text = f"{one.text} {difference.sentence}."
+            yield replace(one, text=text, nature=Nature.MEASURED, difference=difference)
 
 
 def _ordered(found: Iterable[Finding]) -> list[Finding]:

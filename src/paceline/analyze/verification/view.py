@@ -180,6 +180,11 @@ class View:
                 found.append(line)
         return found[::-1]
 
+    def seed_lines_of_ranks(self) -> list[str]:
+        """Return lines that gave each rank another seed."""
+        kinds = ("torch", "numpy", "python")
+        return [line for one in kinds for line in self.seed_lines(one, are_equal=False)]
+
     def change_lines(self, step: JointStep) -> list[str]:
         """Return the lines of the script that change gradients after a backward, in order.
 

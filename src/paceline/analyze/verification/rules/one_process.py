@@ -25,7 +25,7 @@ def part_loss(view: View) -> Iterator[Finding]:
     if one is None or "part-loss" not in view.comparison.meant:
         return
     more = (
-        f" {_IN_TURN[0].upper()}{_IN_TURN[1:]} computes the same gradient as the ranks: what a "
+        f" O{_IN_TURN[1:]} computes the same gradient as the ranks: what a "
         "rank computes depends on which samples are in its part of the batch."
     )
     remedy = (
@@ -53,7 +53,7 @@ def _lines(view: View, one: Difference) -> list[str]:
 def _finding(
     one: Difference, lines: list[str], more: str, nature: Nature, meant: str = "", remedy: str = ""
 ) -> Finding:
-    text = f"{one.text[0].upper()}{one.text[1:]}"
+    text = one.sentence
     if len(one.names) > 1:
         text += f"; so do those of {len(one.names) - 1} other{'s' * (len(one.names) > 2)}"
     return Finding(
@@ -85,7 +85,7 @@ def batch_norm(view: View) -> Iterator[Finding]:
         f"one rank, where one process with the global batch has {sizes[0] * view.size}."
     )
     if is_confirmed:
-        text += f" {_IN_TURN[0].upper()}{_IN_TURN[1:]} computes the same gradients."
+        text += f" O{_IN_TURN[1:]} computes the same gradients."
     yield Finding(
         MISTAKES["batch-norm-of-one-rank"],
         [model.line],

@@ -13,6 +13,7 @@ from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR
 from ..steps import JointStep
 from ..view import View, is_reduction
+from .logged_metrics import own_metrics
 from .printed_losses import (
     NUMBER,
     is_mean_loss,
@@ -30,7 +31,12 @@ FLIPPED = 1.6  # samples whose class may be another one by rounding
 METRIC_BYTES = 1024  # of a collective that combines metrics
 SHARE = 0.02  # distance of a share from whole samples, in samples
 TRAINED = re.compile(r"train|running|\bstep\b|\bbatch\b|\biter", re.IGNORECASE)
-EVALUATED = re.compile(r"val|eval|test|dev\b|acc|score|\bf1|auc|iou|dice|bleu", re.IGNORECASE)
+EVALUATED = re.compile(
+    r"\b(valid|ppl|perplexity|error|err|score|metric|correct|top-?[15]|precision|recall|bleu|m?iou|"
+    r"mse|mae|rmse|r2|dice|map|f1|auc|acc|dev)(?=\b|[_\d@])|accuracy|(\b|_)(val|test|eval)",
+    re.IGNORECASE,
+)
+RANK = re.compile(r"\brank\b", re.IGNORECASE)
 # Words before a number, and units after it, of what depends on the machine or the number of ranks.
 MACHINE = re.compile(
     r"time|took|elapsed|second|eta\b|per.?sec|throughput|speed|mem|rank|world|proc|gpu|batch.?size"
@@ -83,6 +89,48 @@ def differ(view: View) -> Iterator[Finding]:
                 found.append(one)
     found.sort(key=lambda one: (one.is_question, one.step or 0))
     yield from found[:1]
+
+
+def of_one_rank(view: View) -> Iterator[Finding]:
+    """Find values of a divided evaluation that are printed before any exchange."""
+    facts = view.ranks[0]
+    if view.size < 2 or own_metrics(view):  # Lightning's are known by name
+        return
+    evaluations = [one for one in facts.outputs if one.phase is Phase.EVALUATION]
+    for one in evaluations:
+        is_own = not RANK.search(one.text) and not is_printed_by(view.ranks[1:], one)
+        if not (is_own and NUMBER.search(one.text) and EVALUATED.search(one.text)):
+            continue
+        parts = [_evaluated(facts, one.step, one.batches)]
+        parts += [_evaluated(each, one.step) for each in view.ranks[1:]]
+        is_combined = any(
+            is_reduction(each) and each.phase is Phase.EVALUATION and each.step == one.step
+            for each in facts.collectives[: one.collectives]
+        )
+        if is_combined or not all(parts) or all(part == parts[0] for part in parts):
+            continue
+        text = one.text.strip()[:80]
+        yield Finding(
+            MISTAKES["metric-of-one-rank"],
+            [one.line, *_loops(view, one)],
+            f"Rank 0 prints {text!r} after it has evaluated {len(parts[0])} of "
+            f"{len(set().union(*parts))} samples, its own part, and no collective combines the "
+            f"values of {view.size} ranks before.",
+            ranks=[0],
+            values={"samples": len(parts[0]), "text": text},
+        )
+
+
+def _loops(view: View, output: OutputFacts) -> list[str]:
+    """Return the lines of the evaluations that come before an output."""
+    return [
+        line
+        for stream in view.evaluation
+        if any(
+            made.facts.first_step == output.step for x in stream.passes for made in x.ranks.values()
+        )
+        for line in reversed(stream.lines)
+    ]
 
 
 def _pairs(view: View, replay: RankFacts) -> Iterator[list[_Pair]]:
@@ -147,7 +195,11 @@ def _same_samples(view: View, replay: RankFacts, step: int) -> int | None:
     return len(ours) if ours == theirs else None
 
 
-def _evaluated(facts: RankFacts, step: int) -> set[tuple[int, ...]]:
+def _evaluated(facts: RankFacts, step: int, end: int | None = None) -> set[tuple[int, ...]]:
+    """Return the contents of the samples that a rank evaluates after a step.
+
+    end: Number of batches that are looked at, if not all.
+    """
     passes = {
         (loader.key, one.number)
         for loader in facts.loaders
@@ -156,7 +208,7 @@ def _evaluated(facts: RankFacts, step: int) -> set[tuple[int, ...]]:
     }
     return {
         content
-        for batch in facts.batches
+        for batch in facts.batches[:end]
         if (batch.loader, batch.pass_number) in passes
         for content in zip(*batch.contents, strict=True)
     }
@@ -233,16 +285,6 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     is_other_training = view.replay.in_parts or bool(view.comparison.meant)
     if is_other_training:
         is_evaluated = is_evaluated and bool(EVALUATED.search(label))
-    loops = [
-        line
-        for stream in view.evaluation
-        if any(
-            made.facts.first_step == one.output.step
-            for x in stream.passes
-            for made in x.ranks.values()
-        )
-        for line in reversed(stream.lines)
-    ]
     steps = view.ranks[0].steps
     others = {"", *view.gradient_lines(), *(x.line for step in steps for x in step.clips)}
     others |= {step.line for step in steps} | {x.line for one in steps for x in one.backwards}
@@ -257,7 +299,7 @@ def _finding(view: View, one: _Pair, label: str, values: tuple[str, str]) -> Fin
     of = f" of {one.samples} samples" if is_evaluated else ""
     return Finding(
         MISTAKES["metric-differs"],
-        [*reductions[::-1], one.output.line, *loops],
+        [*reductions[::-1], one.output.line, *_loops(view, one.output)],
         f"After {one.output.step} steps, {view.size} ranks print {ours} in "
         f"{one.output.text.strip()[:80]!r}. One process with the same parameters prints {theirs}"
         f"{of}.",

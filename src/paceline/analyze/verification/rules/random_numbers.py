@@ -7,7 +7,6 @@ from itertools import combinations
 from ....record.training.facts.events import DrawFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
-from ..passes import Stream
 from ..view import View, ranks_text
 
 LEAST = 2  # draws that must be equal
@@ -77,7 +76,7 @@ def same_in_workers(view: View) -> Iterator[Finding]:
             loader = next((one for one in facts.loaders if one.key == key), None)
             if loader is None or not any(p.phase is Phase.TRAINING for p in loader.passes):
                 continue
-            text = _between_workers(found) or _between_passes(found)
+            text = _of_equal_draws(found)
             if text:
                 lines = [_line(found), loader.line]
                 yield Finding(
@@ -93,57 +92,23 @@ def same_in_workers(view: View) -> Iterator[Finding]:
 
 
 def different_split(view: View) -> Iterator[Finding]:
-    """Find ranks that split a dataset differently, before a sampler divides it among them."""
-    if view.size < 2:
-        return
-    for stream in (*view.training, *view.evaluation):
-        loaders = stream.loaders
-        if len(loaders) < view.size or stream.first.loader.is_iterable:
-            continue
-        if (found := _leak(view, stream)) is not None:
-            yield found
-        first = stream.first.loader
-        is_divided = "distributed" in first.sampler.lower()
-        checksums = {one.dataset_checksum for one in loaders.values()}
-        lengths = {one.dataset_length for one in loaders.values()}
-        subsets = [one.subset for one in loaders.values()]
-        if 0 in checksums or len(checksums) < 2 or not is_divided:
-            continue
-        parts = [set(one) for one in subsets if one is not None]
-        if len(parts) == len(loaders) and sum(map(len, parts)) == len(set().union(*parts)):
-            continue  # a part for each rank, made on purpose
-        if len(lengths) > 1 or (first.dataset != "Subset" and all(one is None for one in subsets)):
-            continue
-        yield Finding(
-            MISTAKES["different-random-numbers"],
-            [*_split_lines(view, stream), *stream.lines],
-            f"The ranks' datasets of {first.dataset_length} samples contain different samples, and "
-            f"{first.sampler} divides them as if they were equal: samples are trained several "
-            "times or never, and those of one rank's validation are trained by another.",
-            values={"samples": first.dataset_length or 0},
-            remedy="split with a generator that has the same seed on all ranks, such as "
-            "random_split(..., generator=torch.Generator().manual_seed(0))",
-        )
-
-
-def _leak(view: View, stream: Stream) -> Finding | None:
-    """Return a finding if samples that one rank validates are trained by another."""
-    if stream.phase is not Phase.TRAINING or not stream.has_root:
-        return None
-    trained = {rank: set(one.subset or ()) for rank, one in stream.loaders.items()}
-    for other in view.evaluation:
-        if not other.has_root or other.first.loader.root_checksum != (
+    """Find ranks that split a dataset differently: one trains what another one validates."""
+    pairs = [(one, other) for one in view.training for other in view.evaluation]
+    for stream, other in pairs:
+        if not (stream.has_root and other.has_root) or other.first.loader.root_checksum != (
             stream.first.loader.root_checksum
         ):
             continue
+        trained = {rank: set(one.subset or ()) for rank, one in stream.loaders.items()}
         tested = {rank: set(one.subset or ()) for rank, one in other.loaders.items()}
         for a, b in combinations(sorted(trained), 2):
             own = any(trained[one] & tested.get(one, set()) for one in (a, b))
             mixed = (trained[a] & tested.get(b, set())) | (trained[b] & tested.get(a, set()))
             if mixed and not own:
-                return Finding(
+                lines = [stream.first.loader.split_line, *view.seed_lines_of_ranks()[:1]]
+                yield Finding(
                     MISTAKES["different-random-numbers"],
-                    [*_split_lines(view, stream), *stream.lines, *other.lines],
+                    [*lines, *stream.lines, *other.lines],
                     f"Ranks {a} and {b} split the dataset differently: {len(mixed)} samples are "
                     "trained on one of them and validated on the other.",
                     ranks=[a, b],
@@ -151,13 +116,6 @@ def _leak(view: View, stream: Stream) -> Finding | None:
                     remedy="split with a generator that has the same seed on all ranks, such as "
                     "random_split(..., generator=torch.Generator().manual_seed(0))",
                 )
-    return None
-
-
-def _split_lines(view: View, stream: Stream) -> list[str]:
-    """Return where the dataset was split, and a line that gave ranks different seeds."""
-    seeds = [*view.seed_lines("torch", False), *view.seed_lines("numpy", False)]
-    return [stream.first.loader.split_line, *seeds[:1]]
 
 
 def _key(one: DrawFacts) -> Key:
@@ -210,29 +168,19 @@ def _line(draws: Sequence[DrawFacts]) -> str:
     return next((one.line for one in draws if one.line), "")
 
 
-def _between_workers(draws: Sequence[DrawFacts]) -> str:
-    """Return which workers draw the same, in words; "" if none do."""
+def _of_equal_draws(draws: Sequence[DrawFacts]) -> str:
+    """Return which workers, or which epochs, draw the same, in words; "" if none do."""
     by_worker: dict[int, dict[Key, int]] = defaultdict(dict)
-    for one in draws:
-        if one.worker is not None:
-            nth = sum(key[0] == one.pass_number for key in by_worker[one.worker])
-            by_worker[one.worker][one.pass_number, nth] = one.state
-    for a, b in combinations(sorted(by_worker), 2):
-        both = by_worker[a].keys() & by_worker[b].keys()
-        equal = sum(by_worker[a][key] == by_worker[b][key] for key in both)
-        if equal >= 1 and equal >= MOSTLY * len(both):
-            return f"workers {a} and {b} load samples"
-    return ""
-
-
-def _between_passes(draws: Sequence[DrawFacts]) -> str:
-    """Return which epochs draw the same, in words; "" if none do."""
     by_pass: dict[int, dict[Key, int]] = defaultdict(dict)
     for one in draws:
         by_pass[one.pass_number][one.worker, one.number] = one.state
-    for a, b in combinations(sorted(by_pass), 2):
-        both = by_pass[a].keys() & by_pass[b].keys()
-        equal = sum(by_pass[a][key] == by_pass[b][key] for key in both)
-        if equal >= LEAST and equal >= MOSTLY * len(both):
-            return f"epochs {a + 1} and {b + 1} load samples"
+        if one.worker is not None:
+            nth = sum(key[0] == one.pass_number for key in by_worker[one.worker])
+            by_worker[one.worker][one.pass_number, nth] = one.state
+    for what, states, first, least in (("workers", by_worker, 0, 1), ("epochs", by_pass, 1, LEAST)):
+        for a, b in combinations(sorted(states), 2):
+            both = states[a].keys() & states[b].keys()
+            equal = sum(states[a][key] == states[b][key] for key in both)
+            if equal >= least and equal >= MOSTLY * len(both):
+                return f"{what} {a + first} and {b + first} load samples"
     return ""

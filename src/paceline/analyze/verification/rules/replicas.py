@@ -122,57 +122,45 @@ def diverge(view: View) -> Iterator[Finding]:
     if view.averages_parameters:
         return
     for step in view.steps:
-        if (between := _between_steps(view, step)) is not None:
-            yield between
-        rows = [facts.parameters for facts in step.steps]
-        names = [n for n in rows[0] if n not in step.sharded and not view.is_flat(n)]
-        different = _different(
-            view.ranks, [{name: one[name] for name in names if name in one} for one in rows]
-        )
-        wrong = [name for name in different if _exceeds_rounding(step, name)]
-        if not wrong:
-            continue
-        ranks = sorted({rank for name in wrong for rank in different[name]})
-        few = len(wrong) < len(names)
+        own = {n for n in step.steps[0].parameters if n in step.sharded or view.is_flat(n)}
+        for is_before in (True, False):
+            if is_before and not step.index:
+                continue
+            rows = [one.before if is_before else one.parameters for one in step.steps]
+            rows = [{n: row for n, row in one.items() if n not in own} for one in rows]
+            found = _different(view.ranks, rows)
+            if not is_before:
+                found = {name: x for name, x in found.items() if _exceeds_rounding(step, name)}
+            if found:
+                yield _apart(view, step, found, len(rows[0]), is_before)
+
+
+def _apart(
+    view: View, step: JointStep, found: Mapping[str, list[int]], of: int, is_before: bool
+) -> Finding:
+    """Return the finding of parameters that differ before a step, or after it."""
+    ranks = sorted({rank for each in found.values() for rank in each})
+    names = [shown(one) for one in found]
+    changed = [line for one in step.steps for line in one.value_lines] if is_before else []
+    text = f"differ between rank 0 and {ranks_text(ranks, view.size).lower()}"
+    if is_before:
         text = (
-            f"After step {step.index + 1}, {listed([shown(one) for one in wrong])} differ between "
-            f"rank 0 and {ranks_text(ranks, view.size).lower()}"
+            f"Before step {step.index + 1}, {listed(names)} {text}, and after step {step.index} "
+            "they did not: the script changes them outside of the optimizer's step."
         )
-        text += f"; {len(names) - len(wrong)} other parameters are equal." if few else "."
-        text += _gradients_too(step, wrong)
-        yield Finding(
-            MISTAKES["replicas-diverge"],
-            [step.steps[0].line, *step.lines],
-            text,
-            ranks=ranks,
-            step=step.index + 1,
-            layer=shown(wrong[0]),
-            values={"parameters": len(wrong), "of": len(names)},
-        )
-
-
-def _between_steps(view: View, step: JointStep) -> Finding | None:
-    """Return a finding if parameters differ before a step that were equal after the one before."""
-    if step.index == 0 or not all(one.before for one in step.steps):
-        return None
-    own = {n for n in step.steps[0].before if n in step.sharded or view.is_flat(n)}
-    rows = [{n: r for n, r in one.before.items() if n not in own} for one in step.steps]
-    different = _different(view.ranks, rows)
-    if not different:
-        return None
-    ranks = sorted({rank for found in different.values() for rank in found})
-    names = [shown(name) for name in different]
-    changed = [line for one in step.steps for line in one.value_lines]
+    else:
+        text = f"After step {step.index + 1}, {listed(names)} {text}"
+        rest = of - len(found)
+        text += f"; {rest} other parameters are equal." if rest else "."
+        text += _gradients_too(step, list(found))
     return Finding(
         MISTAKES["replicas-diverge"],
         [*changed, step.steps[0].line, *step.lines],
-        f"Between steps {step.index} and {step.index + 1}, {listed(names)} become different on "
-        f"rank 0 and {ranks_text(ranks, view.size).lower()}: the script changes them outside of "
-        "the optimizer's step.",
+        text,
         ranks=ranks,
         step=step.index + 1,
         layer=names[0],
-        values={"parameters": len(different), "of": len(rows[0])},
+        values={"parameters": len(found), "of": of},
     )
 
 

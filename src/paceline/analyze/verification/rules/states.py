@@ -48,7 +48,7 @@ def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
     norms = [name for name in names if name.endswith(STATISTICS)]
     model = view.ranks[0].models[0] if view.ranks[0].models else None
     layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
-    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
+    seeds = view.seed_lines_of_ranks()
     kind, remedy, nature = "state-differs", "", Nature.QUESTION
     before = _buffer(view.steps[0], names[0])[:1]
     text = f"The buffers {listed([shown(one) for one in names])} "
@@ -136,7 +136,7 @@ def differ(view: View) -> Iterator[Finding]:
                 f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
                 f"{rank} after {ours.step} steps: {what}."
                 + " Does the loss depend on it? Then it must agree." * is_asked
-                + (f" {differs.text[0].upper()}{differs.text[1:]}." if differs is not None else ""),
+                + (f" {differs.sentence}." if differs is not None else ""),
                 ranks=[rank],
                 step=ours.step or None,
                 values={"kind": ours.kind},

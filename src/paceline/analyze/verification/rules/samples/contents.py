@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from .....record.training.facts.samples import BatchFacts
-from ...mistakes import MISTAKES, Finding, Nature
+from ...mistakes import MISTAKES, Finding
 from ...passes import Sample, Stream, streams
 from ...view import View
 
@@ -15,7 +15,6 @@ UNIQUE = 0.98  # of the samples of a rank: then equal ones on several ranks are 
 AGAIN = 0.25  # of the batches, that occur again
 NEARLY_ALL = 0.9
 MISSING = 0.1  # of the samples of a stream
-MOST_OF_RANKS = 0.75  # of N times the samples of one process
 LEAST_KEPT = 4  # batches that are trained again
 LEAST_PERIOD = 3  # batches of an epoch, without which an order can't be told
 SHARED = 0.1  # of the samples of two ranks
@@ -74,54 +73,38 @@ def kept_batches(view: View) -> Iterator[Finding]:
         )
 
 
-def same_without_loader(view: View) -> Iterator[Finding]:
-    """Find scripts without a loader whose ranks train the same samples in orders of their own."""
+def without_loader(view: View) -> Iterator[Finding]:
+    """Find samples that all ranks train, or none does, where a script has no loader."""
     for stream in view.training:
-        if stream.first.loader.dataset or len(stream.loaders) < view.size:
-            continue
-        epochs = [
-            until_again(stream, rank, stream.passes[0].ranks[rank].batches)
-            for rank in stream.loaders
-        ]
-        smallest = min(map(len, epochs))
-        common = set.intersection(*map(set, epochs))
-        if not smallest or len(common) < UNIQUE * max(map(len, epochs)):
-            continue
-        yield Finding(
-            MISTAKES["same-samples"],
-            [stream.first.loader.sampler_seed_line, *stream.lines],
-            f"Each of {view.size} ranks trains the same {len(common)} samples before it begins "
-            "again, in another order: an epoch of all ranks trains each sample "
-            f"{view.size} times.",
-            values={"samples": len(common), "times": view.size},
-            remedy="give each rank a part of one order that is the same on all ranks",
-        )
-
-
-def never_trained(view: View) -> Iterator[Finding]:
-    """Find samples that one process trains in an epoch, and no rank ever does."""
-    for stream in view.training:
-        if stream.first.loader.dataset or len(stream.loaders) < view.size:
-            continue
-        of_one = stream_of_one(view, stream)
-        made = stream.passes[0].ranks
+        made, line = stream.passes[0].ranks, stream.first.loader.sampler_seed_line
         epochs = [until_again(stream, rank, one.batches) for rank, one in made.items()]
+        if stream.first.loader.dataset or len(stream.loaders) < view.size or not all(epochs):
+            continue
+        common = set.intersection(*map(set, epochs))
+        if len(common) >= UNIQUE * max(map(len, epochs)):
+            yield Finding(
+                MISTAKES["same-samples"],
+                [line, *stream.lines],
+                f"Each of {view.size} ranks trains the same {len(common)} samples before it begins "
+                "again, in another order: an epoch of all ranks trains each sample "
+                f"{view.size} times.",
+                values={"samples": len(common), "times": view.size},
+                remedy="give each rank a part of one order that is the same on all ranks",
+            )
+        of_one = stream_of_one(view, stream)
         whole = set(until_again(of_one, 0, of_one.first.batches)) if of_one else set()
         ever = {one for rank, each in made.items() for one in stream.read(rank, each)}
-        if not whole or not all(epochs) or len(ever & whole) < UNIQUE * len(ever):
-            continue
-        missing = len(whole - ever)
+        missing = len(whole - ever) * (len(ever & whole) >= UNIQUE * len(ever))
         largest = max(batch.samples for one in made.values() for batch in one.batches)
-        if missing <= view.size * largest:  # a remainder
-            continue
-        yield Finding(
-            MISTAKES["samples-never-trained"],
-            [*stream.lines, stream.first.loader.sampler_seed_line],
-            f"One process trains {len(whole)} different samples in an epoch. {view.size} ranks "
-            f"train {', '.join(str(len(each)) for each in epochs)} in one, and never "
-            f"{missing} of them.",
-            values={"missing": missing, "samples": len(whole)},
-        )
+        if missing > view.size * largest:  # else a remainder
+            yield Finding(
+                MISTAKES["samples-never-trained"],
+                [*stream.lines, line],
+                f"One process trains {len(whole)} different samples in an epoch. {view.size} ranks "
+                f"train {', '.join(str(len(each)) for each in epochs)} in one, and never "
+                f"{missing} of them.",
+                values={"missing": missing, "samples": len(whole)},
+            )
 
 
 def stream_of_one(view: View, stream: Stream) -> Stream | None:
@@ -170,83 +153,35 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
         common = set(read[one]) & set(read[two])
         if len(common) < max(SHARED * min(len(read[one]), len(read[two])), LEAST_SAMPLES):
             continue
-        together = _are_together(read[one], common) and _are_together(read[two], common)
-        seeds = [*view.seed_lines("python", False), *view.seed_lines("numpy", False)]
-        seeds += view.seed_lines("torch", False)
-        kind = "samples-repeated" if together else "different-random-numbers"
         yield Finding(
-            MISTAKES[kind],
-            [*(seeds[:1] if not together else []), *stream.lines],
+            MISTAKES["samples-repeated"],
+            [*view.seed_lines_of_ranks()[:1], *stream.lines],
             f"Ranks {one} and {two} trained {len(common)} equal samples among their first "
-            f"{len(read[one])} and {len(read[two])} of an epoch: "
-            + (
-                "their parts overlap."
-                if together
-                else "each takes its part of another random order."
-            ),
+            f"{len(read[one])} and {len(read[two])} of an epoch: their parts overlap.",
             ranks=[one, two],
             values={"samples": len(common), "of": len(read[one])},
-            remedy="" if together else "shuffle with the same seed on all ranks before the split",
+            remedy="divide one order that is the same on all ranks",
         )
 
 
 def _other_total(view: View, stream: Stream) -> Iterator[Finding]:
-    """Find streams of which all ranks together read less than one process does, or more."""
-    loader = stream.first.loader
-    made = next(
-        (x for x in (view.single.loaders if view.single else []) if x.line == loader.line), None
-    )
-    first = next((x for x in made.passes if x.phase is stream.phase), None) if made else None
-    ranks = stream.passes[0].ranks
-    are_read = all(one.facts.is_read for one in ranks.values()) and len(ranks) == stream.size
-    if (
-        view.runs.alone is None
-        or first is None
-        or not first.is_read
-        or not are_read
-        or stream.size < 2
-    ):
+    """Find streams of which all ranks together read less than one process does."""
+    of_one, ranks = stream_of_one(view, stream), stream.passes[0].ranks
+    every = [*ranks.values(), *(one.first for one in [of_one] if one is not None)]
+    if of_one is None or len(ranks) < stream.size or not all(x.facts.is_read for x in every):
         return
-    assert view.single is not None
-    assert made is not None
-    whole = first.skipped_samples + sum(
-        one.samples
-        for one in view.single.batches
-        if (one.loader, one.pass_number) == (made.key, first.number)
-    )
-    read = {
-        rank: one.facts.skipped_samples + sum(batch.samples for batch in one.batches)
-        for rank, one in ranks.items()
-    }
-    total = sum(read.values())
-    # Each rank may read a number of batches that does not depend on the number of ranks.
-    if 1 + MISSING < total / max(whole, 1) < MOST_OF_RANKS * stream.size:
+    *read, whole = [x.facts.skipped_samples + sum(b.samples for b in x.batches) for x in every]
+    missing, loader = whole - sum(read), stream.first.loader
+    if missing > max(stream.size * (loader.batch_size or 1), MISSING * whole):
         yield Finding(
-            MISTAKES["samples-repeated"],
+            MISTAKES["samples-never-trained"],
             [loader.sampler_seed_line, *stream.lines],
-            f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
-            f"({', '.join(map(str, read.values()))}), and one process reads {whole}. Do some "
-            "occur several times?",
-            values={"trained": total, "samples": whole},
-            nature=Nature.QUESTION,
+            f"In the first epoch, {stream.size} ranks read {sum(read)} samples of the stream "
+            f"({', '.join(map(str, read))}), and one process reads {whole}: {missing} samples are "
+            "on no rank.",
+            values={"missing": missing, "samples": whole},
+            remedy="divide the stream once: by the number of ranks times the number of workers",
         )
-    if whole - total <= max(stream.size * (loader.batch_size or 1), MISSING * whole):
-        return
-    yield Finding(
-        MISTAKES["samples-never-trained"],
-        [loader.sampler_seed_line, *stream.lines],
-        f"In the first epoch, {stream.size} ranks read {total} samples of the stream "
-        f"({', '.join(map(str, read.values()))}), and one process reads {whole}: "
-        f"{whole - total} samples are on no rank.",
-        values={"missing": whole - total, "samples": whole},
-        remedy="divide the stream once: by the number of ranks times the number of workers",
-    )
-
-
-def _are_together(order: Sequence[Sample], common: set[Sample]) -> bool:
-    """Return whether the common samples are one after the other."""
-    positions = [at for at, sample in enumerate(order) if sample in common]
-    return sum(after - before > 1 for before, after in pairwise(positions)) <= 1
 
 
 def _repeated_batches(stream: Stream) -> Iterator[Finding]:

@@ -36,11 +36,8 @@ def repeated_or_missing(view: View) -> Iterator[Finding]:
         plans = [plan for one in stream.passes if (plan := _plans(stream, one))]
         if not plans:
             continue
-        found = list(_repeated(stream, plans))
-        if found and _split_differs(stream, plans[0]):
-            yield _differently_shuffled(view, stream, plans[0])
-        else:
-            yield from (*found, *_missing(stream, plans))
+        yield from _repeated(view, stream, plans)
+        yield from _missing(stream, plans)
 
 
 def epoch_not_set(view: View) -> Iterator[Finding]:
@@ -181,7 +178,9 @@ def _padding(stream: Stream) -> int:
     return stream.size * batch - 1
 
 
-def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[Finding]:
+def _repeated(
+    view: View, stream: Stream, plans: Sequence[dict[int, list[int]]]
+) -> Iterator[Finding]:
     plan = plans[0]
     counts = Counter(at for one in plan.values() for at in one)
     extra = sum(count - 1 for count in counts.values())
@@ -202,11 +201,12 @@ def _repeated(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator
     if across < OVERLAP * total and sum(within.values()) < OVERLAP * total:
         return
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
+    most, times = counts.most_common(1)[0]
     yield Finding(
         MISTAKES["samples-repeated"],
-        [loader.sampler_return_line, *stream.lines],
+        [*view.seed_lines_of_ranks()[:1], loader.sampler_return_line, *stream.lines],
         f"An epoch trains {len(counts)} different samples, and {extra} of {total} times a sample "
-        f"that was trained before, {where}; sample {_most(counts)} {max(counts.values())} times.",
+        f"that was trained before, {where}; sample {most} {times} times.",
         values={"different": len(counts), "repeated": extra, "trained": total},
     )
 
@@ -260,40 +260,6 @@ def _covers_by_rank(stream: Stream) -> bool:
     return len(parts) > 1 and len(set(parts)) == len(parts)
 
 
-def _split_differs(stream: Stream, plan: dict[int, list[int]]) -> bool:
-    """Return whether ranks took their parts from different random orders.
-
-    Then about as many samples are on several ranks as on none.
-    """
-    length = stream.first.loader.dataset_length or 0
-    sizes = {len(one) for one in plan.values()}
-    within = sum(len(one) - len(set(one)) for one in plan.values())
-    missing = length - len({at for one in plan.values() for at in one})
-    is_random = not any(is_regular(order) for order in plan.values())
-    whole = sum(map(len, plan.values()))
-    is_split = within == 0 and is_random and abs(whole - length) <= _padding(stream)
-    by_chance = length * (1 - 1 / len(plan)) ** len(plan)  # samples that are on no rank
-    are_equal = max(sizes) - min(sizes) <= 1 + max(sizes) * OVERLAP
-    return is_split and are_equal and missing > by_chance / 2
-
-
-def _differently_shuffled(view: View, stream: Stream, plan: dict[int, list[int]]) -> Finding:
-    counts = Counter(at for one in plan.values() for at in one)
-    twice = sum(count > 1 for count in counts.values())
-    missing = (stream.first.loader.dataset_length or 0) - len(counts)
-    seeds = view.seed_lines("torch", are_equal=False) + view.seed_lines("numpy", are_equal=False)
-    loader = stream.first.loader
-    return Finding(
-        MISTAKES["different-random-numbers"],
-        [*seeds[:1], loader.sampler_seed_line, *stream.lines],
-        f"The ranks' parts of an epoch overlap: {twice} samples are on several ranks, and "
-        f"{missing} on none. Each rank takes its part of another random order "
-        f"({loader.sampler}).",
-        values={"on_several_ranks": twice, "on_none": missing},
-        remedy="shuffle with the same seed on all ranks before the split",
-    )
-
-
 def _chooses(stream: Stream) -> bool:
     """Return whether the sampler leaves out or repeats samples on purpose, by its name."""
     return any(word in stream.first.loader.sampler.lower() for word in CHOOSING)
@@ -312,7 +278,3 @@ def _order(stream: Stream, made: RankPass) -> list[Sample]:
     if any(batch.indices is None for batch in made.batches):
         return []
     return [at for batch in made.batches for at in batch.indices or []]
-
-
-def _most(counts: Counter[int]) -> int:
-    return counts.most_common(1)[0][0]

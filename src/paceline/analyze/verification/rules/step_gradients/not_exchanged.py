@@ -15,9 +15,6 @@ SAME = 1e-6  # relative difference of equal parameters
 def not_exchanged(view: View) -> Iterator[Finding]:
     """Find steps that use a rank's own gradient, for all parameters or for some."""
     own = [one for one in view.exchanges if (one.kind is Kind.OWN or _is_own(one)) and _differ(one)]
-    if own and (source := _source_of_parameters(view, own)) is not None:
-        view.averages_parameters = True
-        yield _of_one_rank(view, own[0], source)
     if own and _averages_parameters(view, own):
         view.averages_parameters = True
         view.notes.append(
@@ -54,49 +51,28 @@ def _is_own(one: Exchange) -> bool:
     return largest == 0 and max(others) <= ONE_RANK * abs(one.coefficients[0])
 
 
-def _source_of_parameters(view: View, own: list[Exchange]) -> int | None:
-    """Return the rank whose parameters all ranks take after a step that made them different."""
-    by_key = {(step.optimizer, step.index): step for step in view.steps}
-    for one in own:
-        after = by_key.get((one.step.optimizer, one.step.index + 1))
-        if after is None or _equal(one.step, before=False) or not _equal(after, before=True):
-            continue
-        made = [
-            vectors(facts, step.parameters)
-            for facts, step in zip(one.step.ranks, one.step.steps, strict=True)
-        ]
-        taken = vectors(after.ranks[0], after.steps[0].before)
-        sources = [
-            rank
-            for rank, values in enumerate(made)
-            if all(distance(values[name], taken[name]) <= SAME for name in values if name in taken)
-        ]
-        return sources[0] if len(sources) == 1 else None
-    return None
-
-
-def _of_one_rank(view: View, one: Exchange, source: int) -> Finding:
-    after = next((x for x in view.steps if x.index == one.step.index + 1), one.step)
-    changed = [line for facts in after.steps for line in facts.value_lines]
-    return Finding(
-        MISTAKES["gradients-not-exchanged"],
-        [*changed, *view.gradient_lines(), *one.step.lines],
-        f"In step {one.step.index + 1}, each rank uses its own gradient, and then all take the "
-        f"parameters of rank {source}. The samples of the other ranks do not contribute.",
-        step=one.step.index + 1,
-        values={"rank": source},
-        remedy="average the gradients with all_reduce before the step, or the parameters after it",
-    )
-
-
 def _averages_parameters(view: View, own: list[Exchange]) -> bool:
-    """Return whether parameters were different after one step, and equal before a later one."""
+    """Return whether parameters were different after one step, and equal before a later one.
+
+    Not if all ranks take those of one rank.
+    """
+    after = {(step.optimizer, step.index): step for step in view.steps}
     differed = False
     for one in own:
-        step = one.step
+        step, next_step = one.step, after.get((one.step.optimizer, one.step.index + 1))
         if differed and _equal(step, before=True):
             return True
-        differed = differed or not _equal(step, before=False)
+        if not _equal(step, before=False):
+            differed = True
+            if next_step is not None and _equal(next_step, before=True):
+                made = [
+                    vectors(f, x.parameters) for f, x in zip(step.ranks, step.steps, strict=True)
+                ]
+                taken = next_step.before(0)
+                known = [name for name in made[0] if name in taken]
+                return not any(
+                    all(distance(values[n], taken[n]) <= SAME for n in known) for values in made
+                )
     return False
 
 
@@ -133,16 +109,17 @@ def _all_parameters(view: View, own: list[Exchange]) -> Finding:
     first, of = own[0], len(view.exchanges)
     often = "each step" if len(own) == of else f"{len(own)} of {of} steps"
     text = (
-        f"In {often}, the optimizer uses the gradient of its rank alone, for all parameters: each "
-        "rank trains a model of its own."
+        f"In {often}, the optimizer uses the gradient of its rank alone, for all parameters: the "
+        "samples of the other ranks do not contribute to it."
     )
     lines, remedy = _why_all(view, first)
     if lines and remedy:
         text += f" {remedy[0].upper()}{remedy[1:]}."
     found = first.step
+    changed = [line for one in own[1:2] for facts in one.step.steps for line in facts.value_lines]
     return Finding(
         MISTAKES["gradients-not-exchanged"],
-        [*lines, *found.lines],
+        [*changed, *lines, *found.lines],
         text,
         step=found.index + 1,
         values={"steps": len(own), "of_steps": of, "parameters": len(found.names)},
