@@ -258,8 +258,9 @@ Exchange = Annotated[
 TuneExchange = Annotated[
     Path | None,
     typer.Option(
-        help="Find the fastest bucket size and all-reduce algorithm for the script's DDP model in "
-        "the first hundred steps, and store them in this settings file. Later runs of the same "
+        help="Find the fastest bucket size and all-reduce algorithm for the script's DDP model, or "
+        "the fusion threshold and cycle time of Horovod's interface, in the first hundred steps, "
+        "and store them in this settings file. Later runs of the same "
         "model on as many ranks and nodes read the file. A setting is kept only if it is faster "
         "than the previous one in interleaved measurements.",
         metavar="FILE",
@@ -375,7 +376,7 @@ def tuning_of(
     from ...knobs.settings import read
     from ...knobs.tuning import Tuning, made
 
-    for name in ("bucket-mb", "algorithm", *LESS):
+    for name in ("bucket-mb", "algorithm", "fusion-mb", "cycle-ms", *LESS):
         if name in knobs:
             raise ValueError(
                 f"--tune-exchange searches for {name}, which a setting fixes. HINT: "

@@ -1,9 +1,23 @@
 """The settings that the tuner chooses between."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 UNCHANGED, GLOO, PACELINE = "", "gloo", "paceline"  # methods besides the named algorithms
+
+
+class TunedSettings(Protocol):
+    """Settings that a search compares; ``str()`` describes them in a message."""
+
+    def to_knobs(self) -> dict[str, Any]:
+        """Return the settings as knobs of a settings file."""
+
+    @classmethod
+    def from_knobs(cls, knobs: dict[str, Any]) -> Self:
+        """Return the settings that ``knobs`` describe."""
+
+
+S = TypeVar("S", bound=TunedSettings)
 
 
 @dataclass(frozen=True)
@@ -41,3 +55,26 @@ class ExchangeSettings:
         """Return the settings that ``knobs`` describe."""
         method = knobs.get("algorithm") or knobs.get("exchange", UNCHANGED)
         return cls(knobs.get("bucket-mb"), method, "compress-bf16" in knobs)
+
+
+@dataclass(frozen=True)
+class FusionSettings:
+    """One candidate of the tuner for scripts that use Horovod's interface.
+
+    Attributes:
+        mib: Maximum size of tensors that are exchanged together, in MiB.
+        cycle_ms: Time in which submitted tensors are collected, in ms.
+    """
+
+    mib: float
+    cycle_ms: float
+
+    def __str__(self) -> str:
+        return f"a fusion threshold of {self.mib:g} MiB and a cycle time of {self.cycle_ms:g} ms"
+
+    def to_knobs(self) -> dict[str, Any]:
+        return {"fusion-mb": self.mib, "cycle-ms": self.cycle_ms}
+
+    @classmethod
+    def from_knobs(cls, knobs: dict[str, Any]) -> "FusionSettings":
+        return cls(float(knobs["fusion-mb"]), float(knobs["cycle-ms"]))

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...cost.machine.dataclass_tree import shorten
 from ...knobs.settings import Setting, fitting_settings, read, write_settings
-from ...knobs.tuning import BY, made
-from .choice import ExchangeSettings
+from ...knobs.tuning import BY, Tuning, made
+from .choice import S
 from .successive_halving import TuningResult
 
 
@@ -39,9 +39,7 @@ def signature(
     }
 
 
-def load_settings(
-    path: Path, expected: dict[str, Any], default: ExchangeSettings
-) -> tuple[ExchangeSettings | None, str]:
+def load_settings(path: Path, expected: dict[str, Any], default: S) -> tuple[S | None, str]:
     """Return the settings of the file, or ``default`` where nothing was faster.
 
     Return None and the reason where the file was made under other conditions. Raises ValueError
@@ -58,11 +56,20 @@ def load_settings(
     knobs, notes = fitting_settings(path, tree)
     if notes:
         return None, notes[0]
-    return ExchangeSettings.from_knobs(knobs) if knobs else default, ""
+    return type(default).from_knobs(knobs) if knobs else default, ""
+
+
+def store(wanted: Tuning, result: TuningResult[S], conditions: dict[str, Any]) -> str:
+    """Write the result to the tuner's file; return the end of a message about it."""
+    try:
+        save_settings(Path(wanted.file), result, conditions, wanted.script)
+    except OSError as error:
+        return f"; {wanted.file} can't be written: {error.strerror}"
+    return f"; stored in {wanted.file}"
 
 
 def save_settings(
-    path: Path, result: TuningResult, conditions: dict[str, Any], script: str
+    path: Path, result: TuningResult[S], conditions: dict[str, Any], script: str
 ) -> None:
     """Write the result. Raises OSError where the file can't be written."""
     comments = (

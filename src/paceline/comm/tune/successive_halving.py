@@ -15,8 +15,10 @@ from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Generic
 
-from .choice import ExchangeSettings
+from ...plurals import counted
+from .choice import S
 
 MAX_CANDIDATES = 6  # besides the default
 FINALISTS = 3  # candidates left after the first round
@@ -26,15 +28,15 @@ COMPARISON_PAIRS = 3  # of the final comparison; the best candidate has to be fa
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Generic[S]):
     """A request to run steps with the settings; the answer is the seconds of one step."""
 
-    choice: ExchangeSettings
+    choice: S
     steps: int = STEPS_PER_TRIAL
 
 
 @dataclass(frozen=True)
-class TuningResult:
+class TuningResult(Generic[S]):
     """Result of the search.
 
     Attributes:
@@ -44,27 +46,41 @@ class TuningResult:
         is_faster: Whether it was faster than the default in each pair.
     """
 
-    default: ExchangeSettings
-    best: ExchangeSettings
+    default: S
+    best: S
     step_s: float
     default_step_s: float
     is_faster: bool
 
     @property
-    def choice(self) -> ExchangeSettings:
+    def choice(self) -> S:
         return self.best if self.is_faster else self.default
+
+    def describe(self, steps: int) -> str:
+        """Return a message for the user. steps: number of steps that the search took."""
+        took, before = 1e3 * self.step_s, 1e3 * self.default_step_s
+        if self.is_faster:
+            words = f"{self.best}: {took:.1f} ms a step, {before:.1f} before"
+        elif self.default_step_s:
+            words = (
+                f"the original settings remain ({before:.1f} ms a step); {self.best} took "
+                f"{took:.1f}"
+            )
+        else:
+            words = "no other setting is likely to be faster"
+        return f"the exchange is tuned after {counted(steps, 'step')}: {words}"
 
 
 def halving(
-    default: ExchangeSettings, likely_settings: Sequence[ExchangeSettings]
-) -> Generator[Trial, float, TuningResult]:
+    default: S, likely_settings: Sequence[S]
+) -> Generator[Trial[S], float, TuningResult[S]]:
     """Search among ``likely``, at most MAX_CANDIDATES of them and without the default.
 
     Of two that are equally fast the first is chosen.
     """
     left, found = (
         list(likely_settings[:MAX_CANDIDATES]),
-        defaultdict[ExchangeSettings, list[float]](list),
+        defaultdict[S, list[float]](list),
     )
     for keep in (FINALISTS, 1):
         if len(left) > keep:

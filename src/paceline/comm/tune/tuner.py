@@ -7,10 +7,8 @@ being exchanged.
 
 import atexit
 import os
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,8 +25,20 @@ from .buckets import BucketRebuilder, UnableError, unsupported_reason
 from .choice import ExchangeSettings
 from .costs import AllReduceCost, ReadyGradient, buckets, finish_time, likely_settings
 from .successive_halving import WARM_UP_STEPS, Trial, TuningResult, halving, max_steps
+from .trial_steps import TrialSteps
 
 WARM_UP = 3  # steps
+MIN_STEPS = WARM_UP + WARM_UP_STEPS + max_steps(99)  # of a training that is tuned
+
+_others: list[Callable[[], str]] = []  # of exchanges beside DDP's: why they were not tuned
+
+
+def add_other(left: Callable[[], str]) -> None:
+    """Note that another exchange than DDP's is tuned.
+
+    left: returns why a script that has ended was not tuned, or "".
+    """
+    _others.append(left)
 
 
 def begin(wanted: Tuning) -> None:
@@ -42,7 +52,10 @@ def begin(wanted: Tuning) -> None:
             found[0].forward(replica)
 
     def at_end() -> None:
-        if not found:
+        if not found and _others:
+            if left := _others[-1]():
+                _say(f"--tune-exchange: {left}")
+        elif not found:
             horovod = "HOROVOD_RANK" in os.environ
             hint = ". HINT: paceline diagnose --try all measures Horovod's settings"
             _say(f"--tune-exchange: no DistributedDataParallel made a step{hint * horovod}")
@@ -82,11 +95,9 @@ class Tuner:
         )
         self._current_settings = self._default = ExchangeSettings(None, methods.default)
         self._next_settings: ExchangeSettings | None = None  # applied before the next forward
-        self._steps, self._step_times, self._last_step_time = 0, list[float](), 0.0
         self._has_forward = False  # whether a forward has run since the last step
         self._done = False
-        self._search: Generator[Trial, float, TuningResult] | None = None
-        self._trial, self._warm_up_steps = Trial(self._default, WARM_UP), WARM_UP_STEPS
+        self._trials: TrialSteps[ExchangeSettings] | None = None
         self._hook: Any = None
 
     def forward(self, replica: Any) -> None:
@@ -109,12 +120,9 @@ class Tuner:
         """Return why a script that has ended was not tuned, or ""."""
         if self._done:
             return ""
-        if not self._last_step_time:
+        if self._trials is None or not self._trials.has_begun:
             return "no optimizer of torch.optim made a step with the model's parameters"
-        return (
-            f"the script ended in step {self._steps}, before the tuning was complete; no settings "
-            f"are stored. HINT: train at least {WARM_UP + WARM_UP_STEPS + max_steps(99)} steps"
-        )
+        return ended_early(self._trials.steps)
 
     # From here on all ranks do the same.
 
@@ -126,8 +134,7 @@ class Tuner:
             return
         if said:
             _say(f"{said}; the exchange is tuned again")
-        self._search = self._search_steps()
-        self._trial = next(self._search)
+        self._trials = TrialSteps(self._search_steps(), self._slowest)
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
     def _load_settings(self) -> tuple[ExchangeSettings | None, str]:
@@ -153,30 +160,19 @@ class Tuner:
             return
         self._has_forward = False
         algorithms.synchronize(self._device)
-        now = time.perf_counter()
-        if self._last_step_time:
-            self._steps += 1
-            self._step_times.append(now - self._last_step_time)
-        if len(self._step_times) == self._warm_up_steps + self._trial.steps:
-            self._answer(median(self._step_times[self._warm_up_steps :]))
-            now = time.perf_counter()  # without the time that the answer took
-        self._last_step_time = now
+        assert self._trials is not None
+        choice = self._trials.after_step()
+        if choice is not None:
+            self._next_settings = choice
+        if self._trials.result is not None:
+            self._end(self._trials.result, self._trials.steps)
 
-    def _answer(self, seconds: float) -> None:
-        assert self._search is not None
-        slowest = algorithms.max_over_ranks(seconds, self.replica.process_group, self._device)
-        self._step_times = []
-        try:
-            self._trial = self._search.send(slowest)
-            self._next_settings = self._trial.choice
-            self._warm_up_steps = (
-                WARM_UP_STEPS if self._next_settings != self._current_settings else 0
-            )
-        except StopIteration as end:
-            self._next_settings = end.value.choice
-            self._end(end.value)
+    def _slowest(self, seconds: float) -> float:
+        return algorithms.max_over_ranks(seconds, self.replica.process_group, self._device)
 
-    def _search_steps(self) -> Generator[Trial, float, TuningResult]:
+    def _search_steps(
+        self,
+    ) -> Generator[Trial[ExchangeSettings], float, TuningResult[ExchangeSettings]]:
         """Measure the default; then the candidates of the cost model."""
         seconds = yield Trial(self._default, WARM_UP)
         ready, group = self._buckets.ready_gradients(), self.replica.process_group
@@ -208,29 +204,12 @@ class Tuner:
         self._methods.set(choice.method)
         self._current_settings = choice
 
-    def _end(self, result: TuningResult) -> None:
+    def _end(self, result: TuningResult[ExchangeSettings], steps: int) -> None:
         self._done = True  # the hook stays: PyTorch iterates over all hooks while it runs
-        took, before = 1e3 * result.step_s, 1e3 * result.default_step_s
-        if result.is_faster:
-            words = f"{result.best}: {took:.1f} ms a step, {before:.1f} before"
-        elif result.default_step_s:
-            words = (
-                f"the original settings remain ({before:.1f} ms a step); {result.best} took "
-                f"{took:.1f}"
-            )
-        else:
-            words = "no other setting is likely to be faster"
+        words = result.describe(steps)
         if os.environ.get("RANK", "0") == "0":
-            words += self._save(result)
-        _say(f"the exchange is tuned after {counted(self._steps, 'step')}: {words}")
-
-    def _save(self, result: TuningResult) -> str:
-        file = self._wanted.file
-        try:
-            saved_settings.save_settings(Path(file), result, self._signature, self._wanted.script)
-        except OSError as error:
-            return f"; {file} can't be written: {error.strerror}"
-        return f"; stored in {file}"
+            words += saved_settings.store(self._wanted, result, self._signature)
+        _say(words)
 
     def _stop(self, why: str) -> None:
         self._done = True
@@ -239,3 +218,11 @@ class Tuner:
         if self._current_settings != self._default:
             self._next_settings = self._default
         _say(f"the exchange is not tuned: {why}")
+
+
+def ended_early(steps: int) -> str:
+    """Return why a script that has ended after so many steps was not tuned."""
+    return (
+        f"the script ended in step {steps}, before the tuning was complete; no settings are "
+        f"stored. HINT: train at least {MIN_STEPS} steps"
+    )

@@ -34,6 +34,8 @@ class HorovodSettings:
         timeline_cycles: Whether the timeline contains a mark for each cycle.
         fuses_groups: Whether a group of tensors may be exchanged together with other tensors.
         log_level: Least severe level of messages that are printed.
+        autotune: Whether fusion threshold and cycle time are tuned during the run.
+        autotune_log: File for the trials of the tuning; "": none.
     """
 
     fusion_bytes: int = 128 << 20
@@ -45,6 +47,8 @@ class HorovodSettings:
     timeline_cycles: bool = False
     fuses_groups: bool = True
     log_level: str = "WARNING"
+    autotune: bool = False
+    autotune_log: str = ""
 
     def prints(self, level: str) -> bool:
         """Return whether messages of ``level`` (of LOG_LEVELS) are printed."""
@@ -123,13 +127,15 @@ OBEYED: dict[str, _Variable] = {
     "HOROVOD_TIMELINE": _Variable("timeline", _file, "a file name", "timeline.json"),
     "HOROVOD_TIMELINE_MARK_CYCLES": _Variable("timeline_cycles", _flag, *_SWITCH),
     "HOROVOD_DISABLE_GROUP_FUSION": _Variable("fuses_groups", _flag_off, *_SWITCH),
+    "HOROVOD_AUTOTUNE": _Variable("autotune", _flag, *_SWITCH),
+    "HOROVOD_AUTOTUNE_LOG": _Variable("autotune_log", str, "a file name", "autotune.csv"),
     "HOROVOD_LOG_LEVEL": _Variable("log_level", _level, f"one of {', '.join(LOG_LEVELS)}", "INFO"),
 }
 _STALL_CHECK_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 _DISABLE = _Variable("stall_check_s", _flag, *_SWITCH)
 
 _ALGORITHM = "the exchange between nodes is always hierarchical; PACELINE_ALGORITHM selects another"
-_TUNING = "paceline diagnose --try all measures the fusion threshold and the cycle time"
+_TUNING = "the search is successive halving, which has a fixed number of steps"
 _BACKEND = "paceline run --exchange selects the backend"
 _INTERFACE = "GLOO_SOCKET_IFNAME selects the network interface"
 _MPI = "Paceline does not use MPI"
@@ -142,8 +148,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _ALGORITHM,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _ALGORITHM,
     "HOROVOD_TORUS_ALLREDUCE": _ALGORITHM,
-    "HOROVOD_AUTOTUNE": _TUNING,
-    "HOROVOD_AUTOTUNE_LOG": _TUNING,
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _TUNING,
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _TUNING,
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _TUNING,

@@ -159,6 +159,17 @@ def allreduce_of_scalar_empty_and_large(rank, size):
 
 
 @case
+def allreduce_of_different_memory_formats(rank, size):
+    """Large tensors are exchanged where they are, and gloo does so in the order of the memory."""
+    shape = (64, 3, 40, 40)
+    x = own(rank, shape)
+    if rank == size - 1:
+        x = x.to(memory_format=torch.channels_last)
+    hvd.allreduce_(x, name="formats", op=hvd.Sum)
+    equal(x, every(size, shape).sum(0))
+
+
+@case
 def allreduce_of_channels_last(rank, size):
     x = own(rank, (2, 3, 4, 4)).to(memory_format=torch.channels_last)
     if rank % 2:  # layouts may differ between ranks

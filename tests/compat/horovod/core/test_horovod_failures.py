@@ -105,10 +105,14 @@ def test_stalled_operations_are_reported_with_names_and_ranks(tmp_path):
     assert stderr.count(text + "(rank 1 waits for 'broadcast.grad'). HINT: ") == 1
 
 
-def test_stall_shutdown_time_fails_the_operation(tmp_path):
-    _, lines, _ = run(
+@pytest.mark.parametrize("exchange", ["paceline", "gloo"])
+def test_stall_shutdown_time_fails_the_operation(tmp_path, exchange):
+    """gloo can't interrupt a collective, in which this rank's thread remains."""
+    start = time.monotonic()
+    result, lines, _ = run(
         tmp_path,
         """
+    hvd.barrier()
     if rank == 0:
         attempt(lambda: hvd.allreduce(torch.ones(3), name="x"))
         open("done", "w").close()
@@ -116,12 +120,54 @@ def test_stall_shutdown_time_fails_the_operation(tmp_path):
         time.sleep(0.05)
     """,
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1",
+        PACELINE_EXCHANGE=exchange,
     )
+    assert result.returncode == 0
+    assert time.monotonic() - start < 25  # a rank that waits until a timeout is ended by the test
     assert len(lines) == 1
     assert lines[0].startswith(
         "rank 0 soon HorovodInternalError: stalled for more than 1 s: submitted 'allreduce.x' by "
         "rank 0, not by rank 1. HINT: "
     )
+
+
+def test_operations_with_a_stall_shutdown_time(tmp_path):
+    """The background thread exchanges: for several threads, waits at once, joins."""
+    result, _, stderr = run(
+        tmp_path,
+        """
+    handles = [hvd.allreduce_async(torch.ones(9), name=f"{i}", op=hvd.Sum) for i in range(5)]
+    for i in range(200):
+        assert hvd.allreduce(torch.ones(3), name="x", op=hvd.Sum).tolist() == [2] * 3
+    assert all(hvd.synchronize(one).tolist() == [2] * 9 for one in handles)
+    if rank == 0:
+        hvd.allreduce(torch.ones(3), name="x")
+    assert hvd.join() >= 0
+    """,
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="20",
+    )
+    assert result.returncode == 0, stderr
+
+
+def test_shutdown_frees_the_process_groups(tmp_path):
+    result, _, stderr = run(
+        tmp_path,
+        """
+    import threading
+
+    def used():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    found = []
+    for turn in range(4):
+        hvd.init(process_sets=[hvd.ProcessSet([0])])
+        assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum, name="x") == 2
+        hvd.shutdown()
+        found.append(used())
+    assert max(found[1:]) <= found[0], found
+    """,
+    )
+    assert result.returncode == 0, stderr
 
 
 def test_forked_process_can_not_call_collectives(tmp_path):

@@ -15,7 +15,9 @@ import ranks
 import torch
 
 import fake_gpu
+import paceline.compat.horovod.torch as hvd
 from paceline.compat.horovod.core import exchange
+from paceline.compat.horovod.torch.submission import checked
 
 HERE = Path(__file__).parent
 
@@ -25,11 +27,11 @@ def results(tmp_path_factory):
     """Return a function that returns the results of a script's cases on each rank."""
     known = {}
 
-    def of_script(name, size):
-        if (name, size) not in known:
+    def of_script(name, size, **variables):
+        if (name, size) not in known or variables:
             folder = tmp_path_factory.mktemp(f"cases-{size}")
             try:
-                ranks.run(HERE / name, folder, ranks=size, check=False, timeout=60)
+                ranks.run(HERE / name, folder, ranks=size, check=False, timeout=60, **variables)
             except subprocess.TimeoutExpired:
                 pass  # the cases after the one that hangs have no result
             files = [folder / f"{rank}.json" for rank in range(size)]
@@ -46,6 +48,11 @@ def results(tmp_path_factory):
 def test_operation(name, size, results):
     for rank, found in enumerate(results("operation_cases.py", size)):
         assert found.get(name, "the job ended before") == "", f"rank {rank}"
+
+
+def test_operations_over_gloo(results):
+    for rank, found in enumerate(results("operation_cases.py", 2, PACELINE_EXCHANGE="gloo")):
+        assert dict.fromkeys(operation_cases.CASES, "") == found, f"rank {rank}"
 
 
 def test_operations_through_copies(results):
@@ -81,6 +88,19 @@ def test_tensors_of_a_gpu_without_nccl_go_through_the_host(monkeypatch):
     ours = exchange.Exchange(SimpleNamespace(_device_types=[torch.device("cpu")]), 0, [0, 1])
     with fake_gpu.fake_gpu(monkeypatch):
         assert ours._exchangeable(torch.empty(3, device="cuda:0")).device.type == "cpu"
+
+
+def test_tensors_of_several_gpus_are_refused(monkeypatch):
+    hvd.init()
+    with fake_gpu.fake_gpu(monkeypatch):
+        first, other = (torch.empty(3, device=name) for name in ("cuda:0", "cuda:1"))
+        checked("allreduce", [first])
+        for tensors in ([other], [first, other]):
+            with pytest.raises(ValueError, match=r"cuda:0 and of cuda:1 on one rank .* HINT: "):
+                checked("allreduce", tensors)
+        with pytest.raises(ValueError, match="cuda:0 and of the CPU in one operation"):
+            checked("grouped_allreduce", [first, torch.ones(3, device="cpu")])
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize("name", process_set_cases.CASES)

@@ -15,7 +15,9 @@ before the next meeting, and no other thread uses the process set's group.
 
 **Who does it.** A thread that waits for an operation runs the meetings itself, so a call that waits
 at once costs no switch between threads. A background thread does so while no thread waits: it first
-collects submissions, so that they are exchanged together.
+collects submissions, so that they are exchanged together. With a time limit for operations that
+some ranks do not submit, the background thread runs all meetings: not every transport can interrupt
+one, and the threads that wait must be able to fail.
 """
 
 import os
@@ -29,7 +31,7 @@ from ....record.hooks.error_messages import NAMED_PEER_GONE
 from .. import timeline
 from ..environment import HorovodSettings
 from .errors import HorovodInternalError, HorovodShutdownError
-from .negotiation import Decision, Message, Negotiator
+from .negotiation import Decision, Fusion, Message, Negotiator
 from .notices import Notices
 from .operation import Operation
 from .requests import Kind, Request
@@ -39,6 +41,7 @@ from .stalls import StallMonitor
 # so many bytes, or for so many cycle times: a meeting costs as much for one operation as for many.
 EARLY_BYTES, COLLECTED_CYCLES = 4 << 20, 5
 LEAVE_TIMEOUT_S = 5.0  # for the last meeting, when this rank leaves
+MIN_LEAVE_TIMEOUT_S = 0.2  # if an operation has failed, or ranks of another set did not come
 
 
 class Meetings(Protocol):
@@ -61,7 +64,12 @@ class Executes(Protocol):
     """Executes operations that are ready on all ranks, in this order.
 
     None stands for an operation that this rank, which has joined, has not submitted.
+
+    Attributes:
+        fusion_bytes: Maximum size of operations that are exchanged together.
     """
+
+    fusion_bytes: int
 
     def __call__(self, ready: Sequence[tuple[Request, Operation | None]]) -> None: ...
 
@@ -117,6 +125,8 @@ class Coordinator:
         self._new_bytes = 0  # the same, by threads that did not wait for them next
         self._waiting_threads = 0
         self._is_closing = self._is_resting = False
+        self._meets_in_thread = settings.stall_shutdown_s > 0  # never in a thread that waits
+        self._cycle_s = settings.cycle_s
         self._failure: Exception | None = None
         self._last_joined: int | None = None
         self._thread: threading.Thread | None = None
@@ -209,26 +219,38 @@ class Coordinator:
         assert self._last_joined is not None
         return self._last_joined
 
-    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+    def change(self, fusion: Fusion) -> None:
+        """Let all ranks use other settings, from this rank's next meeting on.
+
+        Only the first rank of the process set may call it.
+        """
+        with self._lock:
+            self._negotiator.wants_fusion = fusion
+
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """Tell the other ranks that this rank leaves; their unfinished operations fail.
 
         timeout_s: for ranks that do not come to a meeting.
+
+        Return whether no thread uses the process group any more.
         """
         if self._pid != os.getpid() or self.size == 1:
-            return
+            return self.size == 1
         self._stalls.end()
         self._notices.write_left()
         with self._lock:
             self._is_closing = True
             self._work.notify_all()
-            is_free = self._progress.wait_for(lambda: not self._is_meeting, timeout_s)
-            if self._failure is not None or not is_free:
-                return
-            self._negotiator.wants_leave = True
-            self._meetings.limit(timeout_s)
-            self._meet_unlocked()
-        if self._thread is not None:
+            patience_s = timeout_s if self._failure is None else MIN_LEAVE_TIMEOUT_S
+            is_free = self._progress.wait_for(lambda: not self._is_meeting, patience_s)
+            if self._failure is None and is_free:
+                self._negotiator.wants_leave = True
+                self._meetings.limit(timeout_s)
+                self._meet_unlocked()
+        if is_free and self._thread is not None:
             self._thread.join(timeout_s)
+            is_free = not self._thread.is_alive()
+        return is_free
 
     # Implementation. Where a method says so, the lock is held.
 
@@ -268,7 +290,7 @@ class Coordinator:
 
     def _wake_thread(self) -> None:
         """Let the background thread run meetings. The lock is held."""
-        if self._is_resting and not self._waiting_threads:
+        if self._is_resting and (self._meets_in_thread or not self._waiting_threads):
             self._is_resting = False
             self._work.notify()
 
@@ -277,9 +299,13 @@ class Coordinator:
         self._execute.begin_wait()
         with self._lock:
             self._waiting_threads += 1
+            if self._meets_in_thread:
+                if self._thread is None:
+                    self._start_threads()
+                self._work.notify()
             try:
                 while not is_done() and self._failure is None:
-                    if self._is_meeting:
+                    if self._is_meeting or self._meets_in_thread:
                         self._progress.wait()
                     elif not self._meet_unlocked():
                         self._await_news()
@@ -290,7 +316,7 @@ class Coordinator:
         self._execute.end_wait()
 
     def _run(self) -> None:
-        """Run meetings while no thread waits for an operation."""
+        """Run meetings while no thread waits for an operation, or all of them."""
         with self._lock:
             while not self._is_closing and self._failure is None:
                 if not self._may_meet():
@@ -299,18 +325,20 @@ class Coordinator:
                     self._is_resting = False
                     continue
                 # Operations that are submitted together are exchanged together.
-                self._work.wait_for(self._has_collected, COLLECTED_CYCLES * self._settings.cycle_s)
-                if self._may_meet():
-                    self._meet_unlocked()
+                self._work.wait_for(self._has_collected, COLLECTED_CYCLES * self._cycle_s)
+                if self._may_meet() and not self._meet_unlocked() and self._waiting_threads:
+                    self._await_news()
 
     def _may_meet(self) -> bool:
         return not (self._is_meeting or self._is_not_needed()) and self._has_business()
 
     def _has_collected(self) -> bool:
-        return self._new_bytes >= EARLY_BYTES or self._is_not_needed()
+        has_collected = self._new_bytes >= EARLY_BYTES or self._waiting_threads > 0
+        return has_collected or self._is_not_needed()
 
     def _is_not_needed(self) -> bool:
-        return self._is_closing or self._failure is not None or self._waiting_threads > 0
+        has_ended = self._is_closing or self._failure is not None
+        return has_ended or (self._waiting_threads > 0 and not self._meets_in_thread)
 
     def _has_business(self) -> bool:
         return self._negotiator.has_business
@@ -321,7 +349,7 @@ class Coordinator:
         The lock is held.
         """
         self._progress.wait_for(
-            lambda: self._has_new or self._is_closing or self._is_meeting, self._settings.cycle_s
+            lambda: self._has_new or self._is_closing or self._is_meeting, self._cycle_s
         )
 
     def _meet_unlocked(self) -> bool:
@@ -356,6 +384,9 @@ class Coordinator:
             with self._lock:
                 decision = negotiator.decide(vector, messages)
                 ready = [(one, self._operations.get(one.name)) for one in decision.ready]
+            if decision.fusion is not None:
+                self._execute.fusion_bytes = decision.fusion.fusion_bytes
+                self._cycle_s = decision.fusion.cycle_s
             decided_ns = time.monotonic_ns()
             if ready:
                 self._execute(ready)
@@ -428,6 +459,7 @@ class Coordinator:
                 operation.finish(type(error)(*error.args))
             self._operations.clear()
             self._work.notify_all()
+            self._progress.notify_all()
 
 
 def shutdown_error(left: Sequence[int]) -> HorovodShutdownError:

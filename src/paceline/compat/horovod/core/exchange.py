@@ -86,9 +86,13 @@ class Exchange:
         self._run(Op.BARRIER, None, 0, lambda _: None)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce in place."""
+        """Reduce in place.
+
+        Elements are exchanged in the order of their indices, because the ranks' tensors may have
+        different memory formats.
+        """
         if self.size > 1:
-            buffer = self._exchangeable(tensor)
+            buffer = self._exchangeable(tensor).contiguous()
             self._run(
                 Op.ALL_REDUCE,
                 buffer,

@@ -27,6 +27,14 @@ HEADER_BYTES = 1
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """Settings of the exchange that may change during a run."""
+
+    fusion_bytes: int
+    cycle_s: float
+
+
+@dataclass(frozen=True)
 class Message:
     """The news of one rank.
 
@@ -34,11 +42,13 @@ class Message:
         requests: Operations that it has submitted and that are not in the cache.
         joins: Whether it has no more data (``hvd.join``).
         leaves: Whether it takes part in no further meeting.
+        fusion: New settings for all ranks; only of the first rank.
     """
 
     requests: list[Request] = field(default_factory=list)
     joins: bool = False
     leaves: bool = False
+    fusion: Fusion | None = None
 
 
 @dataclass
@@ -51,6 +61,7 @@ class Decision:
         last_joined: Global rank that joined last, once all ranks have joined; else None.
         left: Global ranks that take part in no further meeting.
         had_news: Whether messages were exchanged.
+        fusion: New settings, from the operations of this meeting on.
     """
 
     ready: list[Request] = field(default_factory=list)
@@ -58,6 +69,7 @@ class Decision:
     last_joined: int | None = None
     left: list[int] = field(default_factory=list)
     had_news: bool = False
+    fusion: Fusion | None = None
 
 
 class Negotiator:
@@ -72,6 +84,7 @@ class Negotiator:
         pending: Operations that this rank has submitted, by name.
         table: Operations that ranks have announced and that are not ready, by name and global rank.
         joined: Global ranks that have joined, in this order.
+        wants_fusion: New settings that the first rank announces with its next news.
     """
 
     def __init__(self, rank: int, members: Sequence[int], capacity: int) -> None:
@@ -79,6 +92,7 @@ class Negotiator:
         self.pending: dict[str, Request] = {}
         self.table: dict[str, dict[int, Request]] = {}
         self.wants_join = self.wants_leave = False
+        self.wants_fusion: Fusion | None = None
         self._announced: set[str] = set()
         self.joined: list[int] = []
         self._cache: OrderedDict[str, tuple[Request, int]] = OrderedDict()  # least recent first
@@ -100,7 +114,7 @@ class Negotiator:
         """Return this rank's vector for the next meeting."""
         joined = self.is_joined
         vector = bytearray(b"\1" if joined else b"\0") * (HEADER_BYTES + len(self._slots))
-        has_news = self.wants_leave or self._joins_now()
+        has_news = self.wants_leave or self.wants_fusion is not None or self._joins_now()
         for name, request in self.pending.items():
             cached = self._cache.get(name)
             if cached is not None and _is_same(cached[0], request):
@@ -114,7 +128,8 @@ class Negotiator:
         """Return this rank's news, which count as announced."""
         fresh = [one for one in self.pending.values() if self._is_fresh(one)]
         self._announced.update(one.name for one in fresh)
-        return Message(fresh, self._joins_now(), self.wants_leave)
+        fusion, self.wants_fusion = self.wants_fusion, None
+        return Message(fresh, self._joins_now(), self.wants_leave, fusion)
 
     def decide(self, vector: bytes | bytearray, messages: Sequence[Message] | None) -> Decision:
         """Return what follows from a meeting: the smallest bytes of all ranks, and the news."""
@@ -162,6 +177,8 @@ class Negotiator:
                 self.wants_join = False
         if message.leaves:
             decision.left.append(member)
+        if message.fusion is not None and member == self.members[0]:
+            decision.fusion = message.fusion
 
     def _is_complete(self, by_rank: dict[int, Request]) -> bool:
         return all(member in by_rank or member in self.joined for member in self.members)

@@ -1,13 +1,16 @@
 """Horovod's world on this rank: ranks, nodes and process sets, from ``init`` to ``shutdown``."""
 
 import atexit
+import contextlib
 import itertools
 import os
+import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
@@ -18,19 +21,20 @@ from ....comm.backend import MAX_TIMEOUT
 from ....comm.backend import NAME as BACKEND
 from ....comm.members.exchange_objects import all_gather_objects
 from ....comm.shared.memory import sharing_domain
+from ....comm.tune.choice import FusionSettings
 from ....record.ring.recorder import Recorder, update_all_headers
 from ....world.process_group import attempt_store, join_process_group, leave_process_group
-from .. import timeline
+from .. import timeline, tuning
 from ..environment import HorovodSettings, report_unused, settings
 from . import adasum
-from .coordinator import LEAVE_TIMEOUT_S, Coordinator, agreement
+from .coordinator import LEAVE_TIMEOUT_S, MIN_LEAVE_TIMEOUT_S, Coordinator, agreement
 from .errors import NOT_INITIALIZED, HorovodInternalError
 from .exchange import Exchange, GroupMeetings
 from .execute import Executor
+from .negotiation import Fusion
 from .notices import Notices
 from .process_sets import ProcessSet, global_process_set
 
-MIN_LEAVE_TIMEOUT_S = 0.2  # of each process set, if the ranks of another one did not come
 START_TIMEOUT_S = 1800.0  # for ranks that start late, and of torch's own collectives
 
 
@@ -65,6 +69,7 @@ class HorovodWorld:
 
     Attributes:
         unnamed: Number of operations without a name, by process set and kind.
+        device: GPU of the first exchanged tensor on one; all others must be on the same.
     """
 
     def __init__(self, identity: RankIdentity, settings: HorovodSettings) -> None:
@@ -75,6 +80,7 @@ class HorovodWorld:
         self._set_places(identity)
         self.sets: dict[int, SetOfRanks] = {}
         self.unnamed: Counter[tuple[int | None, str]] = Counter()
+        self.device: Any = None
         self._next_set = 0
         self.create_set(list(range(self.size)), global_process_set)
 
@@ -86,6 +92,7 @@ class HorovodWorld:
         first: Any = dict(zip(shared, places[0].settings, strict=True))
         self.settings = replace(self.settings, **first)
         hosts = [place.host for place in places]
+        self.hosts = len(set(hosts))
         same = [rank for rank, host in enumerate(hosts) if host == own.host]
         by_launcher = all(place.local_size is not None for place in places)
         self.local_size = own.local_size if by_launcher and own.local_size else len(same)
@@ -122,6 +129,24 @@ class HorovodWorld:
         store = attempt_store()
         return store and PrefixStore(f"horovod/{self._start}/{number}", store)
 
+    def conditions(self) -> dict[str, Any]:
+        """Return the conditions under which tuned settings are valid."""
+        return {
+            "horovod": True,
+            "ranks": self.size,
+            "hosts": self.hosts,
+            "machine": platform.machine(),
+            "cores": os.cpu_count() or 0,
+            "torch": version("torch"),
+        }
+
+    def change(self, settings: FusionSettings) -> None:
+        """Let all ranks exchange with other settings in the global process set. On rank 0."""
+        coordinator = self.sets[0].coordinator
+        assert coordinator is not None
+        fusion_bytes = round(settings.mib * 2**20)
+        coordinator.change(Fusion(fusion_bytes, settings.cycle_ms / 1e3))
+
     def find_set(self, ranks: Sequence[int]) -> int | None:
         return next((n for n, one in self.sets.items() if one.ranks == list(ranks)), None)
 
@@ -129,10 +154,8 @@ class HorovodWorld:
         removed = self.sets.pop(number)
         for user in removed.users:
             user._invalidate()
-        if removed.coordinator is not None:
-            removed.coordinator.close()
-            if removed.group is not None:
-                dist.destroy_process_group(removed.group)
+        if removed.coordinator is not None and removed.coordinator.close():
+            _destroy(removed.group)
 
     def forget_unnamed(self, number: int) -> None:
         """Number the operations without a name of a process set from 1 again.
@@ -163,13 +186,20 @@ class HorovodWorld:
             )
         return found.coordinator
 
-    def close(self) -> None:
-        """Leave all process sets."""
+    def close(self, frees_groups: bool) -> None:
+        """Leave all process sets.
+
+        Args:
+            frees_groups: Whether to destroy their process groups; otherwise the caller does.
+        """
         if getattr(sys, "last_value", None) is None:  # no uncaught exception
             deadline = time.monotonic() + LEAVE_TIMEOUT_S
             for one in list(self.sets.values()):
-                if one.coordinator is not None:
-                    one.coordinator.close(max(deadline - time.monotonic(), MIN_LEAVE_TIMEOUT_S))
+                if one.coordinator is None:
+                    continue
+                left_s = max(deadline - time.monotonic(), MIN_LEAVE_TIMEOUT_S)
+                if one.coordinator.close(left_s) and frees_groups:
+                    _destroy(one.group)
         for one in self.sets.values():
             for user in one.users:
                 if user is global_process_set:
@@ -177,6 +207,12 @@ class HorovodWorld:
                 else:
                     user._invalidate()
         self.sets.clear()
+
+
+def _destroy(group: Any) -> None:
+    if group is not None:
+        with contextlib.suppress(ValueError):  # the script has destroyed all groups
+            dist.destroy_process_group(group)
 
 
 _starts = itertools.count(1)  # calls of init, the same on all ranks
@@ -220,6 +256,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         report_unused()
         if values.timeline:
             timeline.start_timeline(values.timeline, values.timeline_cycles)
+        if world.size > 1 and tuning.is_requested(values):
+            tuning.begin(world.settings, world.conditions(), world.change)
     try:
         for one in () if process_sets in (None, "dynamic") else process_sets:
             add_process_set(one)
@@ -236,17 +274,22 @@ def _ranks_of(comm: Any) -> Iterable[Any]:
 
 def shutdown() -> None:
     """Leave the world; unfinished operations of the other ranks fail. ``init`` may follow."""
+    _shutdown(frees_groups=True)
+
+
+def _shutdown(frees_groups: bool) -> None:
     global _world
     if _world is not None:
         world, _world = _world, None
-        world.close()
+        tuning.end()
+        world.close(frees_groups)
         timeline.stop_timeline()
 
 
 def _leave() -> None:
     """Shut down at the interpreter's exit, and destroy the group if ``init`` has created it."""
     failed = getattr(sys, "last_value", None) is not None
-    shutdown()
+    _shutdown(frees_groups=False)
     if _owns_group:
         leave_process_group(failed)
 

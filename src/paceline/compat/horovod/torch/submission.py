@@ -196,4 +196,30 @@ def checked(prefix: str, tensors: Sequence[Any], reduces: bool = False) -> list[
                 "tensor.contiguous()"
             )
         buffers.append(tensor.detach() if tensor.requires_grad else tensor)
+    devices = [buffer.device for buffer in buffers if not buffer.is_cpu]
+    if devices:
+        check_devices(prefix, devices, len(devices) < len(buffers))
     return buffers
+
+
+def check_devices(prefix: str, devices: Sequence[torch.device], beside_cpu: bool = False) -> None:
+    """Check that a rank exchanges tensors of one GPU only.
+
+    Args:
+        devices: GPUs of the tensors of one operation.
+        beside_cpu: Whether other tensors of the operation are in the memory of the host.
+
+    Raises:
+        ValueError: The tensors are on several devices.
+    """
+    current = world.world_of_operations()
+    if current.device is None:
+        current.device = devices[0]
+    others = [device for device in devices if device != current.device]
+    if others or beside_cpu:
+        other = others[0] if others else "the CPU"
+        when = "in one operation" if beside_cpu else "on one rank"
+        raise ValueError(
+            f"{prefix}: tensors of {current.device} and of {other} {when} are not supported. HINT: "
+            "torch.cuda.set_device(hvd.local_rank()), and one GPU for each rank"
+        )
