@@ -162,6 +162,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/launch/host_fault_times.py
 	$(BIN)/python benchmarks/scale/planted_laws.py
 	$(BIN)/python benchmarks/scale/next_size.py
+	$(BIN)/python benchmarks/scale/study_overhead.py
 	$(BIN)/python benchmarks/verify/guard.py
 	$(BIN)/python benchmarks/verify/duration.py
 

@@ -421,3 +421,13 @@ def test_next_size(tmp_path):
     (one,) = result["measurements"].values()
     assert set(one["samples_s"]) == {"1", "2", "4", "8"}
     assert all(model["seconds_before"] > 0 for model in one["models"].values())
+
+
+def test_study_overhead(tmp_path):
+    short = ("--repeats", "1", "--minutes", "0.8")
+    result = result_of("study_overhead", tmp_path / "overhead.json", *short, more=["seconds"])
+    (one,) = result["measurements"]
+    assert one["count"] >= 2
+    parts = one["before"] + one["between"] + one["after"] + one["runs"]
+    assert parts == pytest.approx(one["total"])
+    assert min(one["before"], one["between"], one["after"]) > 0

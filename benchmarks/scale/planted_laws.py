@@ -38,7 +38,7 @@ def cases() -> list[Case]:
     """
     found = []
     for level, other in ((1.0, {}), (1.6, {"serial": 2.0})):
-        for name, loss, causes, truth in _strong(level):
+        for name, loss, causes, truth in _strong(level, other.get("serial", 0.0)):
             found.append(
                 Case(f"strong-{name}-{level:g}", STRONG, SECOND | other | loss, causes, truth)
             )
@@ -54,12 +54,18 @@ def cases() -> list[Case]:
 Planted = tuple[str, dict[str, float], tuple[str, ...], dict[str, float]]
 
 
-def _strong(level: float) -> list[Planted]:
+def _strong(level: float, serial: float) -> list[Planted]:
+    """Return the losses of strong scaling. serial: ms of other work that each rank also does."""
     ms = 1e-3 * level
     return [
         ("fixed", {"fixed": 16 * level}, ("fixed-cost",), {"compute: a step": 16 * ms}),
         ("serial", {"serial": 14 * level}, ("script",), {"script: a step": 14 * ms}),
-        ("first-rank", {"first_rank": 14 * level}, ("slow-rank",), {"script: a step": 14 * ms}),
+        (
+            "first-rank",
+            {"first_rank": 14 * level},
+            ("slow-rank",),
+            {"script: a step": 14 * ms + 1e-3 * serial},
+        ),
         ("slow", {"slow": 14 * level}, ("slow-rank",), {"slow-rank: one late rank": 14 * ms}),
         ("jitter", {"jitter": 9 * level}, ("jitter",), {"jitter: lateness": 9 * ms}),
         (

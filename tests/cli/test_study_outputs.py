@@ -76,9 +76,10 @@ def test_compare_reads_two_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "130")
     before = store(tmp_path / "before", make_study(serial=0.2))
     after = store(tmp_path / "after", make_study(serial=0.05))
-    done = scale("--compare", before, after)
+    done = scale("--compare", before, after, "--html", tmp_path / "page.html")
     assert done.exit_code == 0, done.output
     assert "better: wait -" in done.stdout
+    assert "better: wait" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,11 @@ def test_compare_reads_two_folders(tmp_path, monkeypatch):
         (["--show", "study"], "has no study.json"),
         (["--compare", "a", "b", "--csv", "x.csv"], "--compare writes no --csv"),
         (["-n", "1", "--until", "accuracy", "a.py"], "is no comparison"),
+        (["--continue", "study", "--steps", "20"], "and --steps is given too"),
+        (["--continue", "study", "--node-hours", "2"], "and --node-hours is given too"),
+        (["-n", "1", "--only", "1", "a.py"], "--only is for the jobs of --submit"),
+        (["-n", "1", "--node-hours", "3", "a.py"], "--node-hours is for jobs of a scheduler"),
+        (["-n", "1", "--submit", "-H", "a:1", "a.py"], "-H is given too"),
         (["-n", "1", "--seeds", "2", "a.py"], "--seeds needs a target"),
         (["-n", "1", "--until", "a>1", "--metric", "(", "a.py"], "no regular expression"),
     ],

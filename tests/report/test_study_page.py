@@ -1,13 +1,17 @@
 """The page of a scaling study, opened in Chromium; its figures are those of --json."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from pages import CONTRAST, HOSTILE, agree, drawn, watched
 
 from paceline.analyze.scaling.derived import estimate
+from paceline.analyze.scaling.outcomes.compare_studies import compare_studies
 from paceline.analyze.scaling.study_model import STRONG, WEAK
+from paceline.report.page.study_comparison import comparison_page
 from paceline.report.page.study_page import study_page
+from paceline.report.scaling.comparison_json import comparison_json
 from paceline.report.scaling.findings import (
     CheckedPrediction,
     Curve,
@@ -104,6 +108,30 @@ def test_page_is_readable(opened, theme, width):
     page = opened(make_study(failed={8}), width=width, theme=theme)
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 360), ("dark", 1280)])
+def test_two_studies_are_on_one_page(browser, tmp_path, theme, width):
+    before = make_study(serial=0.2, spread=0.002)
+    after = make_study((1, 2, 4), serial=0.05, spread=0.002)
+    after = replace(after, folder=f"/tmp/{HOSTILE}")
+    found = compare_studies(before, after)
+    path = tmp_path / "page.html"
+    path.write_text(comparison_page(found))
+    with watched(browser) as show:
+        page = show(path, width=width, theme=theme)
+        assert agree(page, json.loads(comparison_json(found))) == 6 * 4
+        assert "Strong scaling, 4 ranks: " in page.inner_text("#lead")
+        assert "Measured only before: 8 ranks (strong)" in page.inner_text("#summary")
+        assert page.inner_text("#summary").count("better") == 4  # not where both have one rank
+        lines = {line["name"]: line for line in drawn(page, "studyRate")}
+        assert lines["strong scaling, before"]["x"] == [1, 2, 4, 8]
+        rates = [throughput(n) for n in (1, 2, 4)]
+        assert lines["weak scaling, after"]["y"] == pytest.approx(rates, rel=0.01)
+        bars = drawn(page, "losses-strong")
+        assert bars[0]["x"][:3] == ["1 rank, before", "1 rank, after", "2 ranks, before"]
+        assert page.evaluate(CONTRAST) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_study_without_figures_has_no_page():

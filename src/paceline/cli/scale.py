@@ -9,6 +9,7 @@ import typer
 from ..security.text import printable
 from .common import study_jobs as jobs
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import given_parameters
 from .common.options import (
     Args,
     Bind,
@@ -31,6 +32,7 @@ from .common.options import (
 from .common.script_options import ScriptCommand
 from .common.status_line import interruptible
 from .common.study_outputs import (
+    OUTPUTS,
     CsvFile,
     ExtrapFile,
     HtmlFile,
@@ -67,10 +69,11 @@ TARGET = "Time to a target"
         ),
         ("paceline scale --continue scaling-train", "continue a study, or gather its jobs"),
         ("paceline scale --show scaling-train --html study.html", "a page of a study"),
-        ("paceline scale --compare before after", "two studies"),
+        ("paceline scale --compare before after --html page.html", "two studies"),
     ),
 )
 def scale(
+    context: typer.Context,
     script: Annotated[
         str | None,
         typer.Argument(
@@ -141,7 +144,7 @@ def scale(
         tuple[Path, Path] | None,
         typer.Option(
             help="Compare the studies in two folders, as before and after a remedy, and print the "
-            "differences larger than the noise. Nothing is run.",
+            "differences larger than the noise; with --html as a page. Nothing is run.",
             metavar="DIR DIR",
             show_default=False,
         ),
@@ -302,15 +305,17 @@ def scale(
         },
     )
     outputs = StudyOutputs(json, html, csv, svg, latex, extrap, talp)
+    given = given_parameters(context)
     with exit_on_mistake():
         outputs.check()
-        if _shows_only(show, compare, outputs, {"a script": script, "-n": sizes}):
+        if _shows_only(show, compare, outputs, given):
             return
         goal_options = parse_target(until, metric, seeds)
         if continued is not None:
-            _check_continued(script, sizes, output, submit)
+            _check_continued(given, has_jobs(continued))
             folder = continued
         else:
+            jobs.check_given(given)
             if script is None:
                 raise ValueError("there is no script. HINT: paceline scale -n 1,2,4 SCRIPT")
             from ..analyze.scaling.study_model import STRONG, WEAK, StudyRequest
@@ -346,7 +351,7 @@ def scale(
             new_study(folder, request)
             typer.echo(printable(f"paceline: the study is in {folder}"), err=True)
         if only is None and has_jobs(folder):
-            jobs.gather_jobs(folder)
+            jobs.gather_jobs(folder, minutes, node_hours)
             _finish(outputs, read_study(folder))
             return
         with interruptible() as interruption, StudyDisplay() as display:
@@ -368,23 +373,24 @@ def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
     outputs.finish(study, findings_of(study, proposals))
 
 
-def _check_continued(
-    script: str | None, sizes: str | None, output: Path | None, submit: bool
-) -> None:
-    given = {"a script": script, "-n": sizes, "--output": output, "--submit": submit or None}
-    wrong = [name for name, value in given.items() if value is not None]
+def _check_continued(given: dict[str, str], is_in_jobs: bool) -> None:
+    """Raise ValueError for parameters that a study does not take when it is continued."""
+    allowed = {"continued", "minutes", "only", *OUTPUTS, *(("node_hours",) if is_in_jobs else ())}
+    wrong = [shown for name, shown in given.items() if name not in allowed]
     if wrong:
         raise ValueError(
             f"--continue takes the request from the study's folder, and {wrong[0]} is given too. "
             "HINT: leave it out, or start a new study with --output DIR"
         )
+    if "only" in given and not is_in_jobs:
+        raise ValueError("--only is for the jobs of --submit. HINT: leave it out")
 
 
 def _shows_only(
     show: Path | None,
     compare: tuple[Path, Path] | None,
     outputs: StudyOutputs,
-    given: dict[str, str | None],
+    given: dict[str, str],
 ) -> bool:
     """Show one study or compare two, and return True; return False if runs are wanted."""
     if show is None and compare is None:
@@ -392,8 +398,8 @@ def _shows_only(
     from ..analyze.scaling.study_folder import read_study
 
     option = "--show" if show is not None else "--compare"
-    wrong = [name for name, value in given.items() if value is not None]
-    wrong += ["--compare"] if show is not None and compare is not None else []
+    allowed = {"compare" if show is None else "show", *OUTPUTS}
+    wrong = [shown for name, shown in given.items() if name not in allowed]
     if wrong:
         raise ValueError(
             f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
@@ -406,13 +412,14 @@ def _shows_only(
 
     files = [
         name
-        for name in ("html", "csv", "svg", "latex", "extrap", "talp")
+        for name in ("csv", "svg", "latex", "extrap", "talp")
         if getattr(outputs, name) is not None
     ]
     if files:
         raise ValueError(
-            f"--compare writes no --{files[0]}. HINT: paceline scale --show DIR --{files[0]} FILE "
-            "for each study"
+            f"--compare writes no --{files[0]}, only --html and --json. HINT: paceline scale "
+            f"--show DIR --{files[0]} FILE for each study"
         )
-    print_comparison(compare_studies(*(read_study(folder) for folder in compare)), outputs.json)
+    found = compare_studies(*(read_study(folder) for folder in compare))
+    print_comparison(found, outputs.json, outputs.html)
     return True

@@ -55,15 +55,23 @@ class Holder:
 class RunLock:
     """The lock of one folder, for one run."""
 
-    def __init__(self, folder: Path, use: str, run: str = "") -> None:
+    def __init__(
+        self, folder: Path, use: str, run: str = "", *, name: str = NAME, way_out: str = ""
+    ) -> None:
         """Describe the lock; ``acquire`` takes it.
 
         Args:
             folder: An existing folder that can be written to.
             use: What is in the folder, e.g. "checkpoint", for messages.
             run: ID of the run. "": the run is this process.
+            name: Name of the lock's file; locks of different names do not exclude each other.
+            way_out: What a user can do if another run has the lock. "": choose another folder.
         """
-        self._path, self._use = folder / NAME, use
+        self._path, self._use = folder / name, use
+        self._way_out = way_out or (
+            "choose another folder, or wait until that run has ended. If both runs shall use this "
+            f"folder: rm {self._path}"
+        )
         self._own = Holder(
             run or _PROCESS_RUN,
             socket.gethostname(),
@@ -158,7 +166,7 @@ class RunLock:
         """Return the content of the lock, when it was renewed, and the time now, both by the clock
         of the file server; None if there is no lock.
         """
-        probe = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}.tmp")
+        probe = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         fd = open_regular(probe, flags, follow_links=False, mode=0o666)
         try:
@@ -189,7 +197,7 @@ class RunLock:
         """Remove the lock of a run that has ended. Raises FolderInUseError if another run was
         faster.
         """
-        aside = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}.tmp")
+        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}.tmp")
         try:
             os.rename(self._path, aside)
         except FileNotFoundError:
@@ -226,8 +234,7 @@ class RunLock:
     def _in_use(self, holder: Holder) -> FolderInUseError:
         return FolderInUseError(
             f"the {self._use} folder {self._path.parent} is in use by {self._describe(holder)}. "
-            "HINT: choose another folder, or wait until that run has ended. If both runs shall use "
-            f"this folder: rm {self._path}"
+            f"HINT: {self._way_out}"
         )
 
     def _describe(self, holder: Holder) -> str:

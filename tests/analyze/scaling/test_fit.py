@@ -5,9 +5,11 @@ import math
 import random
 import statistics
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
+from paceline.analyze.figures.losses import Loss
 from paceline.analyze.scaling.bends import Bend
 from paceline.analyze.scaling.cost_model import Place, exchange_terms, place_of
 from paceline.analyze.scaling.costs import costs_of_points, normal_max, quantile_max, size_costs
@@ -20,6 +22,7 @@ from paceline.analyze.scaling.forecast import (
 )
 from paceline.analyze.scaling.laws import AMDAHL, GUSTAFSON, UNIVERSAL, fit_laws
 from paceline.analyze.scaling.least_squares import fit_terms
+from paceline.analyze.scaling.runs.figures_of_run import MAX_WAITS, _waits
 from paceline.analyze.scaling.study_model import (
     STRONG,
     WEAK,
@@ -409,3 +412,21 @@ def test_terms_of_collectives(kind: str, latencies: float, vectors: float) -> No
     assert (terms.latencies, terms.vectors) == (latencies, vectors)
     assert collective_terms(kind, 1).seconds(1.0, 1.0, 100) == 0
     assert terms.seconds(2.0, 0.5, 8) == latencies * 2 + vectors * 4
+
+
+def test_waits_for_a_hundred_ranks_are_those_for_their_computing():
+    ranks = 100
+    law = Law(jitter=9 * MS, noise=0.0)
+    measured = point(law, STRONG, ranks, batch=6400).figures[0]
+    whole_s = sum(one.seconds for one in measured.waits)
+    losses = [Loss("wait", one.seconds, one.rank, "h", one.doing) for one in measured.waits]
+    waits = _waits(SimpleNamespace(losses=losses), 1, 1.0, ranks)
+    assert len(waits) == MAX_WAITS + 1
+    assert waits[-1].rank is None
+    assert sum(one.seconds for one in waits) == pytest.approx(whole_s)
+    setup = Setup(ranks, 6400)
+    run = StudyRun("run", setup, 0, dataclasses.replace(measured, waits=waits))
+    costs = size_costs(SizePoint(STRONG, setup, [run]))
+    assert costs.parts["jitter"] == pytest.approx(whole_s)
+    assert costs.parts["exchange"] == pytest.approx(0, abs=1e-9)
+    assert costs.late["jitter"][1] == pytest.approx(1 / ranks)

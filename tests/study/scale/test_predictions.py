@@ -37,11 +37,14 @@ def folder_of_study(folder):
     return folder
 
 
-def measure(folder, ranks):
-    """Write a run of a script with 64 ms of computing for the global batch, and 4 ms of a step."""
+def measure(folder, ranks, mean=64):
+    """Write a run of a script with 64 ms of computing for the global batch, and 4 ms of a step.
+
+    mean: Mean samples of a step; smaller where the last batch of an epoch is.
+    """
     step_s = 0.064 / ranks + 0.004
     seconds = StateSeconds(useful=step_s)
-    figures = RunFigures(2, 1, True, [step_s] * 20, 64, 64, seconds, {"useful": 1.0}, Spread())
+    figures = RunFigures(2, 1, True, [step_s] * 20, mean, 64, seconds, {"useful": 1.0}, Spread())
     name, setup = f"runs/{ranks}", Setup(ranks, 64)
     (folder / name).mkdir(parents=True)
     write_run(folder, StudyRun(name, setup, 0, figures, started=time.time()))
@@ -59,6 +62,16 @@ def test_a_size_is_predicted_before_it_is_measured_and_held_against_it(tmp_path)
     assert one.sizes == [1, 2, 4]
     assert one.low < 64 / 0.012 < one.high
     assert held[4]
+
+
+def test_a_smaller_last_batch_of_an_epoch_does_not_hide_the_prediction(tmp_path):
+    folder = folder_of_study(tmp_path)
+    for ranks in SIZES:
+        predict_setup(folder, Setup(ranks, 64))
+        measure(folder, ranks, mean=58.5)
+    held = {point.ranks: point.predicted for point in read_study(folder).points}
+    one = next(one for one in held[8] if one.model == COST_MODEL)
+    assert one.low < 58.5 / 0.012 < one.high
 
 
 def test_the_next_two_sizes_are_predicted_once(tmp_path):

@@ -1,6 +1,7 @@
 """``paceline scale --submit``: the jobs of a study, their cost, and what --continue does."""
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import ranks
 from test_scale_study import FakeRuns
 
-from paceline.analyze.scaling.study_folder import read_study, write_run
+from paceline.analyze.scaling.study_folder import read_stored, read_study, write_run
 from paceline.analyze.scaling.study_model import KNOB, STRONG, WEAK, Setup, StudyRequest, StudyRun
 from paceline.launch.submit.submit import SCHEDULERS, is_active
 from paceline.study.scale.jobs import (
@@ -90,7 +91,10 @@ def finish(folder, number, setups, repeats=3, failure=""):
             how = "" if failure else KNOB
             write_run(
                 folder,
-                StudyRun(f"runs/{path.name}", setup, repeat, figures, failure, 1, 9.0, 1.0, how),
+                StudyRun(
+                    *(f"runs/{path.name}", setup, repeat, figures, failure),
+                    *(1, 9.0, time.time(), how),
+                ),
             )
 
 
@@ -164,6 +168,23 @@ def test_jobs_beyond_the_node_hours_are_not_submitted(tmp_path, study):
     new_study(tmp_path / "second", fits)
     begin_jobs(tmp_path / "second", JobOptions("slurm", 2, node_hours=0.45), lambda said: None)
     assert len(submitted(tmp_path)) == 2
+
+
+def test_node_hours_count_jobs_that_wait_or_run_with_their_whole_limit(tmp_path, study):
+    folder, said = tmp_path / "study", []
+    new_study(folder, study)
+    options = JobOptions("slurm", ranks_per_node=2, node_hours=0.5)
+    begin_jobs(folder, options, said.append)  # 0.17 and 0.33 node-hours
+    (tmp_path / "active/0").unlink()  # killed at once
+    finish(folder, "1", [Setup(4, 64)], repeats=1)
+    (tmp_path / "active/1").touch()  # its one run is part of its limit
+    refused = r"may need 0.17 node-hours; jobs that wait or run may use 0.33. HINT.*-hours 0.5,"
+    with pytest.raises(ValueError, match=refused):
+        continue_jobs(folder, said.append, node_hours=0.49)
+    assert len(submitted(tmp_path)) == 2
+    continue_jobs(folder, said.append, minutes=4, node_hours=0.5)
+    assert "--time=00:07:00" in submitted(tmp_path)[2]
+    assert read_stored(folder).request.minutes == 4
 
 
 def test_scripts_are_printed_for_each_scheduler(tmp_path, study):

@@ -21,6 +21,7 @@ from .costs import (
     EXCHANGE,
     INPUT,
     JITTER,
+    LEAST_PART,
     PARTS,
     SCRIPT,
     SLOW_RANK,
@@ -231,8 +232,11 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
     """Return the exchange's terms for the collectives of ``costs`` at another size.
 
     "latency" and "bytes" are those of a ring over all ranks, "calls" is what a call takes in a
-    group of any size. "crowded": where ranks outnumber the cores of their node, each message waits
-    for a core. With several nodes also those of a node and between the nodes.
+    group of any size. With several nodes also those of a node and between the nodes.
+
+    Where m ranks share a core, two laws are usual for what is added to them: a message finds the
+    core of its rank in use in a share 1 - 1/m of cases ("core in use"), or each core works for
+    all of its ranks in turn, m - 1 others ("other ranks of a core").
     """
     crowd = max(place.per_host / cores, 1.0) if cores else 1.0
     names = [f"{what}{level}" for level in _LEVELS for what in _EXCHANGE_TERMS]
@@ -247,7 +251,8 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
         one_node = place.hosts == 1
         for level, terms, factor in (
             (_FLAT, flat, 1.0),
-            (_CROWDED, flat, crowd),
+            (_IN_USE, flat, 1 - 1 / crowd),
+            (_OTHERS, flat, crowd - 1),
             (_FLAT_NODE, flat, float(one_node)),
             (_FLAT_NETWORK, flat, float(not one_node)),
             (_NODE, inside, 1.0),
@@ -259,14 +264,15 @@ def exchange_terms(costs: SizeCosts, place: Place, cores: int | None) -> dict[st
     return result
 
 
-_FLAT, _CROWDED, _FLAT_NODE, _FLAT_NETWORK = "", ", crowded", ", one node", ", several nodes"
+_FLAT, _IN_USE, _OTHERS = "", ", core in use", ", other ranks of a core"
+_FLAT_NODE, _FLAT_NETWORK = ", one node", ", several nodes"
 _NODE, _NETWORK = ", in a node", ", between nodes"
 _EXCHANGE_CANDIDATES = (
     *(("latency", "bytes"), ("latency",), ("bytes",)),
     *(("calls", "latency"), ("calls", "bytes")),
 )
 _EXCHANGE_TERMS = ("calls", "latency", "bytes")
-_LEVELS = (_FLAT, _CROWDED, _FLAT_NODE, _FLAT_NETWORK, _NODE, _NETWORK)
+_LEVELS = (_FLAT, _IN_USE, _OTHERS, _FLAT_NODE, _FLAT_NETWORK, _NODE, _NETWORK)
 
 
 def _fit_exchange(costs: Sequence[SizeCosts]) -> ExchangeFit | None:
@@ -278,16 +284,17 @@ def _fit_exchange(costs: Sequence[SizeCosts]) -> ExchangeFit | None:
     values: list[float] = []
     errors: list[float] = []
     for one in communicating:
-        exposed = sum(load.exposed for load in one.exchanges)
         flying = sum(load.seconds - load.exposed for load in one.exchanges)
+        exposed = max(one.parts[EXCHANGE], LEAST_PART * one.step_s)
         rows.append(exchange_terms(one, place_of(one), one.cores))
         values.append(one.parts[EXCHANGE] + flying)
-        errors.append(one.errors[EXCHANGE] * (1 + flying / max(exposed, one.parts[EXCHANGE])))
+        # as parts of a step vary: with the square root of their duration
+        errors.append(one.errors[EXCHANGE] * math.sqrt((exposed + flying) / exposed))
     several = [one.hosts > 1 for one in communicating]
     if any(several) and not all(one.per_host == 1 for one in communicating):
         pairs: list[tuple[str, ...]] = [(_FLAT_NODE, _FLAT_NETWORK), (_NODE, _NETWORK)]
     elif any(one.cores and one.per_host > one.cores for one in communicating):
-        pairs = [(_FLAT,), (_CROWDED,)]
+        pairs = [(_FLAT,), (_FLAT, _IN_USE), (_FLAT, _OTHERS)]
     else:
         pairs = [(_FLAT,)]
     candidates: list[tuple[str, ...]] = []

@@ -185,7 +185,7 @@ def _run_parts(run: RunFigures, ranks: int) -> tuple[dict[str, float], dict[str,
     for wait in run.waits:
         if wait.doing == "useful":
             computing += wait.seconds
-        elif wait.doing in _PART_OF and wait.rank is not None:
+        elif wait.doing in _PART_OF:
             waits[_PART_OF[wait.doing]] += wait.seconds
         else:
             waits[EXCHANGE] += wait.seconds
@@ -213,10 +213,10 @@ def _constant_excess(run: RunFigures, ranks: int) -> float:
 
 
 def _late_ranks(runs: Sequence[RunFigures]) -> dict[str, tuple[int, float]]:
-    sums: dict[str, dict[int, float]] = {}
+    sums: dict[str, dict[int | None, float]] = {}
     for run in runs:
         for wait in run.waits:
-            if wait.rank is None or wait.doing is None:
+            if wait.doing is None:
                 continue
             part = _PART_OF.get(wait.doing, EXCHANGE)
             by_rank = sums.setdefault(part, {})
@@ -224,9 +224,10 @@ def _late_ranks(runs: Sequence[RunFigures]) -> dict[str, tuple[int, float]]:
     found = {}
     for part, by_rank in sums.items():
         whole = sum(by_rank.values())
-        rank = max(by_rank, key=lambda one: by_rank[one])
-        if whole > 0:
-            found[part] = (rank, by_rank[rank] / whole)
+        known = {rank: seconds for rank, seconds in by_rank.items() if rank is not None}
+        rank = max(known, key=lambda one: known[one], default=None)
+        if rank is not None and whole > 0:
+            found[part] = (rank, known[rank] / whole)
     for part in (SLOW_RANK, JITTER):
         if COMPUTE in found:
             found[part] = found[COMPUTE]

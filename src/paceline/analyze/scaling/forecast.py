@@ -160,10 +160,14 @@ def predict_next(
         return []
     model, laws = fit_cost_model(costs_of_points(study.points)), fit_laws(costs, kind)
     sizes = [one.ranks for one in costs]
+    # The batch that is set; the mean of the steps is smaller if the last one of an epoch is.
+    largest = max(
+        (one.setup for one in study.of_kind(kind) if one.figures), key=lambda one: one.ranks
+    )
     found = []
     for size in ranks or next_sizes(sizes):
-        place = place_at(costs, kind, size)
-        batch = round(place.batch * size)
+        whole = largest.global_batch
+        batch = whole if kind == STRONG else whole * size // largest.ranks
         if batch < size:
             continue
         for name, band in predict_size(model, laws, costs, kind, size).items():

@@ -51,7 +51,7 @@ class WaitCause:
     """A part of the wait: for which rank, and what this rank was doing.
 
     Attributes:
-        rank: The rank that was waited for; None if it is unknown.
+        rank: The rank that was waited for; None if it is unknown, or for the sum of many ranks.
         doing: Its state; None if it is unknown.
         seconds: Mean seconds per step and rank.
     """

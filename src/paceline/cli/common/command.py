@@ -145,6 +145,17 @@ def print_json(
         typer.echo(json.dumps(value, indent=indent))
 
 
+def given_parameters(ctx: typer.Context) -> dict[str, str]:
+    """Return the parameters that the user has typed: by name, as the user knows them."""
+    source = ctx.get_parameter_source
+    found = {}
+    for one in ctx.command.params:
+        name = one.name or ""
+        if str(getattr(source(name), "name", "")) == "COMMANDLINE":
+            found[name] = one.opts[0] if one.param_type_name == "option" else one.metavar or name
+    return found
+
+
 @contextmanager
 def json_output(path: Path) -> Iterator[None]:
     """Write what the body prints to standard output to ``path``, unless that is STDOUT."""

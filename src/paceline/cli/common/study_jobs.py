@@ -81,6 +81,27 @@ Only = Annotated[  # in the jobs that --submit starts
 ]
 
 
+# Parameters of the command that need --submit, and those that a study in jobs does not take.
+OF_JOBS = ("dry_run", "node_hours", "ranks_per_node", "gpus_per_node", "memory", "queue")
+OF_JOBS += ("account", "scheduler", "setup", "option")
+NOT_IN_JOBS = ("hosts", "hostfile", "beside")
+
+
+def check_given(given: dict[str, str]) -> None:
+    """Raise ValueError for parameters that a new study, in jobs or not, does not take."""
+    if "only" in given:
+        raise ValueError("--only is for the jobs of --submit. HINT: leave it out")
+    wrong = [given[name] for name in OF_JOBS if name in given]
+    if wrong and "submit" not in given:
+        raise ValueError(f"{wrong[0]} is for jobs of a scheduler. HINT: --submit, or leave it out")
+    wrong = [given[name] for name in NOT_IN_JOBS if name in given]
+    if wrong and "submit" in given:
+        raise ValueError(
+            f"--submit: the scheduler places the ranks of each size, and {wrong[0]} is given too. "
+            "HINT: leave it out"
+        )
+
+
 def job_options(
     scheduler: str | None,
     ranks_per_node: int | None,
@@ -134,21 +155,25 @@ def submit_study(
     if dry_run:
         show_jobs(folder, study, options, typer.echo)
         return
-    check_node_hours(options, plan_jobs(study, options, request.sizes), [])
+    check_node_hours(options, plan_jobs(study, options, request.sizes))
     new_study(folder, request)
     say(f"the study is in {folder}")
     begin_jobs(folder, options, say)
     say(f"HINT: paceline scale --continue {folder} when the jobs have ended")
 
 
-def gather_jobs(folder: Path) -> None:
+def gather_jobs(folder: Path, minutes: float | None, node_hours: float | None) -> None:
     """Say which jobs of a study wait or run, and submit those again that are missing.
+
+    Args:
+        folder: The study's folder.
+        minutes, node_hours: Limits of each job and of all, from now on; None: as before.
 
     Raises ValueError, OSError.
     """
     from ...study.scale.jobs import continue_jobs
 
-    if continue_jobs(folder, say):
+    if continue_jobs(folder, say, minutes, node_hours):
         say(f"HINT: paceline scale --continue {folder} when the jobs have ended")
 
 

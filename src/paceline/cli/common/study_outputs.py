@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...report.scaling.findings import Findings
 
 FILES = "Files"
+OUTPUTS = ("json", "html", "csv", "svg", "latex", "extrap", "talp")  # parameters of the command
 
 HtmlFile = Annotated[
     Path | None,
@@ -165,8 +166,13 @@ class StudyOutputs:
         return said
 
 
-def print_comparison(found: "StudyComparison", json: Path | None) -> None:
-    """Print the comparison of two studies, or write it as JSON."""
+def print_comparison(found: "StudyComparison", json: Path | None, html: Path | None = None) -> None:
+    """Print the comparison of two studies, or write it as JSON, and write its page."""
+    if html is not None:
+        from ...report.page.study_comparison import comparison_page
+        from ...report.page.write_page import save
+
+        typer.echo(save(comparison_page(found), html), err=json == STDOUT)
     if json is not None:
         from ...report.scaling.comparison_json import comparison_json
 

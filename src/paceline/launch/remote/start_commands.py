@@ -33,6 +33,7 @@ class LaunchTool:
         one_call_per_host: Whether each call starts one agent.
         passes_environment: Whether the agents get the launcher's environment.
         accepts_host_names: Whether hosts can be chosen; else it uses the whole allocation.
+        by_daemon: Whether a daemon of the scheduler starts the agents, also that of this node.
         removed_variables: The launcher's environment variables that would change what the tool
             does.
         exit_pattern: Matches its message about processes that ended while others run; "tasks" are
@@ -46,6 +47,7 @@ class LaunchTool:
     one_call_per_host: bool = False
     passes_environment: bool = True
     accepts_host_names: bool = True
+    by_daemon: bool = False
     removed_variables: tuple[str, ...] = ()
     exit_pattern: str = ""
     source: str = ""
@@ -123,12 +125,13 @@ TOOLS = {
         LaunchTool(
             "srun",
             _srun,
+            by_daemon=True,
             removed_variables=_SLURM_TASK_VARIABLES,
             exit_pattern=r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): ",
         ),
-        LaunchTool("jsrun", _jsrun, accepts_host_names=False),
-        LaunchTool("palsrun", _pals),
-        LaunchTool("flux", _flux, accepts_host_names=False),
+        LaunchTool("jsrun", _jsrun, accepts_host_names=False, by_daemon=True),
+        LaunchTool("palsrun", _pals, by_daemon=True),
+        LaunchTool("flux", _flux, accepts_host_names=False, by_daemon=True),
     )
 }
 

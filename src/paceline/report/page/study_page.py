@@ -59,7 +59,7 @@ def study_page(study: ScalingStudy, findings: Findings) -> str:
         "notes": study.notes,
         "energy_notes": _energy_notes(study),
     }
-    return page("study.html", _data(kinds), context)
+    return page("studies/study.html", _data(kinds), context)
 
 
 class _Kind:
@@ -104,8 +104,8 @@ def _data(kinds: Sequence[_Kind]) -> dict[str, Any]:
     time, cost = [], []
     for number, kind in enumerate(kinds):
         name, rows = f"{kind.name} scaling", kind.measured
-        speedup.append(_line(name, number, rows, [row.speedup for row in rows]))
-        efficiency.append(_line(name, number, rows, [row.efficiency for row in rows]))
+        speedup.append(line_of(name, number, rows, [row.speedup for row in rows]))
+        efficiency.append(line_of(name, number, rows, [row.efficiency for row in rows]))
         first = rows[0]
         assert first.throughput is not None
         base = first.throughput.value
@@ -114,8 +114,8 @@ def _data(kinds: Sequence[_Kind]) -> dict[str, Any]:
             speedup.append(_fitted(curve, number, base, per_rank=False))
             efficiency.append(_fitted(curve, number, each, per_rank=True))
         times, hours = _costs(kind)
-        time.append(_line(name, number, [one for one, _ in times], [two for _, two in times]))
-        cost.append(_line(name, number, [one for one, _ in hours], [two for _, two in hours]))
+        time.append(line_of(name, number, [one for one, _ in times], [two for _, two in times]))
+        cost.append(line_of(name, number, [one for one, _ in hours], [two for _, two in hours]))
     return {
         "states": list(STATES),
         "stateNames": STATE_NAMES,
@@ -125,13 +125,14 @@ def _data(kinds: Sequence[_Kind]) -> dict[str, Any]:
             "studyTime": {"ranks": ranks, "lines": time, "title": "time (s)", "log": True},
             "studyCost": {"ranks": ranks, "lines": cost, "title": "node-hours", "log": True},
         },
-        "losses": {kind.name: _losses(kind.measured) for kind in kinds},
+        "losses": {kind.name: losses_of(kind.measured) for kind in kinds},
     }
 
 
-def _line(
+def line_of(
     name: str, number: int, rows: Sequence[SizeRow], found: Sequence[Estimate | None]
 ) -> dict[str, Any]:
+    """Return a line of a chart. number: Of its colour. found: Value of each row."""
     known = [(row, one) for row, one in zip(rows, found, strict=True) if one is not None]
     drawn = [one if one.low > 0 and one.high < MAX_SHARE * one.value else None for _, one in known]
     return {
@@ -165,7 +166,7 @@ def _fitted(curve: Curve, number: int, base: float, per_rank: bool) -> dict[str,
     }
 
 
-def _losses(rows: Sequence[SizeRow]) -> dict[str, Any]:
+def losses_of(rows: Sequence[SizeRow]) -> dict[str, Any]:
     """Return the seconds per step and rank in each state, by size."""
     return {
         "ranks": [row.point.ranks for row in rows],

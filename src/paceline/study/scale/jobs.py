@@ -15,7 +15,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ...analyze.scaling.study_folder import StoredStudy, read_runs, read_stored
+from ...analyze.scaling.study_folder import StoredStudy, read_runs, read_stored, write_study
 from ...analyze.scaling.study_model import MIN_REPEATS, Amount, Ranks, Seconds, StudyRun
 from ...launch.submit.batch_options import Batch, Resources, clock, job_name, usual_warning
 from ...launch.submit.submit import (
@@ -33,6 +33,7 @@ from ...security.text import printable
 from ..script_runs.run_process import last_lines
 from .plan import setups_of
 from .run_study import DEFAULT_MINUTES
+from .study_lock import locked_study
 
 FORMAT, VERSION = "paceline-scaling-jobs", 1
 JOBS_FILE, OUTPUT_FOLDER = "jobs.json", "jobs"
@@ -155,21 +156,37 @@ def spent_node_hours(runs: Sequence[StudyRun]) -> float:
 
 
 def check_node_hours(
-    options: JobOptions, jobs: Sequence[SizeJob], runs: Sequence[StudyRun]
+    options: JobOptions,
+    jobs: Sequence[SizeJob],
+    runs: Sequence[StudyRun] = (),
+    active: Sequence[SizeJob] = (),
 ) -> None:
-    """Raise ValueError if the jobs may cost more than ``--node-hours``."""
+    """Raise ValueError if the jobs may cost more than ``--node-hours``.
+
+    Args:
+        options: Options of all jobs.
+        jobs: Jobs that are to be submitted.
+        runs: All runs that ended.
+        active: Jobs that wait or run. They may use their whole time limit, runs that ended
+            included.
+    """
     if options.node_hours is None or not jobs:
         return
-    spent, planned = spent_node_hours(runs), sum(job.node_hours for job in jobs)
-    if spent + planned <= options.node_hours:
+    began = {job.ranks: job.submitted for job in active}
+    ended = [run for run in runs if run.started < began.get(run.setup.ranks, math.inf)]
+    spent, planned = spent_node_hours(ended), sum(job.node_hours for job in jobs)
+    held = sum(job.node_hours for job in active)
+    if spent + held + planned <= options.node_hours:
         return
     hosts = sum(job.hosts for job in jobs)
-    minutes = ((options.node_hours - spent) * HOUR_S / hosts - START_MARGIN_S) / 60 - 1
-    before = f", and {spent:.2f} are spent" if spent else ""
-    hint = f"--minutes {minutes:.0f} for each job, or " if minutes >= 1 else ""
+    minutes = ((options.node_hours - spent - held) * HOUR_S / hosts - START_MARGIN_S) / 60 - 1
+    before = f"; {spent:.2f} are spent" if spent else ""
+    before += f"; jobs that wait or run may use {held:.2f}" if held else ""
+    hint = f"--minutes {minutes:.0f} for each job, " if minutes >= 1 else ""
+    least = math.ceil(100 * (spent + held + planned) - 1e-6) / 100
     raise ValueError(
         f"--node-hours {options.node_hours:g}: the jobs may need {planned:.2f} node-hours{before}. "
-        f"HINT: {hint}leave out the largest size"
+        f"HINT: {hint}--node-hours {least:g}, or a new study without the largest size"
     )
 
 
@@ -208,7 +225,7 @@ def show_jobs(
     jobs = plan_jobs(stored, options, sorted(stored.request.sizes))
     for line in cost_lines(stored, jobs, []):
         say(line)
-    check_node_hours(options, jobs, [])
+    check_node_hours(options, jobs)
     for job in jobs:
         job = replace(job, output=_output(job, 1))
         say(f"batch script of {counted(job.ranks, 'rank')}:")
@@ -224,17 +241,30 @@ def begin_jobs(folder: Path, options: JobOptions, say: Callable[[str], None]) ->
         say: Receives the cost before the jobs are submitted, and the jobs.
 
     Raises:
-        ValueError: The jobs would cost too much, or the scheduler did not accept one.
+        ValueError: The jobs would cost too much, the scheduler did not accept one, or another
+            command works on the study.
         OSError: The folder can't be written.
     """
     folder, stored = folder.absolute(), read_stored(folder)
-    jobs = StoredJobs(FORMAT, VERSION, options)
-    _write(folder, jobs)
-    return _submit(folder, stored, jobs, sorted(stored.request.sizes), say)
+    with locked_study(folder, say):
+        jobs = StoredJobs(FORMAT, VERSION, options)
+        _write(folder, jobs)
+        return _submit(folder, stored, jobs, sorted(stored.request.sizes), [], say)
 
 
-def continue_jobs(folder: Path, say: Callable[[str], None]) -> list[SizeJob]:
+def continue_jobs(
+    folder: Path,
+    say: Callable[[str], None],
+    minutes: float | None = None,
+    node_hours: float | None = None,
+) -> list[SizeJob]:
     """Submit a job for each size that has too few runs and no job that waits or runs.
+
+    Args:
+        folder: The study's folder.
+        say: Receives which jobs wait or run, and those that are submitted.
+        minutes: Time budget of each job from now on, instead of that of the request.
+        node_hours: Limit from now on; None: as before.
 
     Returns:
         The jobs that wait or run now.
@@ -242,8 +272,20 @@ def continue_jobs(folder: Path, say: Callable[[str], None]) -> list[SizeJob]:
     Raises:
         ValueError: A job's state is not known, or as for ``begin_jobs``.
     """
-    folder, stored, jobs = folder.absolute(), read_stored(folder), read_jobs(folder)
-    kind, missing, active = SCHEDULERS[jobs.options.scheduler], [], []
+    read_stored(folder)  # before the lock: it may be no study
+    with locked_study(folder, say):
+        if minutes is not None:
+            stored = read_stored(folder)
+            write_study(folder, replace(stored, request=replace(stored.request, minutes=minutes)))
+        if node_hours is not None:
+            jobs = read_jobs(folder)
+            _write(folder, replace(jobs, options=replace(jobs.options, node_hours=node_hours)))
+        return _continue_jobs(folder.absolute(), say)
+
+
+def _continue_jobs(folder: Path, say: Callable[[str], None]) -> list[SizeJob]:
+    stored, jobs = read_stored(folder), read_jobs(folder)
+    kind, missing, active = SCHEDULERS[jobs.options.scheduler], list[int](), list[SizeJob]()
     runs = read_runs(folder)[0]
     for size in sorted(stored.request.sizes):
         last = next((job for job in reversed(jobs.jobs) if job.ranks == size), None)
@@ -254,7 +296,7 @@ def continue_jobs(folder: Path, say: Callable[[str], None]) -> list[SizeJob]:
             missing.append(size)
             if last is not None:
                 say(_ended_early(folder, last))
-    return [*active, *_submit(folder, stored, jobs, missing, say)]
+    return [*active, *_submit(folder, stored, jobs, missing, active, say)]
 
 
 def _lacks_runs(stored: StoredStudy, size: int, runs: Sequence[StudyRun]) -> bool:
@@ -284,15 +326,19 @@ def _submit(
     stored: StoredStudy,
     jobs: StoredJobs,
     sizes: Sequence[int],
+    active: Sequence[SizeJob],
     say: Callable[[str], None],
 ) -> list[SizeJob]:
-    """Submit the jobs of sizes, and store each before the next one is submitted."""
+    """Submit the jobs of sizes, and store each before the next one is submitted.
+
+    active: Jobs that wait or run.
+    """
     runs = read_runs(folder)[0]
     planned = plan_jobs(stored, jobs.options, sizes)
     if planned:
         for line in cost_lines(stored, planned, runs):
             say(line)
-    check_node_hours(jobs.options, planned, runs)
+    check_node_hours(jobs.options, planned, runs, active)
     (folder / OUTPUT_FOLDER).mkdir(exist_ok=True)
     kind, submitted = SCHEDULERS[jobs.options.scheduler], []
     for job in planned:

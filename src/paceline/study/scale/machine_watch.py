@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...analyze.scaling.study_model import MachineState
 from ...cluster.topology.local_resources import allowed_threads
+from .daemon_processes import DaemonProcesses
 
 INTERVAL_S = 0.5
 CPUS = Path("/sys/devices/system/cpu")
@@ -20,11 +21,15 @@ class MachineWatch:
     """Samples the clock of this process's cores in a thread, from ``start`` to ``stop``.
 
     The load of others is the processor time of these cores less that of this process's children
-    that have ended.
+    that have ended, and less that of ranks that a daemon has started.
+
+    Args:
+        by_daemon: Whether a daemon of the scheduler starts the ranks.
     """
 
-    def __init__(self, cpus: Path = CPUS, stat: Path = STAT) -> None:
+    def __init__(self, by_daemon: bool = False, cpus: Path = CPUS, stat: Path = STAT) -> None:
         self._cores, self._cpus, self._stat = allowed_threads(), cpus, stat
+        self._daemon_processes = DaemonProcesses() if by_daemon else None
         self._samples: list[float] = []
         self._over = threading.Event()
 
@@ -39,13 +44,21 @@ class MachineWatch:
         self._over.set()
         self._thread.join()
         busy, children, seconds = self._busy_s(), _children_s(), time.monotonic()
+        daemon = self._daemon_processes
+        if daemon is not None:
+            daemon.sample()
         notes: list[str] = []
         other = None
         if busy is None or self._before[0] is None:
             notes.append(f"the load of other processes can't be read from {self._stat}")
+        elif daemon is not None and not daemon.found:
+            notes.append(
+                "the load of other processes is not known: the scheduler starts the ranks, and "
+                "their processes can't be told from others"
+            )
         else:
             length = max(seconds - self._before[2], 1e-9)
-            ours = children - self._before[1]
+            ours = children - self._before[1] + (daemon.seconds if daemon is not None else 0.0)
             other = max((busy - self._before[0] - ours) / length, 0.0)
         if not self._samples:
             notes.append(f"the clock frequency can't be read: no cpufreq in {self._cpus}")
@@ -55,6 +68,8 @@ class MachineWatch:
 
     def _sample(self) -> None:
         while not self._over.wait(INTERVAL_S):
+            if self._daemon_processes is not None:
+                self._daemon_processes.sample()
             found = [one for core in self._cores if (one := self._mhz(core)) is not None]
             if found:
                 self._samples.append(statistics.fmean(found))

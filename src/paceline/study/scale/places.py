@@ -24,6 +24,7 @@ class Place:
         cores: Cores of a host; None if that is not known.
         names: Names of the hosts, if sizes are placed by name.
         options: Options of ``paceline run`` besides the hosts' names.
+        by_daemon: Whether a daemon of the scheduler starts the ranks.
     """
 
     why: str
@@ -31,6 +32,7 @@ class Place:
     names: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     cores: int | None = None
+    by_daemon: bool = False
 
     @property
     def capacity(self) -> int | None:
@@ -103,19 +105,31 @@ def find_place(hosts: str | None, hostfile: Path | None, launcher: str | None) -
         (here,) = target.hosts
         cores = len(topology().cores(set(allowed_threads())))
         return Place(target.why, (here.devices or cores,), (), given, cores)
-    names = tuple(host.name for host in target.hosts)
+    names, by_daemon = tuple(host.name for host in target.hosts), target.tool.by_daemon
     slots: tuple[int | None, ...] = tuple(host.slots for host in target.hosts)
     if target.explicit:
         if None in slots:
             typed = ("-H", hosts) if hosts else ("--hostfile", str(hostfile))
-            return Place(target.why, slots, (), (*typed, *given))
-        return Place(target.why, slots, names, given)
+            return Place(target.why, slots, (), (*typed, *given), by_daemon=by_daemon)
+        return Place(target.why, slots, names, given, by_daemon=by_daemon)
     slots = tuple(host.devices or host.cpus or host.slots for host in target.hosts)
     cpus = [host.cpus for host in target.hosts if host.cpus is not None]
     each = min(cpus) if len(cpus) == len(slots) else None
     if not target.tool.accepts_host_names or None in slots:
-        return Place(target.why, slots, (), given, each)
-    return Place(target.why, slots, names, ("--launcher", launcher or target.tool.name), each)
+        return Place(target.why, slots, (), given, each, by_daemon)
+    named = ("--launcher", launcher or target.tool.name)
+    return Place(target.why, slots, names, named, each, by_daemon)
+
+
+def check_side_by_side(place: Place) -> None:
+    """Raise ValueError if sizes can't run at the same time, each on hosts of its own."""
+    if len(place.names) < 2:
+        one = f"the sizes would share one node ({place.why}), and disturb each other"
+        several = f"the nodes of a size can't be chosen ({place.why})"
+        raise ValueError(
+            f"--side-by-side: {one if len(place.slots) < 2 else several}. HINT: leave it out, or "
+            "name hosts with the ranks of each: -H host1:4,host2:4"
+        )
 
 
 def check_sizes(sizes: Sequence[int], place: Place) -> None:

@@ -139,7 +139,7 @@ class SetupRunner:
 
     def _run(self, begun: "Sequence[_Begun]") -> list[SetupResult]:
         """Return the results of runs that ended before the time of the study was over."""
-        watch, meter = MachineWatch(), EnergyMeter().start()
+        watch, meter = MachineWatch(self.place.by_daemon), EnergyMeter().start()
         watch.start()
         try:
             trials = self.trials.run_trials([self._spec(one) for one in begun])

@@ -41,7 +41,8 @@ from ...analyze.scaling.study_model import (
 )
 from ...plurals import counted
 from ..trials import ScriptRequest, Trials, rounds
-from .places import Place, check_sizes, place_of, side_by_side
+from .daemon_processes import marked_processes
+from .places import Place, check_side_by_side, check_sizes, place_of, side_by_side
 from .plan import (
     FIRST_STEPS,
     Cost,
@@ -54,6 +55,7 @@ from .plan import (
 from .predictions import predict_larger, predict_setup
 from .run_folders import remove_unfinished
 from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
+from .study_lock import locked_study
 
 # A run may take this factor of the time that is expected, and at least this time, before it counts
 # as failed.
@@ -81,8 +83,8 @@ def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
         OSError: It can't be created.
     """
     study = plan_study(request)
-    if request.ranks_per_host is None and not request.oversubscribe:  # not in jobs
-        check_sizes(request.sizes, place_of(request.where))
+    if request.ranks_per_host is None:  # not in jobs
+        _check_place(request, place_of(request.where), request.sizes)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_study = (folder / STUDY_FILE).exists()
         what = "has a study already" if is_study else "exists and is not empty"
@@ -118,14 +120,13 @@ def run_study(
         only: Sizes that are run, if not all: a job of ``--submit`` measures one size.
 
     Raises:
+        FolderInUseError: Another command works on the study.
         ValueError: The study cannot be measured here.
         OSError: The folder can't be written.
     """
-    stored = read_stored(folder)
-    request = stored.request
+    request = read_stored(folder).request
     place = place_of(request.where)
-    if not request.oversubscribe:
-        check_sizes([size for size in request.sizes if only is None or size in only], place)
+    _check_place(request, place, [one for one in request.sizes if only is None or one in only])
     options = _with_equal_cores(request, place)
     asked = ScriptRequest(
         request.script,
@@ -135,11 +136,20 @@ def run_study(
     )
     folder = folder.absolute()
     with (
+        locked_study(folder, listener.message, only),
+        marked_processes(),
         contextlib.chdir(request.cwd),
         Trials(asked, listener.message, "paceline-scale-", folder) as trials,
     ):
         runner = SetupRunner(folder, request, place, trials)
-        return _StudyRun(folder, stored, runner, listener, only).all()
+        return _StudyRun(folder, read_stored(folder), runner, listener, only).all()
+
+
+def _check_place(request: StudyRequest, place: Place, sizes: Sequence[int]) -> None:
+    if not request.oversubscribe:
+        check_sizes(sizes, place)
+    if request.side_by_side:
+        check_side_by_side(place)
 
 
 def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:

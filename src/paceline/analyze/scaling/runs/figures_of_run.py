@@ -25,7 +25,7 @@ from .warm_up import WarmUp, find_warm_up
 
 QUANTILES = np.linspace(0.0, 1.0, 21)
 MIN_STEPS = 3  # measured ones, after the warm-up
-MAX_WAITS = 64  # the longest ones
+MAX_WAITS = 64  # the longest ones; of the others, the sum by what was being done
 USEFUL = STATES.index("useful")
 
 
@@ -151,7 +151,10 @@ def _collectives(report: Report, steps: int, window_s: float) -> list[Collective
 
 
 def _waits(report: Report, steps: int, window_s: float, ranks: int) -> list[WaitCause]:
-    """Return for whom ranks waited: seconds per step and rank, the longest first."""
+    """Return for whom ranks waited: seconds per step and rank, the longest first.
+
+    Those beyond ``MAX_WAITS`` follow without the rank.
+    """
     found = [
         WaitCause(loss.rank, loss.doing, loss.share * window_s / steps)
         for loss in report.losses
@@ -160,8 +163,14 @@ def _waits(report: Report, steps: int, window_s: float, ranks: int) -> list[Wait
     merged: dict[tuple[int | None, str | None], float] = {}
     for one in found:
         merged[one.rank, one.doing] = merged.get((one.rank, one.doing), 0.0) + one.seconds
-    ordered = sorted(merged.items(), key=lambda item: -item[1])[:MAX_WAITS]
-    return [WaitCause(rank, doing, seconds) for (rank, doing), seconds in ordered]
+    ordered = sorted(merged.items(), key=lambda item: -item[1])
+    rest: dict[tuple[int | None, str | None], float] = {}
+    for (_, doing), seconds in ordered[MAX_WAITS:]:
+        rest[None, doing] = rest.get((None, doing), 0.0) + seconds
+    return [
+        WaitCause(rank, doing, seconds)
+        for (rank, doing), seconds in (*ordered[:MAX_WAITS], *rest.items())
+    ]
 
 
 def _placement(report: Report) -> list[HostPlacement]:

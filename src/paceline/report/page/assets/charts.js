@@ -216,12 +216,12 @@
   }
 
   function losses(kind) { // time of a step by state, of each size
-    const { ranks, seconds } = data.losses[kind];
+    const { ranks, seconds, names } = data.losses[kind];
     const whole = ranks.map((_, i) => data.states.reduce((sum, state) => sum + seconds[state][i], 0));
     const [sign, times] = unit(Math.max(...whole));
     const traces = data.states.map((state) => ({
-      type: "bar", name: label(state), x: ranks.map(String), y: seconds[state].map((v) => v * times), marker: { color: css(state) },
-      hovertemplate: `%{x} ranks<br>${label(state)} %{y:.3~g} ${sign} per step<extra></extra>`,
+      type: "bar", name: label(state), x: names || ranks.map(String), y: seconds[state].map((v) => v * times), marker: { color: css(state) },
+      hovertemplate: `%{x}${names ? "" : " ranks"}<br>${label(state)} %{y:.3~g} ${sign} per step<extra></extra>`,
     }));
     return [traces, layout(320, {
       barmode: "stack", xaxis: category("ranks"), yaxis: { title: { text: `time per step (${sign})` }, rangemode: "tozero" },
@@ -312,9 +312,8 @@
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
-    studySpeedup: () => bands("studySpeedup"), studyEfficiency: () => bands("studyEfficiency"),
-    studyTime: () => bands("studyTime"), studyCost: () => bands("studyCost"),
-    "losses-strong": () => losses("strong"), "losses-weak": () => losses("weak"),
+    ...Object.fromEntries(Object.keys(data.bands || {}).map((name) => [name, () => bands(name)])),
+    ...Object.fromEntries(Object.keys(data.losses || {}).map((kind) => [`losses-${kind}`, () => losses(kind)])),
   };
   const plots = [...document.querySelectorAll("[data-chart]")];
   const drawn = new Set();

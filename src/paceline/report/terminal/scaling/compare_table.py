@@ -12,6 +12,11 @@ from ...numbers import amount, counted, signed_duration
 from ...state_names import STATE_NAMES
 from .study_table import SAME
 
+SINGLE_RUNS = (
+    "Sizes with one run: the interval contains an assumed spread between equal runs. HINT: "
+    "paceline scale --continue DIR --minutes N makes further runs"
+)
+
 
 def comparison_panel(found: StudyComparison) -> Panel:
     """Return the sizes of both studies, with the changes that are larger than the noise."""
@@ -25,15 +30,8 @@ def comparison_panel(found: StudyComparison) -> Panel:
             sizes = ", ".join(f"{counted(ranks, 'rank')} ({kind})" for kind, ranks in keys)
             parts.append(Text(f"Measured only {label}: {sizes}."))
     parts += [Text(line, style="yellow") for line in found.differences]
-    single = any(not rate.is_between_runs for one in found.changes for rate in one.throughput)
-    if single:
-        parts.append(
-            Text(
-                "Sizes with one run: the interval contains an assumed spread between equal runs. "
-                "HINT: paceline scale --continue DIR --minutes N makes further runs",
-                style="bright_black",
-            )
-        )
+    if has_single_runs(found):
+        parts.append(Text(SINGLE_RUNS, style="bright_black"))
     return Panel(Group(*parts), title="Paceline: two scaling studies", expand=False)
 
 
@@ -45,31 +43,47 @@ def _table(changes: list[SizeChange]) -> Table:
     table.add_column("")
     for one in changes:
         before, after = one.throughput
-        low, high = one.ratio.low, one.ratio.high
-        interval = f"{_percent(low)} to {_percent(high)}" if low > 0 and high < 1e3 else "unknown"
         table.add_row(
             str(one.ranks),
             amount(before.value),
             amount(after.value),
-            _percent(one.ratio.value),
-            interval,
+            percent_of(one.ratio.value),
+            interval_of(one),
             *("-" if value is None else f"{value:.2f}" for value in one.efficiency),
-            _verdict(one),
+            _styled(one),
         )
     return table
 
 
-def _percent(ratio: float) -> str:
+def has_single_runs(found: StudyComparison) -> bool:
+    """Return whether a size has one run only in one of the studies."""
+    return any(not rate.is_between_runs for one in found.changes for rate in one.throughput)
+
+
+def percent_of(ratio: float) -> str:
+    """Return a ratio as a change: +12.0 %."""
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def _verdict(one: SizeChange) -> Text:
+def interval_of(one: SizeChange) -> str:
+    """Return the 95 % interval of a size's change."""
+    low, high = one.ratio.low, one.ratio.high
+    return f"{percent_of(low)} to {percent_of(high)}" if low > 0 and high < 1e3 else "unknown"
+
+
+def verdict_of(one: SizeChange) -> str:
+    """Return whether a size is better or worse, and the state that changed most."""
     if one.is_real is None:
-        return Text("too few steps to distinguish it from noise", style="bright_black")
+        return "too few steps to distinguish it from noise"
     if not one.is_real:
-        return Text("within the noise", style="bright_black")
-    better = one.ratio.value > 1
-    text = "better" if better else "worse"
+        return "within the noise"
+    text = "better" if one.ratio.value > 1 else "worse"
     if one.state:
         text += f": {STATE_NAMES[one.state]} {signed_duration(one.state_s)} per step"
-    return Text(text, style="bold green" if better else "bold red")
+    return text
+
+
+def _styled(one: SizeChange) -> Text:
+    if not one.is_real:
+        return Text(verdict_of(one), style="bright_black")
+    return Text(verdict_of(one), style="bold green" if one.ratio.value > 1 else "bold red")
