@@ -316,13 +316,15 @@ class World(ModelDistribution):
         if checkpoint is None or self._survey is not None:
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
-        if self._recorder.experiment is not None:
-            checkpoint = self._recorder.experiment.place(checkpoint)
+        experiment, source = self._recorder.experiment, None
+        if experiment is not None:
+            source = Path(checkpoint) if experiment.limit.branches else None
+            checkpoint = experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
         about = (self._state, self._recorder, self._collectives, self._progress.say)
-        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about)
+        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about, source)
         self._finish.savers.append(saver)
         return self._loops.epochs(count, checkpointer)
 

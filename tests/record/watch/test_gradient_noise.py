@@ -113,9 +113,7 @@ def test_norms_are_those_before_clipping_of_whole_steps(tmp_path, words):
     common = sorted(set(found[0]) & set(found[1]))
     assert common  # how many depends on what they cost
     factors = [sum(rank[step][1] for rank in found) / told[0][step][1] for step in common]
-    assert factors == pytest.approx(
-        [factors[0]] * len(factors), rel=1e-4
-    )  # same weight
+    assert factors == pytest.approx([factors[0]] * len(factors), rel=1e-4)  # same weight
     for step in common:
         # DDP divides before the exchange: norms have a common factor, which the scale has not
         whole = sum(rank[step][1] for rank in found) / told[0][step][1]

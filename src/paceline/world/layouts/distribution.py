@@ -125,6 +125,9 @@ class ModelDistribution:
                 The first forward raises it if nothing meets the budget.
         """
         check_accumulate(accumulate)
+        from ...knobs.loading.batch import requested_accumulation  # not needed to start
+
+        accumulate *= requested_accumulation()
         check_offload(offload, optimizer)
         self._convert_norms(model, norm)
         setup = ModelSetup(
