@@ -318,8 +318,9 @@ def scale(
         if critical or (continued is not None and _is_critical(continued)):
             if continued is not None:
                 _check_continued(script, sizes, output, submit)
-            given = {"--strong": strong, "--weak": weak, "--until": until, "--submit": submit}
-            given |= {"--show": show, "--compare": compare, "--side-by-side": beside}
+            given: dict[str, object] = {"--strong": strong, "--weak": weak, "--until": until}
+            given |= {"--submit": submit, "--side-by-side": beside}
+            given |= {"--show": show, "--compare": compare}
             critical_batch.check_outputs(outputs, given)
             folder = continued or _new_critical(
                 *(script, args, output, settings),
@@ -424,11 +425,14 @@ def _new_critical(
     """Create the folder of a measurement of the critical batch, and return it."""
     from ..analyze.scaling.critical.critical_model import CriticalRequest
     from ..launch.guard.request import parse_metric
+    from ..launch.job import Job
+    from ..launch.job import check as check_job
     from ..study.scale.critical.critical_study import new_critical
     from ..study.scale.request import new_folder
 
     if script is None:
         raise ValueError("there is no script. HINT: paceline scale --critical-batch -n 2 SCRIPT")
+    check_job(Job(name=script, args=args or [], module="-m" in fields["options"]))
     parse_metric(fields["metric"] or None)
     request = CriticalRequest(
         script, args or [], os.getcwd(), settings=knobs_of(settings, script), **fields

@@ -245,6 +245,8 @@ class OptimizerSteps:
             reason = f"is inside an accumulation of {every} batches"
         elif any(model.correction != 1.0 for model in accumulations):
             reason = "uses the sum of an uneven accumulation, whose weights are corrected later"
+        elif self._rate_factor(optimizer) != 1.0:
+            reason = "would leave the learning rate at that of the batch schedule's first size"
         else:
             return
         raise ValueError(
@@ -312,8 +314,7 @@ class OptimizerSteps:
 
     def _step(self, optimizer: Optimizer) -> bool:
         """Step, zero the gradients and advance the optimizer's warm-up."""
-        factors = (of() for one, of in self.rate_factors if one is optimizer)
-        with scaled_rates(optimizer, math.prod(factors)):
+        with scaled_rates(optimizer, self._rate_factor(optimizer)):
             if self.loss_scaling is not None:
                 self._stepped.add(id(optimizer))
                 if not self.loss_scaling.step(optimizer):
@@ -325,6 +326,10 @@ class OptimizerSteps:
             if warmup.optimizer is optimizer:
                 warmup.step()
         return True
+
+    def _rate_factor(self, optimizer: Optimizer) -> float:
+        """Return the factor of an optimizer's learning rate in the present step."""
+        return math.prod(of() for one, of in self.rate_factors if one is optimizer)
 
     # before a save or a validation
 

@@ -68,8 +68,8 @@ def test_largest_batch_within_the_tolerance_is_critical_with_a_band():
 
 
 def test_losses_before_the_last_quarter_do_not_count():
-    assert end_loss(run_of(4, 0, 0.5)) == pytest.approx(0.5)
-    assert math.isinf(end_loss(BranchRun(1, 0, samples=[1.0, 2.0], losses=[1.0, None])))
+    assert end_loss(run_of(4, 0, 0.5), BATCH * STEPS) == pytest.approx(0.5)
+    assert math.isinf(end_loss(BranchRun(1, 0, samples=[1.0, 2.0], losses=[1.0, None]), 2.0))
 
 
 def test_band_is_wide_if_seeds_disagree():

@@ -62,7 +62,7 @@ def _result(found: CriticalBatch, tolerance: str) -> str:
         )
     low = amount(found.low) if found.low is not None else "unknown"
     high = f"below {amount(found.high)}" if found.high is not None else "no upper limit"
-    return f"{text} (95 % between seeds: from {low}, {high})."
+    return f"{text} (95 % interval between seeds: at least {low}, {high})."
 
 
 def _noise(stored: StoredCritical, found: CriticalBatch) -> str:
@@ -107,7 +107,7 @@ def critical_tree(stored: StoredCritical, found: CriticalBatch) -> dict[str, Any
             {
                 "multiple": run.multiple,
                 "seed": run.seed,
-                "loss": _finite(end_loss(run)) if run.losses else None,
+                "loss": _finite(end_loss(run, found.point.window)) if run.losses else None,
                 "failure": run.failure,
             }
             for run in stored.runs

@@ -84,6 +84,11 @@ class BranchPoint:
     start_s: Seconds
     step_s: Seconds
 
+    @property
+    def window(self) -> int:
+        """Samples of each run."""
+        return self.steps * self.batch
+
     def rate_factor(self, multiple: int) -> float:
         """Return the factor of the learning rate for a multiple of the batch."""
         return float(multiple) if self.rule == LINEAR else float(multiple) ** 0.5
@@ -154,7 +159,13 @@ def is_critical(folder: Path) -> bool:
 def read_critical(folder: Path) -> StoredCritical:
     """Read ``critical-batch.json``. Raises ValueError: it does not match the format."""
     path = folder / FILE
-    stored = read_json(path, StoredCritical, MAX_BYTES, escape=False)
+    try:
+        stored = read_json(path, StoredCritical, MAX_BYTES, escape=False)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{folder} has no {FILE}, so it is no measurement of a critical batch. HINT: paceline "
+            f"scale --critical-batch -n 2 -o {folder} SCRIPT makes one"
+        ) from None
     if stored.format != FORMAT or stored.version > VERSION:
         raise InvalidFileError(path, "is of another version of Paceline. HINT: update Paceline")
     wrong = [run for run in stored.runs if len(run.samples) != len(run.losses)]

@@ -78,10 +78,13 @@ class CriticalBatch:
     against_noise: str | None
 
 
-def end_loss(run: BranchRun) -> float:
-    """Return the mean loss of the last samples of a run; infinite if one is not finite."""
+def end_loss(run: BranchRun, window: float) -> float:
+    """Return the mean loss of the last samples of a run; infinite if one is not finite.
+
+    window: Samples of the whole run.
+    """
     samples = np.array(run.samples)
-    inside = samples > (1 - TAIL_SHARE) * samples[-1]
+    inside = samples > (1 - TAIL_SHARE) * min(window, samples[-1])
     weights = np.diff(samples, prepend=0.0)[inside]
     losses = [loss for loss, used in zip(run.losses, inside, strict=True) if used]
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
@@ -95,7 +98,8 @@ def judge(stored: StoredCritical) -> CriticalBatch:
         ValueError: It has no runs that can be compared.
     """
     point, tolerance = stored.point, stored.request.tolerance
-    base = {run.seed: end_loss(run) for run in stored.of(1) if run.losses}
+    runs = stored.of(1) if point is not None else []
+    base = {run.seed: end_loss(run, point.window) for run in runs if run.losses and point}
     if point is None or not base:
         raise ValueError(
             "no run with the script's own batch has ended, so no batch can be compared with it. "
@@ -130,7 +134,7 @@ def _result(
     stored: StoredCritical, point: BranchPoint, base: dict[int, float], multiple: int
 ) -> MultipleResult:
     runs = [run for run in stored.of(multiple) if run.seed in base]
-    ended = {run.seed: end_loss(run) for run in runs if run.losses}
+    ended = {run.seed: end_loss(run, point.window) for run in runs if run.losses}
     ended |= {run.seed: math.inf for run in runs if run.diverged}
     mean = statistics.fmean(base.values())
     differences = [(loss - base[seed]) / abs(mean) for seed, loss in ended.items()]

@@ -1,6 +1,6 @@
 """A table of the batches from which the critical batch follows."""
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +33,9 @@ def critical_panel(stored: StoredCritical, found: CriticalBatch) -> Panel:
     where = f"from step {point.step}" if point.step else "from the script's checkpoint"
     about = (
         f"{counted(request.ranks, 'rank')}, {where}, "
-        f"{counted(point.steps * point.batch, 'sample')} a run; mean loss of the last quarter"
+        f"{counted(point.window, 'sample')} a run; mean loss of the last quarter"
     )
     lines = [Text(printable(line)) for line in critical_sentences(stored, found)]
     notes = [Text(printable(line), style="yellow") for line in stored.notes]
-    parts_shown = [Text(about), Text(""), table, Text(""), *lines, *notes]
-    return Panel(Group(*parts_shown), title="Paceline: critical batch", expand=False)
+    shown: list[RenderableType] = [Text(about), Text(""), table, Text(""), *lines, *notes]
+    return Panel(Group(*shown), title="Paceline: critical batch", expand=False)

@@ -11,6 +11,7 @@ from ....analyze.records.load_run import Run
 from ....analyze.reference.metric import BACKWARD
 from ....analyze.reference.reference_file import RECORD_FILE, read_reference
 from ....analyze.scaling.critical.critical_model import BranchRun, CriticalRequest
+from ....analyze.scaling.critical.judgement import TAIL_SHARE
 from ....analyze.scaling.runs.figures_of_run import figures_of_run, recorded_batch
 from ....analyze.scaling.study_folder import LOG_FILE, RECORD_FOLDER
 from ....analyze.scaling.study_model import RunFigures, Setup
@@ -159,19 +160,21 @@ class BranchRunner:
             )
         try:
             figures = figures_of_run(record)
-            samples, losses = self._losses(trial, figures)
+            samples, losses = self._losses(branch, trial, figures, first)
         except ValueError as error:
             return _failed(run, str(error))
         if why := self._wrong_batch(branch, record, figures):
             return _failed(run, why)
-        noise = [tuple(row) for row in _noise_rows(record)]
+        noise = [(small, big, one, whole) for small, big, one, whole in _noise_rows(record)]
         run = BranchRun(
             *(run.multiple, run.seed, run.parts, samples, losses, noise),
             took_s=run.took_s,
         )
         return BranchOutcome(run, figures, first, optimizers)
 
-    def _losses(self, trial: Trial, figures: RunFigures) -> tuple[list[float], list[float | None]]:
+    def _losses(
+        self, branch: Branch, trial: Trial, figures: RunFigures, first: int
+    ) -> tuple[list[float], list[float | None]]:
         """Return samples since the checkpoint, and losses, of each step. Raises ValueError."""
         folder = trial.spec.record
         assert folder is not None, "every branch is recorded"
@@ -187,11 +190,20 @@ class BranchRunner:
         series = read_reference(folder).runs[0]
         if not len(series):
             raise ValueError(unseen)
-        if series.has_samples:
-            counts = series.samples - series.samples[0]
-        else:
-            counts = (series.steps - series.steps[0]) * figures.usual_samples
-        samples = [float(one) for one in counts + figures.usual_samples]
+        usual = figures.usual_samples
+        # a resumed run counts the steps before as steps of its own batch
+        counts = (
+            series.samples - first * usual
+            if series.has_samples
+            else ((series.steps - first) * usual)
+        )
+        samples = [max(float(one), 1.0) for one in counts]
+        if samples[-1] <= (1 - TAIL_SHARE) * branch.steps * usual:
+            raise ValueError(
+                f"the last of {counted(len(samples), 'value')} of the loss is of step "
+                f"{samples[-1] / usual:.0f} of {branch.steps}. HINT: --metric with a value of "
+                "every step, a larger --steps, or more epochs in ARGS"
+            )
         losses = [float(one) if math.isfinite(one) else None for one in series.values]
         return samples, losses
 

@@ -19,10 +19,12 @@ from ....analyze.scaling.critical.critical_model import (
     write_critical,
 )
 from ....analyze.scaling.critical.judgement import MIN_TAIL_STEPS, TAIL_SHARE, end_loss
+from ....analyze.scaling.study_folder import RUNS_FOLDER
 from ....plurals import counted
 from ....security.run_lock import RunLock
 from ...trials import ScriptRequest, Trials
 from ..plan import FIRST_STEPS, USED_SHARE, uses_template
+from ..run_folders import remove_run
 from .branch_runs import Branch, BranchOutcome, BranchRunner
 
 DEFAULT_MINUTES = 10.0
@@ -99,6 +101,8 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
     try:
         stored = read_critical(folder)
         request = stored.request
+        for left in (folder / RUNS_FOLDER).glob("x*-n*"):  # of a process that was killed
+            remove_run(left)
         asked = ScriptRequest(
             request.script,
             request.args,
@@ -177,21 +181,22 @@ class _Measurement:
                 "(world.epochs(..., checkpoint=DIR)), or add its option for resuming to ARGS"
             )
         step_s = statistics.median(figures.step_s)
+        start_s = max(took_s - FIRST_STEPS * step_s, 0.1)
         point = BranchPoint(
             outcome.first_step,
             round(figures.usual_samples),
             figures.batches_per_step,
             [one.kind for one in outcome.optimizers],
             self._rule(outcome),
-            steps := self._steps(max(took_s - FIRST_STEPS * step_s, 0.1), step_s),
-            max(took_s - FIRST_STEPS * step_s, 0.1),
+            self._steps(start_s, step_s),
+            start_s,
             step_s,
         )
         self._check_division(point)
         self._store(replace(self.stored, point=point))
         self.say(
             f"branches at step {point.step}: batch {point.batch}, learning rate by rule "
-            f"{point.rule} ({', '.join(point.optimizers)}), {steps * point.batch:,} samples in "
+            f"{point.rule} ({', '.join(point.optimizers)}), {point.window:,} samples in "
             "each run"
         )
         return point
@@ -288,7 +293,9 @@ class _Measurement:
 
     def _tell(self, outcome: BranchOutcome) -> None:
         run, wanted = outcome.run, self.request.seeds * len(self.request.multiples)
-        result = f"loss {end_loss(run):.4g}" if run.losses else f"failed: {run.failure}"
+        result = f"failed: {run.failure}"
+        if run.losses and self.stored.point is not None:
+            result = f"loss {end_loss(run, self.stored.point.window):.4g}"
         missing = [
             (multiple, seed)
             for seed in range(self.request.seeds)
