@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from paceline.optim import LAMB, LARS
 
@@ -121,6 +123,21 @@ def test_group_chooses_what_is_scaled():
 def test_bad_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["flat", "use_orig_params"])
+def test_flattened_parameters_beside_others_are_refused(views):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inner = FullyShardedDataParallel(
+            nn.Linear(3, 2), device_id=torch.device("cpu"), use_orig_params=views
+        )
+        model = nn.Sequential(nn.Linear(4, 3), inner)  # the first layer is not wrapped
+        count = len(list(inner.parameters()))
+        with pytest.raises(ValueError, match=rf"LARS: {count} of {count + 2} parameters.*HINT"):
+            LARS(model.parameters(), 0.1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sparse_gradient_is_refused():

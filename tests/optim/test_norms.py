@@ -1,5 +1,6 @@
 """Batch normalization over all ranks, over ghost batches, and group normalization in its place."""
 
+import ast
 import copy
 
 import pytest
@@ -7,7 +8,8 @@ import ranks
 import torch
 from torch import nn
 
-from paceline.optim.norms import convert_norms
+from paceline.checkpoint.saver import load_checkpoint
+from paceline.optim.norms import GlobalBatchNorm, convert_norms
 
 SCRIPT = """
     import sys
@@ -154,3 +156,75 @@ def test_batch_that_ghosts_do_not_divide_is_refused():
     convert_norms(model, "ghost:4")
     with pytest.raises(ValueError, match=r"a batch of 6 samples.*multiple of 4. HINT: 3 or 6"):
         model(torch.randn(6, 3, 8, 8, dtype=torch.float64))
+
+
+class CountedExchange:
+    """Stands for one other rank with the same batch, and counts the exchanges."""
+
+    def __init__(self):
+        self.gathers, self.sums = [], []
+
+    def gather(self, row):
+        self.gathers.append(row.numel())
+        return torch.stack([row, row])
+
+    def sum(self, tensor):
+        self.sums.append(tensor.numel())
+        return 2 * tensor
+
+
+def test_layer_has_one_small_exchange_forward_and_one_backward(monkeypatch):
+    counted = CountedExchange()
+    monkeypatch.setattr(GlobalBatchNorm, "exchange", lambda self: counted)
+    model = nn.Sequential(images(), nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)).double()
+    convert_norms(model, "sync")
+    output = model(torch.randn(2, 3, 9, 9, dtype=torch.float64))
+    assert (counted.gathers, counted.sums) == ([3 * 6, 3 * 4], [])
+    output.square().sum().backward()
+    assert (len(counted.gathers), counted.sums) == (2, [2 * 4, 2 * 6])
+
+
+RUNNING = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    import paceline
+
+    out, layout = sys.argv[1], sys.argv[2]
+    world = paceline.init(seed=3, progress=False)
+    x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1)) + torch.arange(24)[:, None]
+    loader = world.shard(DataLoader(TensorDataset(x)), global_batch=8)  # ranks see other means
+    validation = world.shard(DataLoader(TensorDataset(x), batch_size=5), every_sample_once=True)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, optimizer = world.distribute(model, optimizer, layout=layout)
+    for epoch in world.epochs(2, checkpoint=out):
+        for (a,) in world.batches(loader):
+            world.backward(model(a).square().mean())
+            world.step(optimizer)
+        for (a,) in world.batches(validation):
+            model(a)
+            mean = next(b for n, b in model.named_buffers() if n.endswith("running_mean")).clone()
+        each = [torch.empty_like(mean) for _ in range(world.size)]
+        dist.all_gather(each, mean)
+        if world.rank == 0:
+            print("MEANS", [one.tolist() for one in each], flush=True)
+"""
+
+
+@pytest.mark.parametrize("layout", ["data", "zero3"])
+def test_running_statistics_are_those_of_one_model_at_validation_and_in_checkpoints(
+    tmp_path, layout
+):
+    script = ranks.write(tmp_path, RUNNING)
+    done = ranks.run(script, tmp_path / "ckpt", layout)
+    lines = [line for line in ranks.untagged(done.stdout) if line.startswith("MEANS")]
+    means = [ast.literal_eval(line[6:]) for line in lines]
+    assert len(means) == 2
+    assert all(first == second for first, second in means)
+    newest = max((tmp_path / "ckpt").glob("step-*"))
+    saved = load_checkpoint(newest)[0]["models"][0]["0.running_mean"]
+    saved = saved if isinstance(saved, torch.Tensor) else saved.whole()
+    assert saved.tolist() in [first for first, _ in means]

@@ -205,6 +205,26 @@ def test_outside_of_epochs_each_pass_is_an_epoch_of_the_schedule(world):
     assert found == [[4, 4, 4], [6, 6]]
 
 
+def test_learning_rate_follows_in_the_step_only_and_a_plain_step_is_refused(world):
+    schedule = paceline.BatchSchedule({0: 4, 1: 16})
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world.scale_learning_rate(optimizer, global_batch=schedule, reference_batch=4, rule="sqrt")
+    model, optimizer = world.distribute(model, optimizer)
+    rates = []
+    optimizer.register_step_pre_hook(lambda of, *_: rates.append(of.param_groups[0]["lr"]))
+    loader = world.shard(DataLoader(TensorDataset(torch.ones(16, 1)), 1), global_batch=schedule)
+    for _ in range(2):
+        for (x,) in world.batches(loader):
+            world.backward(model(x).square().mean())
+            world.step(optimizer)
+            assert optimizer.param_groups[0]["lr"] == 0.1
+    assert rates == [0.1] * 4 + [0.2]
+    world.backward(model(torch.ones(1, 1)).square().mean())
+    with pytest.raises(ValueError, match=r"batch schedule's first size. HINT: world.step"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
@@ -247,7 +267,7 @@ def test_plain_step_does_not_silently_use_the_rate_of_the_first_batch_size(world
                 optimizer.zero_grad()
                 continue
             with pytest.raises(
-                ValueError, match=r"rate of the first batch size of a BatchSchedule"
+                ValueError, match=r"batch schedule"
             ):
                 optimizer.step()
             world.step(optimizer)

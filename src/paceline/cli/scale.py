@@ -2,11 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..security.text import printable
+from .common import critical_batch
 from .common import study_jobs as jobs
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
 from .common.command import given_parameters
@@ -63,6 +64,10 @@ TARGET = "Time to a target"
             "batch in an argument",
         ),
         ("paceline scale -n 1,2,4 --until 'accuracy>=0.97' train.py", "time to accuracy"),
+        (
+            "paceline scale -n 2 --critical-batch train.py",
+            "critical batch",
+        ),
         (
             "paceline scale -n 4,8 --submit --gpus-per-node 4 --global-batch 512 train.py",
             "a job for each size",
@@ -224,8 +229,8 @@ def scale(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="With --until: regular expression for lines of the output, with a group for the "
-            "value, or the name of a value of world.log.",
+            help="With --until and --critical-batch: regular expression for lines of the output, "
+            "with a group for the value, or the name of a value of world.log.",
             metavar="REGEX|NAME",
             show_default=False,
             rich_help_panel=TARGET,
@@ -234,7 +239,8 @@ def scale(
     seeds: Annotated[
         int | None,
         typer.Option(
-            help="With --until: number of runs of each size, each with another seed. Default: 3.",
+            help="With --until and --critical-batch: number of runs of each size, each with "
+            "another seed. Default: 3.",
             metavar="N",
             min=1,
             max=100,
@@ -242,6 +248,10 @@ def scale(
             rich_help_panel=TARGET,
         ),
     ] = None,
+    critical: critical_batch.Critical = False,
+    multiples: critical_batch.Multiples = None,
+    tolerance: critical_batch.Tolerance = None,
+    rule: critical_batch.Rule = None,
     html: HtmlFile = None,
     csv: CsvFile = None,
     svg: SvgFile = None,
@@ -306,8 +316,39 @@ def scale(
     )
     outputs = StudyOutputs(json, html, csv, svg, latex, extrap, talp)
     given = given_parameters(context)
+    asked = critical_batch.CriticalOptions(multiples, tolerance, rule, seeds)
     with exit_on_mistake():
         outputs.check()
+        if critical or (continued is not None and _is_critical(continued)):
+            if continued is not None:
+                _check_continued(given, is_in_jobs=False)
+            others: dict[str, object] = {"--strong": strong, "--weak": weak, "--until": until}
+            others |= {"--submit": submit, "--side-by-side": beside}
+            others |= {"--show": show, "--compare": compare}
+            critical_batch.check_outputs(outputs, others)
+            folder = continued or _new_critical(
+                *(script, args, output, settings),
+                {
+                    **({} if continued is not None else asked.fields(sizes)),
+                    "where": where,
+                    "options": options,
+                    "global_batch": global_batch,
+                    "steps": steps,
+                    "minutes": minutes,
+                    "metric": metric or "",
+                },
+            )
+            whole = False
+            with interruptible() as interruption:
+                whole = critical_batch.measure(folder, minutes, outputs)
+            if whole:
+                return
+            typer.echo(
+                printable(f"paceline: interrupted. HINT: paceline scale --continue {folder}"),
+                err=True,
+            )
+            raise typer.Exit(128 + (interruption.signal_number or 2))
+        asked.check_unused()
         if _shows_only(show, compare, outputs, given):
             return
         goal_options = parse_target(until, metric, seeds)
@@ -373,6 +414,40 @@ def _finish(outputs: StudyOutputs, study: "ScalingStudy") -> None:
     outputs.finish(study, findings_of(study, proposals))
 
 
+def _is_critical(folder: Path) -> bool:
+    from ..analyze.scaling.critical.critical_model import is_critical
+
+    return is_critical(folder)
+
+
+def _new_critical(
+    script: str | None,
+    args: list[str] | None,
+    output: Path | None,
+    settings: Path | None,
+    fields: dict[str, Any],
+) -> Path:
+    """Create the folder of a measurement of the critical batch, and return it."""
+    from ..analyze.scaling.critical.critical_model import CriticalRequest
+    from ..launch.guard.request import parse_metric
+    from ..launch.job import Job
+    from ..launch.job import check as check_job
+    from ..study.scale.critical.critical_study import new_critical
+    from ..study.scale.request import new_folder
+
+    if script is None:
+        raise ValueError("there is no script. HINT: paceline scale --critical-batch -n 2 SCRIPT")
+    check_job(Job(name=script, args=args or [], module="-m" in fields["options"]))
+    parse_metric(fields["metric"] or None)
+    request = CriticalRequest(
+        script, args or [], os.getcwd(), settings=knobs_of(settings, script), **fields
+    )
+    folder = output or new_folder(script)
+    new_critical(folder, request)
+    typer.echo(printable(f"paceline: the measurement is in {folder}"), err=True)
+    return folder
+
+
 def _check_continued(given: dict[str, str], is_in_jobs: bool) -> None:
     """Raise ValueError for parameters that a study does not take when it is continued."""
     allowed = {"continued", "minutes", "only", *OUTPUTS, *(("node_hours",) if is_in_jobs else ())}
@@ -404,6 +479,12 @@ def _shows_only(
         raise ValueError(
             f"{option} runs nothing, and {wrong[0]} is given too. HINT: leave one of them out"
         )
+    if show is not None and _is_critical(show):
+        from ..analyze.scaling.critical.critical_model import read_critical
+
+        critical_batch.check_outputs(outputs, {})
+        critical_batch.finish(read_critical(show), outputs)
+        return True
     if show is not None:
         _finish(outputs, read_study(show))
         return True

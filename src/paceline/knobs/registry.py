@@ -56,6 +56,15 @@ KNOBS: dict[str, Knob] = {
         r"\bDataLoader\(|\bshard\(",
         numbers=True,
     ),
+    "accumulate-batches": Knob(
+        "factor of the number of batches whose gradients world.distribute accumulates for a step",
+        (),
+        "world.distribute(model, optimizer, accumulate={value})",
+        "knobs.loading.batch:accumulate",
+        Range(1, 4096),
+        r"\bdistribute\(",
+        numbers=True,
+    ),
     "learning-rate-factor": Knob(
         "factor of the learning rates of all optimizers, in every step",
         (),

@@ -49,12 +49,15 @@ class LayerwiseOptimizer(Optimizer):
         name = type(self).__name__
         parameters = [p for group in self.param_groups for p in group["params"]]
         chosen = all(group["adapt"] is not None for group in self.param_groups)
-        flat = any(getattr(p, "_is_flat_param", False) for p in parameters)
+        # of FullyShardedDataParallel: one for several layers, or its views (use_orig_params=True)
+        marks = ("_is_flat_param", "_fsdp_flattened")
+        flat = [p for p in parameters if any(getattr(p, mark, False) for mark in marks)]
         if flat or not (chosen or any(p.ndim > 1 for p in parameters)):
+            vectors = f"{len(flat)} of" if flat else "all"
             raise ValueError(
-                f"{name}: all {len(parameters)} parameters are vectors, so that layers cannot be "
-                "distinguished: a wrapper such as FullyShardedDataParallel has flattened them, and "
-                "their norm would be that of several layers. HINT: layout='zero3' of "
+                f"{name}: {vectors} {len(parameters)} parameters are vectors, so that layers "
+                "cannot be distinguished: a wrapper such as FullyShardedDataParallel has flattened "
+                "them, and their norm would be that of several layers. HINT: layout='zero3' of "
                 "world.distribute, or fully_shard of PyTorch, which shard each parameter; for a "
                 f"model that has only vectors, {name}([{{'params': ..., 'adapt': True}}])"
             )

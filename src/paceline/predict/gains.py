@@ -321,6 +321,7 @@ GAINS: dict[str, PredictSaving] = {
     "persistent-workers": persistent_workers,
     "prefetch": prefetch,
     "global-batch": not_proposed,
+    "accumulate-batches": not_proposed,
     "learning-rate-factor": not_proposed,
     "pin-memory": pinned_memory,
     "bucket-mb": bucket_size,

@@ -188,12 +188,10 @@ class World(ModelDistribution):
             ValueError: Fewer samples than ranks, a global batch that is not divisible by the ranks,
                 a loader that is sharded already, or a stream that can't be split.
         """
-        requested = None
         if not every_sample_once:
             from ..knobs.loading.batch import requested_global_batch  # not needed to start
 
-            requested = requested_global_batch()
-            global_batch = requested or global_batch
+            global_batch = requested_global_batch() or global_batch
         if self._survey is not None and isinstance(global_batch, BatchSchedule):
             global_batch = global_batch.largest  # which needs most memory
         sharded = shard(
@@ -209,7 +207,8 @@ class World(ModelDistribution):
             agree=self._collectives.check_equal,
             count_all=self._collectives.count,
         )
-        sharded.is_batch_requested = requested is not None
+        experiment = self._recorder.experiment
+        sharded.is_branch = experiment is not None and experiment.limit.branches
         self._loops.loaders.append(sharded)
         if self._full_size > self._data_ranks and global_batch is None and not every_sample_once:
             self._progress.say_once(
@@ -287,7 +286,9 @@ class World(ModelDistribution):
         batches = [
             one.batch for one in loaders if one.schedule == schedule and not one.every_sample_once
         ]
-        return rule(batches[0] / schedule.at(0)) if batches else 1.0
+        # none where the batch was set from outside of the script
+        batch = batches[0] if batches else schedule.at(self._state.position.epoch)
+        return rule(batch / schedule.at(0))
 
     # the loop
 
@@ -316,13 +317,15 @@ class World(ModelDistribution):
         if checkpoint is None or self._survey is not None:
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
-        if self._recorder.experiment is not None:
-            checkpoint = self._recorder.experiment.place(checkpoint)
+        experiment, source = self._recorder.experiment, None
+        if experiment is not None:
+            source = Path(checkpoint) if experiment.limit.branches else None
+            checkpoint = experiment.place(checkpoint)
         self._savers += 1
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
         about = (self._state, self._recorder, self._collectives, self._progress.say)
-        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about)
+        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about, source)
         self._finish.savers.append(saver)
         return self._loops.epochs(count, checkpointer)
 

@@ -53,7 +53,8 @@ MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the in
 class Checkpointer:
     """The checkpoints of one ``world.epochs``.
 
-    ``say`` prints a line on rank 0.
+    ``say`` prints a line on rank 0. ``source``: folder of the checkpoint to resume from, if it is
+    not that of the saver.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Checkpointer:
         recorder: Recorder,
         collectives: Collectives,
         say: Callable[[str], None],
+        source: Path | None = None,
     ) -> None:
         self.saver = saver
+        self.source = source or saver.directory
         self.interval = interval
         self.state = state
         self.recorder = recorder
@@ -145,7 +148,7 @@ class Checkpointer:
                     "that it contains. HINT: remove it, or move it to another folder"
                 )
         ranks = Ranks(self.saver.rank, self.saver.size, self.collectives.gather)
-        chosen = find_newest_valid(self.saver.directory, self.saver.warn, ranks)
+        chosen = find_newest_valid(self.source, self.saver.warn, ranks)
         if chosen is None:
             self._compared_state()  # before training, which a difference would make worthless
         return chosen

@@ -257,7 +257,7 @@ class OptimizerSteps:
         elif any(model.correction != 1.0 for model in accumulations):
             reason = "uses the sum of an uneven accumulation, whose weights are corrected later"
         elif self._rate_factor(optimizer) != 1.0:
-            reason = "uses the learning rate of the first batch size of a BatchSchedule"
+            reason = "would leave the learning rate at that of the batch schedule's first size"
         else:
             return
         raise ValueError(
@@ -339,7 +339,7 @@ class OptimizerSteps:
         return True
 
     def _rate_factor(self, optimizer: Optimizer) -> float:
-        """Return the factor of the learning rates for the present batch of a schedule."""
+        """Return the factor of an optimizer's learning rate in the present step."""
         return math.prod(of() for one, of in self.rate_factors if one is optimizer)
 
     # before a save or a validation

@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 
+from paceline.analyze.scaling.outcomes.batch_advice import batch_advice
 from paceline.analyze.scaling.outcomes.targets import (
     LINEAR,
     NO_RULE,
     SQUARE_ROOT,
     UNCHANGED,
     cheapest,
-    goal_of,
     learning_rate_rule,
     soonest,
     targets,
 )
-from paceline.analyze.scaling.study_model import STRONG, WEAK
-from paceline.report.scaling.target_sentences import target_sentences
+from paceline.analyze.scaling.study_model import STRONG, WEAK, NoiseFigures
+from paceline.report.scaling.batch_sentences import batch_sentences
 from studies import make_point, make_study, reach
 
 
@@ -59,14 +59,59 @@ def test_interval_contains_the_spread_between_seeds():
     assert one.seconds.high / one.seconds.value >= one.samples.high / one.samples.value
 
 
+def with_noise(study, scales):
+    """Give the runs of each size a noise scale with an interval of 10 %; None: not measured."""
+
+    def figures_with(figures, scale):
+        if scale is None:
+            return figures
+        known = scale > 0  # 0: undetermined
+        noise = NoiseFigures(
+            scale if known else None, 0.9 * scale, 1.1 * scale if known else None, 64, 40
+        )
+        return dataclasses.replace(figures, noise=noise)
+
+    points = [
+        dataclasses.replace(
+            point,
+            runs=[
+                dataclasses.replace(run, figures=figures_with(run.figures, scale))
+                for run in point.runs
+            ],
+        )
+        for point, scale in zip(study.points, scales, strict=True)
+    ]
+    return dataclasses.replace(study, points=points)
+
+
+def test_noise_scale_says_steps_and_samples_of_larger_batches_with_a_band():
+    study = with_noise(study_of([[reach(1_000)] * 3] * 3), [None, 128.0, 128.0])
+    said = batch_sentences(batch_advice(study, WEAK))
+    assert said[0] == (
+        "Gradient noise scale: 128 samples (95 %: 115 to 141; median of 6 runs). Relative to a "
+        "batch of 64, to the same loss:"
+    )
+    # (1 + 128/256) / (1 + 128/64), and (128 + 256) / (128 + 64)
+    assert said[2].startswith("  4 ranks, batch 256: 0.50 (")
+    assert " of the steps, 2.00 (" in said[2]
+    low, high = batch_advice(study, WEAK).larger[1].samples[1:]
+    assert low < 2.0 < high
+
+
+def test_undetermined_noise_scale_gives_no_number():
+    study = with_noise(study_of([[reach(1_000)] * 3] * 3), [0.0, 0.0, 128.0])
+    (said,) = batch_sentences(batch_advice(study, WEAK))
+    assert said.startswith("Gradient noise scale: undetermined in most of 9 runs")
+    assert "HINT: paceline scale --critical-batch" in said
+    assert targets(study, WEAK)[1].predicted_efficiency is None
+    assert batch_advice(study_of([[reach(1_000)] * 3] * 3), WEAK) is None
+
+
 def test_noise_scale_predicts_the_statistical_efficiency():
-    ends = [dataclasses.replace(reach(1_000), noise_scale=scale) for scale in (None, 120.0, 136.0)]
-    study = study_of([ends[:1] * 3, ends[1:2] * 3, ends[2:] * 3])
+    study = with_noise(study_of([[reach(1_000)] * 3] * 3), [None, 120.0, 136.0])
     found = targets(study, WEAK)
     # batches of 64, 128 and 256; the median noise scale is 128
     assert [one.predicted_efficiency for one in found] == pytest.approx([1.0, 1.5 / 2, 1.5 / 3])
-    text = " ".join(target_sentences(found, goal_of(study)))
-    assert "predicts: 0.75 on 2 ranks, 0.50 on 4 ranks." in text
     assert targets(study_of([[reach(1_000)] * 3] * 3), WEAK)[1].predicted_efficiency is None
 
 

@@ -163,7 +163,6 @@ class TargetResult:
         best: The value nearest to the target.
         steps, samples, seconds: Until the target, or until the end.
         learning_rate: Largest of the run; None if it is not known.
-        noise_scale: Gradient noise scale in samples; None if it is not known.
     """
 
     target: str
@@ -173,7 +172,17 @@ class TargetResult:
     samples: Count
     seconds: Seconds
     learning_rate: Amount | None = None
-    noise_scale: Amount | None = None
+
+
+@dataclass(frozen=True)
+class NoiseFigures:
+    """Gradient noise scale of a run, as ``NoiseScale``; ``samples`` None: undetermined."""
+
+    samples: Amount | None
+    low: Amount
+    high: Amount | None
+    global_batch: Count
+    steps: Count
 
 
 @dataclass(frozen=True)
@@ -198,6 +207,7 @@ class RunFigures:
         startup_s: From the start of the ranks to the first batch.
         wall_s: Of the whole run, with start-up.
         recording_share: Share of the time that recording took, on the rank where it is largest.
+        noise: Gradient noise scale; None with one rank, or too few sampled steps.
         confidence: Of the record, in [0, 1], with the reasons in ``doubts``.
     """
 
@@ -225,6 +235,7 @@ class RunFigures:
     startup_s: Seconds = 0.0
     wall_s: Seconds = 0.0
     recording_share: Amount = 0.0
+    noise: NoiseFigures | None = None
     confidence: Factor = 1.0
     doubts: list[str] = field(default_factory=list)
 

@@ -93,7 +93,7 @@ class ShardedLoader:
 
     Attributes:
         schedule: Global batch size of each epoch.
-        is_batch_requested: Whether the size was set from outside of the script.
+        is_branch: Whether the run compares batch sizes from one checkpoint.
         split: Split of the epoch that ``begin_epoch`` has begun, at first epoch 0.
     """
 
@@ -123,7 +123,7 @@ class ShardedLoader:
                 f"{counted(ranks, 'rank')}, so some would have none. HINT: start at most "
                 f"{counted(max(samples, 1), 'rank')}"
             )
-        self.is_batch_requested = False
+        self.is_branch = False
         self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
         largest = self.schedule.largest
         if not samples or (samples < largest and loader.drop_last):

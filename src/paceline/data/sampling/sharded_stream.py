@@ -40,7 +40,7 @@ class ShardedStream:
         self._counts_ranks = not every_sample_once
         self._epoch = 0
         self.name = f"DataLoader({type(loader.dataset).__name__})"
-        self.is_batch_requested = False
+        self.is_branch = False
         self.schedule = batch_schedule(loader, full_ranks or ranks, global_batch)
         self.batch, self._rank, self._ranks = self.schedule.at(0), rank, ranks
         options = loader_options(loader)

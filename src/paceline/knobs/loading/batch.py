@@ -16,6 +16,7 @@ from ..apply import KnobResult
 from .loader import each_loader
 
 NAME = "global-batch"
+ACCUMULATE = "accumulate-batches"
 SHARD = "world.shard"  # in the record: how the batch was set
 LOADER = "loader"
 
@@ -26,6 +27,8 @@ class _Requested:
     value: ClassVar[int | None] = None
     turned: ClassVar[KnobResult | None] = None
     is_sharded: ClassVar[bool] = False
+    batches: ClassVar[int] = 1
+    accumulation: ClassVar[KnobResult | None] = None
 
 
 def global_batch(value: int, turned: KnobResult) -> None:
@@ -44,6 +47,18 @@ def requested_global_batch() -> int | None:
         _Requested.is_sharded = True
         _Requested.turned.done(SHARD)
     return _Requested.value
+
+
+def accumulate(value: int, turned: KnobResult) -> None:
+    """Accumulate the gradients of so many batches for each one of ``world.distribute``."""
+    _Requested.batches, _Requested.accumulation = value, turned
+
+
+def requested_accumulation() -> int:
+    """Return the factor of the batches that ``world.distribute`` accumulates."""
+    if _Requested.accumulation is not None:
+        _Requested.accumulation.done()
+    return _Requested.batches
 
 
 def _ranks() -> int:

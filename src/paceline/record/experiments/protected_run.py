@@ -28,11 +28,14 @@ class StepLimit:
         steps: Optimizer steps after which the process ends; 0: the script decides.
         scratch: Folder for the files that the script writes.
         covered: Folders of the user that an overlay covers, so that they need no other protection.
+        branches: Whether ``world.epochs`` resumes from the script's own checkpoint; what it saves
+            goes to ``scratch`` in any case.
     """
 
     steps: int
     scratch: str = ""
     covered: tuple[str, ...] = ()
+    branches: bool = False
 
     def to_json(self) -> str:
         """Return the value of the environment variable ``STEP_LIMIT_VARIABLE``."""
@@ -59,6 +62,7 @@ class ProtectedRun:
 
     def __init__(self, limit: StepLimit, recorder: Recorder, detach: Callable[[], None]) -> None:
         self.limit, self.recorder, self._detach = limit, recorder, detach
+        self._steps = 0  # of this process; a resumed run has made others before
         self._results: dict[str, Any] = {}
         self._file_protection: FileProtection | None = None
 
@@ -76,7 +80,8 @@ class ProtectedRun:
 
     def after_step(self) -> None:
         """End the process after the last step."""
-        if 0 < self.limit.steps <= self.recorder.step:
+        self._steps += 1
+        if 0 < self.limit.steps <= self._steps:
             self._finish()
 
     def write_results(self) -> None:
@@ -105,6 +110,8 @@ class ProtectedRun:
         """Write the results into the record and end this process without exit handlers."""
         self._end_kernels()
         self._complete()
+        if self.recorder.step_watch is not None:
+            self.recorder.step_watch.flush()
         self.write_results()
         self._detach()
         if self._file_protection is not None:

@@ -6,9 +6,11 @@ from typing import Any
 
 from ...analyze.records.state_timeline import STATES
 from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.outcomes.batch_advice import batch_advice
 from ...analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
 from ...analyze.scaling.study_model import ScalingStudy
 from ..numbers import counted
+from ..scaling.batch_sentences import batch_sentences
 from ..scaling.findings import Curve, Findings
 from ..scaling.size_rows import FACTORS, SizeRow, size_rows
 from ..scaling.study_json import study_tree
@@ -79,6 +81,7 @@ class _Kind:
         self.targets = targets(study, name)
         goal = goal_of(study)
         self.target_sentences = target_sentences(self.targets, goal) if goal else []
+        self.target_sentences += batch_sentences(batch_advice(study, name))
         self.reasons = findings.reasons
         self.knees = [one.text for one in findings.knees]
         self.lead = _lead(name, self.measured) if self.measured else ""

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...analyze.scaling.derived import Estimate
+from ...analyze.scaling.outcomes.batch_advice import batch_advice
 from ...analyze.scaling.outcomes.targets import (
     SizeTarget,
     cheapest,
@@ -49,6 +50,11 @@ def study_tree(study: ScalingStudy, findings: Findings) -> dict[str, Any]:
             for one in findings.predictions
         ],
         "target": _target(study),
+        "larger_batches": {
+            kind: asdict(advice)
+            for kind in study.request.kinds
+            if (advice := batch_advice(study, kind)) is not None
+        },
         "notes": study.notes,
     }
     finite: dict[str, Any] = _finite(tree)

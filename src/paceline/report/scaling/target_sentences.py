@@ -30,7 +30,7 @@ def target_sentences(sizes: Sequence[SizeTarget], goal: Goal) -> list[str]:
         ranks = counted(cheap.point.ranks, "rank")
         found.append(f"Fewest node-hours: {ranks}, {amount(cheap.node_hours.value)}.")
     found += [_missed(size, goal) for size in sizes if not size.is_certain]
-    return [*found, *filter(None, (learning_rate_sentence(sizes), _noise_sentence(sizes)))]
+    return [*found, *filter(None, [learning_rate_sentence(sizes)])]
 
 
 def learning_rate_sentence(sizes: Sequence[SizeTarget]) -> str:
@@ -47,18 +47,6 @@ def learning_rate_sentence(sizes: Sequence[SizeTarget]) -> str:
     if rule == NO_RULE:
         return f"Learning rate: {values}: neither the linear nor the square-root rule."
     return f"Learning rate: {values}: the {rule} rule."
-
-
-def _noise_sentence(sizes: Sequence[SizeTarget]) -> str:
-    """Return the statistical efficiency that the gradient noise scale predicts; "" if unknown."""
-    batches = {size.point.setup.global_batch for size in sizes}
-    if len(batches) < 2 or sizes[0].predicted_efficiency is None:
-        return ""
-    values = ", ".join(
-        f"{size.predicted_efficiency:.2f} on {counted(size.point.ranks, 'rank')}"
-        for size in sizes[1:]
-    )
-    return f"Statistical efficiency that the gradient noise scale predicts: {values}."
 
 
 def _missed(size: SizeTarget, goal: Goal) -> str:

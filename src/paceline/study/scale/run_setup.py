@@ -228,7 +228,7 @@ class SetupRunner:
         batches = figures.batches_per_step
         if not plan.sets_batch:
             return batches if round(figures.usual_samples) % batches == 0 else 1
-        if plan.finds_parts and _is_near(figures.usual_samples, setup.global_batch * batches):
+        if plan.finds_parts and is_near(figures.usual_samples, setup.global_batch * batches):
             return batches
         return self.parts
 
@@ -248,7 +248,7 @@ class SetupRunner:
             how = SHARD if told == SHARD else KNOB
         # A run that shows the parts was given the whole batch as each of them.
         wanted, found = setup.global_batch * parts // self.parts, figures.usual_samples
-        if not _is_near(found, wanted):
+        if not is_near(found, wanted):
             return "", (
                 f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} "
                 f"instead of {wanted}: it does not use the batch that it was given "
@@ -257,6 +257,6 @@ class SetupRunner:
         return how, ""
 
 
-def _is_near(found: float, wanted: int) -> bool:
+def is_near(found: float, wanted: int) -> bool:
     """Return whether the recorded samples of a step are the wanted ones."""
     return abs(found - wanted) <= BATCH_TOLERANCE * wanted

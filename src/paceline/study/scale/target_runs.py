@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ...analyze.figures.noise_scale import noise_scale_of
 from ...analyze.records.load_run import Run
 from ...analyze.reference.goal import Goal, parse_goal
 from ...analyze.reference.reference_file import RECORD_FILE, read_reference
@@ -53,16 +52,7 @@ def target_result(
     ends = _step_ends(run)
     last = max(ends, default=0)
     samples, seconds = last * setup.global_batch, ends.get(last, 0.0)
-    noise = noise_scale_of(run.records) if run is not None else None
-    missed = TargetResult(
-        str(goal),
-        False,
-        None,
-        last,
-        samples,
-        seconds,
-        noise_scale=noise.samples if noise is not None else None,
-    )
+    missed = TargetResult(str(goal), False, None, last, samples, seconds)
     if not (record / RECORD_FILE).exists():
         return missed
     return _from_values(goal, read_reference(record).runs[0], missed, ends, setup)

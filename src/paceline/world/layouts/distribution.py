@@ -128,6 +128,9 @@ class ModelDistribution:
                 The first forward raises it if nothing meets the budget.
         """
         check_accumulate(accumulate)
+        from ...knobs.loading.batch import requested_accumulation  # not needed to start
+
+        accumulate *= requested_accumulation()
         arguments = LayoutArguments(
             *(layout, self.device.type, blocks, shard_over, offload, recompute, memory_budget),
             options,

@@ -252,7 +252,7 @@ class TrainingLoops:
         """
         passes = self.position.passes.get(number, 0)
         loader.begin_epoch(self.position.epoch if self.count else passes)
-        if number in self._saved_schedules and not loader.is_batch_requested:
+        if number in self._saved_schedules and not loader.is_branch:
             saved = self._saved_schedules.pop(number)
             if said := _describe_change(saved, loader.schedule, self._begun_epochs):
                 self.progress.say(said)
@@ -278,7 +278,7 @@ class TrainingLoops:
         self.state.position = restore()
         self._resume = None
         batch = saved.batch.get(number)
-        if batch is not None and loader.is_batch_requested and isinstance(loader, ShardedLoader):
+        if batch is not None and loader.is_branch and isinstance(loader, ShardedLoader):
             # a run that compares batch sizes: all sizes continue with the same samples
             loader.begin_epoch(self.position.epoch, first=saved.open[number] * batch)
             return 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ...reference.goal import Goal, parse_goal
 from ..derived import Estimate, estimate, throughput
 from ..study_model import ScalingStudy, SizePoint
+from .batch_advice import noise_figures, noise_of_runs
 
 HOUR_S = 3600.0
 SAME_RATE = 0.02  # relative difference of learning rates up to which a rule is said to be used
@@ -33,7 +34,7 @@ class SizeTarget:
         best: Median over all runs of the value nearest to the target.
         learning_rate: Largest learning rate of a run, median of the runs; None if not known.
         predicted_efficiency: Statistical efficiency that the gradient noise scale predicts; None if
-            no size knows it.
+            it is not known.
     """
 
     point: SizePoint
@@ -71,30 +72,16 @@ def targets(study: ScalingStudy, kind: str) -> list[SizeTarget]:
         if size is not None:
             reference = reference or size.samples
             found.append(size)
-    noise = noise_scale(study, kind)
-    if noise is None or not found:
+    band = noise_of_runs(noise_figures(study, kind))
+    if band is None or not band[0] or not found:
         return found
+    noise = band[0]
     first = found[0].point.setup.global_batch
     predicted = [(1 + first / noise) / (1 + one.point.setup.global_batch / noise) for one in found]
     return [
         replace(one, predicted_efficiency=value)
         for one, value in zip(found, predicted, strict=True)
     ]
-
-
-def noise_scale(study: ScalingStudy, kind: str) -> float | None:
-    """Return the median gradient noise scale of the runs in samples; None if no run knows it.
-
-    Samples to a loss grow with the batch B as 1 + B / noise scale (arXiv 1812.06162, equation
-    2.11).
-    """
-    known = [
-        end.noise_scale
-        for point in study.of_kind(kind)
-        for figures in point.figures
-        if (end := figures.to_target) is not None and end.noise_scale
-    ]
-    return statistics.median(known) if known else None
 
 
 def _size_target(point: SizePoint, goal: Goal, reference: Estimate | None) -> SizeTarget | None:

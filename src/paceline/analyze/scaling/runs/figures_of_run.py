@@ -16,6 +16,7 @@ from ...records.state_timeline import COMMUNICATION, STATES
 from ..study_model import (
     CollectiveLoad,
     HostPlacement,
+    NoiseFigures,
     RunFigures,
     Spread,
     StateSeconds,
@@ -59,8 +60,12 @@ def figures_of_run(run: Run, warm_up: int | None = None) -> RunFigures:
     first = steps.first + dropped
     measured = analyse_with_window(run, (first, steps.first + done))
     figures = _figures(run, measured, replace(found, steps=dropped))
+    noise = whole.report.noise_scale
     return replace(
-        figures, startup_s=max(whole.report.startup_s, 0.0), wall_s=max(whole.report.wall_s, 0.0)
+        figures,
+        startup_s=max(whole.report.startup_s, 0.0),
+        wall_s=max(whole.report.wall_s, 0.0),
+        noise=NoiseFigures(**asdict(noise)) if noise is not None else None,
     )
 
 

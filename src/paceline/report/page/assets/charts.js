@@ -215,6 +215,23 @@
     })];
   }
 
+  function branches() { // loss by samples, of each batch
+    const traces = [];
+    for (const line of data.branches) {
+      const colour = css(LINES[line.colour % LINES.length]);
+      const edge = { type: "scatter", mode: "lines", x: line.x, line: { width: 0 }, hoverinfo: "skip", showlegend: false };
+      traces.push({ ...edge, y: line.low }, { ...edge, y: line.high, fill: "tonexty", fillcolor: colour + "22" });
+      traces.push({
+        type: "scatter", mode: "lines", name: line.name, x: line.x, y: line.y, line: { color: colour },
+        hovertemplate: `%{x:,} samples<br>batch of %{fullData.name}: %{y:.4~g}<extra></extra>`,
+      });
+    }
+    return [traces, layout(380, {
+      showlegend: true, legend: { orientation: "h", y: 1.15 },
+      xaxis: { title: { text: "samples since the checkpoint" } }, yaxis: { title: { text: "loss" } },
+    })];
+  }
+
   function losses(kind) { // time of a step by state, of each size
     const { ranks, seconds, names } = data.losses[kind];
     const whole = ranks.map((_, i) => data.states.reduce((sum, state) => sum + seconds[state][i], 0));
@@ -312,6 +329,7 @@
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),
+    branches,
     ...Object.fromEntries(Object.keys(data.bands || {}).map((name) => [name, () => bands(name)])),
     ...Object.fromEntries(Object.keys(data.losses || {}).map((kind) => [`losses-${kind}`, () => losses(kind)])),
   };

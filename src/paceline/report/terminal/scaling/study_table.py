@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ....analyze.scaling.derived import Estimate
+from ....analyze.scaling.outcomes.batch_advice import batch_advice
 from ....analyze.scaling.outcomes.targets import SizeTarget, goal_of, targets
 from ....analyze.scaling.study_model import STRONG, ScalingStudy, Setup
 from ...numbers import amount, counted, duration, figure, percent, size
+from ...scaling.batch_sentences import batch_sentences
 from ...scaling.findings import CheckedPrediction, Findings, Fit, FittedParameter
 from ...scaling.size_rows import SizeRow, size_rows
 from ...scaling.target_sentences import target_sentences
@@ -54,6 +56,7 @@ def study_panel(
             parts += [Text(line, style="red") for line in failures(rows)]
             parts += _sentences(findings.of_kind(kind))
             parts += _targets(study, kind)
+            parts += [Text(line) for line in batch_sentences(batch_advice(study, kind))]
     if any(run.figures for run in study.runs):
         parts.append(Text(f"\n{_legend(width)}", style="bright_black"))
     parts += [Text(f"note: {note}", style="yellow") for note in study.notes]

@@ -1,0 +1,167 @@
+"""``paceline scale --critical-batch``: options, and the steps from the request to the result."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...security.text import printable
+from .command import STDOUT, json_output
+from .study_outputs import StudyOutputs
+
+if TYPE_CHECKING:
+    from ...analyze.scaling.critical.critical_model import StoredCritical
+
+CRITICAL = "Critical batch"
+DEFAULT_MULTIPLES, DEFAULT_SEEDS = "1,2,4,8", 3
+
+Critical = Annotated[
+    bool,
+    typer.Option(
+        "--critical-batch",
+        help="Measure up to which batch a training needs no more samples: short runs from the "
+        "script's checkpoint with multiples of its batch, on one number of ranks (-n), compared "
+        "after the same samples. The gradient noise scale of the same runs is printed with it.",
+        rich_help_panel=CRITICAL,
+    ),
+]
+Multiples = Annotated[
+    str | None,
+    typer.Option(
+        help="Multiples of the batch. A multiple that does not fit into memory is accumulated in "
+        f"parts, if world.distribute is used. Default: {DEFAULT_MULTIPLES}.",
+        metavar="K,K,...",
+        show_default=False,
+        rich_help_panel=CRITICAL,
+    ),
+]
+Tolerance = Annotated[
+    str | None,
+    typer.Option(
+        help="Difference of the smoothed loss up to which a batch is as good as the script's own. "
+        "Default: 1%.",
+        metavar="PERCENT",
+        show_default=False,
+        rich_help_panel=CRITICAL,
+    ),
+]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        help="How the learning rate follows the batch: linear or sqrt. Default: sqrt for "
+        "optimizers such as Adam, linear for SGD.",
+        metavar="RULE",
+        show_default=False,
+        rich_help_panel=CRITICAL,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class CriticalOptions:
+    """The options of a measurement, as typed. ``minutes``: None for the default."""
+
+    multiples: str | None
+    tolerance: str | None
+    rule: str | None
+    seeds: int | None
+
+    def check_unused(self) -> None:
+        """Raise ValueError for options that need ``--critical-batch``."""
+        given = ("multiples", "tolerance", "rule")
+        wrong = [name for name in given if getattr(self, name) is not None]
+        if wrong:
+            raise ValueError(
+                f"--{wrong[0]} needs --critical-batch. HINT: paceline scale --critical-batch -n 2 "
+                "SCRIPT"
+            )
+
+    def fields(self, sizes: str | None) -> dict[str, Any]:
+        """Return the fields of a request. Raises ValueError."""
+        from ...study.scale.request import parse_precision
+
+        text = self.multiples or DEFAULT_MULTIPLES
+        words = [word.strip() for word in text.split(",")]
+        if not all(re.fullmatch(r"[1-9]\d{0,2}", word) for word in words):
+            raise ValueError(f"--multiples {text!r}: whole numbers. HINT: --multiples 1,2,4,8")
+        multiples = sorted({1, *map(int, words)})
+        if not 2 <= len(multiples) <= 16:
+            raise ValueError(f"--multiples {text!r}: 1 and at most 15 others. HINT: 1,2,4,8")
+        if self.rule not in (None, "linear", "sqrt"):
+            raise ValueError(f"--rule {self.rule!r} must be linear or sqrt. HINT: --rule sqrt")
+        if sizes is None or not re.fullmatch(r"[1-9]\d{0,6}", sizes.strip()):
+            raise ValueError(
+                f"--critical-batch needs one number of ranks; -n is {sizes or 'missing'}. "
+                "HINT: -n 2"
+            )
+        try:
+            tolerance = parse_precision(self.tolerance or "1%")
+        except ValueError:
+            raise ValueError(
+                f"--tolerance {self.tolerance!r} is no share of the loss. HINT: 1% or 0.01"
+            ) from None
+        return {
+            "ranks": int(sizes),
+            "multiples": multiples,
+            "tolerance": tolerance,
+            "rule": self.rule or "",
+            "seeds": self.seeds or DEFAULT_SEEDS,
+        }
+
+
+def check_outputs(outputs: StudyOutputs, given: dict[str, object]) -> None:
+    """Raise ValueError for options that ``--critical-batch`` does not take."""
+    files = {
+        f"--{name}": getattr(outputs, name) for name in ("csv", "svg", "latex", "extrap", "talp")
+    }
+    wrong = [name for name, value in (given | files).items() if value]
+    if wrong:
+        raise ValueError(
+            f"--critical-batch does not take {wrong[0]}. HINT: leave it out; --json and --html "
+            "write the result"
+        )
+
+
+def measure(folder: Path, minutes: float | None, outputs: StudyOutputs) -> bool:
+    """Run what is missing of a measurement, and print the result; return whether it was whole.
+
+    Raises:
+        ValueError: It can't be measured, or has nothing that can be compared.
+    """
+    from ...study.scale.critical.critical_study import run_critical
+
+    ended = run_critical(folder, _say, minutes)
+    if not ended.interrupted or any(run.losses for run in ended.stored.runs):
+        finish(ended.stored, outputs)
+    return not ended.interrupted
+
+
+def _say(text: str) -> None:
+    typer.echo(printable(f"paceline: {text}"), err=True)
+
+
+def finish(stored: "StoredCritical", outputs: StudyOutputs) -> None:
+    """Judge a measurement, print it, and write its files. Raises ValueError."""
+    from ...analyze.scaling.critical.judgement import judge
+
+    found = judge(stored)
+    said = []
+    if outputs.html is not None:
+        from ...report.page.critical_page import critical_page
+        from ...report.page.write_page import save
+
+        said.append(save(critical_page(stored, found), outputs.html))
+    if outputs.json is not None:
+        from ...report.scaling.critical_report import critical_json
+
+        with json_output(outputs.json):
+            typer.echo(critical_json(stored, found), nl=False)
+    else:
+        from ...report.console import PlainConsole, output_width
+        from ...report.terminal.scaling.critical_table import critical_panel
+
+        PlainConsole(width=output_width()).print(critical_panel(stored, found))
+    for line in said:
+        typer.echo(line, err=outputs.json == STDOUT)

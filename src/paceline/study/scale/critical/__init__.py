@@ -1,0 +1,1 @@
+"""Short runs from one checkpoint with larger batches (``paceline scale --critical-batch``)."""
