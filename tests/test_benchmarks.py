@@ -254,6 +254,43 @@ def test_compression(tmp_path):
     assert all(len(told["losses"]) == 2 for told in result["medians"].values())
 
 
+def test_convergence(tmp_path):
+    few = ("--quick", "--draws", "1", "--epochs", "1", "--runs", str(tmp_path / "runs.jsonl"))
+    result = result_of("convergence", tmp_path / "found.json", *few)
+    found = result["measurements"]
+    assert len(found["points"]) == 9
+    assert all(len(point["test"]) == 1 for point in found["points"].values())
+    (case,) = found["predictions"]
+    assert case["noise_scale"]["samples"] > 0
+    kept = (tmp_path / "runs.jsonl").read_text()
+    again = result_of("convergence", tmp_path / "found.json", *few)
+    assert again["measurements"] == found
+    assert (tmp_path / "runs.jsonl").read_text() == kept  # nothing was trained again
+
+
+def test_asynchronous(tmp_path):
+    few = ("--target", "0.5", "--rates", "0.2", "--hosts", "one slow host")
+    result = result_of("asynchronous", tmp_path / "found.json", *few)
+    for way in result["measurements"].values():
+        assert len(way["runs"]) == 1
+        assert way["runs"][0]["reached"]
+
+
+def test_norm_time(tmp_path):
+    result = result_of("norm_time", tmp_path / "found.json", "--steps", "2", "--batch", "8")
+    exchanges = result["measurements"]["exchanges_a_layer"]
+    assert exchanges["sync"] == exchanges["sync uneven"] == 2
+    assert exchanges["local"] == exchanges["ghost:8"] == exchanges["group:8"] == 0
+
+
+def test_noise_scale_cost(tmp_path):
+    few = ("--steps", "30", "--pairs", "10")
+    result = result_of("noise_scale_cost", tmp_path / "found.json", *few)
+    (one,) = result["measurements"]
+    assert one["interval"] >= 1
+    assert one["step_us"] > one["call_us"] > 0
+
+
 def test_binding(tmp_path):
     result = result_of(
         "binding", tmp_path / "binding.json", "--steps", "20", "--ways", "paceline, a core each"

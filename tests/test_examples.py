@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 
 from paceline.analyze.figures.report import analyse
@@ -113,6 +115,83 @@ def test_packed_digits_accuracy_is_independent_of_world_size(tmp_path):
     short = ("packed.py", tmp_path / "packed", "--epochs", "2")
     assert reached("alone", *short) > 0.7
     assert abs(reached("2 ranks", *short) - reached("alone", *short)) <= IMAGE + 1e-4
+
+
+ADAM = "torch.optim.Adam(model.parameters(), lr=args.lr)"
+
+
+@pytest.mark.parametrize("name", ["LARS", "LAMB"])
+def test_script_takes_optimizer_for_large_batches_with_one_line(tmp_path, name):
+    source = (ROOT / "examples/digits.py").read_text()
+    assert ADAM in source
+    line = f"paceline.optim.{name}(model.parameters(), lr={ {'LARS': 10, 'LAMB': 0.02}[name] })"
+    script = ranks.write(tmp_path, source.replace(ADAM, line))
+    done = ranks.run(script, "--epochs", "2", "--batch", "128", PACELINE_PROGRESS="0")
+    assert figure(done.stdout) > 0.7
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mode", "async", "--staleness", "1", "--slow", "3", "--step-ms", "2"],
+        pytest.param(["--mode", "async"], marks=pytest.mark.long),
+        pytest.param(["--mode", "sync"], marks=pytest.mark.long),
+    ],
+    ids=["at most 1 apart", "async", "sync"],
+)
+def test_asynchronous_example_learns(words):
+    script = ROOT / "examples/asynchronous.py"
+    done = ranks.run(script, *words, "--target", "0.8", "--samples", "8000", ranks=3)
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert found["reached"], found
+    assert found["samples"] == found["updates"] * (48 if words[1] == "sync" else 16)
+    if "--staleness" in words:
+        # two workers, of which one may be a step ahead: at most two updates in between
+        assert 0 < found["mean_age"] <= 2
+    if words[1] == "sync":
+        assert found["mean_age"] == 0
+
+
+FAILING = """
+    import os, sys
+    from pathlib import Path
+
+    sys.path.insert(0, {examples!r})
+    import asynchronous
+
+    backward, steps = asynchronous.Worker.backward, 0
+
+    def changed(self):
+        global steps
+        steps += 1
+        if os.environ["RANK"] == "2" and steps == 3:
+            Path({reached!r}).touch()
+            if {fails}:
+                raise RuntimeError("planned")
+        backward(self)
+
+    asynchronous.Worker.backward = changed
+    asynchronous.main()
+"""
+
+
+@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_asynchronous_example_ends_on_failure_and_ctrl_c(tmp_path, fails):
+    reached = tmp_path / "reached"
+    where = {"examples": str(ROOT / "examples"), "reached": str(reached), "fails": fails}
+    script = ranks.write(tmp_path, FAILING.format(**where))
+    words = ranks.command(script, "--mode", "async", "--target", "2", ranks=3)
+    process = ranks.start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        if not fails:
+            ranks.wait_until(reached.exists, 60)
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (1 if fails else 130), output
+    assert not fails or "planned" in output
+    assert not ranks.alive(str(script))
 
 
 PATCHES = 48
