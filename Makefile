@@ -23,7 +23,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
-	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,formats,examples,dev]'
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,formats,examples,tune,dev]'
 	@$(BIN)/pip install $(PIP_ARGS) --no-deps aeon  # for its data, which examples/sets.py packs
 	@touch $@
 

@@ -8,6 +8,7 @@ from .version import __version__ as __version__
 __all__ = ["BatchSchedule", "Layout", "World", "from_rank_0", "init", "per_rank"]
 
 if TYPE_CHECKING:
+    from . import tune as tune
     from .cost.layout import Layout
     from .world import BatchSchedule, World, from_rank_0, init, per_rank
 
@@ -36,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from .cost.layout import Layout
 
         return Layout
+    if name == "tune":
+        from importlib import import_module
+
+        return import_module(".tune", __name__)
     if name in __all__:
         from . import world
 

@@ -248,26 +248,3 @@ def test_sizes_that_ranks_do_not_divide_are_refused_with_the_nearest():
         sharded(loader, wrong, number=4)
     with pytest.raises(ValueError, match=r"global_batch must be a number or a BatchSchedule"):
         sharded(loader, {0: 8})
-
-
-def test_plain_step_does_not_silently_use_the_rate_of_the_first_batch_size(world):
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = paceline.BatchSchedule({0: 2, 1: 4})
-    world.scale_learning_rate(optimizer, global_batch=schedule, reference_batch=2)
-    model, optimizer = world.distribute(model, optimizer)
-    loader = world.shard(
-        DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1), global_batch=schedule
-    )
-    for epoch in world.epochs(2):
-        for (x,) in world.batches(loader):
-            world.backward(model(x).mean())
-            if epoch == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                continue
-            with pytest.raises(
-                ValueError, match=r"batch schedule"
-            ):
-                optimizer.step()
-            world.step(optimizer)

@@ -21,6 +21,7 @@ from . import (
     top,
     diagnose,
     scale,
+    tune,
     verify,
     pack,
     stage,
@@ -45,6 +46,7 @@ __all__ = [
     "stage",
     "submit",
     "top",
+    "tune",
     "verify",
 ]
 

@@ -24,6 +24,7 @@ from ..comm.reachable_address import Listener, try_all, variables
 from ..record.ring.tail import MAX_RECORD_BYTES
 from ..security.files import read_regular
 from .affinity import bind_ranks
+from .affinity.node_share import take_share
 from .channel import START_MARKER, Channel, InvalidMessageError
 from .job import Job, check, preloads
 from .linux_prctl import SUBREAPER, prctl
@@ -142,6 +143,7 @@ class HostAgent:
                 "exists on every node, such as one on a shared file system"
             ) from None
         self.job = Job(**{**check, "record": None, "summary": None})
+        take_share(self.job)
         self.source, self.places = check_job(self.job), bind_ranks.plan_bindings(self.job)
         self.send(fits=True)
 

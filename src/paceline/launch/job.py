@@ -57,6 +57,8 @@ class Job:
         cpus_per_rank: Cores per rank, or None.
         smt: Whether a rank has one thread per hardware thread of its cores.
         report_bindings: Whether to report the bindings.
+        share: The part of each node that this job gets, beside other jobs: first core, number of
+            cores, first GPU, number of GPUs, of those that it may use; None: all.
         granted: Number of CPUs of this host that the scheduler has granted to the job: cores or
             hardware threads, as it counts; None: unknown.
         port: Port of the ranks' store; 0: any free port.
@@ -88,6 +90,7 @@ class Job:
     cpus_per_rank: int | None = None
     smt: bool | None = None
     report_bindings: bool = False
+    share: tuple[int, int, int, int] | None = None
     granted: int | None = None
     port: int = 0
     hang_timeout: float | None = None

@@ -27,6 +27,7 @@ from ..record.attach import release_recorder
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
+from ..record.trial_reports import trial_reporter
 from ..record.watch.seed_shift import note_seeded, seed_shift
 from .checkpoint_interval import CheckpointInterval
 from .checkpointing import Checkpointer
@@ -422,6 +423,8 @@ class World(ModelDistribution):
         self._progress.say(f"{where}step {self._recorder.step}  {shown}")
         if self._recorder.step_watch is not None and self.rank == 0:
             self._recorder.step_watch.note_logged(values)
+        if (reporter := trial_reporter()) is not None:
+            reporter.report(values, epoch or self._recorder.step)
 
     def close(self) -> None:
         """Complete the last checkpoint, print the summary, and destroy the process group.

@@ -1,8 +1,8 @@
 """Early exit: what makes a run save a checkpoint and end, to be resumed later.
 
-There are two causes: a warning signal (SIGUSR1, from a scheduler or the launcher), and a time limit
-so close that a checkpoint only just fits. Rank 0 decides; the other ranks learn it where they agree
-on checkpoints (``checkpointing``).
+There are three causes: a warning signal (SIGUSR1, from a scheduler or the launcher), a time limit
+so close that a checkpoint only just fits, and a search that pauses a trial (``paceline tune``).
+Rank 0 decides; the other ranks learn it where they agree on checkpoints (``checkpointing``).
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any
 
 from ..cluster.schedulers import time_limit
 from ..record.ring.launcher_messages import send_to_launcher
+from ..record.trial_reports import trial_reporter
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again later
 WARNING_SIGNAL = signal.SIGUSR1
@@ -38,6 +39,7 @@ class EarlyExitMonitor:
 
     def __init__(self) -> None:
         self.warned = ""  # name of the signal
+        self._paused = ""  # why a search pauses this trial
         self._handled_signals: list[signal.Signals] = []
         self._termination_reported = False
         end_time = time_limit.end_time(os.environ)
@@ -55,6 +57,8 @@ class EarlyExitMonitor:
         time to leave, and ends them by other means. (Other launchers end ranks by SIGTERM, also
         ranks that wait in a collective and could not act on it.)
         """
+        if (reporter := trial_reporter()) is not None:
+            reporter.add_stopper(self._pause)
         if threading.current_thread() is not threading.main_thread() or not self._install_handler(
             WARNING_SIGNAL
         ):
@@ -74,6 +78,8 @@ class EarlyExitMonitor:
         """Remove the handlers. A warning signal is ignored from now on, so it can't kill the
         script.
         """
+        if (reporter := trial_reporter()) is not None:
+            reporter.remove_stopper(self._pause)
         if signal.SIGTERM in self._handled_signals:
             send_to_launcher(leaves=False)
         with contextlib.suppress(ValueError):  # garbage collection may end a loop in another thread
@@ -88,6 +94,9 @@ class EarlyExitMonitor:
         if self.warned != signal.SIGTERM.name:
             self.warned = signal.Signals(number).name
 
+    def _pause(self, reason: str) -> None:
+        self._paused = reason
+
     def report_termination(self) -> None:
         """Report a SIGTERM to the launcher.
 
@@ -101,6 +110,8 @@ class EarlyExitMonitor:
         """Return why it is time to exit, or "". save_duration_s: of the last checkpoint."""
         if self.warned:
             return f"rank 0 received {self.warned}"
+        if self._paused:
+            return self._paused
         if self._end_time is None:
             return ""
         left_s = self._end_time - time.time()

@@ -97,14 +97,14 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
                 process.wait(max(limit - time.monotonic(), 0.0))
 
 
-def last_lines(log: Path) -> list[str]:
+def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
     """Return the last lines that a run has printed."""
     with open(open_regular(log), "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - MAX_LOG_BYTES, 0))
         text = file.read(MAX_LOG_BYTES).decode(errors="replace")
     said = [printable(line) for line in text.splitlines()]
     lines = [x for x in said if x.strip() and not x.startswith("paceline: the record is in")]
-    return lines[-LAST_LINES:] or ["(the script printed nothing)"]
+    return lines[-count:] or ["(the script printed nothing)"]
 
 
 def error_line(last: list[str]) -> str:

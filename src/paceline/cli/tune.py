@@ -1,0 +1,178 @@
+"""The command ``paceline tune``."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..security.text import printable
+from .common.base import UNDERSTAND, app, examples, exit_on_mistake
+from .common.command import STDOUT, Command, json_output
+from .common.options import Hostfile, Hosts, Json, Launcher, can_be_written
+from .common.study_outputs import FILES
+
+if TYPE_CHECKING:
+    from ..report.tuning.tuning_view import TuningView
+
+
+@app.command(
+    cls=Command,
+    rich_help_panel=UNDERSTAND,
+    short_help="Search for the best parameters of a script",
+    epilog=examples(
+        ("paceline tune study.toml", "begin a study"),
+        ("paceline tune study.toml --continue", "continue it, also after kill -9"),
+        ("paceline tune study.toml --show", "its trials; nothing is run"),
+        ("paceline tune study.toml --best best.toml", "parameters of the best trial"),
+        ("salloc -N 4 paceline tune study.toml", "trials on all nodes of an allocation"),
+        ("optuna-dashboard study.journal", "open the study in a browser, while it runs"),
+    ),
+)
+def tune(
+    study: Annotated[
+        Path,
+        typer.Argument(
+            help="Study file (TOML): command, metric, parameters, budget.", metavar="STUDY.toml"
+        ),
+    ],
+    continued: Annotated[
+        bool,
+        typer.Option(
+            "--continue",
+            help="Continue the study: run again the trials that were interrupted, and the rest of "
+            "the budget.",
+        ),
+    ] = False,
+    fork: Annotated[
+        bool,
+        typer.Option(
+            "--fork",
+            help="Begin a new study with the changed file, in the same journal, with the complete "
+            "trials that still fit.",
+        ),
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the study, and write files. Nothing is run.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Maximum duration of this call. Default: minutes of the study file.",
+            metavar="MINUTES",
+            min=0.05,
+            show_default=False,
+        ),
+    ] = None,
+    json: Json = None,
+    best: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the parameters of the best trial to this file (TOML).",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all trials to this file: one line for each.",
+            metavar="FILE",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    launcher: Launcher = None,
+) -> None:
+    """Search for the parameters with which a script reaches the best value of a metric.
+
+    STUDY.toml names the command with placeholders, the parameters, the metric and the budget. Each
+    trial is a paceline run of its own, on as many ranks as the file says. Trials run side by side
+    on cores of their own, on this machine or on the nodes of the allocation.
+
+    The study is an Optuna study in STUDY.journal, beside the file: optuna-dashboard opens it while
+    it runs. The trials' output and checkpoints are in STUDY.trials. Ctrl-C ends the trials; after
+    it, or after kill -9, --continue goes on.
+    """
+    from ..report.terminal.tuning.live_tuning import TuneDisplay
+    from ..study.tune.tune import TuneOptions, show_study
+    from ..study.tune.tune import tune as run_tune
+
+    with exit_on_mistake():
+        for path, option in ((best, "--best"), (csv, "--csv"), (json, "--json")):
+            if path is not None and path != STDOUT:
+                can_be_written(path, option)
+        if show or (best is not None and not continued and not fork and _has_study(study)):
+            _check_shown(continued, fork)
+            _print(show_study(study)[1], json, csv, best)
+            return
+        if continued and fork:
+            raise ValueError("--continue and --fork can't be used together. HINT: leave out one")
+        options = TuneOptions(continued, fork, minutes, hosts, hostfile, launcher)
+        with _signals() as received, TuneDisplay() as display:
+            end = run_tune(study, options, display, lambda: bool(received))
+        _print(end.view, json, csv, best if end.view.best else None)
+    if not end.is_complete:
+        why = "interrupted" if received else "the time is over"
+        typer.echo(printable(f"paceline: {why}. HINT: paceline tune {study} --continue"), err=True)
+        if received:
+            raise typer.Exit(128 + received[0])
+
+
+def _has_study(study: Path) -> bool:
+    return study.with_suffix(".journal").exists()
+
+
+def _check_shown(continued: bool, fork: bool) -> None:
+    if continued or fork:
+        name = "--continue" if continued else "--fork"
+        raise ValueError(f"--show runs nothing, and {name} is given too. HINT: leave out one")
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect the first Ctrl-C, SIGTERM or SIGHUP; a further one raises KeyboardInterrupt."""
+    received: list[int] = []
+
+    def take(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            typer.echo("paceline: ending the trials; Ctrl-C again kills them", err=True)
+
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, take) for kind in kinds}
+    try:
+        yield received
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _print(view: "TuningView", json: Path | None, csv: Path | None, best: Path | None) -> None:
+    """Print the study or its JSON, and write the files that were asked for. Raises ValueError."""
+    from ..report.tuning.tuning_files import best_text, csv_text, json_text
+    from ..security.outputs import write_output
+
+    written = []
+    for path, make, what in ((csv, csv_text, "all trials"), (best, best_text, "best parameters")):
+        if path is not None:
+            write_output(path, make(view))
+            written.append(f"paceline: {what}: {path}")
+    if json is not None:
+        with json_output(json):
+            typer.echo(json_text(view), nl=False)
+    else:
+        from ..report.console import PlainConsole, output_width
+        from ..report.terminal.tuning.tuning_table import tuning_panel
+
+        PlainConsole(width=output_width()).print(tuning_panel(view))
+    for line in written:
+        typer.echo(printable(line), err=True)

@@ -1,0 +1,1 @@
+"""A study of ``paceline tune`` on the terminal."""

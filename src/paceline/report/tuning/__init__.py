@@ -1,0 +1,1 @@
+"""A study of ``paceline tune``: rows and sentences for tables, CSV and JSON."""

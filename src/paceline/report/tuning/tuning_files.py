@@ -1,0 +1,102 @@
+"""A study of ``paceline tune`` as CSV, as JSON, and its best parameters as TOML."""
+
+import csv
+import io
+import json
+import math
+from typing import Any
+
+from ...cost.machine.write_toml import dumps
+from .tuning_view import TrialRow, TuningView
+
+FORMAT, VERSION = "paceline-tune", 1
+_FIXED = ("trial", "state")
+_LAST = ("step", "last", "rung", "ranks", "seconds", "node_hours", "known", "failure", "reason")
+
+
+def csv_text(view: TuningView) -> str:
+    """Return one line for each trial, with a header; unknown cells are empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_FIXED, *view.parameters, *view.metrics, *_LAST])
+    for row in view.rows:
+        values = row.values or [""] * len(view.metrics)
+        writer.writerow(
+            [
+                *(row.number, row.state),
+                *(row.parameters.get(name, "") for name in view.parameters),
+                *values,
+                *("" if (cell := getattr(row, name)) is None else cell for name in _LAST),
+            ]
+        )
+    return text.getvalue()
+
+
+def json_text(view: TuningView) -> str:
+    """Return the study as JSON; numbers that are not finite are null."""
+    tree = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": view.name,
+        "journal": view.journal,
+        "command": view.command,
+        "search": view.search,
+        "metrics": list(view.metrics),
+        "goals": list(view.goals),
+        "planned": view.planned,
+        "best": list(view.best),
+        "best_command": view.best_command,
+        "importances": view.importances,
+        "trials": [_trial(row) for row in view.rows],
+        "notes": list(view.notes),
+    }
+    return json.dumps(_finite(tree), indent=1, allow_nan=False) + "\n"
+
+
+def best_text(view: TuningView) -> str:
+    """Return the parameters of the best trial as TOML.
+
+    Raises:
+        ValueError: There is no best trial, or there are several metrics.
+    """
+    if not view.best:
+        raise ValueError(f"the study {view.name} has no complete trial yet")
+    if len(view.metrics) > 1:
+        raise ValueError(
+            f"the study {view.name} has {len(view.metrics)} metrics, and no single best trial. "
+            "HINT: --csv FILE has all trials; --show marks those of the Pareto front"
+        )
+    row = view.row(view.best[0])
+    lines = [
+        f"# Best of {len(view.rows)} trials of the study {view.name}: trial {row.number}, "
+        f"{view.metrics[0]} = {row.values[0]!r}"
+    ]
+    if view.best_command:
+        lines.append(f"# paceline run {view.best_command}")
+    return "\n".join(lines) + "\n" + dumps(dict(row.parameters))
+
+
+def _trial(row: TrialRow) -> dict[str, Any]:
+    return {
+        "number": row.number,
+        "state": row.state,
+        "parameters": row.parameters,
+        "values": list(row.values),
+        "intermediate": [[step, value] for step, value in sorted(row.intermediate.items())],
+        "rung": row.rung,
+        "ranks": row.ranks,
+        "seconds": row.seconds,
+        "node_hours": row.node_hours,
+        "failure": row.failure,
+        "reason": row.reason,
+        "known": row.known,
+        "started": row.started,
+    }
+
+
+def _finite(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not math.isfinite(tree) else tree

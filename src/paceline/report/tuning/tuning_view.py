@@ -1,0 +1,107 @@
+"""A study as people look at it: its trials, the best ones, and what is left of the budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX = "max"
+
+# States of a trial.
+WAITING, RUNNING, PAUSED, COMPLETE, STOPPED, FAILED = (
+    *("waiting", "running", "paused"),
+    *("complete", "stopped", "failed"),
+)
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial.
+
+    Attributes:
+        number: Its number.
+        state: One of the states above.
+        parameters: Values of its parameters.
+        values: Value of each metric, of a complete trial.
+        last: Last value of the first metric, of any trial.
+        step: Step of that value; None if there is none.
+        rung: Number of rungs that it has reached.
+        ranks: Number of ranks of its last run.
+        seconds: Wall time of all its runs.
+        node_hours: Node-hours of all its runs.
+        failure: Kind of its failure, or "".
+        reason: The failure in one line, or "".
+        known: Whether it is a point that the user gave.
+        started: When it started (s since 1970); None if it has not.
+        intermediate: Values of the first metric by step.
+    """
+
+    number: int
+    state: str
+    parameters: dict[str, bool | int | float | str]
+    values: Sequence[float] = ()
+    last: float | None = None
+    step: int | None = None
+    rung: int = 0
+    ranks: int = 1
+    seconds: float = 0.0
+    node_hours: float = 0.0
+    failure: str = ""
+    reason: str = ""
+    known: bool = False
+    started: float | None = None
+    intermediate: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TuningView:
+    """A study.
+
+    Attributes:
+        name: Its name in the journal.
+        journal: Path of the journal.
+        metrics, goals: Its metrics, and "min" or "max" for each.
+        rows: The trials, by number.
+        best: Numbers of the best trial; with several metrics, of the Pareto front.
+        planned: Maximum number of trials.
+        command: The command with placeholders, or the function.
+        best_command: Command of the best trial, without ``paceline run``; "" if there is none.
+        search: Sampler and pruner in words.
+        importances: Share of each parameter in the differences between trials; empty if they can't
+            be determined.
+        importance_note: Why there are none, or "".
+        next_text: What the search does next, or "".
+        left_s: Time until the end of the budget; None without a limit.
+        elapsed_s: Time since this call began.
+        running: Seconds since the start of each running trial, by number.
+        notes: Sentences about the study.
+    """
+
+    name: str
+    journal: str
+    metrics: Sequence[str]
+    goals: Sequence[str]
+    rows: Sequence[TrialRow]
+    best: Sequence[int] = ()
+    planned: int = 0
+    command: str = ""
+    best_command: str = ""
+    search: str = ""
+    importances: dict[str, float] = field(default_factory=dict)
+    importance_note: str = ""
+    next_text: str = ""
+    left_s: float | None = None
+    elapsed_s: float = 0.0
+    running: dict[int, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def count(self, state: str) -> int:
+        """Return the number of trials in a state."""
+        return sum(row.state == state for row in self.rows)
+
+    def row(self, number: int) -> TrialRow:
+        """Return a trial by its number."""
+        return next(row for row in self.rows if row.number == number)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters, in the order in which trials have them."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.parameters))

@@ -1,0 +1,1 @@
+"""``paceline tune``: hyper-parameter search on Optuna, whose trials are distributed jobs."""

@@ -1,0 +1,222 @@
+"""Begin, continue and fork a study: its journal, its folder of trials, and who runs it.
+
+Beside ``NAME.toml`` lie ``NAME.journal`` and ``NAME.trials``. A fork is a further Optuna study in
+the same journal, ``NAME-2``, with a folder of its own.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...plurals import counted
+from ...security.run_lock import RunLock
+from .journal import open_journal
+from .parameters import is_active
+from .search import KNOWN
+from .study_file import MAX, StudySpec, changes
+from .trial_folder import TrialFolder
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.storages import JournalStorage
+    from optuna.trial import FrozenTrial
+
+IDENTITY = "paceline:study"
+COPIED = "paceline:copied"
+MAX_CHANGES_SHOWN = 5
+# Keys that say what a value of a trial means: with another one, trials can't be compared.
+MEANING = ("command", "function", "metric", "goal", "value", "repeats", "epochs")
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study, its file and its folder."""
+
+    spec: StudySpec
+    study: "Study"
+    journal: Path
+    folder: Path
+
+    def trial(self, number: int) -> TrialFolder:
+        """Return the folder of a trial."""
+        return TrialFolder(self.folder / f"{number:05}")
+
+
+def journal_of(spec: StudySpec) -> Path:
+    return spec.path.absolute().with_suffix(".journal")
+
+
+def folder_of(spec: StudySpec, name: str) -> Path:
+    return spec.path.absolute().with_name(f"{name}.trials")
+
+
+@contextmanager
+def locked(spec: StudySpec, say: Callable[[str], None]) -> Iterator[None]:
+    """Be the only runner of a study. Raises ValueError that names the other one."""
+    folder = folder_of(spec, spec.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(folder, "study")
+    lock.acquire(say)
+    try:
+        lock.keep(say)
+        yield
+    finally:
+        lock.release()
+
+
+def read_study(spec: StudySpec) -> OpenStudy:
+    """Return the last study of the file, for reading. Raises ValueError if there is none."""
+    journal = journal_of(spec)
+    if not journal.exists():
+        raise ValueError(
+            f"{spec.path} has no study yet: there is no {journal.name}. HINT: paceline tune "
+            f"{spec.path}"
+        )
+    storage = open_journal(journal, writes=False)
+    name = _last_name(spec, storage)
+    if name is None:
+        raise ValueError(f"{journal} has no study {spec.name}")
+    return _opened(spec, storage, name)
+
+
+def begin_study(spec: StudySpec) -> OpenStudy:
+    """Begin a study; the caller holds the lock. Raises ValueError if there is one."""
+    storage = open_journal(journal_of(spec), writes=True)
+    name = _last_name(spec, storage)
+    if name is None:
+        return _create(spec, storage, spec.name)
+    opened = _opened(spec, storage, name)
+    if not opened.study.get_trials(deepcopy=False):  # it was killed before its first trial
+        return _resume(opened)
+    raise ValueError(
+        f"{spec.path} has a study already, with "
+        f"{counted(len(opened.study.get_trials(deepcopy=False)), 'trial')} in "
+        f"{opened.journal.name}. HINT: paceline tune {spec.path} --continue, or --fork"
+    )
+
+
+def continue_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
+    """Continue the last study of the file; the caller holds the lock.
+
+    A changed file begins a new study if no trial of the old one has ended.
+
+    Raises:
+        ValueError: There is no study, or the file has changed.
+    """
+    read_study(spec)
+    storage = open_journal(journal_of(spec), writes=True)
+    name = _last_name(spec, storage)
+    assert name is not None
+    opened = _opened(spec, storage, name)
+    found = changes(opened.study.user_attrs.get(IDENTITY, spec.identity), spec.identity)
+    if not found:
+        return _resume(opened)
+    ended = [one for one in opened.study.get_trials(deepcopy=False) if _has_value(one)]
+    if ended:
+        more = f", and {len(found) - MAX_CHANGES_SHOWN} more" * (len(found) > MAX_CHANGES_SHOWN)
+        raise ValueError(
+            f"{spec.path} has changed since the study was begun: "
+            f"{'; '.join(found[:MAX_CHANGES_SHOWN])}{more}. HINT: paceline tune {spec.path} --fork "
+            "begins a new study, with the trials that still fit; or undo the changes"
+        )
+    say(f"{spec.path} has changed, and no trial had a value: a new study begins")
+    return fork_study(spec, say)
+
+
+def fork_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
+    """Begin a new study in the same journal, with the trials of the last one that still fit."""
+    read_study(spec)
+    storage = open_journal(journal_of(spec), writes=True)
+    last = _last_name(spec, storage)
+    assert last is not None
+    old = _opened(spec, storage, last)
+    number = int(last.removeprefix(spec.name).lstrip("-") or 1) + 1
+    opened = _create(spec, storage, f"{spec.name}-{number}")
+    identity = old.study.user_attrs.get(IDENTITY, {})
+    if not _same_meaning(identity, spec.identity):
+        say(
+            f"the study {opened.study.study_name} begins without the trials of {last}: the command "
+            "or the metric has changed, so they can't be compared"
+        )
+        return opened
+    trials = [one for one in old.study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    copied = sum(_copy(opened, one) for one in trials)
+    say(
+        f"the study {opened.study.study_name} begins with {copied} of "
+        f"{counted(len(trials), 'complete trial')} of {last}"
+    )
+    return opened
+
+
+def _same_meaning(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    if old.get("patterns") != new.get("patterns"):
+        return False
+    return all(old.get("study", {}).get(key) == new["study"].get(key) for key in MEANING)
+
+
+def _copy(opened: OpenStudy, trial: "FrozenTrial") -> bool:
+    """Copy a complete trial if it is a point of the study; return whether it is."""
+    from optuna.trial import create_trial
+
+    spec, values = opened.spec, dict(trial.params)
+    active = [one for one in spec.parameters if is_active(one, values)]
+    if {one.name for one in active} != set(values):
+        return False
+    if not all(one.accepts(values[one.name]) for one in active):
+        return False
+    opened.study.add_trial(
+        create_trial(
+            values=list(trial.values),
+            params=values,
+            distributions={one.name: one.distribution() for one in active},
+            intermediate_values=dict(trial.intermediate_values),
+            user_attrs={**trial.user_attrs, COPIED: trial.number},
+        )
+    )
+    return True
+
+
+def _has_value(trial: "FrozenTrial") -> bool:
+    return trial.state.name in ("COMPLETE", "PRUNED") or bool(trial.intermediate_values)
+
+
+def _last_name(spec: StudySpec, storage: "JournalStorage") -> str | None:
+    """Return the name of the newest study of this file in the journal."""
+    pattern = re.compile(re.escape(spec.name) + r"(?:-(\d{1,6}))?")
+    found = {}
+    for one in storage.get_all_studies():
+        if match := pattern.fullmatch(one.study_name):
+            found[int(match[1] or 1)] = one.study_name
+    return found[max(found)] if found else None
+
+
+def _create(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
+    import optuna
+
+    directions = ["maximize" if goal == MAX else "minimize" for goal in spec.goals]
+    optuna.create_study(storage=storage, study_name=name, directions=directions)
+    return _resume(_opened(spec, storage, name))
+
+
+def _resume(opened: OpenStudy) -> OpenStudy:
+    """Store what a runner that was killed at the beginning had not stored yet."""
+    study, spec = opened.study, opened.spec
+    if IDENTITY not in study.user_attrs:
+        study.set_user_attr(IDENTITY, spec.identity)
+        study.set_metric_names(list(spec.metrics))
+    given = {one.user_attrs.get(KNOWN) for one in study.get_trials(deepcopy=False)}
+    for number, point in enumerate(spec.known, 1):
+        if number not in given:
+            study.enqueue_trial(dict(point), user_attrs={KNOWN: number})
+    opened.folder.mkdir(parents=True, exist_ok=True)
+    return opened
+
+
+def _opened(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
+    import optuna
+
+    study = optuna.load_study(study_name=name, storage=storage)
+    return OpenStudy(spec, study, journal_of(spec), folder_of(spec, name))

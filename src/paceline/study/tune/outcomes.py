@@ -1,0 +1,182 @@
+"""How a run of a trial ended: from its exit code, its output and what it has reported."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...record.trial_reports import Report
+from ...security.text import printable
+from ..script_runs.run_process import error_line, last_lines
+from .search import Failure
+from .study_file import BEST, MAX, NODE_HOURS, SECONDS, StudySpec
+from .trial_folder import Attempt, read_from
+
+# Kinds of failures.
+(
+    OUT_OF_MEMORY,
+    DIVERGED,
+    CRASHED,
+    HUNG,
+    LOST_NODE,
+    TIME_LIMIT,
+    NO_METRIC,
+    NO_CHECKPOINT,
+    FULL_DISK,
+) = (
+    *("out of memory", "diverged", "crashed", "hung", "lost node"),
+    *("time limit", "no metric", "no checkpoint", "full disk"),
+)
+KINDS = (OUT_OF_MEMORY, DIVERGED, CRASHED, HUNG, LOST_NODE, TIME_LIMIT, NO_METRIC, NO_CHECKPOINT)
+REPEATED = (HUNG, LOST_NODE)  # are run once more: the next attempt may go well
+STOPPED_EARLY, HANG = 75, 124  # exit codes of ``paceline run``
+LINES, SHOWN_LINES = 60, 6  # at the end of the output, that are searched and shown
+_SIGNS = (
+    (FULL_DISK, re.compile(r"No space left on device|Disk quota exceeded")),
+    (
+        OUT_OF_MEMORY,
+        re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]annot allocate memory"),
+    ),
+    (LOST_NODE, re.compile(r"paceline: .*(was lost|is lost|does not answer|lost node)")),
+    (DIVERGED, re.compile(r"\b(loss|gradient)\b.*\b(is|are) (not finite|nan|-?inf)\b", re.I)),
+)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The values that all attempts at a trial have reported, in their order.
+
+    Attributes:
+        series: By metric: pairs of step and value.
+        others: Names of other values.
+    """
+
+    series: dict[str, list[tuple[int, float]]]
+    others: set[str]
+
+    @property
+    def nonfinite(self) -> tuple[str, int, float] | None:
+        """The first metric that is not finite, with step and value."""
+        for name, pairs in self.series.items():
+            for step, value in pairs:
+                if not math.isfinite(value):
+                    return name, step, value
+        return None
+
+
+def gather(spec: StudySpec, attempts: Sequence[Attempt], reports: Sequence[Report]) -> Reported:
+    """Return what a trial has reported, also by its output."""
+    series: dict[str, list[tuple[int, float]]] = {name: [] for name in spec.reported}
+    others: set[str] = set()
+    for report in reports:
+        for name, value in report.values.items():
+            if name in spec.patterns:
+                continue
+            if name in series:
+                series[name].append((report.step, float(value)))
+            else:
+                others.add(name)
+    for name, pattern in spec.patterns.items():
+        for attempt in attempts:
+            series[name] += PatternReader(pattern, attempt.output).read(len(series[name]))
+    return Reported(series, others)
+
+
+class PatternReader:
+    """Finds the values of a regular expression in the output of an attempt, as it grows.
+
+    The step is the group ``step`` if there is one, else the number of the match.
+    """
+
+    def __init__(self, pattern: str, output: Path) -> None:
+        self._pattern, self._output = re.compile(pattern), output
+        self._offset, self._count, self._rest = 0, 0, b""
+
+    def read(self, before: int = 0) -> list[tuple[int, float]]:
+        """Return the new pairs of step and value.
+
+        Args:
+            before: Number of matches in earlier attempts.
+        """
+        found: list[tuple[int, float]] = []
+        while data := read_from(self._output, self._offset):
+            self._offset += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                matched = _match(self._pattern, line, before + self._count)
+                self._count += len(matched)
+                found += matched
+        return found
+
+
+def _match(pattern: re.Pattern[str], line: bytes, before: int) -> list[tuple[int, float]]:
+    match = pattern.search(line[:10_000].decode(errors="replace"))
+    if match is None:
+        return []
+    groups = match.groupdict()
+    text = groups.get("value") or next(
+        (one for one in match.groups() if one is not None and one != groups.get("step")), None
+    )
+    try:
+        value = float(text or match[0])
+        step = int(groups["step"]) if groups.get("step") else before + 1
+    except ValueError:
+        return []
+    return [(step, value)]
+
+
+def values_of(
+    spec: StudySpec, reported: Reported, seconds: float, hours: float
+) -> list[float] | None:
+    """Return the value of each metric; None if one of them was never reported."""
+    found = []
+    for name, goal in zip(spec.metrics, spec.goals, strict=True):
+        if name in (SECONDS, NODE_HOURS):
+            found.append(seconds if name == SECONDS else hours)
+            continue
+        values = [value for _, value in reported.series[name]]
+        if not values:
+            return None
+        best = max if goal == MAX else min
+        found.append(best(values) if spec.table.value == BEST else values[-1])
+    return found
+
+
+def missing_metric(spec: StudySpec, reported: Reported) -> str:
+    """Return a sentence about the metrics that a trial has not reported."""
+    missing = [name for name in spec.reported if not reported.series[name]]
+    name = missing[0]
+    if name in spec.patterns:
+        return (
+            f"no line of its output matches patterns.{name} = {spec.patterns[name]!r}. HINT: "
+            "the output is in the folder of the trial"
+        )
+    if reported.others:
+        known = ", ".join(sorted(reported.others)[:10])
+        return f"it never reported {name}. It reported {known}. HINT: study.metric = one of these"
+    return (
+        f"it never reported {name}. HINT: world.log({name}=...) or paceline.tune.report(value, "
+        f"step) in the script, or a regular expression for its output: patterns.{name}"
+    )
+
+
+def failure_of(attempt: Attempt, code: int, reported: Reported) -> Failure:
+    """Return why an attempt with this exit code failed."""
+    try:
+        last = last_lines(attempt.output, LINES)
+    except OSError:
+        last = []
+    text = "\n".join(printable(line) for line in last[-SHOWN_LINES:])
+    told = error_line(last) or (last[-1].strip() if last else "")
+    reason = told or f"exit code {code}"
+    if (found := reported.nonfinite) is not None:
+        name, step, value = found
+        return Failure(DIVERGED, f"{name} is {value} at step {step}")
+    if code == HANG:
+        return Failure(HUNG, f"{reason}\n{text}")
+    for kind, pattern in _SIGNS:
+        line = next((one for one in last if pattern.search(one)), None)
+        if line is not None:
+            return Failure(kind, f"{line.strip()}\n{text}")
+    return Failure(CRASHED, f"{reason} (exit code {code})\n{text}")

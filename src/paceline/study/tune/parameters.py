@@ -1,0 +1,172 @@
+"""The parameters of a study: their ranges, and when they exist."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import Trial
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+
+Value = bool | int | float | str
+Choices = Annotated[list[Value], Meta(min_length=1, max_length=10_000)]
+
+
+class ParameterTable(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename={"is_int": "int"}
+):
+    """A table ``[parameters.NAME]``.
+
+    Attributes:
+        low, high: Range of a number, with both ends.
+        is_int: Whether it is an integer (key ``int``).
+        log: Whether it is drawn on a logarithmic scale.
+        step: Distance of its values from ``low``.
+        choices: Values, instead of a range.
+        when: Values of other parameters with which this one exists.
+    """
+
+    low: int | float | None = None
+    high: int | float | None = None
+    is_int: bool = False
+    log: bool = False
+    step: int | float | None = None
+    choices: Choices | None = None
+    when: dict[str, Value | Choices] = {}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that was checked. Attributes: those of ``ParameterTable``."""
+
+    name: str
+    low: float = 0.0
+    high: float = 0.0
+    is_int: bool = False
+    log: bool = False
+    step: float | None = None
+    choices: tuple[Value, ...] = ()
+    when: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+
+    @property
+    def range_text(self) -> str:
+        """The values in words."""
+        if self.choices:
+            return ", ".join(map(repr, self.choices))
+        return f"{self.low:g} to {self.high:g}"
+
+    @property
+    def example(self) -> Value:
+        """One of its values."""
+        return self.choices[0] if self.choices else int(self.low) if self.is_int else self.low
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value is one of this parameter."""
+        if self.choices:
+            return any(value == one and type(value) is type(one) for one in self.choices)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.is_int and value != int(value):
+            return False
+        return self.low <= value <= self.high
+
+    def distribution(self) -> "BaseDistribution":
+        """Return the distribution of Optuna."""
+        from optuna import distributions
+
+        if self.choices:
+            return distributions.CategoricalDistribution(self.choices)
+        if self.is_int:
+            step = 1 if self.step is None else int(self.step)
+            return distributions.IntDistribution(int(self.low), int(self.high), self.log, step)
+        return distributions.FloatDistribution(self.low, self.high, self.log, self.step)
+
+    def draw(self, trial: "Trial") -> Value:
+        """Return the value in a trial; a trial that has it already keeps it."""
+        value: Value
+        if self.choices:
+            value = trial.suggest_categorical(self.name, self.choices)
+        elif self.is_int:
+            step = 1 if self.step is None else int(self.step)
+            low, high = int(self.low), int(self.high)
+            value = trial.suggest_int(self.name, low, high, step=step, log=self.log)
+        else:
+            value = trial.suggest_float(
+                self.name, self.low, self.high, step=self.step, log=self.log
+            )
+        return value
+
+    def grid(self) -> list[Value] | None:
+        """Return all values, or None if there are infinitely many."""
+        if self.choices:
+            return list(self.choices)
+        if self.log or (self.step is None and not self.is_int):
+            return None
+        step = 1 if self.step is None else self.step
+        count = int((self.high - self.low) / step + 1e-9) + 1
+        values = [self.low + number * step for number in range(count)]
+        return [int(value) for value in values] if self.is_int else list(values)
+
+
+def parameter_of(name: str, table: ParameterTable) -> Parameter:
+    """Check a table ``[parameters.NAME]``. Raises ValueError."""
+    where = f"parameters.{name}"
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{where} is no name. HINT: letters, digits, _, . and -")
+    when = {
+        other: tuple(values) if isinstance(values, list) else (values,)
+        for other, values in table.when.items()
+    }
+    if table.choices is not None:
+        wrong = [key for key in ("low", "high", "step") if getattr(table, key) is not None]
+        wrong += ["int"] * table.is_int + ["log"] * table.log
+        if wrong:
+            raise ValueError(f"{where} has choices and {wrong[0]}. HINT: leave out one of them")
+        if len({(type(one), one) for one in table.choices}) < len(table.choices):
+            raise ValueError(f"{where}.choices has a value twice")
+        return Parameter(name, choices=tuple(table.choices), when=when)
+    low, high, step = table.low, table.high, table.step
+    if low is None or high is None:
+        raise ValueError(f"{where} needs low and high, or choices")
+    if not math.isfinite(low) or not math.isfinite(high) or low > high:
+        raise ValueError(f"{where}: low = {low:g} and high = {high:g} are no range")
+    if table.log and low <= 0:
+        raise ValueError(f"{where}: log needs a low above 0; it is {low:g}")
+    if table.log and step is not None:
+        raise ValueError(f"{where} has log and step. HINT: leave out one of them")
+    if step is not None and not 0 < step <= max(high - low, 1e-300):
+        raise ValueError(f"{where}.step = {step:g} must be above 0 and at most high - low")
+    if table.is_int and any(
+        value is not None and value != int(value) for value in (low, high, step)
+    ):
+        raise ValueError(f"{where}: low, high and step of an integer must be integers")
+    return Parameter(
+        name,
+        low,
+        high,
+        table.is_int,
+        table.log,
+        float(step) if step is not None else None,
+        when=when,
+    )
+
+
+def is_active(parameter: Parameter, values: Mapping[str, Value]) -> bool:
+    """Return whether a parameter exists at a point."""
+    return all(
+        name in values and any(values[name] == one for one in wanted)
+        for name, wanted in parameter.when.items()
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the most similar name, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), "")

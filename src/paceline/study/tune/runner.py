@@ -1,0 +1,550 @@
+"""The runner of a study: it starts trials where there is room, and asks the search about them.
+
+All that it knows is in the journal and in the folders of the trials, so it may be killed at any
+moment: ``run`` of a new runner continues. A trial that ran is run again under its number, from its
+checkpoint if it has one; one that had ended meanwhile is not.
+"""
+
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from ...launch.remote.forwarded_env import parse_env_options
+from ...record.trial_reports import VARIABLE, Report, TrialRequest, read_lines
+from ...report.tuning.tune_events import TuneListener
+from ...report.tuning.tuning_view import TrialRow, TuningView
+from ..script_runs.deadline import MINUTE_S, Deadline
+from .command import CHECKPOINT, EPOCHS, FOLDER, RANKS, SEED, TRIAL
+from .machine import Machine, Seat
+from .open_study import OpenStudy
+from .outcomes import (
+    DIVERGED,
+    FULL_DISK,
+    NO_CHECKPOINT,
+    NO_METRIC,
+    REPEATED,
+    STOPPED_EARLY,
+    TIME_LIMIT,
+    PatternReader,
+    Reported,
+    failure_of,
+    gather,
+    missing_metric,
+    values_of,
+)
+from .search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
+from .study_view import study_view, trial_row
+from .trial_folder import Attempt, ReportReader, TrialFolder
+from .trial_server import TrialServer, TrialStart
+
+POLL_S = 0.05
+END_TIMEOUT_S = 40.0  # for trials to write a checkpoint and end
+OLD_ATTEMPT_TIMEOUT_S = 5.0  # for the processes of a runner that was killed
+MAX_REPORTS_BYTES = 256 << 20
+SAME_FAILURES = 3  # of the first trials: the study stops
+SAME_DIVERGED = 10  # the same for diverged trials: many points of a wide range may
+MAX_ATTEMPTS = 2  # at a trial that hung, or lost a node
+INTERRUPTED_CODES = (STOPPED_EARLY, 129, 130, 137, 143)
+
+
+class StudyStoppedError(ValueError):
+    """The study can't go on; the message says why."""
+
+
+@dataclass
+class TrialRun:
+    """A trial that runs.
+
+    Attributes:
+        ending: Why the runner ends it: "", "paused", "stopped", "interrupted" or "failed".
+        failure: If the runner ends it for a failure.
+        signalled: Whether a signal was sent to end it.
+        seen: Steps whose value was taken.
+    """
+
+    work: Work
+    seat: Seat
+    folder: TrialFolder
+    attempt: Attempt
+    reader: ReportReader
+    pattern: PatternReader | None
+    begun: float
+    ending: str = ""
+    failure: Failure | None = None
+    signalled: bool = False
+    seen: set[int] = field(default_factory=set)
+
+
+class Runner:
+    """Runs the trials of a study.
+
+    Args:
+        opened: The study, of which the caller holds the lock.
+        search: Its search.
+        machine: Where trials run.
+        server: Starts them.
+        listener: Receives what happens.
+        minutes: Time budget; None: no limit.
+        interrupted: Returns whether the user asks to end.
+    """
+
+    def __init__(
+        self,
+        opened: OpenStudy,
+        search: Search,
+        machine: Machine,
+        server: TrialServer,
+        listener: TuneListener,
+        minutes: float | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.opened, self.search, self.machine = opened, search, machine
+        self.spec, self.study, self.table = opened.spec, opened.study, opened.spec.table
+        self.server, self.listener, self.interrupted = server, listener, interrupted
+        self.deadline = Deadline.after(minutes * MINUTE_S) if minutes else None
+        self._began = time.monotonic()
+        self._running: dict[int, TrialRun] = {}  # by number in the server
+        self._started = 0
+        self._waiting: list[Work] = []  # without a seat, or to be repeated
+        self._failed_attempts: dict[int, int] = {}
+        self._first_failures: list[str] | None = []
+        self._rows: dict[int, TrialRow] = {}
+        self._ended_here = 0
+        self._variables = parse_env_options(list(self.table.env))
+
+    def run(self) -> bool:
+        """Run the study; return whether it is complete.
+
+        Raises:
+            StudyStoppedError: It can't go on. All trials that ran are interrupted.
+            OSError: A file can't be written.
+        """
+        for trial in self.study.get_trials(deepcopy=False):
+            self._rows[trial.number] = trial_row(trial, self.search.rungs)
+        self._settle_old_attempts()
+        self.listener.study_started(self.view())
+        try:
+            while True:
+                over = self._is_over()
+                if not over:
+                    self._fill()
+                if not self._running:
+                    break
+                if over:
+                    self._end_all(over)
+                self._poll()
+            complete = not over and not self._waiting
+            if complete:
+                self.search.finish()
+            return complete
+        except Exception:
+            self._interrupt_all()
+            raise
+        finally:
+            self._refresh_all()
+            self.listener.study_ended(self.view())
+
+    # What runs next
+
+    def _is_over(self) -> str:
+        """Return why no further trial may start, or ""."""
+        if self.interrupted():
+            return "interrupted"
+        if self.deadline is not None and not self.deadline.left_s:
+            return "time"
+        return ""
+
+    def _is_spent(self) -> bool:
+        """Return whether the budget of node-hours or epochs is used; trials that run go on."""
+        hours, epochs = self.table.node_hours, self.table.total_epochs
+        if hours is not None and self._node_hours() >= hours:
+            return True
+        return epochs is not None and sum(row.step or 0 for row in self._rows.values()) >= epochs
+
+    def _fill(self) -> None:
+        """Start trials while there is room."""
+        most = self.table.side_by_side
+        while most is None or len(self._running) < most:
+            if self.machine.is_full:
+                return
+            if self._waiting:
+                work: Work | None = self._waiting.pop(0)
+            elif self._is_spent():
+                return
+            else:
+                work = self.search.ask(self.search.count < self.table.trials)
+            if work is None:
+                return
+            seat = self.machine.take(work.ranks)
+            if seat is None:
+                self._waiting.insert(0, work)
+                return
+            self._start(work, seat)
+
+    def _start(self, work: Work, seat: Seat) -> None:
+        folder = self.opened.trial(work.number)
+        attempt = folder.begin_attempt()
+        if work.checkpoint_of is not None and not folder.has_checkpoint:
+            source = self.opened.trial(work.checkpoint_of).checkpoint
+            shutil.copytree(source, folder.checkpoint, ignore=shutil.ignore_patterns(".*"))
+        every, steps = self.search.decides_at()
+        request = TrialRequest(
+            str(attempt.reports), str(attempt.answers), self.spec.reported[0], every, list(steps)
+        )
+        self._started += 1
+        start = TrialStart(
+            self._started,
+            self.spec.command.words(work.values, self._own_values(work, folder)),
+            work.ranks,
+            seat.share,
+            str(self.spec.folder),
+            str(attempt.output),
+            str(attempt.end_file),
+            str(attempt.lock),
+            seat.hosts,
+            self.machine.launcher if seat.hosts else None,
+            {**self._variables, VARIABLE: msgspec.json.encode(request).decode()},
+            self.table.hang_timeout,
+            len(seat.nodes),
+        )
+        self.server.start(start)
+        pattern = self.spec.patterns.get(self.spec.reported[0])
+        self._running[self._started] = TrialRun(
+            work,
+            seat,
+            folder,
+            attempt,
+            ReportReader(attempt),
+            PatternReader(pattern, attempt.output) if pattern else None,
+            time.monotonic(),
+        )
+        self._refresh(work.number)
+        row = replace(self._rows[work.number], ranks=work.ranks)
+        self.listener.trial_started(row, self.view())
+
+    def _own_values(self, work: Work, folder: TrialFolder) -> dict[str, str]:
+        seed = self.table.seed + len(_good_attempts(folder))
+        return {
+            CHECKPOINT: str(folder.checkpoint),
+            FOLDER: str(folder.path),
+            TRIAL: str(work.number),
+            SEED: str(seed),
+            RANKS: str(work.ranks),
+            EPOCHS: str(self.table.epochs or ""),
+        }
+
+    # What happens
+
+    def _poll(self) -> None:
+        """Wait for reports and ends of trials, and act on them."""
+        ended = self.server.ended(POLL_S)
+        for run in list(self._running.values()):
+            self._take_reports(run)
+        for number, code in ended:
+            run = self._running.pop(number)
+            self._take_reports(run)
+            self.machine.give_back(run.seat)
+            self._ended(run, code)
+
+    def _take_reports(self, run: TrialRun) -> None:
+        metric = self.spec.reported[0]
+        found = [] if run.pattern is None else run.pattern.read()
+        for report in run.reader.read():
+            if report.waits:
+                self._signal(run, signal.SIGINT)
+            elif metric in report.values and run.pattern is None:
+                found.append((report.step, float(report.values[metric])))
+        for step, value in found:
+            self._take_value(run, step, value)
+        limit = self.table.trial_minutes
+        if limit and not run.ending and time.monotonic() - run.begun > limit * MINUTE_S:
+            self._fail(run, Failure(TIME_LIMIT, f"it took over {limit:g} min (trial_minutes)"))
+
+    def _take_value(self, run: TrialRun, step: int, value: float) -> None:
+        """Take a value of the first metric; the first one of a step counts."""
+        if step in run.seen or run.ending:
+            return
+        run.seen.add(step)
+        every, steps = self.search.decides_at()
+        is_asked = every or step in steps
+        if value - value != 0:  # not finite
+            name = self.spec.reported[0]
+            self._fail(run, Failure(DIVERGED, f"{name} is {value} at step {step}"))
+            return
+        decision = Decision.CONTINUE
+        if len(self.spec.metrics) == 1:
+            decision = self.search.report(run.work, step, value)
+            self._refresh(run.work.number)
+            self.listener.progress(self.view())
+        if is_asked:
+            run.attempt.answer(step, decision)
+        if decision == Decision.CONTINUE:
+            return
+        run.ending = "paused" if decision == Decision.PAUSE else "stopped"
+        if decision == Decision.STOP:
+            self._signal(run, signal.SIGINT)
+        elif run.pattern is not None:  # its script does not wait
+            self._signal(run, signal.SIGTERM)
+
+    def _fail(self, run: TrialRun, failure: Failure) -> None:
+        run.ending, run.failure = "failed", failure
+        self._signal(run, signal.SIGINT)
+
+    def _signal(self, run: TrialRun, kind: int) -> None:
+        if run.signalled:
+            return
+        run.signalled = True
+        for number, one in self._running.items():
+            if one is run:
+                self.server.signal(number, kind)
+
+    def _ended(self, run: TrialRun, code: int) -> None:
+        """Store how a run ended, or repeat it."""
+        self._store_figures(run)
+        outcome = self._outcome(run, code)
+        if outcome is not None:
+            self._tell(run.work, outcome)
+
+    def _outcome(self, run: TrialRun, code: int) -> Outcome | None:
+        """Return how a run ended; None if its trial is run again."""
+        number = run.work.number
+        if run.ending == "stopped":
+            return Outcome("stopped")
+        if run.ending == "paused" and code in INTERRUPTED_CODES:
+            if run.folder.has_checkpoint:
+                return Outcome("paused")
+            text = (
+                f"it can't be promoted: after its rung there is no checkpoint in "
+                f"{run.folder.checkpoint}. HINT: the script must save into {{checkpoint}} at the "
+                "end of each epoch, before it reports the metric: world.epochs(checkpoint=...)"
+            )
+            return Outcome("failed", failure=Failure(NO_CHECKPOINT, text))
+        if run.ending == "failed":
+            return Outcome("failed", failure=run.failure)
+        if run.ending == "interrupted" and code:
+            return None
+        if code == STOPPED_EARLY:
+            raise StudyStoppedError(
+                f"trial {number} was ended by the scheduler: its time limit is near. HINT: "
+                f"continue in a new allocation: paceline tune {self.spec.path} --continue"
+            )
+        return self._settle(run.work, run.folder, run.attempt, code)
+
+    def _settle(
+        self, work: Work, folder: TrialFolder, attempt: Attempt, code: int
+    ) -> Outcome | None:
+        """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
+        good = _good_attempts(folder)
+        if code == 0 and len(good) < self.table.repeats:
+            self._waiting.append(work)
+            return None
+        if code == 0:
+            return self._complete(work, folder, good)
+        failure = failure_of(attempt, code, self._reported(folder, [attempt]))
+        if failure.kind == FULL_DISK:
+            raise StudyStoppedError(
+                f"trial {work.number} could not write: {failure.text.partition(chr(10))[0]}. All "
+                f"trials that ended are in the journal. HINT: free some space, then paceline tune "
+                f"{self.spec.path} --continue"
+            )
+        failed = self._failed_attempts[work.number] = self._failed_attempts.get(work.number, 0) + 1
+        if failure.kind in REPEATED and failed < MAX_ATTEMPTS:
+            self.listener.message(f"trial {work.number}: {failure.kind}; it is run once more")
+            self._waiting.append(work)
+            return None
+        return Outcome("failed", failure=failure)
+
+    def _complete(self, work: Work, folder: TrialFolder, good: list[Attempt]) -> Outcome:
+        figures = work.trial.user_attrs.get(RUN_FIGURES, {})
+        seconds, hours = figures.get("seconds", 0.0), figures.get("node_hours", 0.0)
+        # Attempts that were paused or interrupted belong to the one that went to the end.
+        groups = [[one] for one in good] if self.table.repeats > 1 else [folder.attempts()]
+        found = []
+        for attempts in groups:
+            reported = self._reported(folder, attempts)
+            if (bad := reported.nonfinite) is not None:
+                return Outcome(
+                    "failed", failure=Failure(DIVERGED, f"{bad[0]} is {bad[2]} at step {bad[1]}")
+                )
+            values = values_of(self.spec, reported, seconds, hours)
+            if values is None:
+                text = missing_metric(self.spec, reported)
+                return Outcome("failed", failure=Failure(NO_METRIC, text))
+            found.append(values)
+        return Outcome("complete", [statistics.fmean(each) for each in zip(*found, strict=True)])
+
+    def _reported(self, folder: TrialFolder, attempts: list[Attempt]) -> Reported:
+        reports: list[Report] = []
+        for attempt in attempts:
+            reports += read_lines(attempt.reports, Report, MAX_REPORTS_BYTES)
+        return gather(self.spec, attempts, reports)
+
+    def _tell(self, work: Work, outcome: Outcome) -> None:
+        self.search.tell(work, outcome)
+        self._refresh(work.number)
+        self._ended_here += outcome.state != "paused"
+        self.listener.trial_ended(self._rows[work.number], self.view())
+        self._check_first(work, outcome)
+
+    def _check_first(self, work: Work, outcome: Outcome) -> None:
+        """Stop the study if its first trials all fail in the same way.
+
+        Raises:
+            StudyStoppedError: They do.
+        """
+        if self._first_failures is None:
+            return
+        failure = outcome.failure
+        if failure is None:
+            self._first_failures = None
+            return
+        self._first_failures.append(failure.kind)
+        count = len(self._first_failures)
+        most = {NO_METRIC: 1, NO_CHECKPOINT: 1, DIVERGED: SAME_DIVERGED}
+        enough = count >= most.get(failure.kind, SAME_FAILURES)
+        if len(set(self._first_failures)) > 1:
+            self._first_failures = None
+        elif enough or count >= self.table.trials:
+            what = (
+                f"trial {work.number} has" if count == 1 else f"the first {count} trials have all"
+            )
+            raise StudyStoppedError(
+                f"{what} failed ({failure.kind}): {failure.text.strip()}\nHINT: the output is in "
+                f"{self.opened.trial(work.number).attempts()[-1].output}; correct the cause, then "
+                f"paceline tune {self.spec.path} --continue"
+            )
+
+    def _store_figures(self, run: TrialRun) -> None:
+        seconds = time.monotonic() - run.begun
+        before = run.work.trial.user_attrs.get(RUN_FIGURES, {})
+        figures = {
+            "ranks": run.work.ranks,
+            "seconds": before.get("seconds", 0.0) + seconds,
+            "node_hours": before.get("node_hours", 0.0) + self._hours(run.seat, seconds),
+        }
+        run.work.trial.set_user_attr(RUN_FIGURES, figures)
+        self._refresh(run.work.number)
+
+    def _hours(self, seat: Seat, seconds: float) -> float:
+        """Return the node-hours of a trial; of a node that it shares, its part."""
+        return seconds / 3600 * self.machine.share_of_nodes(seat)
+
+    def _node_hours(self) -> float:
+        now = time.monotonic()
+        running = sum(self._hours(run.seat, now - run.begun) for run in self._running.values())
+        return running + sum(row.node_hours for row in self._rows.values())
+
+    # The beginning and the end
+
+    def _settle_old_attempts(self) -> None:
+        """Store how trials ended while no runner ran; all others remain to be run again."""
+        for found in list(self.search.interrupted):
+            folder = self.opened.trial(found.number)
+            attempts = folder.attempts()
+            if not attempts:
+                continue
+            if not attempts[-1].wait_until_ended(OLD_ATTEMPT_TIMEOUT_S):
+                raise StudyStoppedError(
+                    f"processes of trial {found.number} of an earlier runner still run. HINT: end "
+                    f"those that hold {attempts[-1].lock} (fuser -v)"
+                )
+            work = self.search.work(self.search.trial_of(found))
+            outcome, end = self._missed(work, folder, attempts), attempts[-1].end()
+            if outcome is None and end is not None and end.code not in INTERRUPTED_CODES:
+                outcome = self._settle(work, folder, attempts[-1], end.code)
+                if outcome is None:  # it waits to be run again
+                    self.search.interrupted.remove(found)
+            if outcome is not None:
+                self.search.interrupted.remove(found)
+                self._tell(work, outcome)
+
+    def _missed(self, work: Work, folder: TrialFolder, attempts: list[Attempt]) -> Outcome | None:
+        """Take the reports that the last runner had not stored; return whether they end the run."""
+        if len(self.spec.metrics) > 1:
+            return None
+        for step, value in self._reported(folder, attempts).series[self.spec.reported[0]]:
+            if value - value != 0:
+                return None  # it is found again
+            decision = self.search.report(work, step, value)
+            if decision == Decision.STOP:
+                return Outcome("stopped")
+            if decision == Decision.PAUSE:
+                return Outcome("paused")
+        return None
+
+    def _end_all(self, why: str) -> None:
+        """Have all trials write a checkpoint and end; they are continued with the study."""
+        for run in self._running.values():
+            if not run.ending:
+                run.ending = "interrupted"
+                self._signal(run, signal.SIGTERM)
+        if why == "time" and not self._ended_here and not self._rows_with_values():
+            self.listener.message(
+                f"the time was over before one trial ended. HINT: minutes = "
+                f"{2 * (self.table.minutes or 1):g} or more"
+            )
+
+    def _rows_with_values(self) -> int:
+        return sum(bool(row.values) or row.step is not None for row in self._rows.values())
+
+    def _interrupt_all(self) -> None:
+        """End all trials after an error; their outcome is not stored."""
+        limit = time.monotonic() + END_TIMEOUT_S
+        try:
+            for number in self._running:
+                self.server.signal(number, signal.SIGTERM)
+            while self._running and time.monotonic() < limit:
+                for number, _ in self.server.ended(POLL_S):
+                    self._running.pop(number, None)
+        except ValueError:
+            pass  # the server has ended, and the trials with it
+
+    # What is shown
+
+    def _refresh(self, number: int) -> None:
+        trial = self.study.get_trials(deepcopy=False)[number]
+        self._rows[number] = trial_row(trial, self.search.rungs)
+
+    def _refresh_all(self) -> None:
+        for trial in self.study.get_trials(deepcopy=False):
+            self._rows[trial.number] = trial_row(trial, self.search.rungs)
+
+    def view(self) -> TuningView:
+        """Return the study as it is now."""
+        now = time.monotonic()
+        rows = list(self._rows.values())
+        return replace(
+            study_view(self.opened, rows),
+            running={run.work.number: now - run.begun for run in self._running.values()},
+            left_s=self._left_s(rows),
+            elapsed_s=now - self._began,
+        )
+
+    def _left_s(self, rows: list[TrialRow]) -> float | None:
+        """Return the time until the budget is used, as far as it is known."""
+        limits = [] if self.deadline is None else [self.deadline.left_s]
+        if self._ended_here:
+            each_s = (time.monotonic() - self._began) / self._ended_here
+            limits.append(each_s * max(self.table.trials - self.search.count, 0))
+        return min(limits, default=None)
+
+
+def _good_attempts(folder: TrialFolder) -> list[Attempt]:
+    """Return the attempts that went to the end of the script."""
+    ends: list[tuple[Attempt, Any]] = [(one, one.end()) for one in folder.attempts()]
+    return [one for one, end in ends if end is not None and end.code == 0]
+
+
+def environment_is_clean() -> None:
+    """Raise ValueError if this process is a trial itself."""
+    if VARIABLE in os.environ:
+        raise ValueError(
+            "paceline tune was started by a trial of another study. HINT: start it from a shell"
+        )

@@ -1,0 +1,141 @@
+"""The view of a study in its journal."""
+
+import shlex
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...report.tuning.tuning_view import (
+    COMPLETE,
+    FAILED,
+    PAUSED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    TrialRow,
+    TuningView,
+)
+from .open_study import OpenStudy
+from .promotion import is_paused, reached
+from .search import FAILURE, KNOWN, RUN_FIGURES
+from .searches import make_search
+from .study_file import StudySpec
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+STATES = {
+    "COMPLETE": COMPLETE,
+    "PRUNED": STOPPED,
+    "FAIL": FAILED,
+    "WAITING": WAITING,
+    "RUNNING": RUNNING,
+}
+MIN_FOR_IMPORTANCES = 8  # complete trials
+
+
+def trial_row(trial: "FrozenTrial", rungs: Sequence[int]) -> TrialRow:
+    """Return the row of a trial of the journal. ``rungs``: steps at which trials pause."""
+    attributes = trial.user_attrs
+    failure, figures = attributes.get(FAILURE, {}), attributes.get(RUN_FIGURES, {})
+    state = STATES[trial.state.name]
+    if state == RUNNING and is_paused(trial, rungs):
+        state = PAUSED
+    step = trial.last_step
+    last = trial.intermediate_values[step] if step is not None else None
+    values = tuple(trial.values or ()) if state == COMPLETE else ()
+    return TrialRow(
+        trial.number,
+        state,
+        dict(trial.params),
+        values,
+        values[0] if values and last is None else last,
+        step,
+        len(reached(trial, rungs)),
+        int(figures.get("ranks", 1)),
+        float(figures.get("seconds", 0.0)),
+        float(figures.get("node_hours", 0.0)),
+        str(failure.get("kind", "")),
+        str(failure.get("text", "")).partition("\n")[0],
+        bool(attributes.get(KNOWN)),
+        trial.datetime_start.timestamp() if trial.datetime_start else None,
+        dict(trial.intermediate_values),
+    )
+
+
+def best_numbers(study: "Study", rows: list[TrialRow]) -> list[int]:
+    """Return the numbers of the best complete trials: one, or the Pareto front."""
+    complete = [row for row in rows if row.state == COMPLETE]
+    if not complete:
+        return []
+    if len(study.directions) > 1:
+        return sorted(one.number for one in study.best_trials)
+    sign = -1 if study.direction.name == "MAXIMIZE" else 1
+    return [min(complete, key=lambda row: (sign * row.values[0], row.number)).number]
+
+
+def study_view(opened: OpenStudy, rows: list[TrialRow]) -> TuningView:
+    """Return the view of a study of which the rows are known."""
+    table = opened.spec.table
+    pruner = f", {table.pruner}" if table.pruner != "none" else ""
+    best = best_numbers(opened.study, rows)
+    return TuningView(
+        opened.study.study_name,
+        str(opened.journal),
+        opened.spec.metrics,
+        opened.spec.goals,
+        rows,
+        best,
+        table.trials,
+        table.command or table.function or "",
+        best_command(opened.spec, rows, best),
+        table.search + pruner,
+    )
+
+
+def read_view(opened: OpenStudy) -> TuningView:
+    """Return the view of a study in its journal, with the importances, which take seconds."""
+    rungs = make_search(opened.study, opened.spec).rungs
+    rows = [trial_row(one, rungs) for one in opened.study.get_trials(deepcopy=False)]
+    importances, note = _importances(opened.study, rows)
+    return replace(study_view(opened, rows), importances=importances, importance_note=note)
+
+
+def best_command(spec: StudySpec, rows: list[TrialRow], best: list[int]) -> str:
+    """Return the command of the best trial, without ``paceline run``; "" if there is none."""
+    if len(best) != 1 or spec.command.function:
+        return ""
+    row = next(row for row in rows if row.number == best[0])
+    own = {
+        "checkpoint": "checkpoint",
+        "folder": ".",
+        "trial": str(row.number),
+        "seed": str(spec.table.seed),
+        "ranks": str(row.ranks),
+        "epochs": str(spec.table.epochs),
+    }
+    return f"-n {row.ranks} {shlex.join(spec.command.words(row.parameters, own))}"
+
+
+def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float], str]:
+    """Return the importance of each parameter (functional ANOVA), or why there is none."""
+    import optuna
+
+    complete = sum(row.state == COMPLETE for row in rows)
+    if len(study.directions) > 1:
+        return {}, ""
+    if complete < MIN_FOR_IMPORTANCES:
+        return {}, f"importances need {MIN_FOR_IMPORTANCES} complete trials; there are {complete}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = optuna.importance.get_param_importances(
+                study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
+            )
+    except ImportError:
+        return {}, "importances need scikit-learn. HINT: pip install 'paceline[tune]'"
+    except (ValueError, RuntimeError) as error:
+        return {}, f"importances can't be determined: {error}"
+    return {name: float(value) for name, value in found.items()}, ""

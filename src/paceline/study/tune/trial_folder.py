@@ -1,0 +1,171 @@
+"""The folder of a trial: output, reports, answers and checkpoint.
+
+Each attempt at a trial has files of its own: a process of an earlier attempt that has not ended yet
+does not write into those of the next one.
+"""
+
+import fcntl
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ...record.trial_reports import Answer, Report, parse_lines
+from ...security.files import InvalidFileError, open_regular
+from ...security.schema import read_json
+
+CHECKPOINT = "checkpoint"
+MAX_END_BYTES = 1 << 16
+MAX_READ_BYTES = 1 << 22  # of a file at a time
+POLL_S = 0.02
+_ATTEMPT = re.compile(r"attempt-(\d{1,6})\.lock")
+
+
+class End(msgspec.Struct, frozen=True):
+    """How an attempt ended: written by its launcher.
+
+    Attributes:
+        code: Exit code of ``paceline run``.
+        seconds: Wall time.
+        hosts: Number of nodes.
+    """
+
+    code: Annotated[int, Meta(ge=-1000, le=1000)]
+    seconds: Annotated[float, Meta(ge=0)]
+    hosts: Annotated[int, Meta(ge=1)] = 1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The files of one attempt at a trial."""
+
+    folder: Path
+    number: int
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"attempt-{self.number}.{name}"
+
+    @property
+    def lock(self) -> Path:
+        """Held by all processes of the attempt on the runner's node."""
+        return self._file("lock")
+
+    @property
+    def output(self) -> Path:
+        return self._file("out")
+
+    @property
+    def reports(self) -> Path:
+        return self._file("reports")
+
+    @property
+    def answers(self) -> Path:
+        return self._file("answers")
+
+    @property
+    def end_file(self) -> Path:
+        return self._file("end")
+
+    def end(self) -> End | None:
+        """Return how it ended; None if it has not, or its launcher was killed."""
+        try:
+            return read_json(self.end_file, End, MAX_END_BYTES)
+        except (FileNotFoundError, InvalidFileError):
+            return None
+
+    def answer(self, step: int, decision: str) -> None:
+        """Answer a report. Raises OSError."""
+        line = msgspec.json.encode(Answer(step, decision)) + b"\n"  # type: ignore[arg-type]
+        fd = open_regular(self.answers, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode=0o666)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+    def wait_until_ended(self, limit_s: float) -> bool:
+        """Wait until all of its processes on this node have ended; return whether they have."""
+        try:
+            fd = open_regular(self.lock, os.O_RDWR)
+        except OSError:
+            return True
+        limit = time.monotonic() + limit_s
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+                except BlockingIOError:
+                    if time.monotonic() > limit:
+                        return False
+                except OSError:  # the file system has no such locks
+                    return True
+                time.sleep(POLL_S)
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class TrialFolder:
+    """The folder of one trial."""
+
+    path: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / CHECKPOINT
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the script has written to the folder of checkpoints."""
+        try:
+            return any(not one.name.startswith(".") for one in self.checkpoint.iterdir())
+        except OSError:
+            return False
+
+    def attempts(self) -> list[Attempt]:
+        """Return the attempts, the last one at the end."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        numbers = [int(found[1]) for name in names if (found := _ATTEMPT.fullmatch(name))]
+        return [Attempt(self.path, number) for number in sorted(numbers)]
+
+    def begin_attempt(self) -> Attempt:
+        """Create the files of the next attempt. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        last = self.attempts()
+        attempt = Attempt(self.path, last[-1].number + 1 if last else 1)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        os.close(open_regular(attempt.lock, flags, follow_links=False, mode=0o666))
+        return attempt
+
+
+class ReportReader:
+    """Reads what an attempt has reported since the last call."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._path, self._offset = attempt.reports, 0
+
+    def read(self) -> list[Report]:
+        """Return the new reports."""
+        data = read_from(self._path, self._offset)
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        found: list[Report] = parse_lines(data[:end], Report, self._path)
+        return found
+
+
+def read_from(path: Path, offset: int) -> bytes:
+    """Return what a file holds from an offset, at most MAX_READ_BYTES; b"" if there is none."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            file.seek(offset)
+            return file.read(MAX_READ_BYTES)
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,139 @@
+"""``paceline tune``: begin, continue or fork a study, and run it."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...launch.job import Job, check, preloads
+from ...report.tuning.tune_events import TuneListener
+from ...report.tuning.tuning_view import TuningView
+from .journal import check_installed, full_disk_in_words
+from .machine import Machine, find_machine
+from .open_study import OpenStudy, begin_study, continue_study, fork_study, locked, read_study
+from .promotion import check_promotion
+from .runner import Runner, environment_is_clean
+from .searches import PROMOTION, check_search, make_search
+from .study_file import StudySpec, read_study_file
+from .study_view import read_view
+from .trial_server import TrialServer
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What the user asks for.
+
+    Attributes:
+        continued, forked: Whether to continue the study, or to begin a fork.
+        minutes: Time budget, instead of that of the file.
+        hosts, hostfile, launcher: Same as for ``paceline run``.
+    """
+
+    continued: bool = False
+    forked: bool = False
+    minutes: float | None = None
+    hosts: str | None = None
+    hostfile: Path | None = None
+    launcher: str | None = None
+
+
+@dataclass(frozen=True)
+class TuneEnd:
+    """How ``tune`` ended: the study, and whether it is complete."""
+
+    view: TuningView
+    is_complete: bool
+
+
+def load_spec(path: Path) -> StudySpec:
+    """Read a study file, and check that its search exists. Raises ValueError, OSError."""
+    check_installed()
+    if path.suffix != ".toml":
+        raise ValueError(f"{path} is no study file: its name must end in .toml")
+    spec = read_study_file(path)
+    try:
+        check_search(spec)
+    except ValueError as mistake:
+        raise ValueError(f"{path}: {mistake}") from None
+    return spec
+
+
+def show_study(path: Path) -> tuple[OpenStudy, TuningView]:
+    """Return the last study of a file as it is in the journal. Raises ValueError, OSError."""
+    opened = read_study(load_spec(path))
+    return opened, read_view(opened)
+
+
+def tune(
+    path: Path, options: TuneOptions, listener: TuneListener, interrupted: Callable[[], bool]
+) -> TuneEnd:
+    """Run a study.
+
+    Args:
+        path: The study file.
+        options: What the user asks for.
+        listener: Receives what happens.
+        interrupted: Returns whether the user asks to end.
+
+    Raises:
+        ValueError: The study can't be run, or can't go on.
+        OSError: A file can't be read.
+    """
+    environment_is_clean()
+    spec = load_spec(path)
+    machine = find_machine(options.hosts, options.hostfile, options.launcher, spec.table.cores)
+    for ranks in _numbers_of_ranks(spec):
+        machine.check(ranks)
+    with contextlib.chdir(spec.folder):
+        modules = _check_script(spec)
+    with full_disk_in_words(spec.path), locked(spec, listener.message):
+        server = _server(spec, modules)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Optuna calls experimental
+                opened = _open(spec, options, listener.message)
+                complete = _run(opened, options, machine, server, listener, interrupted)
+            return TuneEnd(read_view(opened), complete)
+        finally:
+            server.close()
+
+
+def _run(
+    opened: OpenStudy,
+    options: TuneOptions,
+    machine: Machine,
+    server: TrialServer,
+    listener: TuneListener,
+    interrupted: Callable[[], bool],
+) -> bool:
+    search = make_search(opened.study, opened.spec)
+    minutes = options.minutes or opened.spec.table.minutes
+    runner = Runner(opened, search, machine, server, listener, minutes, interrupted)
+    return runner.run()
+
+
+def _open(spec: StudySpec, options: TuneOptions, say: Callable[[str], None]) -> OpenStudy:
+    if options.forked:
+        return fork_study(spec, say)
+    return continue_study(spec, say) if options.continued else begin_study(spec)
+
+
+def _server(spec: StudySpec, modules: list[str]) -> TrialServer:
+    with contextlib.chdir(spec.folder):
+        return TrialServer(modules)
+
+
+def _numbers_of_ranks(spec: StudySpec) -> list[int]:
+    return check_promotion(spec)[2] if spec.table.pruner == PROMOTION else [spec.table.ranks]
+
+
+def _check_script(spec: StudySpec) -> list[str]:
+    """Return the modules to import once for all trials. Raises ValueError: there is no script."""
+    words = spec.command.words({one.name: one.example for one in spec.parameters}, {})
+    if spec.command.function:
+        where = spec.command.function.rpartition(":")[0]
+        words = [where] if where.endswith(".py") else ["-m", where]
+    is_module = words[0] == "-m"
+    job = Job(name=words[is_module], module=is_module)
+    return preloads(job, check(job))

@@ -1,0 +1,204 @@
+"""Trials that are played in the test's process: a server without processes.
+
+A script is a generator: it yields (step, value) for each report, and returns its exit code.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.record.trial_reports import VARIABLE, Answer, TrialRequest, read_lines
+from paceline.report.tuning.tune_events import TuneListener
+from paceline.security.schema import parse_json
+from paceline.study.tune.machine import Machine, Node
+from paceline.study.tune.open_study import begin_study, continue_study, locked
+from paceline.study.tune.runner import Runner
+from paceline.study.tune.searches import make_search
+from paceline.study.tune.tune import load_spec
+
+
+class KilledError(BaseException):
+    """The runner is killed here."""
+
+
+@dataclass
+class Played:
+    """A trial that runs: what it was started with, and where its script is."""
+
+    start: Any
+    request: TrialRequest
+    script: Generator[tuple[int, float], None, int]
+    waits_at: int | None = None
+    signalled: int = 0
+
+    @property
+    def trial(self) -> int:
+        return int(Path(self.start.output).parent.name)
+
+    @property
+    def checkpoint(self) -> Path:
+        return Path(self.start.output).parent / "checkpoint"
+
+
+class PlayedServer:
+    """Has the interface of ``TrialServer``.
+
+    Attributes:
+        log: Trial, words and ranks of each start.
+        ends: Trial and exit code of each end.
+        most: Largest number of trials that ran at the same time.
+    """
+
+    def __init__(self, script: Callable[[Played], Generator[tuple[int, float], None, int]]) -> None:
+        self.script, self.running = script, {}
+        self.log: list[tuple[int, list[str], int]] = []
+        self.ends: list[tuple[int, int]] = []
+        self.shares: list[Any] = []
+        self.most = 0
+
+    def start(self, start: Any) -> None:
+        request = parse_json(start.variables[VARIABLE].encode(), TrialRequest, "request")
+        played = Played(start, request, iter(()))  # type: ignore[arg-type]
+        played.script = self.script(played)
+        self.running[start.number] = played
+        self.log.append((played.trial, start.words, start.ranks))
+        self.shares.append(start.share)
+        self.most = max(self.most, len(self.running))
+
+    def signal(self, number: int, kind: int) -> None:
+        if number in self.running:
+            self.running[number].signalled = kind
+
+    def ended(self, timeout_s: float) -> list[tuple[int, int]]:
+        found = []
+        for number, played in list(self.running.items()):
+            code = self._advance(played)
+            if code is not None:
+                del self.running[number]
+                end = json.dumps({"code": code, "seconds": 1.0})
+                Path(played.start.end_file).write_text(end)
+                self.ends.append((played.trial, code))
+                found.append((number, code))
+        return found
+
+    def _advance(self, played: Played) -> int | None:
+        """Play one report; return the exit code of a script that has ended."""
+        if played.signalled:
+            return 128 + (2 if played.signalled == signal.SIGINT else 15)
+        if played.waits_at is not None:
+            answers = read_lines(played.request.answers, Answer)
+            decision = next((a.decision for a in answers if a.step == played.waits_at), None)
+            if decision is None or decision == "stop":
+                return None
+            played.waits_at = None
+            if decision == "pause":
+                return 75
+        try:
+            step, value = next(played.script)
+        except StopIteration as end:
+            return end.value or 0
+        line = {"step": step, "values": {"score": str(value) if value != value else value}}
+        with Path(played.request.reports).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if played.request.every_step or step in played.request.steps:
+            played.waits_at = step
+        return None
+
+    def close(self) -> None:
+        self.running.clear()
+
+
+class Heard(TuneListener):
+    """Keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.rows: list[Any] = []
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def trial_ended(self, row: Any, view: Any) -> None:
+        self.rows.append(row)
+
+
+STUDY = """
+[study]
+command = "train.py --x {x} --checkpoint {checkpoint}"
+metric = "score"
+goal = "max"
+trials = 6
+search = "random"
+"""
+X = "[parameters.x]\nlow = -3.0\nhigh = 3.0\n"
+
+
+def write_study(folder: Path, study: str = STUDY, parameters: str = X, **keys: Any) -> Path:
+    """Write study.toml; ``keys`` are added to its table [study], or replace lines of it."""
+    lines = study.strip().splitlines()
+    for key, value in keys.items():
+        lines = [line for line in lines if not line.startswith(f"{key} =")]
+        lines.insert(1, f"{key} = {json.dumps(value)}")
+    path = folder / "study.toml"
+    path.write_text("\n".join(lines) + "\n" + parameters)
+    return path
+
+
+def value_of(played: Played, name: str = "--x") -> float:
+    """Return the value of a parameter of a trial."""
+    words = played.start.words
+    return float(words[words.index(name) + 1])
+
+
+def once(played: Played) -> Generator[tuple[int, float], None, int]:
+    """Report the value of a parabola once."""
+    yield 1, -((value_of(played) - 1) ** 2)
+    return 0
+
+
+def by_epochs(epochs: int) -> Callable[[Played], Generator[tuple[int, float], None, int]]:
+    """Return a script with a checkpoint after each epoch; its value grows with them."""
+
+    def script(played: Played) -> Generator[tuple[int, float], None, int]:
+        file = played.checkpoint / "epoch"
+        first = int(file.read_text()) if file.exists() else 0
+        for epoch in range(first + 1, epochs + 1):
+            played.checkpoint.mkdir(exist_ok=True)
+            file.write_text(str(epoch))
+            yield epoch, value_of(played) * epoch
+        return 0
+
+    return script
+
+
+def play(
+    path: Path,
+    server: PlayedServer,
+    *,
+    continued: bool = False,
+    cores: int = 2,
+    heard: Heard | None = None,
+    minutes: float | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[Any, bool]:
+    """Run a study with played trials; return the opened study and whether it is complete."""
+    spec = load_spec(path)
+    heard = heard or Heard()
+    machine = Machine([Node("", cores)], None, "the test", spec.table.cores)
+    with locked(spec, heard.message):
+        opened = continue_study(spec, heard.message) if continued else begin_study(spec)
+        search = make_search(opened.study, spec)
+        runner = Runner(opened, search, machine, server, heard, minutes, interrupted)
+        return opened, runner.run()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "the condition never became true"
+        time.sleep(0.02)
