@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.analyze.verification.find import find, without_consequences
+from paceline.analyze.verification.find import find, judge, without_consequences
 from paceline.analyze.verification.mistakes import MISTAKES, Finding
 from paceline.analyze.verification.runs_facts import ResumeError, VerifyRuns
 from paceline.record.training.facts.events import (
@@ -18,6 +18,7 @@ from paceline.record.training.facts.models import StateFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.record.training.facts.steps import ScheduleFacts
 from paceline.record.training.sketch import SketchTable
+from paceline.report.verdict.of_verification import answer
 from trainings import LOADER, LOOP, OPTIMIZER, STEP, Training, shuffled, train, verified
 
 
@@ -325,7 +326,11 @@ def test_numbers_that_are_rank_0s_losses_need_no_words():
         return [one for one in find(runs) if one.mistake.id == "metric-of-one-rank"]
 
     (one,) = with_epochs(3, runs.ranks[:1])
-    assert not one.is_question  # one process prints another value
+    assert one.is_wrong  # one process prints another value
+    found, seen = judge(runs, ["own-loss"])
+    (one,) = [each for each in found if each.mistake.id == "metric-of-one-rank"]
+    assert (one.is_wrong, one.is_accepted) == (False, True)
+    assert "but for: a printed loss of the batches of one rank" in answer((runs, found, seen))
     assert "the mean over its own batches of an epoch" in one.text
     assert with_epochs(3, runs.ranks) == []
     assert with_epochs(1, runs.ranks[:1]) == []  # may be a coincidence

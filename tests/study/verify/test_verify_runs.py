@@ -1,18 +1,21 @@
 """The runs of ``paceline verify``."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import ranks
 
 from paceline.analyze.verification.find import find
+from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.analyze.verification.view import View
 from paceline.record.training.settings import VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify import replay, run_observed
+from paceline.study.verify import replay, run_observed, verify
 from paceline.study.verify.resume import saves_every_some_steps
 from paceline.study.verify.verify import run_verification
-from trainings import Training, verified
+from trainings import Training, shuffled, total, train, verified
 
 SCRIPT = """
     import os
@@ -203,7 +206,7 @@ def test_each_run_says_how_long_all_will_take(tmp_path, monkeypatch):
         now[0] = 24.0
         runs._announce("another")
     assert said == [
-        "all ranks (run 1 of about 4)",
+        "all ranks (run 1 of about 4, at most 5 min 0 s to the end)",
         "one rank (run 2 of about 4, about 24 s to the end)",
         "another (run 3 of about 4, about 24 s to the end)",
     ]
@@ -231,6 +234,36 @@ def test_small_difference_is_none_if_last_bits_change_as_much(is_rounding):
     assert (rest is None) == is_rounding
     assert (found.permuted is before) != is_rounding
     assert ["other last bits" in note for note in found.notes] == [True] * is_rounding
+
+
+@pytest.mark.parametrize("has_same_order", [True, False])
+def test_accumulation_to_a_fixed_global_batch_is_compared_with_the_unchanged_script(has_same_order):
+    """A script that accumulates fewer batches on more ranks: a replay has steps twice as large."""
+    asked = Training(
+        accumulate=2,
+        root=lambda losses, rank, size, whole: losses.mean() / (4 // size),
+        order=lambda rank, size, epoch: shuffled(rank, size, epoch, 32),
+    )
+    single = replace(asked, size=1, accumulate=4)
+    if not has_same_order:
+        single = replace(single, order=lambda rank, size, epoch: shuffled(0, 1, epoch + 9, 32))
+    found = VerifyRuns(train(asked), replay=train(replace(single, batch=8))[0])
+    found.alone, asked_for = train(single)[0], []
+
+    class Runs:
+        def run(self, name, what, settings, ranks):
+            asked_for.append(settings.batches)
+            return train(single)
+
+    assert not verify._is_compared(found)
+    verify._compare_with_alone(Runs(), found)
+    assert (found.replay is found.alone) == has_same_order
+    assert asked_for == [2 * VerifySettings("").batches] * has_same_order
+    assert len(View(found).replayed) == (4 if has_same_order else 0)
+    assert [one.mistake.id for one in find(found) if not one.is_question] == []
+    found.ranks = train(replace(asked, exchange=total))
+    wrong = [one.mistake.id for one in find(found) if one.difference is not None]
+    assert wrong == ["gradients-summed"] * has_same_order
 
 
 EVALUATED = """

@@ -16,7 +16,9 @@ class Nature(StrEnum):
 
 @dataclass(frozen=True)
 class Meant:
-    """A difference from one process that a script may mean, and that an experiment confirms.
+    """A difference from one process that a script may mean, and that is confirmed.
+
+    By an experiment, or as the printed number is known on the ranks.
 
     Attributes:
         name: Name for ``--accept``.
@@ -35,6 +37,7 @@ MEANT = {
         Meant("batch-norm", "batch normalization over the part of a rank", is_usual=True),
         Meant("random-numbers", "random numbers of each rank in the model or the loop", True),
         Meant("part-loss", "a loss or a normalization over the part of a rank", is_usual=False),
+        Meant("own-loss", "a printed loss of the batches of one rank", is_usual=False),
     )
 }
 
@@ -124,7 +127,7 @@ MISTAKES = {
         Mistake(
             "clipped-before-exchange",
             "Gradients are clipped before they are exchanged",
-            "the gradient of each rank before and after the clipping, and that of one process",
+            "the gradient of each rank before and after a call that clips, and that of one process",
             "clip after the exchange: with DistributedDataParallel, after the last backward",
             explains=("gradients-differ", "replicas-diverge"),
             is_gradient=True,
@@ -139,7 +142,7 @@ MISTAKES = {
         Mistake(
             "uneven-batches-averaged",
             "Batches of different sizes have equal weight in the gradient",
-            "the weight of each rank's samples in the gradient, beside that in one process",
+            "the weight of each rank's gradient in that of one process, and its samples",
             "weight each rank's loss by its number of samples, or drop the last batch",
             explains=("gradients-differ",),
             is_gradient=True,
@@ -191,7 +194,7 @@ MISTAKES = {
         Mistake(
             "different-random-numbers",
             "Random numbers differ between ranks where they have to agree",
-            "the samples of the ranks, or buffers that no step changes",
+            "samples that one rank trains and another validates or reads otherwise; buffers",
             "use a generator with the same seed on all ranks, such as "
             "torch.Generator().manual_seed(0)",
             explains=(
@@ -255,7 +258,7 @@ MISTAKES = {
         Mistake(
             "metric-of-one-rank",
             "A printed value is that of one rank",
-            "printed and logged values of the ranks",
+            "printed and logged values beside losses and evaluated samples of all ranks",
             "sum the value and the number of samples over the ranks before it is printed",
             explains=("metric-differs",),
             is_late=True,
@@ -292,8 +295,8 @@ MISTAKES = {
         Mistake(
             "checkpoint-incomplete",
             "A checkpoint does not contain what a resumed run needs",
-            "the states in the checkpoint, beside those of the training",
-            "save model, optimizer, scheduler, scaler, epoch and position",
+            "states, rates and averages of the resumed run, and the states in the checkpoint",
+            "save model, optimizer, scheduler, averaged weights, epoch and position",
             explains=("resume-differs",),
             is_late=True,
         ),
@@ -307,7 +310,7 @@ MISTAKES = {
         Mistake(
             "resume-differs",
             "A resumed run goes on with other values than were saved",
-            "values, learning rates and the first update of the resumed run",
+            "values, learning rates and optimizer states of the resumed run",
             "load all states on all ranks before the first step",
             is_late=True,
         ),

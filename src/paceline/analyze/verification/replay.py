@@ -26,6 +26,8 @@ class Replay:
         replay: One rank with the samples of all ranks, or None.
         permuted: The same in another order, or None.
         peers: Further ranks of the replay, where one can't hold the model.
+        has_own_batches: Whether ``replay`` is the unchanged script on one rank: steps are compared
+            that train the same samples from the same parameters.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Replay:
         replay: RankFacts | None,
         permuted: RankFacts | None,
         peers: Sequence[RankFacts] = (),
+        has_own_batches: bool = False,
     ) -> None:
+        self._has_own_batches = has_own_batches
         self._ranks, self._replay, self._permuted = ranks, replay, permuted
         self._peers = list(peers)
 
@@ -104,7 +108,15 @@ class Replay:
         found = self.step(step)
         if found is None or self.obstacle or not self._starts_equal(step):
             return None
-        return self._joint(step.optimizer, step.index)
+        theirs = self._joint(step.optimizer, step.index)
+        if self._has_own_batches and theirs is not None:
+            if not step.contents or step.contents != theirs.contents:
+                return None
+            ours, other = step.before(0), theirs.before(0)
+            if not ours or ours.keys() != other.keys():
+                return None
+            return theirs if all(distance(ours[n], other[n]) <= SAME_STATE for n in ours) else None
+        return theirs
 
     def twin(self, step: JointStep) -> JointStep | None:
         """Return the same step of the replay whose samples have another order."""

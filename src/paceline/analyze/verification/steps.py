@@ -50,6 +50,16 @@ class JointStep:
         ]
 
     @cached_property
+    def contents(self) -> Counter[tuple[int, ...]]:
+        """The samples of all ranks in this step, by their contents."""
+        return Counter(
+            sample
+            for facts, backwards in zip(self.ranks, self.backwards, strict=True)
+            for at in trained_by(facts, backwards)
+            for sample in zip(*facts.batches[at].contents, strict=True)
+        )
+
+    @cached_property
     def names(self) -> list[str]:
         """Parameters whose gradients are known on all ranks, before and after the exchange."""
         known: set[str] | None = None

@@ -17,7 +17,6 @@ from .steps import JointStep, joint_steps, usual_backwards
 
 MOSTLY = 0.5  # of the steps, or of the batches
 SHARDING = {"FSDP2", FLAT}  # wrappers whose ranks train different samples
-REDUCTIONS = ("allreduce", "all_reduce", "reduce", "allgather", "all_gather", "gather", "alltoall")
 
 
 class View:
@@ -29,7 +28,11 @@ class View:
         self.size = len(runs.ranks)
         self.notes: list[str] = []
         self.averages_parameters = False  # instead of gradients, between some steps (local SGD)
-        self.replay = Replay(runs.ranks, runs.replay, runs.permuted, runs.replay_peers)
+        is_unchanged = runs.replay is not None and runs.replay is runs.alone
+        self.replay = Replay(
+            *(runs.ranks, runs.replay, runs.permuted, runs.replay_peers),
+            has_own_batches=is_unchanged,
+        )
 
     @cached_property
     def steps(self) -> list[JointStep]:

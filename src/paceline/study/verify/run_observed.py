@@ -69,11 +69,16 @@ class ObservedRuns(Trials):
         self.rest = FIRST_GUESS
 
     def _announce(self, what: str) -> None:
-        """Say which run begins, of how many, and how long all of them will take."""
+        """Say which run begins, of how many, and how long all of them will take.
+
+        Before the first one, that is the time limit.
+        """
         taken_s, done = time.monotonic() - self._start_s, self._number
         self._number, self.rest = done + 1, max(self.rest - 1, 0)
         number = f"run {self._number} of about {self._number + self.rest}"
-        if done:
+        if not done:
+            number += f", at most {elapsed(60 * self.asked.minutes)} to the end"
+        else:
             left_s = min(taken_s / done * (1 + self.rest), self.deadline.left_s)
             number += f", about {elapsed(left_s)} to the end"
         self.say(f"{what} ({number})")

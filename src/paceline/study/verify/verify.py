@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...analyze.verification.replay import NOT_COMPARED, Replay
 from ...analyze.verification.runs_facts import VerifyRuns
-from ...analyze.verification.same_batches import trains_same_batches
+from ...analyze.verification.view import View
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.settings import VerifySettings
 from ..trials import ScriptRequest
@@ -39,8 +39,10 @@ def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> Verify
             run_replay(runs, found)
             runs.rest = 1 + resumed_runs(runs, found)
             if not found.is_too_large:
-                _run_alone(runs, found)
-                _compare_with_alone(runs, found)
+                is_compared = _is_compared(found)
+                _run_alone(runs, found, has_all=not is_compared)
+                if not is_compared:
+                    _compare_with_alone(runs, found)
         runs.rest = resumed_runs(runs, found)
         run_resumed(runs, found)
     found.seconds = time.monotonic() - start
@@ -66,22 +68,40 @@ def _run_all(runs: ObservedRuns) -> VerifyRuns:
     return VerifyRuns(ranks, notes=[note, *_incomplete(ranks)])
 
 
-def _run_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Run the unchanged script on one rank."""
-    what = "one rank: the unchanged script"
+def _is_compared(found: VerifyRuns) -> bool:
+    """Return whether a step was compared with a replay, or is known not to be comparable."""
+    view = View(found)
+    return found.replay is not None and any(map(view.replay.joint, view.steps))
+
+
+def _alone_settings(found: VerifyRuns, has_all: bool) -> VerifySettings:
     settings = VerifySettings("", passes=ALONE_PASSES)
-    found.alone = _try(runs, found, "alone", what, settings)
+    times = found.ranks[0].size if has_all else 1  # its batches may be parts of the global ones
+    return replace(settings, batches=times * settings.batches)
+
+
+def _run_alone(runs: ObservedRuns, found: VerifyRuns, has_all: bool) -> None:
+    """Run the unchanged script on one rank.
+
+    has_all: Whether it reads as many samples as all ranks, if its batches are those of a rank.
+    """
+    what = "one rank: the unchanged script"
+    found.alone = _try(runs, found, "alone", what, _alone_settings(found, has_all))
 
 
 def _compare_with_alone(runs: ObservedRuns, found: VerifyRuns) -> None:
-    """Let the unchanged script on one rank stand for a replay, if it trains the same samples."""
+    """Let the unchanged script on one rank stand for a replay, if it trains the same samples.
+
+    So do scripts that divide a global batch, or accumulate batches until it is complete.
+    """
     alone = found.alone
-    if found.replay is not None or alone is None or Replay(found.ranks, alone, None).obstacle:
+    if alone is None:
         return
-    if trains_same_batches(found.ranks, alone):
-        found.replay = alone
-        settings = VerifySettings("", passes=ALONE_PASSES)
-        found.again = _try(runs, found, "alone-2", "one rank: the same once more", settings)
+    own = Replay(found.ranks, alone, None, has_own_batches=True)
+    if any(map(own.joint, View(found).steps)):
+        found.replay, found.permuted, found.cut, found.replay_peers = alone, None, None, []
+        what, settings = "one rank: the same once more", _alone_settings(found, has_all=True)
+        found.again = _try(runs, found, "alone-2", what, settings)
         found.notes = [one for one in found.notes if not one.startswith(NOT_COMPARED)]
 
 

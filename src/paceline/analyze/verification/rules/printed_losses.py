@@ -93,8 +93,10 @@ def loss_of_one_rank(view: View) -> Iterator[Finding]:
                 ranks=[0],
                 step=one.output.step or None,
                 values={"printed": one.own, "mean": one.mean},
-                nature=None if one.is_of_pass else Nature.QUESTION,
-                remedy="average it over the ranks (all_reduce) before it is printed",
+                nature=Nature.MEANT if one.is_of_pass else Nature.QUESTION,
+                meant="own-loss" if one.is_of_pass else "",
+                remedy="average it over the ranks (all_reduce) before it is printed; if that of "
+                "one rank is wanted: --accept own-loss",
             )
 
 

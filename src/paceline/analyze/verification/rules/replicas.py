@@ -12,7 +12,6 @@ from ..view import View, listed, ranks_text
 
 SAME = 1e-6  # relative difference of equal parameters
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
-EXPERT_SHARE = 0.5  # of the parameters: more cannot be experts
 
 
 def start_different(view: View) -> Iterator[Finding]:

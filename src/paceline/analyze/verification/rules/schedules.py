@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.steps import OptimizerFacts, ScheduleFacts
 from ..mistakes import MISTAKES, Finding
+from ..steps import joint_steps
 from ..view import View
 
 SAME = 1e-6  # relative difference of equal learning rates
@@ -164,20 +165,10 @@ def _rates(
 
 
 def _growth(view: View, single: RankFacts) -> float | None:
-    """Return the global batch of N ranks, relative to the batch that the script uses on one."""
-    if view.runs.alone is None:
-        loaders = [s.first.loader for s in view.training]
-        sizes = {
-            (one.line, one.batch_size): None for one in single.loaders if one.batch_size is not None
-        }
-        for loader in loaders:
-            for line, size in sizes:
-                if line == loader.line and size and loader.batch_size:
-                    return view.size * loader.batch_size / size
-        return None
-    mine = [one.used for f in view.ranks for one in f.batches[:1]]
-    theirs = [one.used for one in single.batches[:1]]
-    return sum(mine) / theirs[0] if mine and theirs and theirs[0] else None
+    """Return the samples of a step of N ranks, relative to those of the script on one."""
+    ours, theirs = next(iter(view.steps), None), next(joint_steps([single]), None)
+    of_one = sum(theirs.samples) if theirs is not None else 0
+    return sum(ours.samples) / of_one if ours is not None and of_one else None
 
 
 def epoch_steps(facts: RankFacts) -> float:

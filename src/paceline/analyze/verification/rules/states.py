@@ -50,7 +50,7 @@ def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
     layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
     seeds = view.seed_lines_of_ranks()
     kind, remedy, nature = "state-differs", "", Nature.QUESTION
-    before = _buffer(view.steps[0], names[0])[:1]
+    ends = [_buffer(one, names[0])[:1] for one in (view.steps[0], view.steps[-1])]
     text = f"The buffers {listed([shown(one) for one in names])} "
     if norms:
         kind, nature = "batch-norm-differs", Nature.QUESTION if _averages_buffers(view) else None
@@ -59,7 +59,7 @@ def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
             f"{step.index + 1}: each rank computes them from its own batches, and validates or "
             "saves its own ones."
         )
-    elif seeds and before and distance(before[0], _buffer(view.steps[-1], names[0])[0]) <= SAME:
+    elif seeds and all(ends) and distance(ends[0][0], ends[1][0]) <= SAME:
         kind, nature = "different-random-numbers", None
         text += (
             "have other values on each rank, and no step changes them: each rank trains a model "

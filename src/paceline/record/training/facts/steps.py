@@ -87,8 +87,6 @@ class StepFacts:
         state: By "NUMBER KEY", the row of a tensor of the optimizer's state before the step, with
             the position of the parameter; only in the first step, and after a checkpoint was saved
             or loaded.
-        state_tensors: Tensors of several elements in the optimizer's state before the step; -1 if
-            it is not known.
         gradient_lines: Lines of the script that changed gradients after a backward, in order; of
             the first steps only.
         value_lines: Lines between this step and the one before that changed parameters; of the
@@ -107,7 +105,6 @@ class StepFacts:
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
-    state_tensors: int = -1
     state: dict[str, int] = field(default_factory=dict)
     momenta: list[float] = field(default_factory=list)
     gradient_lines: list[str] = field(default_factory=list)

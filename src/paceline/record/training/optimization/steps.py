@@ -251,7 +251,6 @@ class Steps:
             line=user_line(),
             learning_rates=_rates(optimizer),
             scale=self._step_scale or 1.0,
-            state_tensors=_state_tensors(optimizer),
             momenta=[momentum_of(group) for group in optimizer.param_groups],
         )
 
@@ -357,12 +356,6 @@ class Steps:
 
 def _scale_of(scaler: Any) -> float:
     return float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-
-
-def _state_tensors(optimizer: Optimizer) -> int:
-    """Return the number of tensors of several elements in an optimizer's state."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(isinstance(one, torch.Tensor) and one.numel() > 1 for one in values)
 
 
 def momentum_of(group: dict[str, Any]) -> float:

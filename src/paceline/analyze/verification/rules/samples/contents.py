@@ -155,7 +155,7 @@ def _shared_samples(view: View, stream: Stream) -> Iterator[Finding]:
             continue
         yield Finding(
             MISTAKES["samples-repeated"],
-            [*view.seed_lines_of_ranks()[:1], *stream.lines],
+            [*stream.lines, *view.seed_lines_of_ranks()[:1]],
             f"Ranks {one} and {two} trained {len(common)} equal samples among their first "
             f"{len(read[one])} and {len(read[two])} of an epoch: their parts overlap.",
             ranks=[one, two],

@@ -21,7 +21,7 @@ def same_samples(view: View) -> Iterator[Finding]:
     for stream in view.training:
         if len(stream.loaders) < 2 or stream.divides_batches:
             continue
-        if (found := _same_batches(stream, view)) or (found := _whole_dataset(stream)):
+        if (found := _same_batches(stream, view)) is not None:
             yield found
 
 
@@ -134,31 +134,6 @@ def _identify(samples: Sequence[Sample]) -> bool:
     return len(set(samples)) >= max(DISTINCT * len(samples), 1)
 
 
-def _whole_dataset(stream: Stream) -> Finding | None:
-    """Return a finding if each rank's epoch is the whole dataset, in an order of its own."""
-    if not (stream.shares_dataset or stream.has_root):
-        return None
-    plans = _plans(stream, stream.passes[0])
-    if len(plans) < 2:
-        return None
-    sets = [set(plan) for plan in plans.values()]
-    length = len(sets[0])
-    loader = stream.first.loader
-    if any(one != sets[0] for one in sets) or any(len(p) != length for p in plans.values()):
-        return None
-    if length < LEAST_SAMPLES or length < MOSTLY * (loader.dataset_length or length):
-        return None
-    n = len(plans)
-    return Finding(
-        MISTAKES["same-samples"],
-        [loader.sampler_return_line, *stream.lines],
-        f"Each of {n} ranks trains all {length} samples in each epoch, in another order: an epoch "
-        f"of {n} ranks trains each sample {n} times. The sampler is {loader.sampler}.",
-        ranks=sorted(plans),
-        values={"samples": length, "times": n},
-    )
-
-
 def _plans(stream: Stream, one: JointPass) -> dict[int, list[int]]:
     """Return the samples of a pass by rank; empty unless all ranks' are known."""
     plans: dict[int, list[int]] = {}
@@ -202,9 +177,14 @@ def _repeated(
         return
     where = "on several ranks" if across >= sum(within.values()) else "on one rank"
     most, times = counts.most_common(1)[0]
+    is_whole = not sum(within.values()) and uniform == stream.size == times
+    is_whole = is_whole and len(counts) >= MOSTLY * (loader.dataset_length or 0)
+    lines = [loader.sampler_return_line, *stream.lines]
+    if not is_whole and across and not any(map(is_regular, plan.values())):  # of other orders
+        lines = [*view.seed_lines_of_ranks()[:1], loader.sampler_seed_line, *lines]
     yield Finding(
-        MISTAKES["samples-repeated"],
-        [*view.seed_lines_of_ranks()[:1], loader.sampler_return_line, *stream.lines],
+        MISTAKES["same-samples" if is_whole else "samples-repeated"],
+        lines,
         f"An epoch trains {len(counts)} different samples, and {extra} of {total} times a sample "
         f"that was trained before, {where}; sample {most} {times} times.",
         values={"different": len(counts), "repeated": extra, "trained": total},

@@ -78,20 +78,25 @@ def _weighted(weights: Sequence[float]) -> str:
 def _weights_of_one_process(view: View, one: Exchange) -> tuple[Weights | None, bool]:
     """Return the weight of each rank's gradient in that of one process, and whether it had parts.
 
-    The weights are relative to those of a mean over the ranks; None if there was no comparison.
+    The weights are relative to those of a mean over the ranks; None if they are not known. A replay
+    in parts weights by samples: equal weights there say nothing about other amounts.
     """
     found: Weights | None = None
     for replay in (view.replay, view.reference):
         theirs = replay.gradients(one.step)
         if theirs is None:
             continue
-        found = np.ones(view.size)  # something else differs, if anything does
+        if not replay.in_parts:
+            found = np.ones(view.size)  # something else differs, if anything does
         local = [one.step.local(rank, one.last) for rank in range(view.size)]
         names = [name for name in local[0] if name in theirs]
         values, residual = solve(theirs, local, names) if names else (None, 1.0)
         is_known = residual <= RESIDUAL and is_near(one.multiple, 1.0)
-        if values is not None and is_known and is_near(float(values.sum()), 1.0, LOOSE):
-            return values * view.size, replay.in_parts
+        if values is None or not is_known or not is_near(float(values.sum()), 1.0, LOOSE):
+            continue
+        weights = values * view.size
+        if not replay.in_parts or np.abs(weights - 1).max() > PROPORTIONAL:
+            return weights, replay.in_parts
     return found, True
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from .....record.training.facts.ranks import RankFacts
-from .....record.training.facts.steps import BackwardFacts, StepFacts
+from .....record.training.facts.steps import BackwardFacts
 from ...exchange import Exchange, Kind
 from ...mistakes import MISTAKES, Finding, Nature
 from ...steps import trained
@@ -51,9 +51,9 @@ def exchanged_weight(view: View) -> Iterator[Finding]:
         if ratio is None:
             continue
         if is_near(ratio, n, MEASURED) and not is_near(rates, 1 / n):
-            yield _summed(view, one)
+            yield _finding(view, one, is_large=True)
         if is_near(ratio, 1 / n, MEASURED):
-            found = _too_small(view, one)
+            found = _finding(view, one, is_large=False)
             if found.mistake.id == "loss-summed" and is_near(rates, n):
                 text = (
                     f"{found.text} The learning rate is {n} times that of one rank. Does it depend "
@@ -176,12 +176,10 @@ def _replayed_weight(view: View, one: Exchange) -> float | None:
         return None
     if parts > 1:  # of each batch: their gradients are added, and only the last one has them
         return loss_weight(step.backwards[-one.last * parts :])
-    return _of_step(step, one.last)
-
-
-def _of_step(step: StepFacts, last: int) -> float | None:
     used = [one for one in step.backwards if one.gradients.keys() & step.gradients.keys()]
-    return loss_weight((used or step.backwards)[-last:])
+    # One process may accumulate more batches, until it has the same global batch.
+    is_alike = len(step.backwards) == len(one.step.steps[0].backwards)
+    return loss_weight((used or step.backwards)[-one.last if is_alike else 0 :])
 
 
 def _single_weight(view: View, one: Exchange) -> float | None:
@@ -198,68 +196,45 @@ def _is_accumulation(facts: RankFacts, backwards: list[BackwardFacts]) -> bool:
     return all(fetched) and len(set(flat)) == len(flat) and len(loaders) == 1
 
 
-def _summed(view: View, one: Exchange) -> Finding:
-    n = view.size
-    step = one.step
-    if is_near(one.multiple, n):
-        text = (
-            f"In step {step.index + 1}, the gradient is the sum of the gradients of {n} ranks: "
-            f"{n} times that of one process with the same samples."
-        )
+def _finding(view: View, one: Exchange, is_large: bool) -> Finding:
+    """Return the finding of a gradient that is N times that of one process, or 1/N of it."""
+    n, step, kind = view.size, one.step, "gradients-divided-twice"
+    lines, remedy = step.lines, f"leave out the division by {n}: the exchange averages already"
+    of_sum = any(b.reduction in SUMS and is_plain_sum(b) for b in step.backwards[0])
+    is_mean = is_near(one.multiple, 1.0)
+    if is_large and is_near(one.multiple, n):
+        kind, text = "gradients-summed", "it is the sum of the gradients of the ranks"
         lines = [*view.exchange_hook_lines(step), *view.gradient_lines(), *view.change_lines(step)]
         lines += [*_wrapper_lines(view, one), *step.lines]
         remedy = f"divide the gradients by {n} (the number of ranks) after the all_reduce"
-    else:
+    elif is_large:
+        kind, remedy = "gradients-summed", "leave out the multiplication of the loss"
+        text = f"the loss is multiplied by {n}, and the gradients are averaged"
+    elif (of_sum and is_near(one.multiple * _scale_by_hand(one), 1.0)) or (
+        is_mean and _is_like_alone(view, one)
+    ):
+        kind, remedy = "loss-summed", ""
         text = (
-            f"In step {step.index + 1}, the gradient is {n} times that of one process with the "
-            f"same samples: the loss is multiplied by {n}, and the gradients are averaged."
+            "the loss is a sum over the samples of a rank, and the gradients are averaged. The "
+            "effective learning rate depends on the number of ranks"
         )
-        lines = step.lines
-        remedy = "leave out the multiplication of the loss"
-    return Finding(
-        MISTAKES["gradients-summed"],
-        lines,
-        text,
-        step=step.index + 1,
-        values={"factor": n, "ranks": n},
-        remedy=remedy,
-    )
-
-
-def _too_small(view: View, one: Exchange) -> Finding:
-    n, step = view.size, one.step
-    of_sum = any(b.reduction in SUMS and is_plain_sum(b) for b in step.backwards[0])
-    is_sum = of_sum and is_near(one.multiple * _scale_by_hand(one), 1.0)
-    if is_sum or (is_near(one.multiple, 1.0) and _is_like_alone(view, one)):
-        return Finding(
-            MISTAKES["loss-summed"],
-            step.lines,
-            f"The loss is a sum over the samples of a rank, and the gradient is the mean of {n} "
-            f"ranks: it is 1/{n} of the gradient of one process with the same samples. The "
-            "effective learning rate depends on the number of ranks.",
-            step=step.index + 1,
-            values={"factor": 1 / n, "ranks": n},
-        )
-    if is_near(one.multiple, 1.0):
+    elif is_mean:
         hooks = view.hook_lines(step)
         what = "a hook or the loss divides" if hooks else "the loss is divided"
         text = f"{what} by {n} on each rank, and the gradients are averaged"
+        text += ", or the loss is a sum over samples" * (_weight(one) is None)
         lines = [*hooks, *step.lines]
-        remedy = f"leave out the division by {n}: the exchange averages already"
-        if _weight(one) is None:
-            text += ", or the loss is a sum over samples"
     else:
         text = "the gradients are averaged, and divided once more"
         lines = [*view.lines_after_exchange(step), *view.exchange_hook_lines(step)]
         lines += reversed(step.lines)
-        remedy = f"leave out the division of the gradients by {n}: the exchange averages already"
     return Finding(
-        MISTAKES["gradients-divided-twice"],
+        MISTAKES[kind],
         lines,
-        f"In step {step.index + 1}, the gradient is 1/{n} of that of one process with the same "
-        f"samples: {text}.",
+        f"In step {step.index + 1}, the gradient is {n if is_large else f'1/{n}'} times that of "
+        f"one process with the same samples: {text}.",
         step=step.index + 1,
-        values={"factor": 1 / n, "ranks": n},
+        values={"factor": n if is_large else 1 / n, "ranks": n},
         remedy=remedy,
     )
 
