@@ -175,7 +175,8 @@ class HorovodOperations:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            start, in_flight = now(), None
+            start = now()
+            in_flight: CollectiveInFlight | None = None
             try:
                 found = args[0] if args else kwargs.get("process_set")
                 process_set = self._set_of(found if kind == "barrier" else None)
