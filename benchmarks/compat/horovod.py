@@ -46,6 +46,7 @@ def main() -> None:
     facts = machine()
     if args.horovod_python:
         times, waits = beside_horovod(args)
+        args.horovod_python = True  # its path is of this machine
     else:
         times, waits = measure(paceline(args), args, args.repeats)
     report(args, facts, times, waits)

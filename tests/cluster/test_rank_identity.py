@@ -53,6 +53,21 @@ def test_rank_identity_under_each_launcher(name, source, hosts, key):
         assert launched_by(env) == (None if source == "torchrun" else found)
 
 
+def test_horovodrun_in_a_job_step():
+    """Its ranks inherit the variables of the step in which horovodrun runs."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    numbers = {f"HOROVOD_{name}": str(n) for name, n in zip(names, (3, 4, 1, 2), strict=True)}
+    rendezvous = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "7001",
+    }
+    step = recorded("slurm-srun")[0][1]
+    found = rank_identity(step | numbers | rendezvous)
+    assert found == RankIdentity(3, 4, 1, 2, "horovodrun")
+    assert job_key(step | numbers | rendezvous, found) == "10.0.0.1 7001"
+    assert rank_identity(numbers) == ALONE  # of paceline run, which sets RANK as well
+
+
 def test_torchrun_overrides_slurm_step():
     for rank, (_, env) in enumerate(recorded("torchrun-in-srun")):
         found = rank_identity(env)

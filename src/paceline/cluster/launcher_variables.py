@@ -27,7 +27,16 @@ class Source:
     key: tuple[str, ...] = ()
 
 
+HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"  # only horovodrun sets it
 SOURCES = (
+    Source(
+        "horovodrun",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        ("HOROVOD_LOCAL_RANK",),
+        ("HOROVOD_LOCAL_SIZE",),
+        ("HOROVOD_GLOO_RENDEZVOUS_ADDR", HOROVODRUN_PORT),
+    ),
     Source(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
@@ -98,6 +107,8 @@ def launch_sources(environment: Environment) -> list[Source]:
 def _is_present(environment: Environment, source: Source) -> bool:
     if source.rank not in environment:
         return False
+    if source.name == "horovodrun":  # paceline run sets its ranks' numbers as well
+        return HOROVODRUN_PORT in environment
     if source.name == "Slurm":
         return slurm.step(environment) is not None
     if _is_from_slurm(environment, source.name):

@@ -180,16 +180,21 @@ _tuner: FusionTuner | None = None  # of this process, from the first hvd.init()
 
 
 def begin(settings: HorovodSettings, conditions: dict[str, Any], change: Change) -> None:
-    """Tune the world that hvd.init() has made. Called on rank 0, of several ranks."""
+    """Tune the world that hvd.init() has made. Called on rank 0."""
     global _tuner
     if _tuner is not None:
         _tuner.move(change)
         return
-    if not candidates(settings_to_tune(settings), os.environ):
-        _say(
-            "the exchange is not tuned: HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both "
-            "set. HINT: unset one of them"
+    why = ""
+    if conditions["ranks"] == 1:
+        why = "the script has one rank"
+    elif not candidates(settings_to_tune(settings), os.environ):
+        why = (
+            "HOROVOD_FUSION_THRESHOLD and HOROVOD_CYCLE_TIME are both set. HINT: unset one of them"
         )
+    if why:
+        _say(f"the exchange is not tuned: {why}")
+        tuner.add_other(str)
         return
     _tuner = FusionTuner(settings, conditions, change)
     tuner.add_other(_tuner.left)

@@ -15,16 +15,18 @@ as ranks.
 
 Horovod: rank, size, local rank and cross rank, only for scripts that import horovod (see
 ``script_source.uses_horovod``): some libraries choose Horovod where HOROVOD_RANK is set.
-``hvd.init()`` with several ranks also needs the rendezvous server of horovodrun, or MPI. Paceline
-provides neither.
+An installed Horovod with several ranks also needs the rendezvous server of horovodrun, or MPI.
+Paceline provides neither, so ``check_horovod`` refuses its ``init``.
 """
 
 import errno
+import functools
 import ipaddress
 import json
 import os
 import random
 import socket
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...cluster.launcher_variables import HOROVODRUN_PORT
 from ...cluster.topology.visible_gpus import gpu_count
 from ..layout import Seat
 
@@ -212,6 +215,34 @@ def _given_to_any() -> tuple[int, int]:
         return int(low), int(high)
     except (OSError, ValueError):
         return 32768, 60999
+
+
+def check_horovod(basics: Any) -> None:
+    """Make ``hvd.init()`` of an installed Horovod an error where it does not find the other ranks.
+
+    Without MPI it would wait for them in vain; with MPI each rank may be a world of its own. Called
+    after the import of ``horovod.common.basics``.
+    """
+    original = basics.HorovodBasics.init
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        size = os.environ.get("HOROVOD_SIZE", "1")
+        if size == "1" or HOROVODRUN_PORT in os.environ:
+            return original(self, *args, **kwargs)
+        error = ValueError(
+            f"hvd.init(): the installed Horovod does not find the {size} ranks of paceline run, "
+            "because it needs horovodrun or mpirun. HINT: paceline run --horovod ours, or "
+            f"horovodrun -np {size} paceline record DIR {os.path.basename(sys.argv[0])}"
+        )
+        if not self.mpi_built() or os.environ.get("HOROVOD_CONTROLLER") == "gloo":
+            raise error
+        result = original(self, *args, **kwargs)
+        if self.size() == 1:
+            raise error
+        return result
+
+    basics.HorovodBasics.init = init
 
 
 def introduce_to_jax(cluster: Any) -> None:

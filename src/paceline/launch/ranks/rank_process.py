@@ -43,7 +43,7 @@ from ..linux_prctl import PARENT_DEATH_SIGNAL, prctl, set_title
 from ..monitor import rank_stacks
 from ..records import job_folder
 from .fork_server import RankStart
-from .framework_variables import introduce_to_jax
+from .framework_variables import check_horovod, introduce_to_jax
 
 
 def become(start: RankStart) -> None:
@@ -197,6 +197,7 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
             {
                 "torch.distributed.distributed_c10d": _patch_groups,
                 "jax._src.clusters.cluster": introduce_to_jax,
+                "horovod.common.basics": check_horovod,
             }
         )
         if os.environ.get("PACELINE_ATTACH"):

@@ -54,15 +54,15 @@ from .gradient_noise import GradientNoise
 from .hook_failures import failed_hooks, report_failure
 
 
-def _bytes(tensors: Any) -> int:
+def sum_bytes(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all tensors in a nested list."""
     if isinstance(tensors, torch.Tensor):
         if tensors.is_sparse:
             return int(tensors._indices().nbytes + tensors._values().nbytes)
         return int(tensors.nbytes)
     if len(tensors) == 1:
-        return _bytes(tensors[0])
-    return sum(_bytes(tensor) for tensor in tensors)
+        return sum_bytes(tensors[0])
+    return sum(sum_bytes(tensor) for tensor in tensors)
 
 
 def share_backends(group: dist.ProcessGroup, inner: dist.ProcessGroup) -> None:
@@ -362,7 +362,7 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         try:
             if is_recorded:
                 called = now() if checked else launched
-                amount = 0 if vector_argument is None else _bytes(args[vector_argument])
+                amount = 0 if vector_argument is None else sum_bytes(args[vector_argument])
                 if shared:
                     amount *= self.size()
                 in_background = is_in_background(recorder)

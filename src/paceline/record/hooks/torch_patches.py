@@ -19,6 +19,7 @@ from . import group_shutdown
 from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
 from .hook_failures import report_failure
+from .horovod import operations as horovod_operations
 from .import_hooks import after_import
 from .sharded.block_labels import patch_param_groups
 from .training_loop import LoopRecorder
@@ -44,6 +45,7 @@ def install(loop: LoopRecorder) -> None:
             _patch_saving, recorder, ["save", "async_save", "save_state_dict"]
         ),
         "torch.autograd.profiler": functools.partial(_patch_profiler, recorder),
+        horovod_operations.MODULE: functools.partial(horovod_operations.patch_operations, recorder),
         "safetensors.torch": functools.partial(
             _patch_saving, recorder, ["save_file", "save_model"]
         ),

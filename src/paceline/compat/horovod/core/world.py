@@ -256,7 +256,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         report_unused()
         if values.timeline:
             timeline.start_timeline(values.timeline, values.timeline_cycles)
-        if world.size > 1 and tuning.is_requested(values):
+        if tuning.is_requested(values):
             tuning.begin(world.settings, world.conditions(), world.change)
     try:
         for one in () if process_sets in (None, "dynamic") else process_sets:

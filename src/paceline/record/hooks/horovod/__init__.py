@@ -1,0 +1,1 @@
+"""Record the communication of an installed Horovod."""
