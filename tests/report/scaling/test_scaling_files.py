@@ -105,6 +105,7 @@ def test_latex_table_compiles(tmp_path):
     words = ["pdflatex", "-halt-on-error", "-interaction=nonstopmode", "a.tex"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+    assert "Overfull" not in result.stdout  # it fits the text width
 
 
 def test_svg_is_xml_with_points_at_their_values():

@@ -248,4 +248,7 @@ def test_a_killed_job_on_slurm_is_continued(slurm, shared_folder):
         (STRONG, 3, 3, 3),
     ]
     assert all(len({one.host for one in p.figures[0].placement}) == p.hosts for p in points)
+    # the ranks that srun has started are told from other load
+    machines = [one.machine for p in points for one in p.figures]
+    assert all(one.other_cores is not None for one in machines), machines
     assert not list(folder.glob("runs/*/scratch"))

@@ -18,7 +18,7 @@ _SPECIAL = {
 }
 _HEADINGS = (
     *("ranks", "nodes", "batch", "step (ms)", "samples/s", "speed-up", "efficiency"),
-    *("parallel eff.", "comp. scal."),
+    *("PE", "CS"),
 )
 _NONE = "--"
 
@@ -41,6 +41,7 @@ def _table(study: ScalingStudy, kind: str) -> str:
         r"\centering",
         rf"\caption{{{_caption(study, kind, rows)}}}",
         rf"\label{{tab:scaling-{kind}}}",
+        r"\footnotesize\setlength{\tabcolsep}{2pt}% it fits the text width of article",
         rf"\begin{{tabular}}{{{'r' * len(_HEADINGS)}}}",
         r"\hline",
         " & ".join(_HEADINGS) + r" \\",
@@ -63,7 +64,7 @@ def _caption(study: ScalingStudy, kind: str, rows: list[SizeRow]) -> str:
     return (
         f"{kind.capitalize()} scaling of {escape(study.file_name)}: {same} on all numbers of "
         f"ranks. Medians of {counts} per size; $\\pm$: half of the 90\\,\\% confidence interval."
-        f"{against}"
+        f"{against} PE: parallel efficiency, CS: computation scalability (POP)."
     )
 
 
