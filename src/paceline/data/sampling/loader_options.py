@@ -49,9 +49,10 @@ def batch_schedule(
     nearest = {epoch: max(ranks, round(size / ranks) * ranks) for epoch, size in sizes.items()}
     for epoch, size in sizes.items():
         if size != nearest[epoch]:
+            where = f" (epoch {epoch}{of})" if of else ""
             raise ValueError(
                 f"world.shard: global_batch={size} can't be divided by {counted(ranks, 'rank')}"
-                f"{f' (epoch {epoch}{of})' if of else ''}. HINT: global_batch={BatchSchedule(nearest)}"
+                f"{where}. HINT: global_batch={BatchSchedule(nearest)}"
             )
     return BatchSchedule(sizes)
 
