@@ -182,6 +182,8 @@ INTERFACES = {
     "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
+    "scaler._scale": "scale of the losses of a step",
+    "torch.distributed.fsdp._common_utils.FSDP_FLATTENED": "parameters that FSDP1 has flattened",
     # Facts for verify (record/training)
     "torch.nn.modules.batchnorm._BatchNorm": "layers with statistics of a batch",
     "scaler._growth_tracker": "steps since the loss scale has changed",

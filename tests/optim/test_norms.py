@@ -199,7 +199,8 @@ RUNNING = """
     validation = world.shard(DataLoader(TensorDataset(x), batch_size=5), every_sample_once=True)
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    model, optimizer = world.distribute(model, optimizer, layout=layout)
+    options = {"broadcast_buffers": False} if sys.argv[3] == "off" else {}
+    model, optimizer = world.distribute(model, optimizer, layout=layout, **options)
     for epoch in world.epochs(2, checkpoint=out):
         for (a,) in world.batches(loader):
             world.backward(model(a).square().mean())
@@ -214,12 +215,12 @@ RUNNING = """
 """
 
 
-@pytest.mark.parametrize("layout", ["data", "zero3"])
+@pytest.mark.parametrize(("layout", "broadcasts"), [("data", 1), ("zero3", 1), ("data", "off")])
 def test_running_statistics_are_those_of_one_model_at_validation_and_in_checkpoints(
-    tmp_path, layout
+    tmp_path, layout, broadcasts
 ):
     script = ranks.write(tmp_path, RUNNING)
-    done = ranks.run(script, tmp_path / "ckpt", layout)
+    done = ranks.run(script, tmp_path / "ckpt", layout, broadcasts)
     lines = [line for line in ranks.untagged(done.stdout) if line.startswith("MEANS")]
     means = [ast.literal_eval(line[6:]) for line in lines]
     assert len(means) == 2

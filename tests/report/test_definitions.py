@@ -33,7 +33,7 @@ TERMS = """() => [...document.querySelectorAll(".term")].map((one) => [
 
 def used_keys():
     """Return the keys of the definitions that templates and tables of the page refer to."""
-    text = "".join(path.read_text() for path in ASSETS.glob("*.html"))
+    text = "".join(path.read_text() for path in ASSETS.rglob("*.html"))
     keys = set(re.findall(r'term\("([^"~]+)"(?: ?,|\))', text))
     keys |= {f"held by {name}" for name in CAUSES} | set(STATES)
     keys |= {definition_key(name) for name in FIGURES} | set(VERDICTS)

@@ -319,13 +319,11 @@ def scale(
     asked = critical_batch.CriticalOptions(multiples, tolerance, rule, seeds)
     with exit_on_mistake():
         outputs.check()
-        if critical or (continued is not None and _is_critical(continued)):
+        runs_critical = critical and show is None and compare is None
+        if runs_critical or (continued is not None and _is_critical(continued)):
             if continued is not None:
                 _check_continued(given, is_in_jobs=False)
-            others: dict[str, object] = {"--strong": strong, "--weak": weak, "--until": until}
-            others |= {"--submit": submit, "--side-by-side": beside}
-            others |= {"--show": show, "--compare": compare}
-            critical_batch.check_outputs(outputs, others)
+            critical_batch.check_given(given)
             folder = continued or _new_critical(
                 *(script, args, output, settings),
                 {
@@ -482,7 +480,7 @@ def _shows_only(
     if show is not None and _is_critical(show):
         from ..analyze.scaling.critical.critical_model import read_critical
 
-        critical_batch.check_outputs(outputs, {})
+        critical_batch.check_given(given)
         critical_batch.finish(read_critical(show), outputs)
         return True
     if show is not None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
@@ -12,6 +14,7 @@ from ..optim.gradients import has_gradients
 from .deferred import is_deferred
 from .replica import FixedBuckets, replicas
 from .sharded.registry import sharded_of
+from .sharded.replication import BROADCAST_BYTES
 
 
 class Autocast:
@@ -144,7 +147,8 @@ def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether forwards broadcast rank 0's buffers first.
 
     Disable it where ranks run different numbers of forwards. Disabling broadcasts them one last
-    time, on all ranks together.
+    time, on all ranks together; with ``broadcast_buffers=False`` only running statistics, so that
+    all ranks evaluate the same model.
     """
     sharded = sharded_of(model)
     if sharded is not None:
@@ -152,7 +156,17 @@ def set_buffer_sync(model: nn.Module, enabled: bool) -> None:
     elif isinstance(model, DistributedDataParallel):
         if not enabled and model.will_sync_module_buffers():
             model._sync_buffers()
+        elif not enabled and not model.broadcast_buffers:
+            _share_statistics(model)
         model.require_forward_param_sync = enabled
+
+
+def _share_statistics(model: DistributedDataParallel) -> None:
+    """Broadcast rank 0's running statistics of normalization layers."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    statistics = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+    if statistics:
+        _broadcast_coalesced(model.process_group, statistics, BROADCAST_BYTES, 0)
 
 
 def is_distributed(model: nn.Module) -> bool:

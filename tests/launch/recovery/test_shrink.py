@@ -9,7 +9,7 @@ import pytest
 import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.sampling.loader_options import global_batch_size
+from paceline.data.sampling.loader_options import batch_schedule
 from paceline.data.sampling.sharded_stream import ShardedStream
 
 # An epoch has 17 global batches of 12 samples. In the first attempt, the ranks on the host given as
@@ -281,6 +281,6 @@ def test_iterable_dataset_keeps_global_batch_on_fewer_ranks():
 
 def test_indivisible_global_batch_is_rejected_only_at_full_world_size():
     loader = DataLoader(range(100), batch_size=1)
-    assert global_batch_size(loader, 4, 32) == 32  # on 3 of 4 ranks: 11, 11 and 10
+    assert batch_schedule(loader, 4, 32).at(0) == 32  # on 3 of 4 ranks: 11, 11 and 10
     with pytest.raises(ValueError, match="32 can't be divided by 3 ranks"):
-        global_batch_size(loader, 3, 32)
+        batch_schedule(loader, 3, 32)

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from ...analyze.scaling.critical.critical_model import StoredCritical
 
 CRITICAL = "Critical batch"
+# Parameters of ``paceline scale`` that a measurement of the critical batch does not have
+OF_STUDIES = {
+    *("strong", "weak", "until", "precision", "efficiency", "oversubscribe", "beside", "compare"),
+    *("csv", "svg", "latex", "extrap", "talp", "submit", "dry_run", "node_hours", "only"),
+    *("ranks_per_node", "gpus_per_node", "memory", "queue", "account", "scheduler", "setup"),
+    "option",
+}
 DEFAULT_MULTIPLES, DEFAULT_SEEDS = "1,2,4,8", 3
 
 Critical = Annotated[
@@ -111,16 +118,16 @@ class CriticalOptions:
         }
 
 
-def check_outputs(outputs: StudyOutputs, given: dict[str, object]) -> None:
-    """Raise ValueError for options that ``--critical-batch`` does not take."""
-    files = {
-        f"--{name}": getattr(outputs, name) for name in ("csv", "svg", "latex", "extrap", "talp")
-    }
-    wrong = [name for name, value in (given | files).items() if value]
+def check_given(given: dict[str, str]) -> None:
+    """Raise ValueError for parameters that are not those of a measurement.
+
+    given: Names and options that the user has typed, as of ``given_parameters``.
+    """
+    wrong = [shown for name, shown in given.items() if name in OF_STUDIES]
     if wrong:
         raise ValueError(
-            f"--critical-batch does not take {wrong[0]}. HINT: leave it out; --json and --html "
-            "write the result"
+            f"{wrong[0]} is of scaling studies, not of the critical batch. HINT: leave it out; "
+            "--json and --html write the result"
         )
 
 

@@ -1,7 +1,9 @@
 """Global batch sizes that change between epochs."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,9 @@ class BatchSchedule:
     sizes: Mapping[int, int]
 
     def __post_init__(self) -> None:
-        sizes = self.sizes
-        numbers = [*sizes, *sizes.values()] if isinstance(sizes, Mapping) else [None]
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        try:
+            sizes = {operator.index(key): operator.index(of) for key, of in self.sizes.items()}
+        except (AttributeError, TypeError):
             self._refuse("sizes must be whole numbers of samples by epoch")
         if 0 not in sizes:
             self._refuse("epoch 0 has no size")
@@ -31,7 +33,7 @@ class BatchSchedule:
             self._refuse("epochs begin at 0, and a batch has at least 1 sample")
         object.__setattr__(self, "sizes", dict(sorted(sizes.items())))
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         raise ValueError(
             f"BatchSchedule({self.sizes}): {why}. HINT: BatchSchedule({{0: 64, 5: 128}}) trains "
             "epochs 0 to 4 with 64 samples, and later ones with 128"

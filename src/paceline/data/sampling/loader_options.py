@@ -1,5 +1,6 @@
 """What a sharded loader takes from the user's ``DataLoader``."""
 
+import operator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -41,18 +42,26 @@ def batch_schedule(
                 "rank), or call shard(loader, global_batch=...)"
             )
         return BatchSchedule({0: loader.batch_size * ranks})
-    if not isinstance(global_batch, int | BatchSchedule):
-        raise ValueError(
-            f"world.shard: global_batch must be a number or a BatchSchedule; this is "
-            f"{global_batch!r}. HINT: global_batch=paceline.BatchSchedule({{0: 64, 5: 128}})"
-        )
-    sizes = {0: global_batch} if isinstance(global_batch, int) else dict(global_batch.sizes)
+    if isinstance(global_batch, BatchSchedule):
+        sizes, of = dict(global_batch.sizes), f" of {global_batch}"
+    else:
+        sizes, of = {0: _whole(global_batch)}, ""
     nearest = {epoch: max(ranks, round(size / ranks) * ranks) for epoch, size in sizes.items()}
     for epoch, size in sizes.items():
         if size != nearest[epoch]:
-            where = "" if isinstance(global_batch, int) else f" (epoch {epoch} of {global_batch})"
+            where = f" (epoch {epoch}{of})" if of else ""
             raise ValueError(
                 f"world.shard: global_batch={size} can't be divided by {counted(ranks, 'rank')}"
                 f"{where}. HINT: global_batch={BatchSchedule(nearest)}"
             )
     return BatchSchedule(sizes)
+
+
+def _whole(global_batch: Any) -> int:
+    try:
+        return operator.index(global_batch)
+    except TypeError:
+        raise ValueError(
+            f"world.shard: global_batch must be a number or a BatchSchedule; this is "
+            f"{global_batch!r}. HINT: global_batch=paceline.BatchSchedule({{0: 64, 5: 128}})"
+        ) from None

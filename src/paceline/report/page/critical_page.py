@@ -32,7 +32,7 @@ def critical_page(stored: StoredCritical, found: CriticalBatch) -> str:
         for number, one in enumerate(found.results)
         if (line := _line(stored.of(one.multiple), number, f"{one.batch:,} samples"))
     ]
-    return page("scaling/critical_batch.html", {"states": [], "branches": lines}, context)
+    return page("studies/critical_batch.html", {"states": [], "branches": lines}, context)
 
 
 def _line(runs: list[BranchRun], number: int, name: str) -> dict[str, Any] | None:

@@ -21,10 +21,10 @@ from ....analyze.scaling.critical.critical_model import (
 from ....analyze.scaling.critical.judgement import MIN_TAIL_STEPS, TAIL_SHARE, end_loss
 from ....analyze.scaling.study_folder import RUNS_FOLDER
 from ....plurals import counted
-from ....security.run_lock import RunLock
 from ...trials import ScriptRequest, Trials
 from ..plan import FIRST_STEPS, USED_SHARE, uses_template
 from ..run_folders import remove_run
+from ..study_lock import locked_study
 from .branch_runs import Branch, BranchOutcome, BranchRunner
 
 DEFAULT_MINUTES = 10.0
@@ -96,9 +96,7 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
         OSError: The folder can't be written.
     """
     folder = folder.absolute()
-    lock = RunLock(folder, "study")
-    lock.acquire(say)
-    try:
+    with locked_study(folder, say):
         stored = read_critical(folder)
         request = stored.request
         for left in (folder / RUNS_FOLDER).glob("x*-n*"):  # of a process that was killed
@@ -116,8 +114,6 @@ def run_critical(folder: Path, say: Callable[[str], None], minutes: float | None
             Trials(asked, say, "paceline-critical-", folder) as trials,
         ):
             return _Measurement(folder, stored, BranchRunner(folder, request, trials), say).all()
-    finally:
-        lock.release()
 
 
 class _Measurement:
