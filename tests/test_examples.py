@@ -144,10 +144,12 @@ def test_asynchronous_example_learns(words):
     done = ranks.run(script, *words, "--target", "0.8", "--samples", "8000", ranks=3)
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["reached"], found
-    assert found["samples"] == found["updates"] * (48 if words[1] == "sync" else 16)
+    batch = 48 if words[1] == "sync" else 16
+    # gradients that were on their way at the end are applied, too
+    assert 0 <= found["updates"] - found["samples"] / batch <= 2
     if "--staleness" in words:
-        # two workers, of which one may be a step ahead: at most two updates in between
-        assert 0 < found["mean_age"] <= 2
+        # one of two workers may be a step ahead when the other one starts, and two when it ends
+        assert 0 < found["mean_age"] <= 3
     if words[1] == "sync":
         assert found["mean_age"] == 0
 
