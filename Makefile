@@ -135,6 +135,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/launch/strangers.py
 	$(BIN)/python benchmarks/launch/step_time.py
 	$(BIN)/python benchmarks/recording/recording_cost.py
+	$(BIN)/python benchmarks/recording/noise_scale_cost.py
 	$(BIN)/python benchmarks/compat/horovod.py
 	$(BIN)/python benchmarks/recording/report_size.py
 	$(BIN)/python benchmarks/recording/top_cost.py
@@ -146,6 +147,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange/tuning.py
 	$(BIN)/python benchmarks/exchange/unused.py
 	$(BIN)/python benchmarks/exchange/compression.py
+	$(BIN)/python benchmarks/large_batch/optimizer_time.py
+	$(BIN)/python benchmarks/large_batch/norm_time.py
+	$(BIN)/python benchmarks/large_batch/convergence.py
+	$(BIN)/python benchmarks/large_batch/asynchronous.py
 	$(BIN)/python benchmarks/layouts/layout_time.py
 	$(BIN)/python benchmarks/layouts/memory_of_layouts.py
 	$(BIN)/python benchmarks/layouts/memory_prediction.py

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 # Okabe and Ito: distinguishable with all kinds of colour vision, and on both backgrounds.
-COLORS = ("#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c8c8c", "#b8a800")
+COLORS = (
+    *("#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8c8c8c", "#b8a800"),
+    "#8a5a2b",
+)
 THEMES = {"light": ("plotly_white", "#ffffff"), "dark": ("plotly_dark", "#14171b")}
 
 

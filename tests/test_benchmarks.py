@@ -270,6 +270,7 @@ def test_convergence(tmp_path):
 
 def test_asynchronous(tmp_path):
     few = ("--target", "0.5", "--rates", "0.2", "--hosts", "one slow host")
+    few += ("--runs", str(tmp_path / "runs.jsonl"))
     result = result_of("asynchronous", tmp_path / "found.json", *few)
     for way in result["measurements"].values():
         assert len(way["runs"]) == 1

@@ -120,14 +120,21 @@ def test_packed_digits_accuracy_is_independent_of_world_size(tmp_path):
 ADAM = "torch.optim.Adam(model.parameters(), lr=args.lr)"
 
 
-@pytest.mark.parametrize("name", ["LARS", "LAMB"])
-def test_script_takes_optimizer_for_large_batches_with_one_line(tmp_path, name):
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            "LARS(model.parameters(), lr=0.1, trust_coefficient=0.1)", marks=pytest.mark.long
+        ),
+        "LAMB(model.parameters(), lr=0.02)",
+    ],
+)
+def test_script_takes_optimizer_for_large_batches_with_one_line(tmp_path, line):
     source = (ROOT / "examples/digits.py").read_text()
     assert ADAM in source
-    line = f"paceline.optim.{name}(model.parameters(), lr={ {'LARS': 10, 'LAMB': 0.02}[name] })"
-    script = ranks.write(tmp_path, source.replace(ADAM, line))
-    done = ranks.run(script, "--epochs", "2", "--batch", "128", PACELINE_PROGRESS="0")
-    assert figure(done.stdout) > 0.7
+    script = ranks.write(tmp_path, source.replace(ADAM, f"paceline.optim.{line}"))
+    done = ranks.run(script, "--epochs", "4", PACELINE_PROGRESS="0")
+    assert figure(done.stdout) > 0.8
 
 
 @pytest.mark.parametrize(
@@ -144,10 +151,12 @@ def test_asynchronous_example_learns(words):
     done = ranks.run(script, *words, "--target", "0.8", "--samples", "8000", ranks=3)
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["reached"], found
-    assert found["samples"] == found["updates"] * (48 if words[1] == "sync" else 16)
+    batch = 48 if words[1] == "sync" else 16
+    # gradients that were on their way at the end are applied, too
+    assert 0 <= found["updates"] - found["samples"] / batch <= 2
     if "--staleness" in words:
-        # two workers, of which one may be a step ahead: at most two updates in between
-        assert 0 < found["mean_age"] <= 2
+        # one of two workers may be a step ahead when the other one starts, and two when it ends
+        assert 0 < found["mean_age"] <= 3
     if words[1] == "sync":
         assert found["mean_age"] == 0
 
@@ -181,15 +190,19 @@ def test_asynchronous_example_ends_on_failure_and_ctrl_c(tmp_path, fails):
     where = {"examples": str(ROOT / "examples"), "reached": str(reached), "fails": fails}
     script = ranks.write(tmp_path, FAILING.format(**where))
     words = ranks.command(script, "--mode", "async", "--target", "2", ranks=3)
-    process = ranks.start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = ranks.start(words, stdout=file, stderr=file)
     try:
+        ranks.wait_until(reached.exists, 60)
         if not fails:
-            ranks.wait_until(reached.exists, 60)
             process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        code = process.wait(60)
     finally:
-        process.kill()
-    assert process.returncode == (1 if fails else 130), output
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+    output = log.read_text()
+    assert code == (1 if fails else 130), output
     assert not fails or "planned" in output
     assert not ranks.alive(str(script))
 

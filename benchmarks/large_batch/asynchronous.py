@@ -5,9 +5,10 @@ examples/asynchronous.py on digits: 4 workers that exchange gradients in each st
 server that does not wait for any of them, and one that bounds how far they are apart. Each step
 sleeps STEP_MS, which stands for a device that computes, so that two cores are enough; with a slow
 host, one worker sleeps SLOW times as long. Each way has the learning rate that is the fastest of
---rates with one seed; other seeds are compared. Seconds begin after the start of the ranks.
+--rates with one seed; other seeds are compared. Seconds begin after the start of the ranks. Every
+run is kept in --runs, so that the command continues after an interruption.
 
-    python benchmarks/large_batch/asynchronous.py --picture docs/pictures
+    python benchmarks/large_batch/asynchronous.py --pictures docs/pictures
 """
 
 import json
@@ -21,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import plotly.graph_objects as plots
 from common import BENCHMARKS, BIN, console, finish, machine, options, ratio, run, spread, target
 from figures import COLORS, draw_figures
+from kept_runs import KeptRuns
 from plotly.subplots import make_subplots
 from rich.table import Table
 
 EXAMPLE = BENCHMARKS.parent / "examples" / "asynchronous.py"
 WORKERS = 4
-STEP_MS, SLOW = 20.0, 4.0
+STEP_MS, SLOW = 12.0, 4.0
 HOSTS = {"equal hosts": 1.0, "one slow host": SLOW}
 SYNC, ASYNC = "synchronous", "asynchronous"
 WAYS: dict[str, list[str]] = {
@@ -37,40 +39,52 @@ WAYS: dict[str, list[str]] = {
 
 
 def main() -> None:
-    parser = options("asynchronous", __doc__ or "", repeats=5)
-    parser.add_argument("--picture", type=Path, help="folder of the picture (needs Chromium)")
-    parser.add_argument("--target", type=float, default=0.97, help="test accuracy, default 0.97")
+    parser = options("asynchronous", __doc__ or "", repeats=3)
+    parser.add_argument("--pictures", type=Path, help="folder of the picture (needs Chromium)")
+    parser.add_argument("--target", type=float, default=0.95, help="test accuracy, default 0.95")
     parser.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     # of a batch of all workers; asynchronous updates have a worker's batch
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2, 0.4])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.8])
+    parser.add_argument("--runs", type=Path, default=BENCHMARKS / "out" / "asynchronous-runs.jsonl")
     args = parser.parse_args()
     facts = machine()
+    runs = KeptRuns(args.runs, {"trained": [EXAMPLE]})
     found: dict[str, Any] = {}
     for host in args.hosts:
         for way in WAYS:
             with console.status(f"{host}, {way}"):
-                found[f"{host}, {way}"] = of_way(way, HOSTS[host], args)
+                found[f"{host}, {way}"] = of_way(runs, way, HOSTS[host], args)
     report(args, facts, found)
 
 
-def of_way(way: str, slow: float, args: Any) -> dict[str, Any]:
+def of_way(runs: KeptRuns, way: str, slow: float, args: Any) -> dict[str, Any]:
     """Return the runs of a way with the learning rate with which it is the fastest."""
-    draws = {lr: trained(way, slow, args.target, lr, 0) for lr in args.rates}
+    of: dict[str, Any] = {"words": WAYS[way], "workers": WORKERS, "step_ms": STEP_MS}
+    of |= {"slow": slow, "goal": args.target}
+    draws = {lr: runs(trained, **of, lr=lr, seed=0) for lr in args.rates}
     best = min(draws, key=lambda lr: (not draws[lr]["reached"], draws[lr]["seconds"]))
     seeds = range(1, 1 + args.repeats)
-    runs = [trained(way, slow, args.target, best, seed) for seed in seeds]
+    kept = ("reached", "seconds", "samples", "mean_age")
     return {
         "lr": best,
-        "runs": runs,
-        "draws": {str(lr): one["seconds"] for lr, one in draws.items()},
+        "runs": [runs(trained, **of, lr=best, seed=seed) for seed in seeds],
+        "draws": {str(lr): {key: one[key] for key in kept} for lr, one in draws.items()},
     }
 
 
-def trained(way: str, slow: float, goal: float, lr: float, seed: int) -> dict[str, Any]:
-    is_sync = way == SYNC
-    ranks = WORKERS if is_sync else WORKERS + 1
-    words = [*WAYS[way], "--lr", str(lr if is_sync else lr / WORKERS), "--seed", str(seed)]
-    words += ["--step-ms", str(STEP_MS), "--slow", str(slow), "--target", str(goal)]
+def trained(
+    words: list[str],
+    workers: int,
+    step_ms: float,
+    slow: float,
+    goal: float,
+    lr: float,
+    seed: int,
+) -> dict[str, Any]:
+    is_sync = "sync" in words
+    ranks = workers if is_sync else workers + 1
+    words = [*words, "--lr", str(lr if is_sync else lr / workers), "--seed", str(seed)]
+    words += ["--step-ms", str(step_ms), "--slow", str(slow), "--target", str(goal)]
     command = [BIN / "paceline", "run", "-n", str(ranks), "--threads", "1", EXAMPLE, *words]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if '{"reached"' in line]
@@ -101,8 +115,8 @@ def report(args: Any, facts: dict[str, Any], found: dict[str, Any]) -> None:
         a, b = (SYNC, ASYNC) if HOSTS[host] == 1 else (ASYNC, SYNC)  # the first one is faster
         of_both = ratio(seconds[f"{host}, {a}"], seconds[f"{host}, {b}"])
         targets.append(target(f"{host}: {a} / {b}, seconds to the accuracy", 1.0, of_both))
-    if args.picture:
-        draw_figures(args.picture, {"asynchronous": drawn(found, args.hosts)})
+    if args.pictures:
+        draw_figures(args.pictures, {"asynchronous": drawn(found, args.hosts)})
     finish(
         *("asynchronous", args, facts),
         measurements=found,

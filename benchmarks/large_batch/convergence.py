@@ -186,6 +186,7 @@ def tuned_points(study: Study) -> tuple[dict[str, Any], dict[str, Any]]:
         with console.status(f"{name}: draws"):
             best, draws[name] = study.tuned(name)
             points[name] = study.with_seeds(best)
+        console.print(f"{name}: test error {100 * spread(points[name]['test'])['median']:.2f} %")
     small = Settings(**points[SMALL]["settings"])
     points |= {rule: study.by_rule(small, TIMES, rule) for rule in RULES}
     return {name: points[name] for name in (SMALL, *RULES, *list(TUNED)[1:])}, draws

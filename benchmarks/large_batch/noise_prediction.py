@@ -47,16 +47,17 @@ def predict(runs: KeptRuns, cases: tuple[Case, ...] = CASES) -> list[dict[str, A
 
 
 def _of_case(runs: KeptRuns, case: Case) -> dict[str, Any]:
-    lr, found = _tuned(runs, case, REFERENCE, case.lr)
+    lr, found = _tuned(runs, case, REFERENCE, case.lr, case.most_steps)
     noise = _noise_scale(found)
     reference = [one["steps"] for one in found]
     rows = [{"batch": REFERENCE, "lr": lr, "measured": reference}]
     for side in (-1, 1):
-        start, near = lr, REFERENCE
+        start, near, steps = lr, REFERENCE, max(reference)
         others = [batch for batch in case.batches if (batch - REFERENCE) * side > 0]
         for batch in sorted(others, reverse=side < 0):
-            start, measured = _tuned(runs, case, batch, start * (batch / near) ** 0.5)
-            near = batch
+            limit = round(2 * steps * max(near / batch, 1))  # the law has at most half of them
+            start, measured = _tuned(runs, case, batch, start * (batch / near) ** 0.5, limit)
+            near, steps = batch, max(one["steps"] for one in measured)
             row = {"batch": batch, "lr": start, "measured": [one["steps"] for one in measured]}
             rows.append(row | _predicted(noise, reference, batch, row["measured"]))
     return {
@@ -91,20 +92,20 @@ def _predicted(
 
 
 def _tuned(
-    runs: KeptRuns, case: Case, batch: int, start: float
+    runs: KeptRuns, case: Case, batch: int, start: float, limit: int
 ) -> tuple[float, list[dict[str, Any]]]:
     """Return the learning rate with the fewest steps, and its trainings with other seeds."""
-    best_lr, best = start, _steps(runs, case, batch, start, case.most_steps)
+    best_lr, best = start, _steps(runs, case, batch, start, limit)
     while best == float("inf"):  # diverged
         best_lr = _lower(best_lr, case, batch)
-        best = _steps(runs, case, batch, best_lr, case.most_steps)
+        best = _steps(runs, case, batch, best_lr, limit)
     for way in (FACTOR, 1 / FACTOR):
         lr = best_lr * way
         while (steps := _steps(runs, case, batch, lr, best)) < best:
             best_lr, best, lr = lr, steps, lr * way
     while True:
         seeds = range(1, 1 + SEEDS)
-        found = [_run(runs, case, batch, best_lr, seed, case.most_steps) for seed in seeds]
+        found = [_run(runs, case, batch, best_lr, seed, limit) for seed in seeds]
         if all(one["steps"] is not None for one in found):
             return best_lr, found
         best_lr = _lower(best_lr, case, batch)  # this one is too near to those that diverge

@@ -1,5 +1,6 @@
 """Pictures of the study of convergence."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def _sizes(points: dict[str, Any], batches: dict[str, Any], reference_batch: int
         found = bars([[100 * error] for error in points[name]["test"]])
         marker = {"color": colors[name], "size": 9, "symbol": number}
         figure.add_scatter(x=[x], **found, name=name, mode="markers", marker=marker)
-    figure.update_xaxes(title="samples in a batch", type="log", dtick="D2")
-    figure.update_yaxes(title="test error, %", type="log")
+    figure.update_xaxes(title="samples in a batch", type="log", tickvals=sizes)
+    figure.update_yaxes(title="test error, %", type="log", tickvals=[30, 40, 50, 60, 70, 80])
     return figure
 
 
@@ -69,8 +70,8 @@ def _steps(predictions: list[dict[str, Any]]) -> Any:
         once: dict[str, Any] = {"showlegend": column == 1}
         sizes = [row["batch"] for row in rows]
         low, high, middle = (
-            [row.get(key) or float(row["measured"][0]) for row in rows]
-            for key in ("low", "high", "predicted")
+            [row.get(key) or found(row["measured"]) for row in rows]  # of the reference: measured
+            for key, found in (("low", min), ("high", max), ("predicted", statistics.median))
         )
         figure.add_scatter(
             x=sizes + sizes[::-1], y=high + low[::-1], fill="toself", mode="none", name="band",
@@ -85,6 +86,7 @@ def _steps(predictions: list[dict[str, Any]]) -> Any:
         figure.add_scatter(
             x=sizes, **found, mode="markers", marker=marker, name="measured", **once, **where
         )
+        figure.update_xaxes(tickvals=sizes, **where)
     figure.update_layout({**LAYOUT, "margin": {**LAYOUT["margin"], "t": 90}})
     figure.update_layout(legend={"orientation": "h", "y": 1.12, "yanchor": "bottom"})
     figure.update_xaxes(title="samples in a batch", type="log")

@@ -47,7 +47,8 @@ def measured(args: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.json"
         words = [SCRIPTS / "recording/noise_steps.py", path, args.batch, args.steps, args.pairs]
-        command = [BIN / "paceline", "run", "-n", 2, "--threads", 1, *words]
+        record = ["--record", Path(folder) / "record"]
+        command = [BIN / "paceline", "run", "-n", 2, "--threads", 1, *record, *words]
         launch(list(map(str, command)))
         return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(2)]
 

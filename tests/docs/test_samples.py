@@ -39,6 +39,11 @@ PREAMBLES = {
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD
     + "    model, optimizer = world.distribute(model, optimizer)\n",
+    "docs/how-to/improve/large-batches.md": DATA
+    + """
+    layers = [torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10))
+    """,
     "docs/how-to/improve/pack-and-stage.md": WORLD
     + """
     from paceline.data import pack

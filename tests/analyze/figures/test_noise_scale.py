@@ -30,6 +30,7 @@ def test_estimate_and_interval_hold_the_known_value():
     inside = 0
     for seed in range(40):
         found = estimate_noise_scale(sampled(4, 60, 16, seed=seed))
+        assert type(found.low) is type(found.high) is float  # users print them
         inside += found.low <= NOISE / SIGNAL <= found.high
         assert found.samples == pytest.approx(300, rel=0.5)
         assert (found.global_batch, found.steps) == (64, 60)

@@ -146,7 +146,7 @@ def _interval(signal: Floats, noise: Floats) -> tuple[float, float | None]:
         np.array([part.mean() for part in np.array_split(of, blocks)]) for of in (signal, noise)
     )
     mean_x, mean_y = float(x.mean()), float(y.mean())
-    (var_x, both), (_, var_y) = np.cov(x, y) / blocks
+    (var_x, both), (_, var_y) = (np.cov(x, y) / blocks).tolist()
     t2 = student_quantile(TAIL, blocks - 1) ** 2
     # r is inside if (mean_y - r mean_x)^2 <= t2 var(y - r x): a quadratic inequality in r
     a, b = mean_x**2 - t2 * var_x, mean_x * mean_y - t2 * both
