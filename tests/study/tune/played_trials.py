@@ -34,6 +34,7 @@ class Played:
     script: Generator[tuple[int, float], None, int]
     waits_at: int | None = None
     signalled: int = 0
+    polls: int = 0  # since it was to pause
 
     @property
     def trial(self) -> int:
@@ -51,6 +52,7 @@ class PlayedServer:
         log: Trial, words and ranks of each start.
         ends: Trial and exit code of each end.
         most: Largest number of trials that ran at the same time.
+        polls_to_pause: Polls after which a trial that is to pause has ended.
     """
 
     def __init__(self, script: Callable[[Played], Generator[tuple[int, float], None, int]]) -> None:
@@ -58,12 +60,13 @@ class PlayedServer:
         self.log: list[tuple[int, list[str], int]] = []
         self.ends: list[tuple[int, int]] = []
         self.shares: list[Any] = []
-        self.most = 0
+        self.most, self.polls_to_pause = 0, 0
 
     def start(self, start: Any) -> None:
         request = parse_json(start.variables[VARIABLE].encode(), TrialRequest, "request")
         played = Played(start, request, iter(()))  # type: ignore[arg-type]
         played.script = self.script(played)
+        assert played.trial not in {one.trial for one in self.running.values()}
         self.running[start.number] = played
         self.log.append((played.trial, start.words, start.ranks))
         self.shares.append(start.share)
@@ -94,9 +97,10 @@ class PlayedServer:
             decision = next((a.decision for a in answers if a.step == played.waits_at), None)
             if decision is None or decision == "stop":
                 return None
-            played.waits_at = None
             if decision == "pause":
-                return 75
+                played.polls += 1
+                return 75 if played.polls > self.polls_to_pause else None
+            played.waits_at = None
         try:
             step, value = next(played.script)
         except StopIteration as end:

@@ -22,6 +22,10 @@ from paceline.study.tune.search import FAILURE
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 
 
+# Of the writes of a study one in STRIDE kills the runner, in the quick tests.
+STRIDE = 7
+
+
 def states(opened):
     return Counter(one.state.name for one in opened.study.get_trials(deepcopy=False))
 
@@ -95,7 +99,7 @@ def test_no_kill_loses_or_repeats_a_trial(tmp_path, monkeypatch, options):
     expected = ranking(opened)
     total = writes.count
     assert total > 20
-    for kill_at in range(1, total + 1, 3):
+    for kill_at in range(1, total + 1, STRIDE):
         folder = tmp_path / str(kill_at)
         folder.mkdir()
         path = write_study(folder, **options)
@@ -131,6 +135,15 @@ def test_promotion_continues_the_best_from_their_checkpoints(tmp_path):
     for one in trials:
         assert sorted(one.intermediate_values) == list(range(1, max(one.intermediate_values) + 1))
     assert states(opened)["RUNNING"] == 0
+
+
+def test_a_trial_that_is_about_to_pause_is_not_promoted_yet(tmp_path):
+    """Its processes still write the checkpoint while other trials begin."""
+    server = PlayedServer(by_epochs(9))
+    server.polls_to_pause = 4
+    opened, complete = play(write_study(tmp_path, **PROMOTION), server, cores=3)
+    assert complete
+    assert states(opened)["COMPLETE"] >= 1
 
 
 def test_promoted_trials_get_the_ranks_of_their_rung(tmp_path):

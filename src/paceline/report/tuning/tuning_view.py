@@ -99,7 +99,7 @@ class TuningView:
 
     def row(self, number: int) -> TrialRow:
         """Return a trial by its number."""
-        return next(row for row in self.rows if row.number == number)
+        return self.rows[number]
 
     @property
     def parameters(self) -> list[str]:
