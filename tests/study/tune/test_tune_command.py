@@ -31,6 +31,8 @@ TRAIN = """
     optimizer = torch.optim.SGD(model.parameters(), lr=float(args.lr))
     model, optimizer = world.distribute(model, optimizer)
     seen = Path(args.folder) / f"rank-{world.rank}"
+    note = open(f"{seen}-note", "w")
+    note.write("the destructor has written this")
     for epoch in world.epochs(3, checkpoint=args.checkpoint):
         total = world.meter()
         for x, y in world.batches(loader):
@@ -86,6 +88,8 @@ def test_all_ranks_of_a_trial_have_its_parameters_and_pause_after_the_same_step(
         folder = tmp_path / f"study.trials/{trial['number']:05}"
         first, second = ((folder / f"rank-{n}").read_text().splitlines() for n in (0, 1))
         whole = trial["state"] == "complete"
+        for rank in (0, 1):
+            assert (folder / f"rank-{rank}-note").read_text() == "the destructor has written this"
         assert [line.split()[0] for line in first] == list("012" if whole else "0")
         assert [line.split()[:3] for line in first] == [line.split()[:3] for line in second]
         assert {float(line.split()[1]) for line in first} == {trial["parameters"]["lr"]}
