@@ -201,7 +201,7 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
     trials = shared_folder / "study.trials"
     ranks.wait_until((trials / "00001/rank-1").exists, 200)
     runner = json.loads((trials / ".paceline-run.json").read_text())
-    slurm.hosts.run("host0", "pkill", "-9", "-f", "paceline tune study.toml", check=False)
+    slurm.hosts.run("host0", "kill", "-9", str(runner["pid"]))
     process.wait(60)
     assert runner["host"] == "host0"
     done = slurm.run(*words, "--continue", "--json", cwd=shared_folder, timeout=400)
@@ -232,7 +232,7 @@ def test_the_digits_example_is_tuned(tmp_path):
     defaults = next(one for one in study["trials"] if one["known"])
     assert defaults["parameters"] == {"lr": 0.002, "batch": 64}
     (best,) = (study["trials"][number] for number in study["best"])
-    assert best["values"][0] > max(value for _, value in defaults["intermediate"])
+    assert best["values"][0] > 0.9973  # that of its defaults, after 30 epochs
 
 
 def test_what_is_missing_is_told(tmp_path, monkeypatch):
