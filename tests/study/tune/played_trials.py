@@ -17,7 +17,7 @@ from paceline.security.schema import parse_json
 from paceline.study.tune.machine import Machine, Node
 from paceline.study.tune.open_study import begin_study, continue_study, locked
 from paceline.study.tune.runner import Runner
-from paceline.study.tune.searches import make_search
+from paceline.study.tune.searches import make_search, search_class
 from paceline.study.tune.tune import load_spec
 
 
@@ -60,6 +60,7 @@ class PlayedServer:
         self.log: list[tuple[int, list[str], int]] = []
         self.ends: list[tuple[int, int]] = []
         self.shares: list[Any] = []
+        self.hosts: list[str] = []
         self.most, self.polls_to_pause = 0, 0
 
     def start(self, start: Any) -> None:
@@ -70,6 +71,7 @@ class PlayedServer:
         self.running[start.number] = played
         self.log.append((played.trial, start.words, start.ranks))
         self.shares.append(start.share)
+        self.hosts.append(start.hosts)
         self.most = max(self.most, len(self.running))
 
     def signal(self, number: int, kind: int) -> None:
@@ -185,6 +187,7 @@ def play(
     *,
     continued: bool = False,
     cores: int = 2,
+    nodes: list[Node] | None = None,
     heard: Heard | None = None,
     minutes: float | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -192,7 +195,10 @@ def play(
     """Run a study with played trials; return the opened study and whether it is complete."""
     spec = load_spec(path)
     heard = heard or Heard()
-    machine = Machine([Node("", cores)], None, "the test", spec.table.cores)
+    nodes = nodes or [Node("", cores)]
+    machine = Machine(nodes, "ssh", "the test", spec.table.cores)
+    for ranks in search_class(spec).numbers_of_ranks(spec):
+        machine.check(ranks)
     with locked(spec, heard.message):
         opened = continue_study(spec, heard.message) if continued else begin_study(spec)
         search = make_search(opened.study, spec)

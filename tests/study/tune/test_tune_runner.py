@@ -16,6 +16,7 @@ from played_trials import (
 )
 
 from paceline.study.tune import journal
+from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.search import FAILURE
 
@@ -301,3 +302,30 @@ def test_a_grid_ends_after_its_points(tmp_path):
     opened, complete = play(path, PlayedServer(once))
     assert complete
     assert sorted(one.params["x"] for one in opened.study.trials) == [1, 2, 3, 4]
+
+
+def test_a_lost_node_gets_no_further_trial(tmp_path):
+    def script(played):
+        if played.start.hosts.startswith("bad"):
+            with open(played.start.output, "a") as file:
+                file.write("paceline: rank 0 on bad was lost with its node: it did not answer\n")
+            return 137
+        yield from once(played)
+        return 0
+
+    server, heard = PlayedServer(script), Heard()
+    nodes = [Node("bad", 1), Node("good", 1)]
+    opened, complete = play(write_study(tmp_path), server, heard=heard, nodes=nodes)
+    assert complete
+    assert states(opened) == {"COMPLETE": 6}
+    assert heard.messages[0] == "bad is lost, and no further trial starts there"
+    assert sum(hosts.startswith("bad") for hosts in server.hosts) == 1
+
+
+def test_a_trial_of_many_ranks_gets_whole_nodes(tmp_path):
+    server = PlayedServer(once)
+    nodes = [Node("a", 2), Node("b", 2), Node("c", 2)]
+    play(write_study(tmp_path, ranks=4), server, nodes=nodes)
+    assert set(server.hosts) == {"a:2,b:2"}
+    with pytest.raises(ValueError, match="room for 6 ranks on 6 cores"):
+        play(write_study(tmp_path, ranks=7), server, continued=True, nodes=nodes)

@@ -103,7 +103,7 @@ class PromotionSearch(Search):
     def next_text(self) -> str:
         found = self._promotable(1 / self.eta)
         if found is None:
-            return "a new trial"
+            return super().next_text()
         return f"trial {found.number} continues after step {self._last_rung(found)}"
 
     def _last_rung(self, trial: "FrozenTrial") -> int:

@@ -27,6 +27,7 @@ from .open_study import OpenStudy
 from .outcomes import (
     DIVERGED,
     FULL_DISK,
+    LOST_NODE,
     NO_CHECKPOINT,
     NO_METRIC,
     REPEATED,
@@ -337,10 +338,10 @@ class Runner:
                 f"trial {number} was ended by the scheduler: its time limit is near. HINT: "
                 f"continue in a new allocation: paceline tune {self.spec.path} --continue"
             )
-        return self._settle(run.work, run.folder, run.attempt, code)
+        return self._settle(run.work, run.folder, run.attempt, code, run.seat)
 
     def _settle(
-        self, work: Work, folder: TrialFolder, attempt: Attempt, code: int
+        self, work: Work, folder: TrialFolder, attempt: Attempt, code: int, seat: Seat | None = None
     ) -> Outcome | None:
         """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
         good = _good_attempts(folder)
@@ -356,6 +357,13 @@ class Runner:
                 f"trials that ended are in the journal. HINT: free some space, then paceline tune "
                 f"{self.spec.path} --continue"
             )
+        if (
+            failure.kind == LOST_NODE
+            and seat is not None
+            and (node := self.machine.leave_out(seat))
+        ):
+            self.listener.message(f"{node} is lost, and no further trial starts there")
+            self.machine.check(work.ranks)
         failed = self._failed_attempts[work.number] = self._failed_attempts.get(work.number, 0) + 1
         if failure.kind in REPEATED and failed < MAX_ATTEMPTS:
             self.listener.message(f"trial {work.number}: {failure.kind}; it is run once more")
@@ -390,7 +398,7 @@ class Runner:
 
     def _tell(self, work: Work, outcome: Outcome) -> None:
         self.search.tell(work, outcome)
-        self._ended_here += outcome.state != "paused"
+        self._ended_here += 1
         self.listener.trial_ended(self._refresh(work.number), self.view())
         self._check_first(work, outcome)
 
@@ -532,6 +540,7 @@ class Runner:
         return replace(
             study_view(self.opened, self._rows, self._best),
             running={run.work.number: now - run.begun for run in self._running.values()},
+            next_text=self.search.next_text(),
             left_s=self._left_s(),
             elapsed_s=now - self._began,
         )
@@ -539,9 +548,9 @@ class Runner:
     def _left_s(self) -> float | None:
         """Return the time until the budget is used, as far as it is known."""
         limits = [] if self.deadline is None else [self.deadline.left_s]
-        if self._ended_here:
-            each_s = (time.monotonic() - self._began) / self._ended_here
-            limits.append(each_s * max(self.table.trials - self.search.count, 0))
+        more = self.table.trials - self.search.count + len(self._running)
+        if self._ended_here and more > 0:
+            limits.append((time.monotonic() - self._began) / self._ended_here * more)
         return min(limits, default=None)
 
 

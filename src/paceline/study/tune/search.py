@@ -203,8 +203,8 @@ class Search:
         """End the study: its budget of trials is used."""
 
     def next_text(self) -> str:
-        """Return what the search will do next, for the live table."""
-        return "a new trial"
+        """Return what the search will do next, for the live table; "" if nothing is known."""
+        return "a new trial" if self.count < self.spec.table.trials else ""
 
 
 def draw(spec: StudySpec, trial: "Trial") -> dict[str, Value]:
