@@ -1,5 +1,6 @@
 """The view of a study in its journal."""
 
+import random
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ STATES = {
     "WAITING": WAITING,
     "RUNNING": RUNNING,
 }
-MIN_FOR_IMPORTANCES = 8  # complete trials
+MIN_FOR_IMPORTANCES, MAX_FOR_IMPORTANCES = 8, 1000  # complete trials
 
 
 def trial_row(trial: "FrozenTrial", search: Search) -> TrialRow:
@@ -93,11 +94,11 @@ def study_view(opened: OpenStudy, rows: list[TrialRow], best: list[int]) -> Tuni
     )
 
 
-def read_view(opened: OpenStudy) -> TuningView:
-    """Return the view of a study in its journal, with the importances, which take seconds."""
+def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
+    """Return the view of a study in its journal. The importances take seconds."""
     search = make_search(opened.study, opened.spec)
     rows = [trial_row(one, search) for one in opened.study.get_trials(deepcopy=False)]
-    importances, note = _importances(opened.study, rows)
+    importances, note = _importances(opened.study, rows) if with_importances else ({}, "")
     best = best_numbers(opened.study, rows)
     return replace(study_view(opened, rows, best), importances=importances, importance_note=note)
 
@@ -127,9 +128,13 @@ def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float]
         return {}, ""
     if complete < MIN_FOR_IMPORTANCES:
         return {}, f"importances need {MIN_FOR_IMPORTANCES} complete trials; there are {complete}"
+    note = ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if complete > MAX_FOR_IMPORTANCES:
+                study = _part_of(study, MAX_FOR_IMPORTANCES)
+                note = f"of {MAX_FOR_IMPORTANCES:,} of the trials"
             found = optuna.importance.get_param_importances(
                 study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
             )
@@ -137,4 +142,14 @@ def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float]
         return {}, "importances need scikit-learn. HINT: pip install 'paceline[tune]'"
     except (ValueError, RuntimeError) as error:
         return {}, f"importances can't be determined: {error}"
-    return {name: float(value) for name, value in found.items()}, ""
+    return {name: float(value) for name, value in found.items()}, note
+
+
+def _part_of(study: "Study", count: int) -> "Study":
+    """Return a study in memory with some of the complete trials, drawn at random."""
+    import optuna
+
+    trials = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    part = optuna.create_study(direction=study.direction)
+    part.add_trials(random.Random(0).sample(trials, count))
+    return part

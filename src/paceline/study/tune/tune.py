@@ -93,7 +93,7 @@ def tune(
                 warnings.simplefilter("ignore")  # what Optuna calls experimental
                 opened = _open(spec, options, listener.message)
                 complete = _run(opened, options, machine, server, listener, interrupted)
-            return TuneEnd(read_view(opened), complete)
+            return TuneEnd(read_view(opened, with_importances=complete), complete)
         finally:
             server.close()
 
