@@ -217,7 +217,16 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
         assert {line[1] for line in lines} == {repr(one["parameters"]["lr"])}
         assert {line[2] for line in lines} == {"2"}
         nodes |= {line[3] for line in lines}
-    assert len(nodes) == 2
+        assert len({line[3] for line in lines}) == 1
+    assert len(nodes) >= 2
+    wide = STUDY.replace("trials = 3", "trials = 1").replace("ranks = 2", "ranks = 4")
+    (shared_folder / "wide.toml").write_text(wide.replace('pruner = "promotion"', ""))
+    words = ("salloc", "-N", "2", ranks.PACELINE, "tune", "wide.toml", "--json")
+    done = slurm.run(*words, cwd=shared_folder, timeout=400)
+    assert json.loads(done.stdout[done.stdout.index("{") :])["trials"][0]["state"] == "complete"
+    seen = [(shared_folder / f"wide.trials/00000/rank-{n}").read_text().split() for n in range(4)]
+    assert len({line[3] for line in seen}) == 2
+    assert len({line[1] for line in seen}) == 1
     assert not slurm.left_over()
 
 
