@@ -54,16 +54,18 @@ def main() -> None:
         folder = Path(name)
         (folder / "trial.py").write_text(SCRIPT)
         (folder / "study.toml").write_text(STUDY.format(trials=args.trials))
-        delays = kill_often(folder, args.kills, random.Random(args.seed))
-        console.print(f"killed {len(delays)} times; now to the end")
+        delays, killed = kill_often(folder, args.kills, random.Random(args.seed))
+        console.print(f"killed {killed} times; now to the end")
         study = complete(folder)
         lost, twice = check(folder, study, args.trials)
     report(args, facts, delays, lost, twice)
 
 
-def kill_often(folder: Path, kills: int, draw: random.Random) -> list[float]:
-    """Kill the runner; return the seconds until the study went on, where it was seen."""
-    delays = []
+def kill_often(folder: Path, kills: int, draw: random.Random) -> tuple[list[float], int]:
+    """Kill the runner; return the seconds until the study went on, where it was seen, and the
+    number of kills.
+    """
+    delays, killed = [], 0
     for number in range(kills):
         before = attempts(folder)
         began = time.monotonic()
@@ -81,7 +83,8 @@ def kill_often(folder: Path, kills: int, draw: random.Random) -> list[float]:
             break  # the study is complete
         process.send_signal(signal.SIGKILL)
         process.wait()
-    return delays
+        killed += 1
+    return delays, killed
 
 
 def attempts(folder: Path) -> int:
