@@ -312,10 +312,10 @@ def finish(code: int, is_short: bool = False) -> NoReturn:
 
 def _drop_script() -> None:
     """Drop the objects of the script and of modules beside it, so that their destructors run."""
-    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    folder = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "")
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        beside = isinstance(file, str) and os.path.dirname(os.path.abspath(file)) == folder
+        file = getattr(module, "__file__", None) or ""
+        beside = file.startswith(folder) and os.sep not in file[len(folder) :]
         if name == "__main__" or beside:
             vars(module).clear()
     gc.collect()  # skips what was imported before the fork
