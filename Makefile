@@ -137,6 +137,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/recording/recording_cost.py
 	$(BIN)/python benchmarks/recording/noise_scale_cost.py
 	$(BIN)/python benchmarks/compat/horovod.py
+	$(BIN)/python benchmarks/tune/trial_cost.py
+	$(BIN)/python benchmarks/tune/kills.py
 	$(BIN)/python benchmarks/recording/report_size.py
 	$(BIN)/python benchmarks/recording/top_cost.py
 	$(BIN)/python benchmarks/recording/page_size.py

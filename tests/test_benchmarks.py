@@ -469,3 +469,17 @@ def test_study_overhead(tmp_path):
     parts = one["before"] + one["between"] + one["after"] + one["runs"]
     assert parts == pytest.approx(one["total"])
     assert min(one["before"], one["between"], one["after"]) > 0
+
+
+def test_trial_cost_measures_trials_memory_and_opening(tmp_path):
+    sizes = ("--trials", "6", "--memory-trials", "6", "--open-trials", "50")
+    result = result_of("trial_cost", tmp_path / "x.json", *sizes)
+    measured = result["measurements"]
+    assert set(measured) == {"paceline_s", "plain_s", "open_s", "memory_mib"}
+    assert all(value > 0 for values in measured.values() for value in values)
+    assert len(result["targets"]) == 3
+
+
+def test_kills_lose_no_trial(tmp_path):
+    result = result_of("kills", tmp_path / "x.json", "--kills", "3", "--trials", "12")
+    assert result["measurements"]["lost"] == result["measurements"]["twice"] == [0]

@@ -52,6 +52,14 @@ PREAMBLES = {
         pack((images.numpy(), labels.numpy()), "packed")
     torch.distributed.barrier()
     """,
+    "docs/how-to/improve/tune.md": """
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = JournalStorage(JournalFileBackend("study.journal"))
+    optuna.create_study(study_name="study", storage=storage, load_if_exists=True)
+    """,
     "docs/reference/training-loop.md": WORLD
     + """
     generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)

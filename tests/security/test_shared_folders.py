@@ -180,6 +180,7 @@ RIGHT_REMOVALS = {
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
     "study/environment/pack_environment.py": {"part.unlink"},  # a random name
     "study/probe/measure/storage.py": {"one.path.unlink"},  # in its temporary folder
+    "study/tune/journal.py": {"os.unlink"},  # the link that is Optuna's lock
 }
 
 

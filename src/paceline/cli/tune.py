@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         ("paceline tune study.toml --show", "its trials; nothing is run"),
         ("paceline tune study.toml --best best.toml", "parameters of the best trial"),
         ("salloc -N 4 paceline tune study.toml", "trials on all nodes of an allocation"),
-        ("optuna-dashboard study.journal", "open the study in a browser, while it runs"),
     ),
 )
 def tune(

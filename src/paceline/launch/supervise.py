@@ -55,7 +55,7 @@ def watch(
         rdzv_handler=Rendezvous(run, hosts[0], job.port),
         entrypoint=job.name,
         max_restarts=job.max_restarts,
-        monitor_interval=0.05,
+        monitor_interval=1e-6,  # must be above 0; the agent waits for its hosts
     )
     agent = ElasticAgent(spec, hosts, seats, started, uses_horovod(job))
     agent.interrupt, agent.remaining, agent.guarded = interrupt, remaining, GuardedJob(guard)

@@ -26,7 +26,7 @@ MAX_LINE_BYTES = 1 << 16
 MAX_VALUES = 200
 # A runner answers within milliseconds. A trial whose runner was killed is ended by then.
 ANSWER_TIMEOUT_S = 60.0
-FIRST_POLL_S, MAX_POLL_S = 0.002, 0.1
+FIRST_POLL_S, MAX_POLL_S = 0.002, 0.05
 CONTINUE, PAUSE, STOP = "continue", "pause", "stop"
 
 Step = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -142,7 +142,7 @@ class TrialReporter:
         while time.monotonic() < limit:
             for answer in read_lines(self.request.answers, Answer):
                 if answer.step == step:
-                    return answer.decision
+                    return str(answer.decision)
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, MAX_POLL_S)
         return CONTINUE

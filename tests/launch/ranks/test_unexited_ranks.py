@@ -36,6 +36,9 @@ class UnresponsiveHost:
     def take_exits(self):
         return iter(())
 
+    def wait(self, seconds):
+        time.sleep(0.001)
+
 
 @pytest.fixture
 def agent(monkeypatch):

@@ -17,7 +17,7 @@ from paceline.security.schema import parse_json
 from paceline.study.tune.machine import Machine, Node
 from paceline.study.tune.open_study import begin_study, continue_study, locked
 from paceline.study.tune.runner import Runner
-from paceline.study.tune.searches import make_search
+from paceline.study.tune.searches import make_search, search_class
 from paceline.study.tune.tune import load_spec
 
 
@@ -34,6 +34,7 @@ class Played:
     script: Generator[tuple[int, float], None, int]
     waits_at: int | None = None
     signalled: int = 0
+    polls: int = 0  # since it was to pause
 
     @property
     def trial(self) -> int:
@@ -51,6 +52,7 @@ class PlayedServer:
         log: Trial, words and ranks of each start.
         ends: Trial and exit code of each end.
         most: Largest number of trials that ran at the same time.
+        polls_to_pause: Polls after which a trial that is to pause has ended.
     """
 
     def __init__(self, script: Callable[[Played], Generator[tuple[int, float], None, int]]) -> None:
@@ -58,15 +60,18 @@ class PlayedServer:
         self.log: list[tuple[int, list[str], int]] = []
         self.ends: list[tuple[int, int]] = []
         self.shares: list[Any] = []
-        self.most = 0
+        self.hosts: list[str] = []
+        self.most, self.polls_to_pause = 0, 0
 
     def start(self, start: Any) -> None:
         request = parse_json(start.variables[VARIABLE].encode(), TrialRequest, "request")
         played = Played(start, request, iter(()))  # type: ignore[arg-type]
         played.script = self.script(played)
+        assert played.trial not in {one.trial for one in self.running.values()}
         self.running[start.number] = played
         self.log.append((played.trial, start.words, start.ranks))
         self.shares.append(start.share)
+        self.hosts.append(start.hosts)
         self.most = max(self.most, len(self.running))
 
     def signal(self, number: int, kind: int) -> None:
@@ -94,9 +99,10 @@ class PlayedServer:
             decision = next((a.decision for a in answers if a.step == played.waits_at), None)
             if decision is None or decision == "stop":
                 return None
-            played.waits_at = None
             if decision == "pause":
-                return 75
+                played.polls += 1
+                return 75 if played.polls > self.polls_to_pause else None
+            played.waits_at = None
         try:
             step, value = next(played.script)
         except StopIteration as end:
@@ -181,6 +187,7 @@ def play(
     *,
     continued: bool = False,
     cores: int = 2,
+    nodes: list[Node] | None = None,
     heard: Heard | None = None,
     minutes: float | None = None,
     interrupted: Callable[[], bool] = lambda: False,
@@ -188,7 +195,10 @@ def play(
     """Run a study with played trials; return the opened study and whether it is complete."""
     spec = load_spec(path)
     heard = heard or Heard()
-    machine = Machine([Node("", cores)], None, "the test", spec.table.cores)
+    nodes = nodes or [Node("", cores)]
+    machine = Machine(nodes, "ssh", "the test", spec.table.cores)
+    for ranks in search_class(spec).numbers_of_ranks(spec):
+        machine.check(ranks)
     with locked(spec, heard.message):
         opened = continue_study(spec, heard.message) if continued else begin_study(spec)
         search = make_search(opened.study, spec)

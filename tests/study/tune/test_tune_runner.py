@@ -16,10 +16,15 @@ from played_trials import (
 )
 
 from paceline.study.tune import journal
+from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.search import FAILURE
 
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
+
+
+# Of the writes of a study one in STRIDE kills the runner, in the quick tests.
+STRIDE = 7
 
 
 def states(opened):
@@ -95,7 +100,7 @@ def test_no_kill_loses_or_repeats_a_trial(tmp_path, monkeypatch, options):
     expected = ranking(opened)
     total = writes.count
     assert total > 20
-    for kill_at in range(1, total + 1, 3):
+    for kill_at in range(1, total + 1, STRIDE):
         folder = tmp_path / str(kill_at)
         folder.mkdir()
         path = write_study(folder, **options)
@@ -131,6 +136,15 @@ def test_promotion_continues_the_best_from_their_checkpoints(tmp_path):
     for one in trials:
         assert sorted(one.intermediate_values) == list(range(1, max(one.intermediate_values) + 1))
     assert states(opened)["RUNNING"] == 0
+
+
+def test_a_trial_that_is_about_to_pause_is_not_promoted_yet(tmp_path):
+    """Its processes still write the checkpoint while other trials begin."""
+    server = PlayedServer(by_epochs(9))
+    server.polls_to_pause = 4
+    opened, complete = play(write_study(tmp_path, **PROMOTION), server, cores=3)
+    assert complete
+    assert states(opened)["COMPLETE"] >= 1
 
 
 def test_promoted_trials_get_the_ranks_of_their_rung(tmp_path):
@@ -288,3 +302,30 @@ def test_a_grid_ends_after_its_points(tmp_path):
     opened, complete = play(path, PlayedServer(once))
     assert complete
     assert sorted(one.params["x"] for one in opened.study.trials) == [1, 2, 3, 4]
+
+
+def test_a_lost_node_gets_no_further_trial(tmp_path):
+    def script(played):
+        if played.start.hosts.startswith("bad"):
+            with open(played.start.output, "a") as file:
+                file.write("paceline: rank 0 on bad was lost with its node: it did not answer\n")
+            return 137
+        yield from once(played)
+        return 0
+
+    server, heard = PlayedServer(script), Heard()
+    nodes = [Node("bad", 1), Node("good", 1)]
+    opened, complete = play(write_study(tmp_path), server, heard=heard, nodes=nodes)
+    assert complete
+    assert states(opened) == {"COMPLETE": 6}
+    assert heard.messages[0] == "bad is lost, and no further trial starts there"
+    assert sum(hosts.startswith("bad") for hosts in server.hosts) == 1
+
+
+def test_a_trial_of_many_ranks_gets_whole_nodes(tmp_path):
+    server = PlayedServer(once)
+    nodes = [Node("a", 2), Node("b", 2), Node("c", 2)]
+    play(write_study(tmp_path, ranks=4), server, nodes=nodes)
+    assert set(server.hosts) == {"a:2,b:2"}
+    with pytest.raises(ValueError, match="room for 6 ranks on 6 cores"):
+        play(write_study(tmp_path, ranks=7), server, continued=True, nodes=nodes)

@@ -37,6 +37,7 @@ from . import framework_variables, process_groups
 from .host import Host
 from .rendezvous import Rendezvous
 
+MONITOR_INTERVAL_S = 0.05  # less if a rank of this node ends
 END_GRACE_S = 3.0  # between asking a rank to end and killing it
 SETTLE_S = 0.3  # after the first known failure, for an earlier one to become known
 CONSEQUENCE_SETTLE_S = 3.0  # same, if that failure only says that another rank is gone
@@ -126,6 +127,7 @@ class ElasticAgent(SimpleElasticAgent):
         return {rank.rank: None for rank in self.ranks}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._hosts[0].wait(MONITOR_INTERVAL_S)
         self.interrupt.check()
         self._collect_exits()
         self._poll_hosts()

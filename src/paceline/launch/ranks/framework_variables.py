@@ -22,6 +22,7 @@ Paceline provides neither, so ``check_horovod`` refuses its ``init``.
 import errno
 import functools
 import ipaddress
+import itertools
 import json
 import os
 import random
@@ -184,8 +185,11 @@ def free_ports(count: int) -> list[int]:
     """
     low, high = _given_to_any()
     first = random.SystemRandom().randrange(FIRST_PORT, 65536)
-    order = [*range(first, 65536), *range(FIRST_PORT, first)]
-    order.sort(key=lambda port: low <= port <= high)  # ports outside the ephemeral range first
+    ports = [*range(first, 65536), *range(FIRST_PORT, first)]
+    order = itertools.chain(  # ports outside the ephemeral range first
+        (port for port in ports if not low <= port <= high),
+        (port for port in ports if low <= port <= high),
+    )
     found: list[int] = []
     with ExitStack() as held:  # bound until the end, so that no port is found twice
         for port in order:

@@ -246,6 +246,15 @@ class LocalHost:
             write_attempt(Path(self._environment["PACELINE_RECORD"]), int(number))
             self._progress_monitor.reset()
 
+    def wait(self, seconds: float) -> None:
+        """Wait this long, or until the rank server reports that a rank has ended."""
+        if self.server_ended:
+            time.sleep(seconds)
+        elif not self._pending_exits:
+            waiting = select.poll()  # select takes no descriptors above 1023
+            waiting.register(self._channel, select.POLLIN)
+            waiting.poll(seconds * 1000)
+
     def take_exits(self) -> Iterator[tuple[int, int, float]]:
         """Yield (rank, exit code or minus the signal, monotonic time) of ranks that ended since the
         last call.

@@ -117,6 +117,9 @@ class RemoteHost:
         self._last_start_at = time.monotonic()
         self.send(start=rank, local_rank=local_rank, variables=host_variables)
 
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def take_exits(self) -> Iterator[tuple[int, int, float]]:
         """Yield the ranks that ended since the last call; all ranks, if the host is lost."""
         while self._exits:

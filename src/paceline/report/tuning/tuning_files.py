@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ...cost.machine.write_toml import dumps
@@ -20,7 +21,7 @@ def csv_text(view: TuningView) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_FIXED, *view.parameters, *view.metrics, *_LAST])
     for row in view.rows:
-        values = row.values or [""] * len(view.metrics)
+        values: Sequence[object] = row.values or [""] * len(view.metrics)
         writer.writerow(
             [
                 *(row.number, row.state),

@@ -67,7 +67,7 @@ class TuningView:
         search: Sampler and pruner in words.
         importances: Share of each parameter in the differences between trials; empty if they can't
             be determined.
-        importance_note: Why there are none, or "".
+        importance_note: Why there are none, or of which trials they are, or "".
         next_text: What the search does next, or "".
         left_s: Time until the end of the budget; None without a limit.
         elapsed_s: Time since this call began.
@@ -99,7 +99,7 @@ class TuningView:
 
     def row(self, number: int) -> TrialRow:
         """Return a trial by its number."""
-        return next(row for row in self.rows if row.number == number)
+        return self.rows[number]
 
     @property
     def parameters(self) -> list[str]:

@@ -6,6 +6,7 @@ which Optuna frees after 30 s, and the beginning of a line, after which it reads
 ``open_journal`` removes both; the runner then holds the lock of the study's folder.
 """
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ LOCK_SUFFIX = ".lock"  # of Optuna
 STALE_LOCK_S = 1.0
 POLL_S = 0.05
 TAIL_BYTES = 1 << 16
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class JournalFullError(OSError):
@@ -156,6 +158,8 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
         raise ValueError(
             f"{error.filename or path} can't be written: {error.strerror}. All trials that ended "
             f"are in the journal. HINT: free some space (df -h {path.parent}), then paceline tune "

@@ -57,6 +57,7 @@ class Machine:
         self.uses_gpus = gpus > 0
         self.cores_per_rank = cores_per_rank or (max(least // gpus, 1) if gpus else 1)
         self._free = [set(range(self.slots(one))) for one in nodes]
+        self._lost: set[int] = set()
 
     def slots(self, node: Node) -> int:
         """Return the number of ranks that fit on a node."""
@@ -65,8 +66,16 @@ class Machine:
 
     @property
     def capacity(self) -> int:
-        """Number of ranks that fit on all nodes."""
-        return sum(map(self.slots, self.nodes))
+        """Number of ranks that fit on all nodes that are not lost."""
+        return sum(self.slots(one) for at, one in enumerate(self.nodes) if at not in self._lost)
+
+    def leave_out(self, seat: Seat) -> str:
+        """Use the node of a trial no longer, and return its name; "" if several may be meant."""
+        if len(seat.nodes) > 1 or not seat.hosts:
+            return ""
+        self._lost.add(seat.nodes[0])
+        self._free[seat.nodes[0]] = set()
+        return self.nodes[seat.nodes[0]].name
 
     @property
     def is_full(self) -> bool:
@@ -101,7 +110,7 @@ class Machine:
         whole = [
             number
             for number, free in enumerate(self._free)
-            if len(free) == self.slots(self.nodes[number])
+            if len(free) == self.slots(self.nodes[number]) and number not in self._lost
         ]
         chosen, hosts, left = [], [], ranks
         for number in whole:
@@ -121,7 +130,7 @@ class Machine:
     def give_back(self, seat: Seat) -> None:
         """Free what ``take`` reserved."""
         first = seat.share[0] // self.cores_per_rank
-        for number in seat.nodes:
+        for number in set(seat.nodes) - self._lost:
             count = seat.share[1] // self.cores_per_rank
             if len(seat.nodes) > 1:
                 first, count = 0, self.slots(self.nodes[number])

@@ -5,6 +5,7 @@ the same journal, ``NAME-2``, with a folder of its own.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ def _last_name(spec: StudySpec, storage: "JournalStorage") -> str | None:
 def _create(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
     import optuna
 
-    directions = ["maximize" if goal == MAX else "minimize" for goal in spec.goals]
+    kinds = optuna.study.StudyDirection
+    directions = [kinds.MAXIMIZE if goal == MAX else kinds.MINIMIZE for goal in spec.goals]
     optuna.create_study(storage=storage, study_name=name, directions=directions)
     return _resume(_opened(spec, storage, name))
 
@@ -206,7 +208,9 @@ def _resume(opened: OpenStudy) -> OpenStudy:
     study, spec = opened.study, opened.spec
     if IDENTITY not in study.user_attrs:
         study.set_user_attr(IDENTITY, spec.identity)
-        study.set_metric_names(list(spec.metrics))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna calls it experimental
+            study.set_metric_names(list(spec.metrics))
     given = {one.user_attrs.get(KNOWN) for one in study.get_trials(deepcopy=False)}
     for number, point in enumerate(spec.known, 1):
         if number not in given:

@@ -32,14 +32,21 @@ KINDS = (OUT_OF_MEMORY, DIVERGED, CRASHED, HUNG, LOST_NODE, TIME_LIMIT, NO_METRI
 REPEATED = (HUNG, LOST_NODE)  # are run once more: the next attempt may go well
 STOPPED_EARLY, HANG = 75, 124  # exit codes of ``paceline run``
 LINES, SHOWN_LINES = 60, 6  # at the end of the output, that are searched and shown
+# What a line of the output says, the surest sign first. A line that names several ranks' ends is of
+# ``launch.monitor.failures``; "probably out of memory" there is a guess.
 _SIGNS = (
     (FULL_DISK, re.compile(r"No space left on device|Disk quota exceeded")),
+    (LOST_NODE, re.compile(r"paceline: rank \d+( on \S+)? was lost")),
     (
         OUT_OF_MEMORY,
-        re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]annot allocate memory"),
+        re.compile(
+            r"(?<!probably )out of memory|OutOfMemoryError|\bMemoryError|[Cc]annot allocate memory"
+        ),
     ),
-    (LOST_NODE, re.compile(r"paceline: .*(was lost|is lost|does not answer|lost node)")),
-    (DIVERGED, re.compile(r"\b(loss|gradient)\b.*\b(is|are) (not finite|nan|-?inf)\b", re.I)),
+    (
+        DIVERGED,
+        re.compile(r"\b(loss|gradient)\b.*\b(is|was|are) (not finite|nan|-?inf)\b", re.I),
+    ),
 )
 
 

@@ -93,7 +93,9 @@ class Parameter:
         """Return the value in a trial; a trial that has it already keeps it."""
         value: Value
         if self.choices:
-            value = trial.suggest_categorical(self.name, self.choices)
+            chosen = trial.suggest_categorical(self.name, self.choices)
+            assert chosen is not None, "None is no choice of a study file"
+            value = chosen
         elif self.is_int:
             step = 1 if self.step is None else int(self.step)
             low, high = int(self.low), int(self.high)

@@ -31,11 +31,6 @@ def reached(trial: "FrozenTrial", rungs: Sequence[int]) -> list[float]:
     return [values[step] for step in itertools.takewhile(values.__contains__, rungs)]
 
 
-def is_paused(trial: "FrozenTrial", rungs: Sequence[int]) -> bool:
-    """Return whether a trial that has not ended waits to be promoted."""
-    return len(reached(trial, rungs)) > trial.user_attrs.get(ALLOWED, 0)
-
-
 def rungs_of(first: int, eta: int, epochs: int) -> list[int]:
     """Return the steps of the rungs before the end of a trial."""
     steps, step = [], first
@@ -53,12 +48,23 @@ class PromotionSearch(Search):
     """
 
     def __init__(self, study: "Study", spec: StudySpec, make_sampler: MakeSampler) -> None:
-        self.eta, self.rungs, self.ranks = check_promotion(spec)
+        self.eta, self.rungs, self.ranks = read_options(spec)
         self._better = max if spec.goals[0] == "max" else min
         super().__init__(study, spec, make_sampler)
 
+    @classmethod
+    def check(cls, spec: StudySpec) -> None:
+        read_options(spec)
+
+    @classmethod
+    def numbers_of_ranks(cls, spec: StudySpec) -> Sequence[int]:
+        return read_options(spec)[2]
+
+    def rung_of(self, trial: "FrozenTrial") -> int:
+        return len(reached(trial, self.rungs))
+
     def is_paused(self, trial: "FrozenTrial") -> bool:
-        return is_paused(trial, self.rungs)
+        return self.rung_of(trial) > int(trial.user_attrs.get(ALLOWED, 0))
 
     def ask(self, may_begin: bool) -> Work | None:
         if self.interrupted:
@@ -69,7 +75,7 @@ class PromotionSearch(Search):
         if found is None:
             return super().ask(may_begin)
         trial = self.trial_of(found)
-        trial.set_user_attr(ALLOWED, self._count(found))
+        trial.set_user_attr(ALLOWED, self.rung_of(found))
         return self.work(trial)
 
     def work(self, trial: Any) -> Work:
@@ -79,8 +85,9 @@ class PromotionSearch(Search):
 
     def report(self, work: Work, step: int, value: float) -> Decision:
         self.store(work, step, value)
-        rung = self._count(self.study.get_trials(deepcopy=False)[work.number]) - 1
-        if rung < 0 or step != self.rungs[rung]:
+        rung = self.rung_of(self.study.get_trials(deepcopy=False)[work.number]) - 1
+        allowed = work.trial.user_attrs.get(ALLOWED, 0)
+        if rung < 0 or step != self.rungs[rung] or allowed > rung:
             return Decision.CONTINUE
         same_ranks = self.ranks[rung] == self.ranks[rung + 1]
         if same_ranks and work.number in self._best(rung, 1 / self.eta):
@@ -96,22 +103,22 @@ class PromotionSearch(Search):
     def next_text(self) -> str:
         found = self._promotable(1 / self.eta)
         if found is None:
-            return "a new trial"
+            return super().next_text()
         return f"trial {found.number} continues after step {self._last_rung(found)}"
 
     def _last_rung(self, trial: "FrozenTrial") -> int:
-        return self.rungs[self._count(trial) - 1]
-
-    def _count(self, trial: "FrozenTrial") -> int:
-        """Return the number of rungs that a trial has reached."""
-        return len(reached(trial, self.rungs))
+        return self.rungs[self.rung_of(trial) - 1]
 
     def _trials(self) -> "list[FrozenTrial]":
-        return [one for one in self.study.get_trials(deepcopy=False) if self._count(one)]
+        return [one for one in self.study.get_trials(deepcopy=False) if self.rung_of(one)]
 
     def _paused(self) -> "list[FrozenTrial]":
         return [
-            one for one in self._trials() if one.state.name == "RUNNING" and self.is_paused(one)
+            one
+            for one in self._trials()
+            if one.state.name == "RUNNING"
+            and one.number not in self.running
+            and self.is_paused(one)
         ]
 
     def _best(self, rung: int, share: float, least: int = 0) -> list[int]:
@@ -129,7 +136,7 @@ class PromotionSearch(Search):
         """Return a paused trial that is among the best of its rung; the highest rung first."""
         paused = self._paused()
         for rung in range(len(self.rungs) - 1, -1, -1):
-            here = [one for one in paused if self._count(one) == rung + 1]
+            here = [one for one in paused if self.rung_of(one) == rung + 1]
             best = self._best(rung, share, least) if here else []
             for number in best:
                 for one in here:
@@ -143,7 +150,7 @@ class PromotionSearch(Search):
         There is one if so few trials have reached the rung that none of them is among the best.
         """
         for rung in range(len(self.rungs) - 1, -1, -1):
-            there = [one for one in self._trials() if self._count(one) > rung]
+            there = [one for one in self._trials() if self.rung_of(one) > rung]
             if any(one.user_attrs.get(ALLOWED, 0) > rung for one in there):
                 return None
             if there:
@@ -151,7 +158,7 @@ class PromotionSearch(Search):
         return None
 
 
-def check_promotion(spec: StudySpec) -> tuple[int, list[int], list[int]]:
+def read_options(spec: StudySpec) -> tuple[int, list[int], list[int]]:
     """Return eta, the rungs, and the ranks of each segment. Raises ValueError."""
     options, table = spec.pruner_options, spec.table
     for name in options:

@@ -19,7 +19,7 @@ import msgspec
 from ...launch.remote.forwarded_env import parse_env_options
 from ...record.trial_reports import VARIABLE, Report, TrialRequest, read_lines
 from ...report.tuning.tune_events import TuneListener
-from ...report.tuning.tuning_view import TrialRow, TuningView
+from ...report.tuning.tuning_view import COMPLETE, TrialRow, TuningView
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .command import CHECKPOINT, EPOCHS, FOLDER, RANKS, SEED, TRIAL
 from .machine import Machine, Seat
@@ -27,6 +27,7 @@ from .open_study import OpenStudy
 from .outcomes import (
     DIVERGED,
     FULL_DISK,
+    LOST_NODE,
     NO_CHECKPOINT,
     NO_METRIC,
     REPEATED,
@@ -40,18 +41,19 @@ from .outcomes import (
     values_of,
 )
 from .search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
-from .study_view import study_view, trial_row
+from .study_view import best_numbers, study_view, trial_row
 from .trial_folder import Attempt, ReportReader, TrialFolder
 from .trial_server import TrialServer, TrialStart
 
-POLL_S = 0.05
+# Between two looks at the reports of the trials: not more often than a shared file system bears.
+MIN_POLL_S, POLL_OF_TRIAL_S = 0.02, 0.005
 END_TIMEOUT_S = 40.0  # for trials to write a checkpoint and end
 OLD_ATTEMPT_TIMEOUT_S = 5.0  # for the processes of a runner that was killed
 MAX_REPORTS_BYTES = 256 << 20
 SAME_FAILURES = 3  # of the first trials: the study stops
 SAME_DIVERGED = 10  # the same for diverged trials: many points of a wide range may
 MAX_ATTEMPTS = 2  # at a trial that hung, or lost a node
-INTERRUPTED_CODES = (STOPPED_EARLY, 129, 130, 137, 143)
+INTERRUPTED_CODES = (STOPPED_EARLY, 129, 130, 143)  # Paceline or a scheduler has ended it
 
 
 class StudyStoppedError(ValueError):
@@ -115,7 +117,8 @@ class Runner:
         self._waiting: list[Work] = []  # without a seat, or to be repeated
         self._failed_attempts: dict[int, int] = {}
         self._first_failures: list[str] | None = []
-        self._rows: dict[int, TrialRow] = {}
+        self._rows: list[TrialRow] = []  # by number
+        self._best: list[int] = []
         self._ended_here = 0
         self._variables = parse_env_options(list(self.table.env))
 
@@ -126,8 +129,7 @@ class Runner:
             StudyStoppedError: It can't go on. All trials that ran are interrupted.
             OSError: A file can't be written.
         """
-        for trial in self.study.get_trials(deepcopy=False):
-            self._rows[trial.number] = trial_row(trial, self.search.rungs)
+        self._refresh_all()
         self._settle_old_attempts()
         self.listener.study_started(self.view())
         try:
@@ -166,7 +168,7 @@ class Runner:
         hours, epochs = self.table.node_hours, self.table.total_epochs
         if hours is not None and self._node_hours() >= hours:
             return True
-        return epochs is not None and sum(row.step or 0 for row in self._rows.values()) >= epochs
+        return epochs is not None and sum(row.step or 0 for row in self._rows) >= epochs
 
     def _fill(self) -> None:
         """Start trials while there is room."""
@@ -214,6 +216,7 @@ class Runner:
             self.table.hang_timeout,
             len(seat.nodes),
         )
+        self.search.running.add(work.number)
         self.server.start(start)
         pattern = self.spec.patterns.get(self.spec.reported[0])
         self._running[self._started] = TrialRun(
@@ -225,8 +228,7 @@ class Runner:
             PatternReader(pattern, attempt.output) if pattern else None,
             time.monotonic(),
         )
-        self._refresh(work.number)
-        row = replace(self._rows[work.number], ranks=work.ranks)
+        row = replace(self._refresh(work.number), ranks=work.ranks)
         self.listener.trial_started(row, self.view())
 
     def _own_values(self, work: Work, folder: TrialFolder) -> dict[str, str]:
@@ -244,7 +246,7 @@ class Runner:
 
     def _poll(self) -> None:
         """Wait for reports and ends of trials, and act on them."""
-        ended = self.server.ended(POLL_S)
+        ended = self.server.ended(max(MIN_POLL_S, POLL_OF_TRIAL_S * len(self._running)))
         for run in list(self._running.values()):
             self._take_reports(run)
         for number, code in ended:
@@ -307,6 +309,7 @@ class Runner:
 
     def _ended(self, run: TrialRun, code: int) -> None:
         """Store how a run ended, or repeat it."""
+        self.search.running.discard(run.work.number)
         self._store_figures(run)
         outcome = self._outcome(run, code)
         if outcome is not None:
@@ -335,10 +338,10 @@ class Runner:
                 f"trial {number} was ended by the scheduler: its time limit is near. HINT: "
                 f"continue in a new allocation: paceline tune {self.spec.path} --continue"
             )
-        return self._settle(run.work, run.folder, run.attempt, code)
+        return self._settle(run.work, run.folder, run.attempt, code, run.seat)
 
     def _settle(
-        self, work: Work, folder: TrialFolder, attempt: Attempt, code: int
+        self, work: Work, folder: TrialFolder, attempt: Attempt, code: int, seat: Seat | None = None
     ) -> Outcome | None:
         """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
         good = _good_attempts(folder)
@@ -354,6 +357,13 @@ class Runner:
                 f"trials that ended are in the journal. HINT: free some space, then paceline tune "
                 f"{self.spec.path} --continue"
             )
+        if (
+            failure.kind == LOST_NODE
+            and seat is not None
+            and (node := self.machine.leave_out(seat))
+        ):
+            self.listener.message(f"{node} is lost, and no further trial starts there")
+            self.machine.check(work.ranks)
         failed = self._failed_attempts[work.number] = self._failed_attempts.get(work.number, 0) + 1
         if failure.kind in REPEATED and failed < MAX_ATTEMPTS:
             self.listener.message(f"trial {work.number}: {failure.kind}; it is run once more")
@@ -388,9 +398,8 @@ class Runner:
 
     def _tell(self, work: Work, outcome: Outcome) -> None:
         self.search.tell(work, outcome)
-        self._refresh(work.number)
-        self._ended_here += outcome.state != "paused"
-        self.listener.trial_ended(self._rows[work.number], self.view())
+        self._ended_here += 1
+        self.listener.trial_ended(self._refresh(work.number), self.view())
         self._check_first(work, outcome)
 
     def _check_first(self, work: Work, outcome: Outcome) -> None:
@@ -439,7 +448,7 @@ class Runner:
     def _node_hours(self) -> float:
         now = time.monotonic()
         running = sum(self._hours(run.seat, now - run.begun) for run in self._running.values())
-        return running + sum(row.node_hours for row in self._rows.values())
+        return running + sum(row.node_hours for row in self._rows)
 
     # The beginning and the end
 
@@ -492,7 +501,7 @@ class Runner:
             )
 
     def _rows_with_values(self) -> int:
-        return sum(bool(row.values) or row.step is not None for row in self._rows.values())
+        return sum(bool(row.values) or row.step is not None for row in self._rows)
 
     def _interrupt_all(self) -> None:
         """End all trials after an error; their outcome is not stored."""
@@ -501,38 +510,47 @@ class Runner:
             for number in self._running:
                 self.server.signal(number, signal.SIGTERM)
             while self._running and time.monotonic() < limit:
-                for number, _ in self.server.ended(POLL_S):
+                for number, _ in self.server.ended(MIN_POLL_S):
                     self._running.pop(number, None)
         except ValueError:
             pass  # the server has ended, and the trials with it
 
     # What is shown
 
-    def _refresh(self, number: int) -> None:
-        trial = self.study.get_trials(deepcopy=False)[number]
-        self._rows[number] = trial_row(trial, self.search.rungs)
+    def _refresh(self, number: int) -> TrialRow:
+        """Read the row of a trial again."""
+        trials = self.study.get_trials(deepcopy=False)
+        for trial in trials[len(self._rows) :]:
+            self._rows.append(trial_row(trial, self.search))
+        row = self._rows[number] = trial_row(trials[number], self.search)
+        if row.state == COMPLETE:
+            several = len(self.spec.metrics) > 1
+            rows = self._rows if several else [*map(self._rows.__getitem__, self._best), row]
+            self._best = best_numbers(self.study, rows)
+        return row
 
     def _refresh_all(self) -> None:
-        for trial in self.study.get_trials(deepcopy=False):
-            self._rows[trial.number] = trial_row(trial, self.search.rungs)
+        trials = self.study.get_trials(deepcopy=False)
+        self._rows = [trial_row(trial, self.search) for trial in trials]
+        self._best = best_numbers(self.study, self._rows)
 
     def view(self) -> TuningView:
-        """Return the study as it is now."""
+        """Return the study as it is now; its rows change with the study."""
         now = time.monotonic()
-        rows = list(self._rows.values())
         return replace(
-            study_view(self.opened, rows),
+            study_view(self.opened, self._rows, self._best),
             running={run.work.number: now - run.begun for run in self._running.values()},
-            left_s=self._left_s(rows),
+            next_text=self.search.next_text(),
+            left_s=self._left_s(),
             elapsed_s=now - self._began,
         )
 
-    def _left_s(self, rows: list[TrialRow]) -> float | None:
+    def _left_s(self) -> float | None:
         """Return the time until the budget is used, as far as it is known."""
         limits = [] if self.deadline is None else [self.deadline.left_s]
-        if self._ended_here:
-            each_s = (time.monotonic() - self._began) / self._ended_here
-            limits.append(each_s * max(self.table.trials - self.search.count, 0))
+        more = self.table.trials - self.search.count + len(self._running)
+        if self._ended_here and more > 0:
+            limits.append((time.monotonic() - self._began) / self._ended_here * more)
         return min(limits, default=None)
 
 

@@ -102,6 +102,8 @@ class Search:
         rungs: Steps at which it pauses trials; the command then needs {checkpoint}.
         count: Number of trials that were begun.
         points: Number of points that the sampler has; None: no limit.
+        running: Numbers of the trials that run now, set by the runner. A trial that is to pause is
+            one of them until it has ended.
         interrupted: Trials that ran when the runner ended, and are run again.
     """
 
@@ -110,11 +112,21 @@ class Search:
     def __init__(self, study: "Study", spec: StudySpec, make_sampler: MakeSampler) -> None:
         self.study, self.spec, self.make_sampler = study, spec, make_sampler
         self.points: int | None = None
+        self.running: set[int] = set()
         found = study.get_trials(deepcopy=False)
         self.count = len([one for one in found if one.state.name != "WAITING"])
         self.interrupted = [
             one for one in found if one.state.name == "RUNNING" and not self.is_paused(one)
         ]
+
+    @classmethod
+    def check(cls, spec: StudySpec) -> None:
+        """Raise ValueError if the study file does not fit this search."""
+
+    @classmethod
+    def numbers_of_ranks(cls, spec: StudySpec) -> Sequence[int]:
+        """Return the numbers of ranks that trials may have."""
+        return [spec.table.ranks]
 
     def decides_at(self) -> tuple[bool, Sequence[int]]:
         """Return whether trials wait for a decision at every step, and otherwise at which."""
@@ -123,6 +135,10 @@ class Search:
     def is_paused(self, trial: "FrozenTrial") -> bool:
         """Return whether a trial that has not ended waits to be promoted."""
         return False
+
+    def rung_of(self, trial: "FrozenTrial") -> int:
+        """Return the number of rungs that a trial has reached."""
+        return 0
 
     def ask(self, may_begin: bool) -> Work | None:
         """Return what to run next, or None if there is nothing now.
@@ -187,8 +203,8 @@ class Search:
         """End the study: its budget of trials is used."""
 
     def next_text(self) -> str:
-        """Return what the search will do next, for the live table."""
-        return "a new trial"
+        """Return what the search will do next, for the live table; "" if nothing is known."""
+        return "a new trial" if self.count < self.spec.table.trials else ""
 
 
 def draw(spec: StudySpec, trial: "Trial") -> dict[str, Value]:

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,6 @@ from .study_file import StudySpec
 
 if TYPE_CHECKING:
     from optuna import Study
-
-PROMOTION = "promotion"
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,8 @@ PRUNERS = {
     "hyperband": "HyperbandPruner",
 }
 # Searches of Paceline, by the name of the pruner.
-SEARCHES: dict[str, Callable[["Study", StudySpec, MakeSampler], Search]] = {
-    PROMOTION: PromotionSearch,
+SEARCHES: dict[str, type[Search]] = {
+    "promotion": PromotionSearch,
 }
 
 
@@ -64,7 +61,7 @@ def make_search(study: "Study", spec: StudySpec) -> Search:
     """Return the search of a study file. Raises ValueError, as ``check_search``."""
     make_sampler = sampler_maker(spec)
     study.pruner = make_pruner(spec)
-    search = SEARCHES.get(spec.table.pruner, Search)(study, spec, make_sampler)
+    search = search_class(spec)(study, spec, make_sampler)
     search.points = grid_size(spec)
     return search
 
@@ -73,10 +70,12 @@ def check_search(spec: StudySpec) -> None:
     """Raise ValueError if the search is unknown, or does not fit the study."""
     sampler_maker(spec)(0)
     make_pruner(spec)
-    if spec.table.pruner == PROMOTION:
-        from .promotion import check_promotion
+    search_class(spec).check(spec)
 
-        check_promotion(spec)
+
+def search_class(spec: StudySpec) -> type[Search]:
+    """Return the class of the search of a study file."""
+    return SEARCHES.get(spec.table.pruner, Search)
 
 
 def sampler_maker(spec: StudySpec) -> MakeSampler:

@@ -1,5 +1,6 @@
 """The view of a study in its journal."""
 
+import random
 import shlex
 import warnings
 from collections.abc import Sequence
@@ -17,8 +18,7 @@ from ...report.tuning.tuning_view import (
     TuningView,
 )
 from .open_study import OpenStudy
-from .promotion import is_paused, reached
-from .search import FAILURE, KNOWN, RUN_FIGURES
+from .search import FAILURE, KNOWN, RUN_FIGURES, Search
 from .searches import make_search
 from .study_file import StudySpec
 
@@ -33,15 +33,15 @@ STATES = {
     "WAITING": WAITING,
     "RUNNING": RUNNING,
 }
-MIN_FOR_IMPORTANCES = 8  # complete trials
+MIN_FOR_IMPORTANCES, MAX_FOR_IMPORTANCES = 8, 1000  # complete trials
 
 
-def trial_row(trial: "FrozenTrial", rungs: Sequence[int]) -> TrialRow:
-    """Return the row of a trial of the journal. ``rungs``: steps at which trials pause."""
+def trial_row(trial: "FrozenTrial", search: Search) -> TrialRow:
+    """Return the row of a trial of the journal."""
     attributes = trial.user_attrs
     failure, figures = attributes.get(FAILURE, {}), attributes.get(RUN_FIGURES, {})
     state = STATES[trial.state.name]
-    if state == RUNNING and is_paused(trial, rungs):
+    if state == RUNNING and search.is_paused(trial):
         state = PAUSED
     step = trial.last_step
     last = trial.intermediate_values[step] if step is not None else None
@@ -53,7 +53,7 @@ def trial_row(trial: "FrozenTrial", rungs: Sequence[int]) -> TrialRow:
         values,
         values[0] if values and last is None else last,
         step,
-        len(reached(trial, rungs)),
+        search.rung_of(trial),
         int(figures.get("ranks", 1)),
         float(figures.get("seconds", 0.0)),
         float(figures.get("node_hours", 0.0)),
@@ -65,7 +65,7 @@ def trial_row(trial: "FrozenTrial", rungs: Sequence[int]) -> TrialRow:
     )
 
 
-def best_numbers(study: "Study", rows: list[TrialRow]) -> list[int]:
+def best_numbers(study: "Study", rows: Sequence[TrialRow]) -> list[int]:
     """Return the numbers of the best complete trials: one, or the Pareto front."""
     complete = [row for row in rows if row.state == COMPLETE]
     if not complete:
@@ -76,11 +76,10 @@ def best_numbers(study: "Study", rows: list[TrialRow]) -> list[int]:
     return [min(complete, key=lambda row: (sign * row.values[0], row.number)).number]
 
 
-def study_view(opened: OpenStudy, rows: list[TrialRow]) -> TuningView:
-    """Return the view of a study of which the rows are known."""
+def study_view(opened: OpenStudy, rows: list[TrialRow], best: list[int]) -> TuningView:
+    """Return the view of a study of which the rows and the best trials are known."""
     table = opened.spec.table
     pruner = f", {table.pruner}" if table.pruner != "none" else ""
-    best = best_numbers(opened.study, rows)
     return TuningView(
         opened.study.study_name,
         str(opened.journal),
@@ -95,19 +94,20 @@ def study_view(opened: OpenStudy, rows: list[TrialRow]) -> TuningView:
     )
 
 
-def read_view(opened: OpenStudy) -> TuningView:
-    """Return the view of a study in its journal, with the importances, which take seconds."""
-    rungs = make_search(opened.study, opened.spec).rungs
-    rows = [trial_row(one, rungs) for one in opened.study.get_trials(deepcopy=False)]
-    importances, note = _importances(opened.study, rows)
-    return replace(study_view(opened, rows), importances=importances, importance_note=note)
+def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
+    """Return the view of a study in its journal. The importances take seconds."""
+    search = make_search(opened.study, opened.spec)
+    rows = [trial_row(one, search) for one in opened.study.get_trials(deepcopy=False)]
+    importances, note = _importances(opened.study, rows) if with_importances else ({}, "")
+    best = best_numbers(opened.study, rows)
+    return replace(study_view(opened, rows, best), importances=importances, importance_note=note)
 
 
 def best_command(spec: StudySpec, rows: list[TrialRow], best: list[int]) -> str:
     """Return the command of the best trial, without ``paceline run``; "" if there is none."""
     if len(best) != 1 or spec.command.function:
         return ""
-    row = next(row for row in rows if row.number == best[0])
+    row = rows[best[0]]
     own = {
         "checkpoint": "checkpoint",
         "folder": ".",
@@ -128,9 +128,13 @@ def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float]
         return {}, ""
     if complete < MIN_FOR_IMPORTANCES:
         return {}, f"importances need {MIN_FOR_IMPORTANCES} complete trials; there are {complete}"
+    note = ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if complete > MAX_FOR_IMPORTANCES:
+                study = _part_of(study, MAX_FOR_IMPORTANCES)
+                note = f"of {MAX_FOR_IMPORTANCES:,} of the trials"
             found = optuna.importance.get_param_importances(
                 study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
             )
@@ -138,4 +142,14 @@ def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float]
         return {}, "importances need scikit-learn. HINT: pip install 'paceline[tune]'"
     except (ValueError, RuntimeError) as error:
         return {}, f"importances can't be determined: {error}"
-    return {name: float(value) for name, value in found.items()}, ""
+    return {name: float(value) for name, value in found.items()}, note
+
+
+def _part_of(study: "Study", count: int) -> "Study":
+    """Return a study in memory with some of the complete trials, drawn at random."""
+    import optuna
+
+    trials = [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
+    part = optuna.create_study(direction=study.direction)
+    part.add_trials(random.Random(0).sample(trials, count))
+    return part

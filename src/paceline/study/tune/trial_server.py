@@ -73,25 +73,28 @@ class TrialServerError(ValueError):
 
 
 class TrialServer:
-    """The server, as the runner sees it.
+    """The server, as the runner sees it. It begins with the first trial.
 
     Args:
         preloads: Modules that the server imports once for all trials.
     """
 
     def __init__(self, preloads: Sequence[str]) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = python_command("-m", __name__, str(theirs.fileno()), ",".join(preloads))
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
-        )
-        theirs.close()
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
+        self._preloads = preloads
+        self._channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, request: TrialStart) -> None:
         """Start a launcher. Raises TrialServerError."""
+        if self._process is None:
+            number = self._theirs.fileno()
+            self._process = subprocess.Popen(
+                python_command("-m", __name__, str(number), ",".join(self._preloads)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[number],
+                process_group=0,
+            )
+            self._theirs.close()
         data = json.dumps({"start": asdict(request)}).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError("the command of a trial is too long")
@@ -121,6 +124,9 @@ class TrialServer:
     def close(self) -> None:
         """End the server and all launchers."""
         self._channel.close()
+        if self._process is None:
+            self._theirs.close()
+            return
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -163,11 +169,11 @@ def serve(channel: socket.socket, preloads: Sequence[str]) -> TrialStart:
     gc.freeze()
     launchers: dict[int, int] = {}  # by process ID
     while True:
-        ready, _, _ = select.select([channel, wake_out], [], [])
+        ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
         if wake_out in ready:
             os.read(wake_out, 4096)
             _reap(channel, launchers)
-        if channel not in ready:
+        if channel.fileno() not in ready:
             continue
         try:
             data = channel.recv(MAX_MESSAGE_BYTES)

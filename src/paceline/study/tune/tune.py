@@ -12,9 +12,8 @@ from ...report.tuning.tuning_view import TuningView
 from .journal import check_installed, full_disk_in_words
 from .machine import Machine, find_machine
 from .open_study import OpenStudy, begin_study, continue_study, fork_study, locked, read_study
-from .promotion import check_promotion
 from .runner import Runner, environment_is_clean
-from .searches import PROMOTION, check_search, make_search
+from .searches import check_search, make_search, search_class
 from .study_file import StudySpec, read_study_file
 from .study_view import read_view
 from .trial_server import TrialServer
@@ -83,7 +82,7 @@ def tune(
     environment_is_clean()
     spec = load_spec(path)
     machine = find_machine(options.hosts, options.hostfile, options.launcher, spec.table.cores)
-    for ranks in _numbers_of_ranks(spec):
+    for ranks in search_class(spec).numbers_of_ranks(spec):
         machine.check(ranks)
     with contextlib.chdir(spec.folder):
         modules = _check_script(spec)
@@ -94,7 +93,7 @@ def tune(
                 warnings.simplefilter("ignore")  # what Optuna calls experimental
                 opened = _open(spec, options, listener.message)
                 complete = _run(opened, options, machine, server, listener, interrupted)
-            return TuneEnd(read_view(opened), complete)
+            return TuneEnd(read_view(opened, with_importances=complete), complete)
         finally:
             server.close()
 
@@ -122,10 +121,6 @@ def _open(spec: StudySpec, options: TuneOptions, say: Callable[[str], None]) -> 
 def _server(spec: StudySpec, modules: list[str]) -> TrialServer:
     with contextlib.chdir(spec.folder):
         return TrialServer(modules)
-
-
-def _numbers_of_ranks(spec: StudySpec) -> list[int]:
-    return check_promotion(spec)[2] if spec.table.pruner == PROMOTION else [spec.table.ranks]
 
 
 def _check_script(spec: StudySpec) -> list[str]:

@@ -31,7 +31,8 @@ def tuning_panel(view: TuningView, most: int = SHOWN_TRIALS) -> Panel:
         parts += [Text(""), trials_table(view, shown_rows(view, most))]
     parts += [Text(line, style="red") for line in failure_lines(view)]
     if view.importances:
-        parts += [Text("\nimportance of the parameters (functional ANOVA):", style="bold")]
+        of = f"; {view.importance_note}" * bool(view.importance_note)
+        parts.append(Text(f"\nimportance of the parameters (functional ANOVA{of}):", style="bold"))
         parts += [Text(line) for line in importance_lines(view)]
     elif view.importance_note:
         parts.append(Text(f"\n{view.importance_note}", style="bright_black"))
