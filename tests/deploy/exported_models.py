@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.deploy.export import export_model
+from paceline.deploy.native_model import NativeModel
 from paceline.deploy.specification import parse_input
 
 
@@ -13,6 +14,19 @@ def export(model, path, *inputs, **options):
     said = [parse_input(one) for one in inputs]
     options = {"backends": ["builtin"], **options}
     return export_model(model, [spec for _, spec in said], said[0][0], path, **options)
+
+
+def largest_error(model, path, dtype, *shapes):
+    """Of new random inputs, relative to the largest output of the model in eager PyTorch."""
+    made = [torch.randn(shape, dtype=getattr(torch, dtype)) for shape in shapes]
+    with torch.no_grad():
+        expected = model.to(made[0].dtype).eval()(*made)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    found = [torch.full_like(y, torch.nan, memory_format=torch.contiguous_format) for y in expected]
+    with NativeModel(path) as native:
+        native.run(made, found)
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    return max(map(float, errors))
 
 
 WEIGHTS = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])

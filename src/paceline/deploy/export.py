@@ -1,5 +1,7 @@
 """Export a model: through every backend that can express it, measured, and the best one kept."""
 
+import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,13 +55,13 @@ class Candidate:
     Attributes:
         reason: Why it can't be used; "" if it can.
         error: Largest error of the test vectors, relative to the largest output.
-        seconds: Seconds of a call for each of ``ExportResult.batches``.
+        call_s: Seconds of a call for each of ``ExportResult.batches``.
     """
 
     name: str
     reason: str = ""
     error: float = 0.0
-    seconds: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
     bytes: int = 0
 
 
@@ -77,7 +79,8 @@ class ExportResult:
     outputs: list[dict[str, Any]]
     tolerance: float
     batches: list[dict[str, int]]
-    eager_seconds: list[float]
+    eager_s: list[float]
+    eager_error: float
     candidates: list[Candidate]
 
 
@@ -132,7 +135,8 @@ def export_model(
         bounds: Least and largest value of symbolic sizes; default: 1 to 16,777,216.
         fields: Units and normalisation, by names of inputs and outputs.
         backends: Which ones to try.
-        tolerance: Largest error relative to the largest output; default: 1e-6 or 1e-13.
+        tolerance: Largest error relative to the largest output; default: 1e-6 or 1e-13, or twice
+            the rounding error of eager PyTorch in float32, if that is larger.
         about: More entries of the manifest.
         say: Prints progress.
 
@@ -142,9 +146,9 @@ def export_model(
     """
     library()
     _check_backends(backends)
-    limit = TOLERANCE[dtype] if tolerance is None else tolerance
     with _frozen(model, dtype) as frozen, TemporaryDirectory(prefix="paceline-export-") as folder:
         job = _prepare(frozen, inputs, dtype, bounds or {}, fields or {}, examples)
+        limit = max(TOLERANCE[dtype], 2 * job.own_error) if tolerance is None else tolerance
         return _Trials(job, limit, Path(folder), say, about or {}).run(backends, path)
 
 
@@ -156,8 +160,6 @@ def _check_backends(backends: Sequence[str]) -> None:
 @contextmanager
 def _frozen(model: nn.Module, dtype: str) -> Iterator[nn.Module]:
     """Yield a copy of a model on the CPU, in evaluation mode and of the dtype; with one thread."""
-    import copy
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -176,6 +178,7 @@ class _Job:
     sizes: list[dict[str, int]]
     given: list[list[torch.Tensor]]
     expected: list[list[torch.Tensor]]
+    own_error: float  # rounding error of eager PyTorch in float32; 0 in float64
 
 
 def _prepare(
@@ -197,6 +200,8 @@ def _prepare(
             f"1 to {MAX_TENSORS} inputs and up to {MAX_SYMBOLS} symbolic sizes are possible"
         )
     limits = {name: bounds.get(name, DEFAULT_BOUNDS) for name in names}
+    inputs = [_with_fixed_sizes(x, limits) for x in inputs]
+    limits = {name: (least, most) for name, (least, most) in limits.items() if least < most}
     spec = ModelSpec(dtype, tuple(inputs), (), limits)
     sample = make_inputs(spec, _trace_sizes(limits), examples)
     plain = _call(model, sample)
@@ -211,12 +216,44 @@ def _prepare(
     sizes = _case_sizes(spec)
     given = [make_inputs(spec, one, examples) for one in sizes]
     expected = [_call(whole, one) for one in given]
-    return _Job(whole, spec, exported, sizes, given, expected)
+    own = _rounding_error(whole, given, expected) if dtype == "float32" else 0.0
+    return _Job(whole, spec, exported, sizes, given, expected, own)
+
+
+def _rounding_error(
+    model: nn.Module, given: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]
+) -> float:
+    """Return the largest error of results in float32, from the same model in float64; 0 without."""
+    try:
+        twice = copy.deepcopy(model).double()
+        exact = [_call(twice, [x.double() for x in one]) for one in given]
+    except ValueError:  # it has operators that float64 lacks
+        return 0.0
+    error = max(relative_error(y, want) for y, want in zip(expected, exact, strict=True))
+    return error if math.isfinite(error) else 0.0
+
+
+def relative_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest error of outputs, each relative to its largest value."""
+    worst = 0.0
+    for y, want in zip(found, expected, strict=True):
+        largest = want.abs().max().item() or 1.0
+        error = (y.double() - want.double()).abs().max().item() / largest
+        worst = max(worst, error if error == error else math.inf)
+    return worst
+
+
+def _with_fixed_sizes(spec: TensorSpec, limits: Mapping[str, tuple[int, int]]) -> TensorSpec:
+    """Return an input with numbers in place of names whose bounds are equal."""
+    shape = tuple(
+        limits[size][0] if isinstance(size, str) and limits[size][0] == limits[size][1] else size
+        for size in spec.shape
+    )
+    return TensorSpec(spec.name, shape, spec.values)
 
 
 def _trace_sizes(limits: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return sizes that differ from each other and from 0 and 1, which torch.export treats as "
-    "fixed."""
+    """Return sizes that differ from each other, and from 0 and 1, which torch.export fixes."""
     sizes: dict[str, int] = {}
     for i, (name, (least, most)) in enumerate(limits.items()):
         sizes[name] = min(max(least, 5 + 2 * i), most)
@@ -283,9 +320,9 @@ def _name_outputs(
 def _export_graph(model: nn.Module, spec: ModelSpec, sample: list[torch.Tensor]) -> ExportedProgram:
     dims: dict[str, Any] = {}
     for name, (least, most) in spec.bounds.items():
-        dims[name] = Dim(name, min=least, max=most) if most > least else None
+        dims[name] = Dim(name, min=least, max=most)
     shapes = tuple(
-        {i: dims[s] for i, s in enumerate(x.shape) if isinstance(s, str) and dims[s]} or None
+        {i: dims[s] for i, s in enumerate(x.shape) if isinstance(s, str)} or None
         for x in spec.inputs
     )
     if isinstance(model, Normalised):
@@ -381,8 +418,8 @@ class _Trials:
             )
         self.say("measuring eager PyTorch")
         eager = [self._time_eager(given) for given in self.job.given]
-        measured = {"eager": eager, **{c.name: c.seconds for c in candidates if not c.reason}}
-        manifest = {**self._manifest(best.name), "measured_seconds": measured}
+        measured = {"eager": eager, **{c.name: c.call_s for c in candidates if not c.reason}}
+        manifest = {**self._manifest(best.name), "call_s": measured}
         size = write_model_file(path, manifest, self._sections(best.name))
         spec = self.job.spec
         return ExportResult(
@@ -396,7 +433,8 @@ class _Trials:
             outputs=[spec_json(y, spec.dtype) for y in spec.outputs],
             tolerance=self.tolerance,
             batches=self.job.sizes,
-            eager_seconds=eager,
+            eager_s=eager,
+            eager_error=self.job.own_error,
             candidates=candidates,
         )
 
@@ -417,9 +455,9 @@ class _Trials:
             with NativeModel(trial, library_path=library_path) as model:
                 one.error = self._error(model)
                 if not one.error <= self.tolerance:
-                    one.reason = f"error {one.error:.2g} of the largest output"
+                    one.reason = f"error {one.error:.2g}, tolerance {self.tolerance:.2g}"
                     return one
-                one.seconds = [model.measure(i, MEASURE_S) for i in range(len(self.job.sizes))]
+                one.call_s = [model.measure(i, MEASURE_S) for i in range(len(self.job.sizes))]
         except NativeModelError as error:
             one.reason = str(error).removeprefix(f"{trial}: ")
         return one
@@ -429,10 +467,7 @@ class _Trials:
         for given, expected in zip(self.job.given, self.job.expected, strict=True):
             found = [torch.empty_like(y) for y in expected]
             model.run(given, found)
-            for y, want in zip(found, expected, strict=True):
-                largest = want.abs().max().item() or 1.0
-                error = (y.double() - want.double()).abs().max().item() / largest
-                worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, relative_error(found, expected))
         return worst
 
     def _make(self, name: str) -> dict[str, bytes]:
@@ -508,9 +543,9 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
     def slowness(one: Candidate) -> float:
         product = 1.0
-        for seconds in one.seconds:
+        for seconds in one.call_s:
             product *= seconds
-        return float(product ** (1 / max(1, len(one.seconds))))
+        return float(product ** (1 / max(1, len(one.call_s))))
 
     best: Candidate | None = None
     for one in candidates:  # from the fewest needs to the most

@@ -75,7 +75,10 @@ int main(int count, char **arguments) {
 
     pthread_t threads[16];
     int seeds[16];
-    for (int i = 0; i < 16; i++) seeds[i] = i, CHECK(!pthread_create(&threads[i], NULL, many_calls, &seeds[i]));
+    for (int i = 0; i < 16; i++) {
+        seeds[i] = i;
+        CHECK(!pthread_create(&threads[i], NULL, many_calls, &seeds[i]));
+    }
     for (int i = 0; i < 16; i++) pthread_join(threads[i], NULL);
     paceline_free(model);
     puts("right");

@@ -5,7 +5,7 @@ program scale
   implicit none
   type(paceline_model) :: model
   real(c_double) :: x(5, 3), y(5, 2), field(2, 9, 3), expected(5, 2), wrong(5, 4), error, one(3), r(3, 5), s(2, 5)
-  real(c_float) :: single(5, 3)
+  real(c_float) :: single(5, 3), result(5, 2)
   integer(c_int) :: status
   integer :: i, j
   character(1024) :: path
@@ -36,7 +36,8 @@ program scale
   call model%run(wrong, y, status=status)
   if (status /= PACELINE_ERROR_SHAPE) error stop "shape"
   if (index(paceline_error(), "[5, 4]") == 0) error stop "message"
-  call model%run(single, y, status=status)
+  single = 0
+  call model%run(single, result, status=status)
   if (status /= PACELINE_ERROR_DTYPE) error stop "dtype"
   one = 0
   call model%run(one, y, status=status)

@@ -296,12 +296,20 @@ def result_lines(result: "ExportResult") -> list[str]:
     ]
     width = max(12, *(len(head) + 2 for head in heads))
     lines = [f"{'':14}{'error':>9}" + "".join(f"{head:>{width}}" for head in heads)]
-    rows = [("eager PyTorch", "", result.eager_seconds)]
-    rows += [(c.name, f"{c.error:.1e}", c.seconds) for c in result.candidates if not c.reason]
+    own = f"{result.eager_error:.1e}" if result.eager_error else ""
+    rows = [("eager PyTorch", own, result.eager_s)]
+    rows += [(c.name, f"{c.error:.1e}", c.call_s) for c in result.candidates if not c.reason]
     for name, error, seconds in rows:
         lines.append(
             f"{name:14}{error:>9}" + "".join(f"{1e6 * s:>{width - 3},.1f} us" for s in seconds)
         )
+    if result.eager_error:
+        lines.append(
+            f"errors relative to the largest output, tolerance {result.tolerance:.1e}; that of "
+            "eager PyTorch is its rounding error in float32, from float64"
+        )
+    else:
+        lines.append(f"errors relative to the largest output, tolerance {result.tolerance:.1e}")
     lines += [f"{c.name:14} not used: {c.reason}" for c in result.candidates if c.reason]
     named = [
         (kind, one)

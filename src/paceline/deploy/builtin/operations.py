@@ -29,8 +29,15 @@ MAX_SLOTS = 4096
 
 @dataclass
 class Operation:
-    """One operation. ``second``: slot of the second operand; its place in the encoding follows "
-    "words."""
+    """One operation.
+
+    Attributes:
+        kind, function: LINEAR ..., and which one of UNARIES, BINARIES, REDUCTIONS or POOLS.
+        source, dest: Slots.
+        words: Sizes, offsets of weights and numbers, in the order that ``builtin.c`` reads.
+        second: Slot of the second operand, if there is one.
+        second_at: Its position among ``words``.
+    """
 
     kind: int
     function: int
@@ -38,7 +45,7 @@ class Operation:
     dest: int
     words: list[int | float]
     second: int | None = None
-    second_at: int = 0  # position of the second slot in ``words``
+    second_at: int = 0
 
 
 @dataclass
@@ -58,8 +65,7 @@ class OperationList:
     def add(
         self, kind: int, function: int, source: int, elements: int, words: list[int | float]
     ) -> int:
-        """Append an operation whose result has ``elements`` elements. Return the slot of the "
-        "result."""
+        """Append an operation whose result has ``elements`` elements. Return its slot."""
         dest = self.new_slot(elements)
         self.operations.append(Operation(kind, function, source, dest, words))
         return dest

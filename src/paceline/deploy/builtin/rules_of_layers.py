@@ -156,8 +156,8 @@ def _conv(t: Translation, node: Node) -> Value:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _conv_transpose(t: Translation, node: Node) -> Value:
-    """Same as a convolution of the values with zeros between them, with the weights turned "
-    "round."""
+    """Same as a convolution of the values with zeros between them, with the weights turned
+    round."""
     rank = int(str(node.target).split(".")[1][14])
     _unbatched(t, node, rank)
     weight, bias = t.constant(node, 1), t.constant(node, 2, "bias")
@@ -272,8 +272,8 @@ def _group_norm(t: Translation, node: Node) -> Value:
     )
 )
 def _upsample(t: Translation, node: Node) -> Value:
-    """Nearest neighbours of whole factors are a copy; everything else a product in each "
-    "dimension."""
+    """Nearest neighbours of whole factors are a copy; everything else a product in each
+    dimension."""
     value, shape = t.value(node, 0), t.shape(node)
     name = str(node.target).split(".")[1].removeprefix("upsample_")
     whole = all(b % a == 0 for a, b in zip(value.shape[1:], shape[1:], strict=True))

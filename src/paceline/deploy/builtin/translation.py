@@ -106,8 +106,8 @@ class Translation:
     def _translate(self, node: Node) -> Held:
         if node.target is operator.getitem:
             return self.held[node.args[0]][node.args[1]]  # type: ignore[index]
-        if isinstance(node.meta.get("val"), torch.SymInt | int):
-            return None  # a size; rules take sizes from their result
+        if isinstance(node.meta.get("val"), torch.SymInt | int | None):
+            return None  # a size, of which rules take those of their result; or a check of sizes
         given = [self.held.get(one) for one in node.all_input_nodes]
         flat = [x for one in given for x in (one if isinstance(one, tuple | list) else (one,))]
         if not any(isinstance(one, Value) for one in flat):

@@ -62,7 +62,8 @@ class Model {
   public:
     explicit Model(const std::string &path, const Options &options = {}) {
         paceline_options plain = PACELINE_OPTIONS;
-        plain.flags = (options.check_finite ? PACELINE_CHECK_FINITE : 0u) | (options.convert ? PACELINE_CONVERT : 0u);
+        if (options.check_finite) plain.flags |= PACELINE_CHECK_FINITE;
+        if (options.convert) plain.flags |= PACELINE_CONVERT;
         plain.threads = options.threads;
         plain.library = options.library.empty() ? nullptr : options.library.c_str();
         check(paceline_load(path.c_str(), &plain, &model_));

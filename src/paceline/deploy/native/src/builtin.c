@@ -229,6 +229,8 @@ static bool read_geometry(reader *r, program *p, operation *o) {
         r->failed = true;
         return true;
     }
+    for (int d = 0; d < 3; d++) /* what is larger covers padding only */
+        if (g->kernel[d] > g->in[d] * g->up[d] + 2 * (g->pad[d] > 0 ? g->pad[d] : 0)) r->failed = true;
     int64_t in = product(r, product(r, g->in[0], g->in[1]), g->in[2]);
     int64_t out = o->rows = product(r, product(r, g->out[0], g->out[1]), g->out[2]);
     fits(r, p, o->in, product(r, in, g->channels));
