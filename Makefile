@@ -16,14 +16,15 @@ TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 .PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
 .DELETE_ON_ERROR:
 
-KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch])
+KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch]) \
+  $(wildcard src/paceline/deploy/native/src/* src/paceline/deploy/native/include/* src/paceline/deploy/native/build.sh)
 
 $(VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or later; this is " + sys.version.split()[0] + ". HINT: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV) (PyTorch takes a minute or two) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
-	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,formats,examples,tune,dev]'
+	@$(BIN)/pip install $(PIP_ARGS) -e '.[data,formats,examples,export,tune,dev]'
 	@$(BIN)/pip install $(PIP_ARGS) --no-deps aeon  # for its data, which examples/sets.py packs
 	@touch $@
 

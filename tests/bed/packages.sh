@@ -1,10 +1,11 @@
 #!/bin/bash
 # What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, Chromium, which opens pages,
-# squashfs and jemalloc. Nothing is started.
+# squashfs and jemalloc, and compilers, MPI's headers, CMake and pkg-config for programs that call models.
+# Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
   slurm-wlm-torque openmpi-bin mpich procps chromium
-  squashfs-tools squashfuse libjemalloc2"
+  squashfs-tools squashfuse libjemalloc2 gcc g++ gfortran libopenmpi-dev cmake pkg-config"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

@@ -98,6 +98,33 @@ def export_model(
     return ExportReport(str(folder), step, len(tensors), elements, size, left_out)
 
 
+def load_model_state(
+    source: Path, number: int | None = None, prefix: str = ""
+) -> tuple[Path, int | None, dict[str, torch.Tensor]]:
+    """Return folder or file, training step and the whole tensors of one model, saved in any layout.
+
+    Args:
+        number: Number of the model in the order of ``world.distribute``; None for the only one.
+        source, prefix: Same as for ``export_model``.
+
+    Raises:
+        ValueError: Source or number of the model are wrong, or no name begins with ``prefix``.
+        DamagedCheckpointError: A file of the checkpoint is missing or damaged; it is named.
+    """
+    if not os.path.lexists(source):
+        raise ValueError(f"{source} does not exist. HINT: the checkpoint=... of world.epochs")
+    folder, step, state = _model_state(source, number)
+    tensors = {
+        name.removeprefix(prefix): whole(one)
+        for name, one in state.items()
+        if isinstance(one, torch.Tensor | SavedTensor) and name.startswith(prefix)
+    }
+    if not tensors:
+        under = f" whose names begin with {prefix}" if prefix else ""
+        raise ValueError(f"{folder} contains no tensors{under}. HINT: choose another folder")
+    return folder, step, tensors
+
+
 def _model_state(source: Path, model: int | None) -> tuple[Path, int | None, Mapping[str, Any]]:
     if source.is_file():
         if source.suffix not in FILES:

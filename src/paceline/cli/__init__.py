@@ -15,7 +15,9 @@ from . import (
     run,
     horovodrun,
     submit,
-    convert,
+)
+from .models import convert, export
+from . import (
     record,
     report,
     top,
@@ -36,6 +38,7 @@ __all__ = [
     "check",
     "convert",
     "diagnose",
+    "export",
     "horovodrun",
     "main",
     "pack",

@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
 from .layouts.distribution import ModelDistribution
+from .layouts.export_file import export_from_world
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
@@ -51,6 +52,7 @@ from .progress import Progress, format_value
 from .training_state import Position, TrainingState
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
+    from ..deploy.export import ExportResult
     from ..parallel.memory.survey import MemorySurvey
 
 _world: "World | None" = None
@@ -425,6 +427,42 @@ class World(ModelDistribution):
             self._recorder.step_watch.note_logged(values)
         if (reporter := trial_reporter()) is not None:
             reporter.report(values, epoch or self._recorder.step)
+
+    def export(
+        self,
+        model: torch.nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        inputs: str | Sequence[str] | torch.Tensor | Sequence[torch.Tensor] = (),
+        build: Callable[[], torch.nn.Module] | None = None,
+        bounds: Mapping[str, tuple[int, int]] | None = None,
+        fields: Mapping[str, Mapping[str, Any]] | None = None,
+        backends: Sequence[str] | None = None,
+        tolerance: float | None = None,
+    ) -> "ExportResult | None":
+        """Write ``model`` to a file that programs in C, C++ and Fortran call. Collective.
+
+        Args:
+            model: A model of ``world.distribute``, in any layout, or a plain one.
+            path: The file; rank 0 writes it.
+            inputs: 'x: float64[batch,6]' for each input, or example inputs, whose first dimension
+                is the batch. Default: from a first linear layer.
+            build: Function that returns the plain model; needed for sharded layouts.
+            bounds: Least and largest value of symbolic sizes: {"batch": (1, 4096)}.
+            fields: Units and normalisation: {"x": {"unit": "K", "mean": [...], "std": [...]}}.
+            backends: Those of "builtin", "onnxruntime", "aotinductor" that are tried; default: all.
+            tolerance: Largest error relative to the largest output.
+
+        Returns:
+            On rank 0, errors and speeds of the backends.
+
+        Raises:
+            ValueError: The model can't be exported; the error says why.
+        """
+        args = (inputs, build, bounds, fields, backends, tolerance)
+        result = export_from_world(model, Path(path), self.rank, *args)
+        self._collectives.any(False)  # the file exists on return
+        return result
 
     def close(self) -> None:
         """Complete the last checkpoint, print the summary, and destroy the process group.

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .common.base import RUN, app, examples, exit_on_mistake
-from .common.command import Command, print_json
-from .common.options import Json
+from ..common.base import RUN, app, examples, exit_on_mistake
+from ..common.command import Command, print_json
+from ..common.options import Json
 
 
 @app.command(
@@ -61,7 +61,7 @@ def convert(
     process suffices; it holds one tensor at a time in memory for .safetensors.
     """
     with exit_on_mistake():
-        from ..checkpoint.model_export import export_model
+        from ...checkpoint.model_export import export_model
 
         report = export_model(checkpoint, dest, model, prefix)
         if json is not None:

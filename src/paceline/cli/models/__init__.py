@@ -1,0 +1,1 @@
+"""Commands that write a trained model to a file of another kind."""

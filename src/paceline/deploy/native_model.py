@@ -1,0 +1,166 @@
+"""A model file in Python, through the library that solvers call (``native/``)."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .specification import DTYPES, ModelSpec
+
+NATIVE = Path(__file__).parent / "native"
+LIBRARY_PATH = NATIVE / "lib" / "libpaceline.so"
+CODES = {"float32": 1, "float64": 2}
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [("bytes", c_size_t), ("flags", c_uint), ("threads", c_int), ("library", c_char_p)]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int),
+        ("rank", c_int),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+    ]
+
+
+class NativeModelError(ValueError):
+    """The library reported an error.
+
+    Attributes:
+        code: Name of the error code in paceline.h.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Load the library and declare its functions.
+
+    Raises:
+        ValueError: It was not built, as there was no C compiler at the installation.
+    """
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY_PATH))
+    except OSError as error:
+        raise ValueError(
+            f"{LIBRARY_PATH} can't be loaded: {error}. HINT: install a C compiler, then run "
+            f"{NATIVE / 'build.sh'}"
+        ) from None
+    signatures = {
+        "load": (c_int, c_char_p, POINTER(_Options), POINTER(c_void_p)),
+        "free": (None, c_void_p),
+        "last_error": (c_char_p,),
+        "error_name": (c_char_p, c_int),
+        "version": (c_char_p,),
+        "describe": (c_char_p, c_void_p),
+        "backend": (c_char_p, c_void_p),
+        "run": (c_int, c_void_p, POINTER(_Tensor), c_int, POINTER(_Tensor), c_int),
+        "test": (c_int, c_void_p, POINTER(c_double)),
+        "measure": (c_int, c_void_p, c_int, c_double, POINTER(c_double)),
+    }
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(loaded, f"paceline_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class NativeModel:
+    """A loaded model file.
+
+    Args:
+        library_path: Path of ONNX Runtime or libtorch, where the backend needs one.
+
+    Raises:
+        NativeModelError: The file can't be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        check_finite: bool = False,
+        convert: bool = False,
+        threads: int = 0,
+        library_path: str = "",
+    ) -> None:
+        self._library, self._model = library(), c_void_p()
+        flags = (1 if check_finite else 0) | (2 if convert else 0)
+        place = library_path.encode() or None
+        options = _Options(ctypes.sizeof(_Options), flags, threads, place)
+        self._check(
+            self._library.paceline_load(
+                str(path).encode(), ctypes.byref(options), ctypes.byref(self._model)
+            )
+        )
+
+    def _check(self, code: int) -> None:
+        if code:
+            name = self._library.paceline_error_name(code).decode()
+            message = self._library.paceline_last_error().decode(errors="replace")
+            raise NativeModelError(name, message)
+
+    @property
+    def backend(self) -> str:
+        return str(self._library.paceline_backend(self._model).decode())
+
+    def describe(self) -> str:
+        """Return the manifest as JSON."""
+        return str(self._library.paceline_describe(self._model).decode())
+
+    def test(self) -> float:
+        """Run the test vectors; return the largest error relative to the largest output."""
+        error = c_double()
+        self._check(self._library.paceline_test(self._model, ctypes.byref(error)))
+        return error.value
+
+    def measure(self, number: int, seconds: float) -> float:
+        """Return the median seconds of a call on the test vectors ``number``."""
+        per_call = c_double()
+        self._check(
+            self._library.paceline_measure(self._model, number, seconds, ctypes.byref(per_call))
+        )
+        return per_call.value
+
+    def run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Compute ``outputs``, tensors of any strides on the CPU, from ``inputs``."""
+        keep: list[object] = []
+        ins, outs = _tensors(inputs, keep), _tensors(outputs, keep)
+        self._check(self._library.paceline_run(self._model, ins, len(inputs), outs, len(outputs)))
+
+    def close(self) -> None:
+        if self._model:
+            self._library.paceline_free(self._model)
+            self._model = c_void_p()
+
+    def __enter__(self) -> "NativeModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tensors(tensors: Sequence[torch.Tensor], keep: list[object]) -> "ctypes.Array[_Tensor]":
+    made = (_Tensor * max(1, len(tensors)))()
+    for into, one in zip(made, tensors, strict=False):
+        shape = (c_int64 * max(1, one.dim()))(*one.shape)
+        strides = (c_int64 * max(1, one.dim()))(*one.stride())
+        keep += [shape, strides]
+        dtype = CODES.get(str(one.dtype).removeprefix("torch."), 0)
+        into.data, into.dtype, into.rank = one.data_ptr(), dtype, one.dim()
+        into.shape, into.strides = shape, strides
+    return made
+
+
+def new_outputs(spec: ModelSpec, sizes: Mapping[str, int]) -> list[torch.Tensor]:
+    """Return empty tensors for the outputs of a call."""
+    dtype = DTYPES[spec.dtype]
+    return [torch.empty(one.concrete(sizes), dtype=dtype) for one in spec.outputs]
