@@ -15,10 +15,12 @@ from .study_file import StudySpec
 if TYPE_CHECKING:
     from optuna import Study
 
+HARMONICA = "harmonica"
+
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler of Optuna.
+    """A sampler of Optuna, or Paceline's Harmonica.
 
     Attributes:
         name: Name of its class.
@@ -43,6 +45,9 @@ SAMPLERS = {
     "tpe": Sampler("TPESampler", reseeds=True),
     "cmaes": Sampler("CmaEsSampler", several=False, package="cmaes"),
     "nsga2": Sampler("NSGAIISampler", reseeds=True),
+    HARMONICA: Sampler(
+        "HarmonicaSampler", reseeds=True, several=False, conditional=False, package="sklearn"
+    ),
 }
 PRUNERS = {
     "none": "NopPruner",
@@ -89,7 +94,11 @@ def sampler_maker(spec: StudySpec) -> MakeSampler:
     sampler = SAMPLERS[name]
     _check_fit(spec, name, sampler)
     options = dict(spec.search_options)
-    kind = getattr(optuna.samplers, sampler.name)
+    kind: Any
+    if name == HARMONICA:
+        from .harmonica import HarmonicaSampler as kind  # noqa: N813  # it imports Optuna
+    else:
+        kind = getattr(optuna.samplers, sampler.name)
     if name == "grid":
         if options:
             raise ValueError(f"the key search.{next(iter(options))} is not known for grid")
@@ -134,6 +143,11 @@ def _check_fit(spec: StudySpec, name: str, sampler: Sampler) -> None:
         raise ValueError(
             f'study.search = "{name}" needs parameters that always exist, and {dependent[0]} '
             "depends on others (when). HINT: tpe or random"
+        )
+    if name == HARMONICA and not any(len(one.choices) > 1 for one in spec.parameters):
+        raise ValueError(
+            'study.search = "harmonica" searches over choices, and no parameter has several. HINT: '
+            "tpe or cmaes"
         )
     if sampler.package:
         try:
