@@ -120,7 +120,7 @@ INTERFACES = {
     "torch.utils._pytree.tree_map": "tensors of nested batches",
     "torch.utils._pytree.tree_map_only": "tensors of nested arguments",
     "torch.utils._pytree.tree_leaves": "tensors of nested batches",
-    # DistributedDataParallel (parallel/data.py, comm/tune/buckets.py, knobs)
+    # DistributedDataParallel (parallel/replicated, comm/tune/buckets.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
     "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",
     "ddp._build_debug_param_to_name_mapping": "other buckets",

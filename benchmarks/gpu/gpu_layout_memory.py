@@ -24,8 +24,10 @@ from paceline.cost.layout import Layout
 from paceline.cost.layout_memory import LAYOUTS, StepMemory, predict_layout
 from paceline.parallel.memory.fake_model import trace_model
 from paceline.parallel.memory.setup import ForwardInputs, ModelSetup
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.sharded.fully_sharded import shard_model
 from paceline.parallel.sharded.layouts import parse_request
+from paceline.parallel.strategy.distributed_model import DistributedModel
 
 LIMIT = 1.10
 Build = Callable[[int], tuple[nn.Module, torch.Tensor]]
@@ -174,7 +176,8 @@ def row(build: Build, layout: Layout, size: int, kind: str, traced: StepMemory) 
     if layout.zero:
         request = parse_request(layout, None, kind, {})
         assert request is not None
-        model = shard_model(model, optimizer, device, request)
+        inner = DistributedModel(model)
+        model = shard_model(inner, optimizer, device, request, Mesh(0, 1)).module
 
     def step() -> None:
         model(x).sum().backward()

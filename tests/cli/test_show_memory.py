@@ -120,7 +120,7 @@ def test_script_with_world(tmp_path, args):
     done, found = shown(tmp_path, WORLD, *args)
     assert (found["format"], found["version"], found["ranks"]) == ("paceline-memory", 1, 4)
     rows = {(row["layout"], row["recompute"]): row for row in found["layouts"]}
-    assert list(rows) == [(one, way) for way in (None, "blocks") for one in LAYOUTS]
+    assert list(rows) == [(str(one), way) for way in (None, "blocks") for one in LAYOUTS]
     data, sharded = rows["data", None], rows["zero3", None]
     count = (16 + 1) * 64 + 4 * (65 * 256 + 257 * 64) + 65 * 3
     assert data["parameters_bytes"] == 4 * count

@@ -119,9 +119,7 @@ def test_no_layout_fits():
 
 
 def test_bad_input():
-    with pytest.raises(
-        ValueError, match=r"layout='tp2': the memory of layouts with tp is not predicted yet. HINT"
-    ):
+    with pytest.raises(ValueError, match=r"layout='tp2': .* with tp is not predicted yet. HINT"):
         predict_layout(step(), Layout(tp=2), 4)
     with pytest.raises(ValueError, match=r"ranks=0 is below 1. HINT"):
         predict_layout(step(), Layout(), 0)

@@ -62,6 +62,8 @@ PREAMBLES = {
     """,
     "docs/reference/training-loop.md": WORLD
     + """
+    model, optimizer = world.distribute(model, optimizer)
+    x, y = images[:64], labels[:64]
     generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
     c_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)

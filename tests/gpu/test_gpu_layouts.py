@@ -11,14 +11,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from paceline.comm import backend
 from paceline.cost.layout import Layout
 from paceline.parallel.clipping import clip_gradients
-from paceline.parallel.data import data_parallel
 from paceline.parallel.deferred import deferred, is_deferred
 from paceline.parallel.materialization import Materialization
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.offload import offload_states
+from paceline.parallel.replicated.data_parallel import data_parallel
 from paceline.parallel.sharded import meshes
 from paceline.parallel.sharded.deferred_shards import plan_shards
 from paceline.parallel.sharded.fully_sharded import shard_model
-from paceline.parallel.sharded.layouts import parse_request, with_arguments
+from paceline.parallel.sharded.layouts import parse_request
+from paceline.parallel.strategy.distributed_model import DistributedModel
+from paceline.parallel.strategy.layout_arguments import with_arguments
 from paceline.record.ring.recorder import Recorder
 from paceline.record.ring.states import LAUNCH_STATES, Op, State
 
@@ -143,6 +146,11 @@ def request_of(layout, device, offload=None, **options):
     return parse_request(known, None, device.type, options)
 
 
+def sharded(model, optimizer, device, request, plan=None):
+    inner = DistributedModel(model)
+    return shard_model(inner, optimizer, device, request, Mesh(0, 1), plan).module
+
+
 def adam(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
@@ -158,7 +166,7 @@ def test_sharded_model_trains_as_the_plain_one(recorder, device, layout, offload
     expected = stepped(plain.to(device), adam(plain), device)
     optimizer = adam(model)
     request = request_of(layout, device, offload)
-    model = shard_model(model.to(device), optimizer, device, request)
+    model = sharded(model.to(device), optimizer, device, request)
     if offload == "optimizer":
         offload_states(optimizer, device)
     found = stepped(model, optimizer, device)
@@ -182,7 +190,7 @@ def test_sharded_clipping_and_fused_optimizers(recorder, device, layout, fused, 
     expected = stepped(plain.to(device), adam(plain, fused=fused), device, clip)
     optimizer = adam(model, fused=fused)
     request = request_of(layout, device)
-    model = shard_model(model.to(device), optimizer, device, request)
+    model = sharded(model.to(device), optimizer, device, request)
     found = stepped(model, optimizer, device, clip)
     for name, value in expected[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-9)
@@ -195,7 +203,7 @@ def test_sharded_model_in_bfloat16(recorder, device, layout):
     optimizer = adam(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     request = request_of(layout, device, mp_policy=policy)
-    model = shard_model(model.to(device), optimizer, device, request)
+    model = sharded(model.to(device), optimizer, device, request)
     losses, whole = stepped(model, optimizer, device)
     assert losses[-1] < losses[0]
     assert all(value.dtype == torch.float32 for value in whole.values())
@@ -212,11 +220,11 @@ def test_deferred_model_is_sharded_on_the_device(recorder, device, layout):
     optimizer = adam(model)
     request = request_of(layout, device)
     plan = plan_shards(model)
-    from paceline.parallel.data import place_model
+    from paceline.parallel.placement import place_model
 
     if plan is None:
         Materialization(model).run()
-    model = shard_model(place_model(model, device, None), optimizer, device, request, plan)
+    model = sharded(place_model(model, device, None), optimizer, device, request, plan)
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         assert whole.device.type == device.type

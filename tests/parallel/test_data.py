@@ -6,7 +6,7 @@ import pytest
 import ranks
 from torch import nn
 
-from paceline.parallel import data
+from paceline.parallel.replicated import data_parallel as data
 
 ORDER = """
     import sys

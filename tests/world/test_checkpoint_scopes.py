@@ -147,6 +147,25 @@ def test_diverged_model_is_saved_from_rank_0_with_a_warning_or_per_rank(tmp_path
     assert ("[[0.0, 0.0]]" if warned else "[[0.0, 0.0], [1.0, 1.0]]") in result.stdout
 
 
+DIFFERENT = """
+    import sys, torch
+    import paceline
+    world = paceline.init(progress=False, replicas="ignore")
+    model = torch.nn.Linear(4, 1 + world.rank).requires_grad_(False)
+    model = world.distribute(model)
+    for epoch in world.epochs(1, checkpoint="ckpt"):
+        pass
+"""
+
+
+def test_different_models_without_a_layout_that_divides_them_are_an_error(tmp_path):
+    done = ranks.run(ranks.write(tmp_path, DIFFERENT), ranks=2, check=False)
+    assert done.returncode == 1
+    assert "models[0] has other parameters on rank 1 than on rank 0" in done.stderr
+    assert "HINT: give the same model to world.distribute on every rank" in done.stderr
+    assert not [path for path in (tmp_path / "ckpt").iterdir() if path.name.startswith("step")]
+
+
 @pytest.mark.parametrize("how", ["per_rank", "from_rank_0"])
 def test_kept_objects_need_state_dict(how):
     import paceline

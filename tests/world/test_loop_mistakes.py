@@ -270,7 +270,7 @@ def test_advice_about_unused_parameters_names_them_and_distribute(tmp_path):
 
 
 def test_loader_that_is_not_sharded_is_reported_on_several_ranks(world, capfd):
-    world._training.size = 2
+    world.mesh.shape["data"] = 2
     for sampler, warns in ((None, True), (DistributedSampler(DATA, 2, 0), False)):
         for _ in world.batches(DataLoader(DATA, batch_size=4, sampler=sampler)):
             pass

@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 
+from paceline.parallel.mesh import Mesh
 from paceline.record.ring.recorder import Recorder
 from paceline.world.nonfinite import FiniteCheck, finite_flags
 
@@ -102,7 +103,7 @@ def test_sparse_gradients_are_checked(world, is_finite):
 def test_large_gradient_whose_norm_overflows_is_finite():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    check = FiniteCheck(0, "raise", Recorder(0, 1, enabled=False), [])
+    check = FiniteCheck(Mesh(0, 1), "raise", Recorder(0, 1, enabled=False), [])
     weight.grad = torch.tensor([1e30, -1e30])
     check.check_before_step(optimizer)
     weight.grad[0] = float("nan")

@@ -10,6 +10,7 @@ import ranks
 import torch
 from scripts import TRAIN
 
+from paceline.parallel.mesh import Mesh
 from paceline.security.run_lock import RunLock
 from paceline.world.checkpoint_interval import CheckpointInterval
 from paceline.world.checkpointing import Checkpointer
@@ -204,7 +205,7 @@ def test_rank_that_can_write_checkpoints_names_the_rank_that_can_not(tmp_path):
     training = SimpleNamespace(models=[], optimizers=[])
     saver = SimpleNamespace(directory=tmp_path, rank=1, size=2, warn=print, lock=lambda say: None)
     state = SimpleNamespace(shared_state=dict, rank_state=dict, training=training)
-    collectives = OneFails(2, lambda: None)
+    collectives = OneFails(Mesh(1, 2), lambda: None)
     interval = CheckpointInterval.parse("epoch")
     checkpointer = Checkpointer(saver, interval, state, None, collectives, print)
     with pytest.raises(ValueError, match=r"^rank 0 can't save checkpoints: disk full. HINT: free"):

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from paceline.parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.strategy.distributed_model import DistributedModel
 
 FORGOTTEN = """
     import sys, torch
@@ -79,7 +81,7 @@ def test_fully_sharded_model_is_accepted(tmp_path):
 
 def check(mode="raise", size=2):
     said = []
-    return DistributionCheck(size, mode, said.append), said
+    return DistributionCheck(Mesh(0, size), mode, said.append), said
 
 
 def loss_of(*models):
@@ -90,7 +92,7 @@ def test_loss_that_also_reaches_a_frozen_part_or_inputs_is_accepted():
     """A network that only serves as a loss may need gradients, and is not trained."""
     checked, _ = check()
     trained, serving = nn.Linear(2, 2), nn.Linear(2, 2)
-    checked.add_model(trained)
+    checked.add_model(DistributedModel(trained))
     checked.check_loss(loss_of(trained, serving))
     checked, _ = check()
     checked.check_loss(torch.ones(2, requires_grad=True).sum())
@@ -106,7 +108,7 @@ def test_parameters_frozen_at_distribute_are_reported_when_they_are_trained():
     checked, _ = check()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    checked.add_model(model)
+    checked.add_model(DistributedModel(model))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     loss_of(model).backward()
     checked.check_optimizer(optimizer)

@@ -124,7 +124,7 @@ def _row(world: paceline.World, build: Build, traced: StepMemory, layout: Layout
         step()
 
     step()
-    held = tensor_bytes([model], [optimizer], [str(layout)], None)
+    held = tensor_bytes(world._training.models[-1:], [optimizer], [str(layout)], None)
     buckets = held["gradients"] if not layout.zero else 0
     before = held["parameters"] + held["buffers"] + held["optimizer_states"] + buckets + x.nbytes
     peaks = [0] * world.size

@@ -145,7 +145,7 @@ class CheckpointSaver:
         owner = shared.assign(self.size)
         own_skeleton, own_tensors = state_tree.flatten(own, OWN_STATE)
         sharded = {i: tensor for i, tensor in enumerate(shared.tensors) if is_sharded(tensor)}
-        pieces = {i: piece_of(tensor) for i, tensor in sharded.items()}
+        pieces = {i: piece_of(tensor, copies=shared.copies) for i, tensor in sharded.items()}
         state = {
             "shared": shared.skeleton if self.rank == 0 else None,
             "count": len(owner),

@@ -16,7 +16,8 @@ from .manifest import (
     read_shard,
     verify_shard,
 )
-from .sharded_tensor import Piece, PieceError, SavedTensor
+from .sharded_tensor import Piece, PieceError, SavedTensor, is_piece
+from .shared_state import merge_owned
 
 MAX_VERIFYING_THREADS = 8
 
@@ -46,7 +47,12 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
         raise DamagedCheckpointError(folder, str(error)) from None
     if tensors.keys() != set(range(len(tensors))):
         raise DamagedCheckpointError(folder, "lacks tensors that its shards should have")
-    return _joined(skeleton, [tensors[i] for i in range(len(tensors))], folder), own
+    shared = _joined(skeleton, [tensors[i] for i in range(len(tensors))], folder)
+    try:
+        merge_owned(shared, own)
+    except (PieceError, AttributeError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(folder, f"has invalid parts of ranks ({error})") from None
+    return shared, own
 
 
 def verify_checkpoint(folder: Path, rank: int = 0, size: int = 1) -> Manifest:
@@ -106,7 +112,7 @@ def _checked(shard: Any, path: Path) -> dict[str, Any]:
         if (
             all(type(i) is int for i in (*(tensors or ()), *pieces))
             and all(isinstance(tensor, torch.Tensor) for tensor in each)
-            and all(_is_piece(piece) for piece in pieces.values())
+            and all(is_piece(piece) for piece in pieces.values())
         ):
             return parts
     raise DamagedCheckpointError(path, "is not a shard of a checkpoint")
@@ -128,18 +134,6 @@ def _check_bytes(shard: dict[str, Any], limit: int, path: Path) -> None:
             total += tensor.numel() * tensor.element_size()
     if total > limit:
         raise DamagedCheckpointError(path, "has several tensors in one place")
-
-
-def _is_piece(value: Any) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"shape", "offset", "tensor"}:
-        return False
-    tensor = value["tensor"]
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        return False
-    return all(
-        type(index) is tuple and all(type(one) is int and one >= 0 for one in index)
-        for index in (value["shape"], value["offset"])
-    )
 
 
 def _check_identity(save: Any, manifest: Manifest, rank: int, path: Path) -> None:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .sharded_tensor import Copies, copies_in_mesh
 from .tensor_digest import DIGEST_BYTES, add_tensor
 
 if TYPE_CHECKING:
@@ -36,22 +37,15 @@ class DifferentCopy(NamedTuple):
     source: int
 
 
-def shard_of(tensor: "DTensor") -> str | None:
-    """Return which shard of which mesh this rank holds; None for a shard without copies.
+def shard_of(tensor: "DTensor", copies: Copies = copies_in_mesh) -> str | None:
+    """Return which shard this rank holds; None for a shard without copies.
 
     It is equal on the ranks that hold copies of the same shard, and only on these.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    where = mesh.get_coordinate()
-    if where is None:
+    ranks = copies(tensor)
+    if len(ranks) < 2:
         return None
-    copies = [mesh.size(i) for i, one in enumerate(placements) if one.is_replicate()]
-    if not any(count > 1 for count in copies):
-        return None
-    ranks = zlib.crc32(mesh.mesh.numpy().tobytes())
-    placed = zip(placements, where, strict=True)
-    held = ["copy" if one.is_replicate() else f"{one} {at}" for one, at in placed]
-    return f"{ranks:08x} {', '.join(held)}"
+    return f"{len(ranks)} copies {zlib.crc32(repr(ranks).encode()):08x}"
 
 
 class ShardDigests:
@@ -62,12 +56,13 @@ class ShardDigests:
         of_tensors: The digests of the single tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies = copies_in_mesh) -> None:
+        self._copies = copies
         self.of_tensors: dict[ShardKey, dict[TensorPath, bytes]] = {}
 
     def add(self, part: PartPath, path: TensorPath, tensor: "DTensor") -> None:
         """Add a tensor, unless no other rank holds a copy of its shard."""
-        shard = shard_of(tensor)
+        shard = shard_of(tensor, self._copies)
         if shard is not None:
             content = hashlib.blake2b(digest_size=DIGEST_BYTES)
             add_tensor(tensor.to_local().detach(), content.update)

@@ -7,7 +7,7 @@ protocol that torch.distributed.checkpoint uses.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict, TypeGuard
@@ -41,6 +41,19 @@ class Piece(TypedDict):
     tensor: torch.Tensor
 
 
+def is_piece(value: Any) -> bool:
+    """Return whether a value of a file is a piece."""
+    if not isinstance(value, dict) or value.keys() != {"shape", "offset", "tensor"}:
+        return False
+    tensor = value["tensor"]
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    return all(
+        type(index) is tuple and all(type(one) is int and one >= 0 for one in index)
+        for index in (value["shape"], value["offset"])
+    )
+
+
 def is_sharded(value: Any) -> "TypeGuard[DTensor]":
     """Return whether the value is a DTensor."""
     module = sys.modules.get(_MODULE)
@@ -53,8 +66,31 @@ def describe(tensor: "DTensor") -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} over {mesh} {placements}"
 
 
-def piece_of(tensor: "DTensor", path: str = "state") -> Piece | None:
+def copies_in_mesh(tensor: "DTensor") -> list[int]:
+    """Return the ranks of the tensor's mesh that hold this rank's part, by rank.
+
+    [] on a rank that is not in the mesh.
+    """
+    mesh = tensor.device_mesh
+    where = mesh.get_coordinate()
+    if where is None:
+        return []
+    placed = zip(tensor.placements, where, strict=True)
+    at = tuple(slice(None) if one.is_replicate() else index for one, index in placed)
+    ranks = mesh.mesh[at].flatten()
+    return sorted(int(rank) for rank in ranks)
+
+
+Copies = Callable[["DTensor"], list[int]]
+
+
+def piece_of(
+    tensor: "DTensor", path: str = "state", copies: Copies = copies_in_mesh
+) -> Piece | None:
     """Return the piece that this rank saves, not copied; None if another replica saves it.
+
+    Args:
+        copies: Returns the ranks that hold this rank's part; the first one saves it.
 
     Raises:
         ValueError: The tensor is a sum that is still to be reduced.
@@ -64,20 +100,19 @@ def piece_of(tensor: "DTensor", path: str = "state") -> Piece | None:
             f"{path} is a DTensor with a pending reduction ({tensor.placements}), which a "
             "checkpoint can't hold. HINT: keep tensor.redistribute(...) of it"
         )
-    where = tensor.device_mesh.get_coordinate()
-    if where is None:  # this rank is not in the mesh
+    if tensor.device_mesh.get_coordinate() is None:  # this rank is not in the mesh
         return None
-    placed = zip(tensor.placements, where, strict=True)
-    if any(placement.is_replicate() and coordinate for placement, coordinate in placed):
+    ranks = copies(tensor)
+    if len(ranks) > 1 and min(ranks) != tensor.device_mesh.get_rank():
         return None
     return {
         "shape": tuple(tensor.shape),
-        "offset": _held(tensor)[0],
+        "offset": held_part(tensor)[0],
         "tensor": tensor.to_local().detach(),
     }
 
 
-def _held(tensor: "DTensor") -> tuple[Index, Index]:
+def held_part(tensor: "DTensor") -> tuple[Index, Index]:
     """Return offset and shape of the part of a DTensor that this rank holds."""
     local = tuple(tensor.to_local().shape)
     if not prod(local):
@@ -156,7 +191,7 @@ def placed_like(saved: torch.Tensor | SavedTensor, like: Any) -> torch.Tensor:
         return whole(saved)
     from torch.distributed.tensor import DTensor
 
-    offset, shape = _held(like)
+    offset, shape = held_part(like)
     if isinstance(saved, SavedTensor):
         local = saved.part(offset, shape)
     else:
@@ -186,7 +221,7 @@ def copy_into(saved: torch.Tensor | SavedTensor, dest: Any) -> bool:
     if not is_plain or not all(_is_dense(one) for one in (saved, dest)):
         return False
     local = dest.to_local() if is_sharded(dest) else dest
-    offset = _held(dest)[0] if is_sharded(dest) else (0,) * dest.dim()
+    offset = held_part(dest)[0] if is_sharded(dest) else (0,) * dest.dim()
     if local.is_meta or not local.is_contiguous():  # its elements may share memory
         return False
     with torch.no_grad():

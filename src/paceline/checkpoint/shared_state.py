@@ -14,7 +14,16 @@ import torch
 
 from . import state_tree
 from .shard_copies import PartPath, ShardDigests
-from .sharded_tensor import describe, is_sharded
+from .sharded_tensor import (
+    Copies,
+    Piece,
+    PieceError,
+    SavedTensor,
+    copies_in_mesh,
+    describe,
+    is_piece,
+    is_sharded,
+)
 from .tensor_digest import DIGEST_BYTES, add_tensor
 
 
@@ -38,6 +47,7 @@ class SharedState:
         tree: dict[Any, Any],
         rank_0: Iterable[PartPath] = (),
         rank_0_addresses: frozenset[int] = frozenset(),
+        copies: Copies = copies_in_mesh,
     ) -> None:
         """Split a tree.
 
@@ -45,6 +55,7 @@ class SharedState:
             tree: Dict of trees. The items of a dict or list in it are parts of their own.
             rank_0: Parts of which rank 0's state is saved, without comparison.
             rank_0_addresses: The same, for single tensors by their address.
+            copies: Returns the ranks that hold this rank's part of a DTensor.
 
         Raises:
             ValueError: A value can't be saved; the message names its position.
@@ -54,6 +65,7 @@ class SharedState:
         chosen = set(rank_0)
         self._rank_0 = {path for path in self._parts if path in chosen or path[:1] in chosen}
         self._rank_0_addresses = rank_0_addresses
+        self.copies = copies
 
     def digests(self) -> dict[PartPath, bytes]:
         """Return a digest of each part that must be equal on all ranks.
@@ -65,7 +77,7 @@ class SharedState:
 
     def shard_digests(self) -> ShardDigests:
         """Return digests of the shards of DTensors that other ranks hold too."""
-        found = ShardDigests()
+        found = ShardDigests(self.copies)
         for path, part in self._parts.items():
             if path not in self._rank_0:
                 for keys, number in state_tree.tensor_paths(part):
@@ -100,6 +112,21 @@ class SharedState:
         if tensor.is_nested or not tensor.numel():
             return False
         return tensor.data_ptr() in self._rank_0_addresses
+
+    def structures(self) -> dict[PartPath, bytes]:
+        """Return a digest of names, shapes and dtypes of each part that must be equal."""
+        compared = ((path, part) for path, part in self._parts.items() if path not in self._rank_0)
+        return {path: self._structure(part) for path, part in compared}
+
+    def _structure(self, part: Any) -> bytes:
+        content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+        def tensor(number: int) -> None:
+            own = self.tensors[number]
+            content.update(f"{own.dtype} {tuple(own.shape)};".encode())
+
+        _add_part(part, content.update, tensor)
+        return content.digest()
 
     def _digest(self, part: Any) -> bytes:
         content = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -156,3 +183,53 @@ def _add_part(part: Any, add: Callable[[bytes], None], tensor: Callable[[int], N
         add(repr(sorted(map(repr, part))).encode())
     else:
         add(f"{type(part).__name__} {part!r};".encode())
+
+
+OWNED = "owned"  # key in the state of a rank
+
+
+def new_piece(shape: Iterable[int], offset: Iterable[int], tensor: torch.Tensor) -> Piece:
+    """Return a part of a tensor, for the state of a rank."""
+    return {"shape": tuple(shape), "offset": tuple(offset), "tensor": tensor.detach()}
+
+
+def merge_owned(shared: Any, own: list[Any]) -> None:
+    """Add to the state of all ranks the parts of models and optimizers that single ranks saved.
+
+    Raises:
+        PieceError: Pieces do not form a whole tensor, or the parts do not belong to the state.
+    """
+    sections = [state[OWNED] for state in own if isinstance(state, dict) and state.get(OWNED)]
+    for name in dict.fromkeys(name for section in sections for name in section):
+        given = [section[name] for section in sections if name in section]
+        count = len(shared.get(name, ()))
+        if any(not isinstance(one, list) or len(one) != count for one in given):
+            raise PieceError(f"the ranks have saved other {name} than the state has")
+        for i in range(count):
+            shared[name][i] = _merged(shared[name][i], [one[i] for one in given if one[i]])
+
+
+def _merged(shared: Any, parts: list[dict[Any, Any]]) -> Any:
+    if not parts:
+        return shared
+    if "param_groups" not in shared:
+        return {**shared, **_joined_each(parts)}
+    states = [part["state"] for part in parts]
+    numbers = dict.fromkeys(number for of in states for number in of)
+    joined = {n: _joined_each([of[n] for of in states if n in of]) for n in numbers}
+    return {**shared, "state": dict(sorted({**shared["state"], **joined}.items()))}
+
+
+def _joined_each(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+
+
+def _joined(values: list[Any]) -> Any:
+    """Return the whole tensor of pieces; another value as it is."""
+    first = values[0]
+    if not isinstance(first, dict):
+        return first
+    if not all(map(is_piece, values)):
+        raise PieceError("a part of a tensor is invalid")
+    return SavedTensor.of(values)

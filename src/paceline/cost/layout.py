@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from ..plurals import counted
 
@@ -84,8 +85,7 @@ class Layout:
     rules: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        pairs = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
-        self._set("rules", tuple((pattern, kind) for pattern, kind in pairs))
+        self._set("rules", tuple((pattern, kind) for pattern, kind in self.rule_pairs))
         for name in AXIS_WORDS:
             _check_extent(name, getattr(self, name))
         open_axes = [name for name in AXIS_WORDS if name != "dp" and getattr(self, name) is None]
@@ -138,7 +138,7 @@ class Layout:
         if self.pp == 1 and (self.schedule or self.micro_batches):
             name = "schedule" if self.schedule else "micro-batches"
             raise ValueError(f"{name} needs pipeline stages. HINT: pp2, or leave {name} out")
-        for pattern, kind in self.rules:
+        for pattern, kind in self.rule_pairs:
             is_text = isinstance(pattern, str) and isinstance(kind, str)
             if not is_text or not pattern or re.search(r"\s", pattern):
                 raise ValueError(f"the rule {pattern!r} is not a pattern. HINT: rule:blocks.*=row")
@@ -176,7 +176,7 @@ class Layout:
         ]
         given = (self.recompute, self.offload, self.schedule, self.micro_batches)
         shown = [text for text, value in zip(options, given, strict=True) if value is not None]
-        shown += [f"rule:{pattern}={kind}" for pattern, kind in self.rules]
+        shown += [f"rule:{pattern}={kind}" for pattern, kind in self.rule_pairs]
         return " + ".join([" x ".join(texts) or "data", *shown])
 
     def _axis_text(self, name: str) -> str:
@@ -188,6 +188,11 @@ class Layout:
             is_default = value is None or (value == 1 and None in self.extents.values())
             return "" if is_default else f"dp{value}"
         return name if value is None else f"{name}{value}" if value != 1 else ""
+
+    @property
+    def rule_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The rules as pairs of a pattern and a kind."""
+        return tuple(self.rules.items()) if isinstance(self.rules, Mapping) else self.rules
 
     @property
     def extents(self) -> dict[str, int | None]:
@@ -231,7 +236,8 @@ class Layout:
             )
         open_axis = next((name for name, n in self.extents.items() if n is None), "dp")
         rest = prod(n or 1 for name, n in self.extents.items() if name != open_axis)
-        return replace(self, **{open_axis: ranks // rest})
+        changes: dict[str, Any] = {open_axis: ranks // rest}
+        return replace(self, **changes)
 
     @property
     def without_options(self) -> "Layout":

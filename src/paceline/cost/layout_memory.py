@@ -7,7 +7,7 @@ The sharded layouts follow FSDP2's rules for what is gathered. benchmarks/layout
 with measurements (memory_prediction.py, memory_of_layouts.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -164,6 +164,7 @@ def predict_layouts(
     recompute: str = "blocks",
     accumulate: int = 1,
     allowed: Sequence[Layout] = LAYOUTS,
+    predict: Callable[[StepMemory, Layout, int, int], LayoutMemory] | None = None,
 ) -> list[LayoutMemory]:
     """Return the peaks of all layouts, the fastest layout first; one rank has only "data".
 
@@ -171,16 +172,15 @@ def predict_layouts(
         kept: A step that keeps its activations.
         recomputed: The same step with recomputation; None to leave these layouts out.
         allowed: The layouts to predict.
+        predict: Returns the peak for a step, layout, number of ranks and of accumulated batches.
+            Default: ``predict_layout``.
     """
+    of = predict or (lambda step, one, n, count: predict_layout(step, one, n, accumulate=count))
     layouts = [one for one in LAYOUTS if one in allowed] if ranks > 1 else LAYOUTS[:1]
-    found = [predict_layout(kept, layout, ranks, accumulate=accumulate) for layout in layouts]
+    found = [of(kept, layout, ranks, accumulate) for layout in layouts]
     if recomputed is not None:
-        found += [
-            predict_layout(
-                recomputed, replace(one, recompute=recompute), ranks, accumulate=accumulate
-            )
-            for one in layouts
-        ]
+        again = [replace(layout, recompute=recompute) for layout in layouts]
+        found += [of(recomputed, layout, ranks, accumulate) for layout in again]
     return found
 
 

@@ -290,7 +290,7 @@ KNOBS: dict[str, Knob] = {
         "layout of the models of world.distribute over the ranks",
         (),
         "world.distribute(model, optimizer, layout='{value}')",
-        "knobs.layout:set_layout",
+        "knobs.layouts.requested:set_layout",
         LayoutText(),
         r"\bdistribute\(",
         "with a sharded layout, communication for parameters",

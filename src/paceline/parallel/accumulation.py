@@ -13,13 +13,12 @@ weight assumes a number, and ``Accumulation.correction`` is the factor for the s
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ..data.sampling.sample_order import BatchShare
 from ..optim.gradients import count_parameters, parameters_of
-from .data import discard_gradients, has_model_gradients, set_gradient_sync
-from .sharded.registry import trained_parameters
+from .mesh import Mesh
+from .strategy.distributed_model import DistributedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +87,13 @@ class Accumulation:
     """The groups of batches that one model accumulates.
 
     Attributes:
-        model: The model, as ``world.distribute`` returned it.
+        model: The model in its layout.
         every: Number of batches of a whole group.
         groups: Those of the running loops; the last one is the innermost loop's.
         correction: Factor for the gradients of a complete group.
     """
 
-    model: nn.Module
+    model: DistributedModel
     every: int
     groups: list[Group] = field(default_factory=list)
     correction: float = 1.0
@@ -116,7 +115,7 @@ class Accumulation:
         if group.is_complete:
             group.batches, group.units = 0, 0.0
             is_inner = bool(self.groups)
-            group.has_outer_gradients = is_inner and has_model_gradients(self.model)
+            group.has_outer_gradients = is_inner and self.model.has_gradients()
         self.groups.append(group)
         group.batches += 1
         group.units += loaded.units
@@ -134,9 +133,9 @@ class Accumulation:
             return 0
         self._go_on()
         is_kept = group.is_complete or group.has_outer_gradients
-        if is_kept or not has_model_gradients(self.model):
+        if is_kept or not self.model.has_gradients():
             return 0
-        discard_gradients(self.model)
+        self.model.discard_gradients()
         return group.batches
 
     def _take(self, loop: object) -> Group | None:
@@ -150,19 +149,19 @@ class Accumulation:
         """Apply the innermost loop's group; after the last loop its correction stays."""
         if self.groups:
             self.correction = self.groups[-1].correction
-        set_gradient_sync(self.model, self.is_complete)
+        self.model.set_gradient_sync(self.is_complete)
 
 
 class Accumulations:
     """The accumulations of all models, and the batches of the loops that are running.
 
     Attributes:
-        size: Number of ranks.
+        mesh: The ranks.
         models: One accumulation for each ``world.distribute``.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self.models: list[Accumulation] = []
         self._running: list[Batch] = []  # the last one is the innermost loop's
         self._owners: dict[tuple[int, int, int], list[Accumulation]] = {}
@@ -185,11 +184,11 @@ class Accumulations:
         total = loaded.group_total(every) if len(numbers) == 1 else None
         usual = loaded.nominal * (every if len(numbers) == 1 else 1)
         assumed = total if total is not None else usual
-        part = units / self.size
+        part = units / self.mesh.data_size
         if share.total:  # 0 where an unsharded loader's batch has no known number of samples
             part = 0.0 if share.filler else units * share.count / share.total
         # DDP averages ranks equally; the weight makes that the mean over the true samples.
-        weight = self.size * part / assumed
+        weight = self.mesh.data_size * part / assumed
         batch = Batch(loaded, weight, assumed, total is not None)
         self._running.append(batch)
         for model in self.models:
@@ -200,17 +199,22 @@ class Accumulations:
         """End a batch; without effect if it has ended already."""
         self._running = [other for other in self._running if other is not batch]
 
-    def weigh_backward(self) -> float:
+    def weigh_backward(self, share: float | None = None) -> float:
         """Count a backward of the current batch; return the factor of its loss.
 
         It is 1 outside of training loops, where every backward's gradients may be stepped with.
+
+        Args:
+            share: This rank's part of the weight of the global batch; None: that of its samples.
         """
+        equal = 1.0 if share is None else self.mesh.data_size * share
         if self.batch is None:
             for model in self.models:
                 model.correction = 1.0
-            return 1.0
-        self.batch.backwards += 1
-        return self.batch.weight
+            return equal
+        batch = self.batch
+        batch.backwards += 1
+        return batch.weight if share is None else equal * batch.loaded.units / batch.assumed_units
 
     def end_loop(self, loop: object) -> str:
         """End a loop, and discard the gradients of its incomplete groups.
@@ -233,7 +237,7 @@ class Accumulations:
 
     def _find_owners(self, optimizer: Optimizer) -> list[Accumulation]:
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        found = [m for m in self.models if any(id(p) in ids for p in trained_parameters(m.model))]
+        found = [m for m in self.models if any(id(p) in ids for p in m.model.parameters().values())]
         numbers = sorted({model.every for model in found})
         if len(numbers) > 1:
             kind = type(optimizer).__name__

@@ -13,8 +13,7 @@ from torch import nn
 
 from ..optim.whole_norms import local_part
 from ..record.hooks.phases import UncopiedHook
-from .replica import unwrap
-from .sharded.registry import sharded_of
+from .strategy.distributed_model import DistributedModel
 
 HINT = (
     "HINT: change the model first, then create the optimizer, then model, optimizer = "
@@ -44,28 +43,27 @@ class _Parameter:
         return "" if self.tensor is other.tensor else "was replaced after world.distribute"
 
 
-def watch_parameters(model: nn.Module) -> None:
+def watch_parameters(model: DistributedModel) -> None:
     """Check in the first forward of a distributed model that its parameters are the same.
 
     The forward raises ValueError where they differ, before ranks exchange anything.
     """
-    before = _parameters(model)
+    before = _parameters(model.plain)
 
     def check(*_: Any) -> None:
         handle.remove()
-        sharded = sharded_of(model)
-        if sharded is not None and sharded.has_run():
+        if model.has_run():
             return  # some parameters are gathered
-        found = list(_changes(before, _parameters(model)))
+        found = list(_changes(before, _parameters(model.plain)))
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise ValueError(f"world.distribute: {found[0]}{more}. {HINT}")
 
-    handle = model.register_forward_pre_hook(UncopiedHook(check), prepend=True)
+    handle = model.called.register_forward_pre_hook(UncopiedHook(check), prepend=True)
 
 
 def _parameters(model: nn.Module) -> dict[str, _Parameter]:
-    named = unwrap(model).named_parameters(remove_duplicate=False)
+    named = model.named_parameters(remove_duplicate=False)
     return {name: _Parameter.of(parameter) for name, parameter in named}
 
 

@@ -1,25 +1,75 @@
-"""Clipping by the norm of the whole gradient, of which ranks may hold shards."""
+"""Clipping by the norm of the whole gradient, of which ranks may hold parts."""
 
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..comm.group_device import exchangeable
 from ..optim.whole_norms import holds_shards, local_part, whole_norms
+from .mesh import MODEL_AXES, Mesh
+from .strategy.distributed_model import DistributedModel
 
 
-def clip_gradients(parameters: Sequence[torch.Tensor], limit: float) -> None:
+def clip_gradients(
+    parameters: Sequence[torch.Tensor],
+    limit: float,
+    mesh: Mesh | None = None,
+    models: Sequence[DistributedModel] = (),
+) -> None:
     """Scale the gradients of all parameters together, so that their L2 norm is at most ``limit``.
 
     PyTorch's clip_grad_norm_ does so for gradients that are all whole. It can't mix whole and
     sharded ones, nor shards of different groups of ranks, and runs a collective for each dtype.
+
+    Args:
+        mesh: The ranks; all of them must call this where it has axes that divide models.
+        models: They know along which axes other ranks hold other parameters.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not holds_shards(gradients):
+    held = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in held if p.grad is not None]
+    is_parted = mesh is not None and mesh.is_divided
+    if not holds_shards(gradients) and not is_parted:
         nn.utils.clip_grad_norm_(parameters, limit)
         return
-    total = whole_norms(gradients).square().sum().sqrt()
+    squares = whole_norms(gradients).square() if gradients else torch.zeros(0, dtype=torch.float64)
+    if mesh is not None and is_parted:
+        total = _sum_over_parts(squares, held, mesh, models).sqrt()
+    else:
+        total = squares.sum().sqrt()
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         part = local_part(gradient)
         part.mul_(factor.to(part.device, part.dtype))
+
+
+def _sum_over_parts(
+    squares: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    mesh: Mesh,
+    models: Sequence[DistributedModel],
+) -> torch.Tensor:
+    """Return the sum over all parameters of all ranks, each counted once. Collective.
+
+    Ranks may hold different parameters, so each one adds the same numbers along each axis: one for
+    each set of axes along which parameters can differ.
+    """
+    axes = [axis for axis in MODEL_AXES if axis in mesh.shape]
+    sets = [frozenset(one) for n in range(len(axes) + 1) for one in combinations(axes, n)]
+    parted = {
+        id(parameter): model.parted_axes(name)
+        for model in models
+        for name, parameter in model.parameters().items()
+    }
+    sums = squares.new_zeros(len(sets))
+    for square, parameter in zip(squares, parameters, strict=True):
+        sums[sets.index(parted.get(id(parameter), frozenset()) & frozenset(axes))] += square
+    for axis in axes:
+        at = [i for i, one in enumerate(sets) if axis in one]
+        group = mesh.group(axis)
+        sent = exchangeable(sums[at], group)
+        dist.all_reduce(sent, group=group)
+        sums[at] = sent.to(sums.device)
+    return sums.sum()

@@ -1,71 +1,100 @@
-"""Distribute a model in the layout that the script asks for."""
+"""Distribute a model: the strategies of its layout, one after the other.
 
-from typing import Any
+To add a layout, write a ``ParallelStrategy`` and list it in STRATEGIES.
+"""
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..knobs.process import return_freed_memory
-from .blocks import nbytes_of
-from .data import data_parallel, place_model
+from ..cost.layout import AXIS_WORDS, Layout
 from .deferred import forget_recordings, is_deferred
 from .materialization import Materialization
-from .memory_budget import available_bytes
-from .sharded.deferred_shards import plan_shards
-from .sharded.layouts import ShardingRequest
-from .sharded.model_check import check_sharding
+from .placement import place_model
+from .replicated.data_parallel import DataParallel
+from .sharded.replication import broadcast_model
+from .sharded.strategy import FullySharded
+from .strategy.distributed_model import DistributedModel
+from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 
-AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
+# In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
+# (after recomputation) shards or replicas.
+STRATEGIES: list[type[ParallelStrategy]] = [DataParallel, FullySharded]
+
+
+def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:
+    """Return the strategies that a layout needs, in the order of application.
+
+    Raises:
+        ValueError: Nothing divides one of the layout's axes yet.
+    """
+    found: list[type[ParallelStrategy]] = []
+    for kind in STRATEGIES:
+        is_done = any(kind.axes <= one.axes for one in found)  # by one that divides more axes
+        if kind.divides(layout) and not is_done:
+            found.append(kind)
+    for axis in layout.divided_axes:
+        if not any(axis in kind.axes for kind in found):
+            text = str(layout.without_options)
+            raise ValueError(
+                f"world.distribute: layout={text!r}: {axis} ({AXIS_WORDS[axis]}) is not "
+                f"implemented yet. HINT: layout={str(_without_axes(layout))!r}"
+            )
+    return found
+
+
+def strategies_for(request: DistributionRequest) -> list[ParallelStrategy]:
+    """Return the strategies of one model.
+
+    Raises:
+        ValueError: Nothing divides one of the layout's axes yet, or an option does not fit it.
+    """
+    return [kind(request) for kind in kinds_for(request.layout)]
+
+
+def _without_axes(layout: Layout) -> Layout:
+    return Layout(zero=layout.zero)
 
 
 def distribute_model(
     model: nn.Module,
     optimizer: Optimizer | None,
-    device: torch.device,
     autocast_dtype: torch.dtype | None,
-    request: ShardingRequest | None,
-    options: dict[str, Any],
-) -> nn.Module:
+    request: DistributionRequest,
+    recompute: Callable[[nn.Module], None] | None = None,
+) -> DistributedModel:
     """Return the model on its device, and distributed if there are several ranks. Collective.
 
     The tensors of a deferred model are computed: whole ones, or this rank's shards.
 
     Args:
-        optimizer: With a sharded layout, its parameters are replaced by their shards.
-        request: The sharded layout; None for data parallel.
-        options: Those of DistributedDataParallel, for data parallel.
+        optimizer: Its parameters are replaced where the layout replaces those of the model.
+        recompute: Called with what this rank has of the model, before shards or replicas are made.
 
     Raises:
-        ValueError: The model or optimizer can't be sharded.
+        ValueError: The model or optimizer can't be divided.
     """
-    has_ranks = dist.is_initialized() and dist.get_world_size() > 1
-    plan = plan_shards(model) if request is not None and has_ranks else None
-    if plan is None and is_deferred(model):
+    strategies = strategies_for(request)
+    has_ranks = request.mesh.size > 1
+    is_later = has_ranks and len(strategies) == 1 and strategies[0].defers(model)
+    if not is_later and is_deferred(model):
         Materialization(model).run()
         forget_recordings()
-    if request is not None:
-        check_sharding(model, optimizer, request)
-    placed = place_model(model, device, autocast_dtype)
+    for strategy in strategies:
+        strategy.check(model, optimizer)
+    distributed = DistributedModel(place_model(model, request.device, autocast_dtype))
     if not has_ranks:
-        return placed
-    if request is None:
-        return data_parallel(placed, device, **options)
-    from .sharded.fully_sharded import shard_model  # FSDP takes a moment to import
-
-    _save_memory(placed, device)
-    sharded = shard_model(placed, optimizer, device, request, plan)
-    del plan, placed
-    forget_recordings()
-    return sharded
-
-
-def _save_memory(model: nn.Module, device: torch.device) -> None:
-    """Return freed memory at once where this rank has little for a model.
-
-    FSDP allocates whole blocks, and between them shards that stay. On a CPU glibc would keep the
-    gaps: together up to the size of the whole model, once for parameters and once for gradients.
-    """
-    if device.type == "cpu" and available_bytes(device) < AMPLE_SHARE * nbytes_of(model):
-        return_freed_memory()
+        return distributed
+    if request.layout.divided_axes:  # before ranks keep parts of it
+        assert dist.group.WORLD is not None
+        broadcast_model(distributed.module, dist.group.WORLD)
+    for strategy in strategies:
+        if recompute is not None and "dp" in strategy.axes:
+            recompute(distributed.module)
+        distributed = strategy.apply(distributed, optimizer)
+    if is_later:
+        forget_recordings()
+    return distributed

@@ -18,10 +18,10 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..optim.gradients import count_parameters, parameters_of
-from ..optim.local_sgd import local_sgd_of
 from ..record.hooks.phases import has_users_hooks
-from .replica import FixedBuckets, unwrap
-from .sharded.registry import sharded_of
+from .mesh import Mesh
+from .replicated.replica import FixedBuckets
+from .strategy.distributed_model import DistributedModel
 
 # Base classes of models whose parameters in the graph are not those of the modules.
 SHARDING_CLASSES = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -33,23 +33,20 @@ class DistributionCheck:
     mode: "raise", "warn" or "ignore". warn: prints a line on rank 0.
     """
 
-    def __init__(self, size: int, mode: str, warn: Callable[[str], None]) -> None:
-        self.mode = mode if size > 1 else "ignore"
+    def __init__(self, mesh: Mesh, mode: str, warn: Callable[[str], None]) -> None:
+        self.mode = mode if mesh.size > 1 else "ignore"
         self._warn = warn
         self._distributed: set[int] = set()  # ids of parameters
-        self._models: list[nn.Module] = []  # keeps the ids valid
-        self._replicas: list[FixedBuckets] = []
+        self._models: list[DistributedModel] = []  # keeps the ids valid
         self._has_checked_loss = False
         self._frozen_objects = gc.get_freeze_count()
         self._checked: dict[int, int] = {}  # by id of an optimizer: its number of parameters
         self._unarmed: list[tuple[FixedBuckets, _Gradients]] = []
 
-    def add_model(self, distributed: nn.Module) -> None:
+    def add_model(self, model: DistributedModel) -> None:
         """Accept the parameters of a model that is being distributed."""
-        self._replicas += [distributed] if isinstance(distributed, FixedBuckets) else []
-        model = unwrap(distributed)
         self._models.append(model)
-        self._distributed.update(id(p) for p in model.parameters() if p.requires_grad)
+        self._distributed.update(id(p) for p in model.parameters().values() if p.requires_grad)
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Check the parameters that the first loss reaches; raise ValueError if none is accepted.
@@ -92,17 +89,18 @@ class DistributionCheck:
 
     def _synchronized(self) -> list[FixedBuckets]:
         """Return the models whose next backward is to synchronize gradients."""
+        replicas = [one.module for one in self._models if one.local_sgd is None]
         return [
             one
-            for one in self._replicas
-            if one.require_backward_grad_sync and local_sgd_of(one) is None
+            for one in replicas
+            if isinstance(one, FixedBuckets) and one.require_backward_grad_sync
         ]
 
     def note_exchange(self, bucket: torch.Tensor) -> None:
         """Note that a backward reduces a bucket of a DistributedDataParallel model."""
-        for replica in self._replicas:
-            if replica.is_armed:
-                replica.note_exchange(bucket)
+        for one in self._models:
+            if isinstance(one.module, FixedBuckets) and one.module.is_armed:
+                one.module.note_exchange(bucket)
 
     def check_optimizer(self, optimizer: Optimizer, others: Iterable[Optimizer] = ()) -> None:
         """Check the parameters that an optimizer is about to step; raises ValueError.
@@ -115,7 +113,8 @@ class DistributionCheck:
         for replica in self._synchronized():
             if not replica.has_run:
                 own = set(map(id, parameters_of(optimizer)))
-                trained = [n for n, p in _named(replica.module) if p.grad is not None]
+                named = replica.module.named_parameters()
+                trained = [n for n, p in named if p.grad is not None]
                 trained = trained if any(id(p) in own for p in replica.parameters()) else []
                 if trained:
                     self._report_unsynchronized(f"the step of {type(optimizer).__name__}", trained)
@@ -134,14 +133,14 @@ class DistributionCheck:
 
         It holds parameters that no model has, and no optimizer holds some that have a gradient.
         """
-        names = {id(p): name for model in self._models for name, p in _named(model)}
+        named = [(n, p) for model in self._models for n, p in model.parameters().items()]
+        names = {id(p): name for name, p in named}
         own = [p for p in parameters_of(optimizer) if p.requires_grad]
         unused = [p for p in own if p.grad is None and id(p) not in names]
         if not unused:
             return
         held = {id(p) for one in (optimizer, *others) for p in parameters_of(one)}
-        in_models = [p for model in self._models for _, p in _named(model)]
-        left = [p for p in in_models if p.grad is not None and id(p) not in held]
+        left = [p for _, p in named if p.grad is not None and id(p) not in held]
         if left:
             self._say(
                 f"world.step: the {type(optimizer).__name__} holds a parameter of shape "
@@ -166,7 +165,7 @@ class DistributionCheck:
 
     def _frozen(self) -> set[int]:
         """Return the ids of parameters that were not trainable when they were distributed."""
-        ids = {id(p) for model in self._models for p in model.parameters()}
+        ids = {id(p) for model in self._models for p in model.parameters().values()}
         return ids - self._distributed
 
     def _report(self, what: str, parameters: list[torch.Tensor]) -> None:
@@ -240,12 +239,6 @@ def _modules() -> Iterator[nn.Module]:
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Module):  # isinstance would ask proxies for their class
             yield thing
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return a model's parameters as optimizers hold them, with their names."""
-    sharded = sharded_of(model)
-    return list((sharded.shards if sharded else dict(model.named_parameters())).items())
 
 
 def _more(parameters: Sequence[object]) -> str:

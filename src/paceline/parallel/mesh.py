@@ -13,7 +13,7 @@ ranks of the same data rank train the same samples, and are its *model group*.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.sharded_tensor import copies_in_mesh, is_sharded
 from ..cost.layout import AXIS_WORDS, Layout
+from ..plurals import named_ranks
 
 DATA = "data"
 AXES = tuple(AXIS_WORDS.values())
@@ -90,6 +92,25 @@ class Mesh:
         positions = [range(n) if axis in axes else [place[axis]] for axis, n in self.shape.items()]
         return [self._ranks[self._number(one)] for one in product(*positions)]
 
+    def copies_of(self, tensor: Any, parted: Collection[str] = ()) -> list[int]:
+        """Return the ranks that hold copies of a tensor, of a DTensor those of this rank's part.
+
+        Args:
+            parted: Axes along which ranks hold other tensors.
+        """
+        axes = [axis for axis in self.shape if axis not in parted]
+        if not is_sharded(tensor):
+            return self.ranks_along(axes)
+        if not self.is_divided:
+            return copies_in_mesh(tensor)
+        copies, members = copies_in_mesh(tensor), set(tensor.device_mesh.mesh.flatten().tolist())
+        for count in range(len(self.shape) + 1):
+            for own in combinations(self.shape, count):
+                if set(self.ranks_along(own)) == members:
+                    others = [axis for axis in axes if axis not in own]
+                    return sorted(r for one in copies for r in self.ranks_along(others, one))
+        return copies  # a mesh of the script
+
     @property
     def sharing_samples(self) -> list[int]:
         """The ranks of this data rank: they train the same samples."""
@@ -126,7 +147,7 @@ class Mesh:
         """
         if not dist.is_initialized():
             return None
-        wanted = frozenset(axes) & self.shape.keys()
+        wanted = frozenset(axis for axis in axes if axis in self.shape)
         if wanted == self.shape.keys():
             return dist.group.WORLD
         if wanted not in self._groups:
@@ -140,10 +161,16 @@ class Mesh:
                     self._groups[wanted] = made
         return self._groups[wanted]
 
+    def create_groups(self) -> None:
+        """Create the groups of all axes, as groups can't be created in a backward. Collective."""
+        for axis in self.shape:
+            self.group(axis)
+        self.group(*MODEL_AXES)
+
     @property
     def data_group(self) -> Any:
         """The ranks that hold copies of this rank's part of the model."""
-        return self.group(DATA)
+        return self.group(DATA) if self.is_divided else dist.group.WORLD
 
     @property
     def model_group(self) -> Any:
@@ -200,16 +227,17 @@ class Mesh:
             return ""
         of_node = min(nodes.count(node) for node in nodes)
         return (
-            f"the ranks of the axis {axis} exchange in each layer, and {crossing[0]} are on "
-            f"several nodes. HINT: an extent that divides the {of_node} ranks of a node"
+            f"the ranks of the axis {axis} exchange in each layer, and {named_ranks(crossing[0])} "
+            f"are on several nodes. HINT: an extent that divides the {of_node} ranks of a node"
         )
 
     def header(self) -> dict[str, Any]:
         """Return the header field ``mesh`` of this rank's record."""
-        groups = {
-            str(group.group_name): " x ".join(axis for axis in self.shape if axis in axes)
-            for axes, group in self._named_groups()
-        }
+        groups: dict[str, str] = {}
+        for axes, group in self._named_groups() if self.is_divided else ():
+            where = ", ".join(f"{a} {at}" for a, at in self.place.items() if a not in axes)
+            along = " x ".join(axis for axis in self.shape if axis in axes)
+            groups[str(group.group_name)] = f"{along} ({where})" if where else along
         return {"axes": list(self.shape.items()), "place": list(self.place.values())} | (
             {"groups": groups} if groups else {}
         )
@@ -218,8 +246,6 @@ class Mesh:
         yield from self._groups.items()
         for mesh in self._device_meshes.values():
             yield from (((axis,), mesh.get_group(axis)) for axis in self.shape)
-        if dist.is_initialized() and dist.group.WORLD is not None and not self.is_divided:
-            yield self.shape, dist.group.WORLD
 
 
 def _describe(shape: Mapping[str, int]) -> str:

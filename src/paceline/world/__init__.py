@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
@@ -19,9 +20,9 @@ from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
 from ..optim.rates import RULES, scale_learning_rate
-from ..parallel.data import explain_ddp_error
 from ..parallel.memory import out_of_memory
-from ..parallel.sharded.registry import explain as explain_sharding_error
+from ..parallel.mesh import Mesh
+from ..parallel.strategy.training_step import Loss
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages
@@ -104,6 +105,8 @@ class World(ModelDistribution):
         rank: Global rank of this process.
         size: World size.
         local_rank: Rank of this process within its node.
+        mesh: The ranks along named axes: ``mesh.data_rank`` of ``mesh.data_size`` trains other
+            samples than the others.
         device: The torch.device of models and batches.
     """
 
@@ -123,10 +126,9 @@ class World(ModelDistribution):
         if self._survey is not None:
             record = progress = False
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
-        # --show-memory: one process loads the batches of one of several ranks
-        self._data_ranks = self._survey.ranks if self._survey is not None else self.size
+        self.mesh = Mesh(self.rank, self.size)
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
-        self._full_size = max(self._data_ranks, int(os.environ.get("PACELINE_FULL_RANKS", 0)))
+        self._full_size = int(os.environ.get("PACELINE_FULL_RANKS", 0))
         if seed_shift():  # another seed for a run of a reference
             seed += seed_shift()
             note_seeded()
@@ -138,19 +140,21 @@ class World(ModelDistribution):
         launch_text = join_process_group(identity, self._recorder, timeout)
         self._store = attempt_store()
         check_own_gpu(self.device, self.local_rank, self._store)
-        seed_everything(seed if self.rank == 0 else derive_seed(seed, self.rank))
+        data_rank = self.mesh.data_rank
+        seed_everything(seed if data_rank == 0 else derive_seed(seed, data_rank))
         self._progress = Progress(self.rank, progress)
         if launch_text:
             self._progress.say(launch_text)
         warn = self._progress.warn_once
         phases = PhaseRecorder(self._recorder)
-        about = (self.rank, self.size, self.device, self._dtype)
+        about = (self.mesh, self.device, self._dtype)
         self._training = OptimizerSteps(*about, phases, nonfinite, replicas, warn)
         self._state = TrainingState(self._training, Position())
         self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
-        self._collectives = Collectives(self.size, self._log.go_on)
+        self._collectives = Collectives(self.mesh, self._log.go_on)
+        self._training.sum_over_data = self._collectives.sum
+        known = [self._training.explain, out_of_memory.explain]
         explain = self._training.explain_missing_gradient
-        known = [explain_ddp_error, explain_sharding_error, out_of_memory.explain]
         error_messages.explanations += [self._log.explain, *known, explain]
         self._loops = TrainingLoops(
             self._training, self._state, self._recorder, self._progress, self._log, warn
@@ -160,6 +164,14 @@ class World(ModelDistribution):
         self._finish = RunFinalizer(self.rank, self.size, self._store, self._recorder)
 
     # data and state; models: ModelDistribution
+
+    @property
+    def _data_ranks(self) -> int:
+        """Number of ranks that train different samples.
+
+        With --show-memory one process loads the batches of one of several ranks.
+        """
+        return self._survey.ranks if self._survey is not None else self.mesh.data_size
 
     def shard(
         self,
@@ -197,12 +209,14 @@ class World(ModelDistribution):
             global_batch = requested_global_batch() or global_batch
         if self._survey is not None and isinstance(global_batch, BatchSchedule):
             global_batch = global_batch.largest  # which needs most memory
+        ranks = self._data_ranks
+        full = max(ranks, self._full_size // self.mesh.model_size)
         sharded = shard(
             loader,
-            rank=self.rank,
-            ranks=self._data_ranks,
+            rank=self.mesh.data_rank,
+            ranks=ranks,
             # sums of validation are the same for any batch size
-            full_ranks=self._data_ranks if every_sample_once else self._full_size,
+            full_ranks=ranks if every_sample_once else full,
             seed=self.seed,
             global_batch=global_batch,
             every_sample_once=every_sample_once,
@@ -213,11 +227,11 @@ class World(ModelDistribution):
         experiment = self._recorder.experiment
         sharded.is_branch = experiment is not None and experiment.limit.branches
         self._loops.loaders.append(sharded)
-        if self._full_size > self._data_ranks and global_batch is None and not every_sample_once:
+        if full > ranks and global_batch is None and not every_sample_once:
             self._progress.say_once(
-                f"the job continues with {self.size} of {self._full_size} ranks; the global batch "
-                f"remains {counted(loader.batch_size * self._full_size, 'sample')}: up to "
-                f"{-(-loader.batch_size * self._full_size // self.size)} per rank instead of "
+                f"the job continues with {ranks} of {full} ranks; the global batch "
+                f"remains {counted(loader.batch_size * full, 'sample')}: up to "
+                f"{-(-loader.batch_size * full // ranks)} per rank instead of "
                 f"{loader.batch_size}"
             )
         return sharded
@@ -354,6 +368,27 @@ class World(ModelDistribution):
         """
         self._training.backward(loss)
 
+    def forward_backward(
+        self, model: nn.Module, inputs: Any, targets: Any, loss: Loss
+    ) -> torch.Tensor:
+        """Run forward, loss and backward of one batch; return the mean loss of this rank's samples.
+
+        Every layout can run it; it does what ``world.backward(loss(model(inputs), targets))`` does,
+        and the value is the same on all ranks that share samples.
+
+        Args:
+            model: As ``world.distribute`` has returned it.
+            inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments.
+            targets: Any nest of tensors, whose first dimension is that of the samples.
+            loss: Called as ``loss(outputs, targets)``: returns the mean over the samples, or their
+                sum and their weight, where samples (or tokens) count differently.
+
+        Raises:
+            ValueError: The model is not distributed, or the loss has another shape; otherwise as
+                for ``world.backward``.
+        """
+        return self._training.forward_backward(model, inputs, targets, loss)
+
     def step(self, optimizer: Optimizer, clip: float | None = None) -> bool:
         """Step and zero the gradients at the end of an accumulation; return whether it stepped.
 
@@ -414,7 +449,8 @@ class World(ModelDistribution):
         """
         noise = self._recorder.gradient_noise
         kept = [[step, *values] for step, values in noise.kept.items()] if noise else []
-        ranks = self._collectives.gather(kept, list[tuple[int, int, float, float]])
+        every = self._collectives.gather(kept, list[tuple[int, int, float, float]])
+        ranks = [every[rank] for rank in self.mesh.first_of_data_ranks]
         return estimate_noise_scale([{step: (*rest,) for step, *rest in rank} for rank in ranks])
 
     def log(self, **values: Any) -> None:

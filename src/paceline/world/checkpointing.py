@@ -28,13 +28,14 @@ from ..checkpoint.saver import (
     load_checkpoint,
 )
 from ..checkpoint.shard_copies import (
+    PartPath,
     ShardDigests,
     ShardKey,
     TensorPath,
     name_copies,
     shards_that_differ,
 )
-from ..checkpoint.shared_state import SharedState, differences
+from ..checkpoint.shared_state import Difference, SharedState, differences
 from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
@@ -265,7 +266,8 @@ class Checkpointer:
             digests = digests_to_json(shared.digests()), digests_to_json(held.of_shards)
             gathered = self.collectives.gather(digests, tuple[Digests, Digests])
             parts = [digests_from_json(one) for one, _ in gathered]
-            warnings = self.state.settle(shared, differences(parts))
+            found = differences(parts)
+            warnings = self.state.settle(shared, found, self._other_structures(shared, found))
             if differing := shards_that_differ([digests_from_json(one) for _, one in gathered]):
                 warnings += self.state.settle_copies(
                     name_copies(self._gather_copies(held, differing))
@@ -275,6 +277,15 @@ class Checkpointer:
                     self._warnings.add(line)
                     self.saver.warn(line)
         return shared
+
+    def _other_structures(
+        self, shared: SharedState, found: dict[PartPath, Difference]
+    ) -> Container[PartPath]:
+        """Return the parts that differ in names, shapes or dtypes. Collective if any differ."""
+        if not found:
+            return ()
+        own = digests_to_json(shared.structures())
+        return differences([*map(digests_from_json, self.collectives.gather(own, Digests))])
 
     def _gather_copies(
         self, held: ShardDigests, keys: Container[ShardKey]

@@ -8,41 +8,51 @@ import torch.distributed as dist
 
 from ..comm.group_device import exchangeable
 from ..comm.members.exchange_objects import all_gather_objects
+from ..parallel.mesh import Mesh
 
 
 class Collectives:
     """The collectives of one world. Every rank must call each of them.
 
-    size: number of ranks. before: called before each collective.
+    mesh: the ranks. before: called before each collective.
     """
 
-    def __init__(self, size: int, before: Callable[[], None]) -> None:
-        self.size = size
+    def __init__(self, mesh: Mesh, before: Callable[[], None]) -> None:
+        self.mesh = mesh
         self._before = before
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Add the numbers of all ranks in place, and return them."""
+        """Add the numbers of all data ranks in place, and return them.
+
+        Ranks that share samples have the same numbers, which count once.
+        """
         self._before()
-        if self.size > 1:
-            sent = exchangeable(numbers)
-            dist.all_reduce(sent)
-            if sent is not numbers:
-                numbers.copy_(sent)
+        if self.mesh.data_size > 1:
+            self._add(numbers, self.mesh.data_group)
         return numbers
 
+    def _add(self, numbers: torch.Tensor, group: Any) -> None:
+        sent = exchangeable(numbers, group)
+        dist.all_reduce(sent, group=group)
+        if sent is not numbers:
+            numbers.copy_(sent)
+
     def count(self, count: int) -> int:
-        """Return the sum over all ranks."""
+        """Return the sum over all data ranks."""
         return int(self.sum(torch.tensor([count])).item())
 
     def any(self, flag: Any) -> bool:
         """Return whether ``flag`` is true on any rank."""
-        if self.size == 1:
+        if self.mesh.size == 1:
             return bool(flag)
-        return bool(self.sum(torch.tensor([float(bool(flag))])).item())
+        self._before()
+        found = torch.tensor([float(bool(flag))])
+        self._add(found, dist.group.WORLD)
+        return bool(found.item())
 
     def from_rank_0(self, numbers: list[int]) -> list[int]:
         """Return the numbers of rank 0."""
-        if self.size == 1:
+        if self.mesh.size == 1:
             return numbers
         self._before()
         tensor = exchangeable(torch.tensor(numbers, dtype=torch.int64))
@@ -51,7 +61,7 @@ class Collectives:
 
     def gather(self, value: Any, schema: Any) -> list[Any]:
         """Return the values of all ranks, by rank; ``schema`` is their type."""
-        if self.size == 1:
+        if self.mesh.size == 1:
             return [value]
         self._before()
         return all_gather_objects(value, schema)

@@ -19,9 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..optim.whole_norms import local_part
-from ..parallel.data import is_distributed
-from ..parallel.replica import unwrap
-from ..parallel.sharded.registry import sharded_of
+from ..parallel.mesh import Mesh
+from ..parallel.strategy.distributed_model import DistributedModel
 from ..record.pending_value import PendingCopy, is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
@@ -46,8 +45,10 @@ def validate_mode(option: str, value: str) -> str:
 class FiniteCheck:
     """The checks of one rank's losses and gradients."""
 
-    def __init__(self, rank: int, mode: str, recorder: Recorder, models: list[nn.Module]) -> None:
-        self.rank, self.mode, self.recorder, self.models = rank, mode, recorder, models
+    def __init__(
+        self, mesh: Mesh, mode: str, recorder: Recorder, models: list[DistributedModel]
+    ) -> None:
+        self.mesh, self.mode, self.recorder, self.models = mesh, mode, recorder, models
         self.check_gradients = True  # False with loss scaling
         # whether this step's gradients were checked before their exchange
         self._was_checked = False
@@ -71,7 +72,7 @@ class FiniteCheck:
             return detached
         value = float(loss.item())
         if not math.isfinite(value):
-            where = f"on rank {self.rank} at step {self.recorder.step}"
+            where = f"on {self.mesh.name()} at step {self.recorder.step}"
             self._report(f"the loss is {value} {where}. {_NO_STEP_TAKEN}")
         return value
 
@@ -89,7 +90,7 @@ class FiniteCheck:
             wide = torch.promote_types(tensor.dtype, torch.float32)
             total = tensor.detach().sum(dtype=wide)
             if not math.isfinite(float(total)) and not bool(torch.isfinite(tensor).all()):
-                self._report_gradient(f"on rank {self.rank}", tensor)
+                self._report_gradient(f"on {self.mesh.name()}", tensor)
 
     def check_before_step(self, optimizer: Optimizer) -> None:
         """Check the gradients that the optimizer is about to step with."""
@@ -114,14 +115,18 @@ class FiniteCheck:
         norms = torch.stack([n.float() for n in torch._foreach_norm(gradients)])
         # a norm may be infinite where the gradient is not
         if not math.isfinite(float(norms.sum())) and not bool(finite_flags(gradients).all()):
-            where = "after the average over ranks" if self.models_are_shared else "on rank 0"
+            where = (
+                "after the average over ranks"
+                if self.models_are_shared
+                else f"on {self.mesh.name()}"
+            )
             self._report_gradient(where)
 
     def report_pending(self) -> None:
         """On a GPU: report what was not finite in the previous step."""
         loss, exchanged, layers = self._loss, self._exchanged, self._layers
         self._loss, self._exchanged, self._layers = None, [], None
-        where = f"on rank {self.rank} at step {self._step}. The last checkpoint is older."
+        where = f"on {self.mesh.name()} at step {self._step}. The last checkpoint is older."
         if loss is not None and not bool(loss.wait().all()):
             self._report(f"the loss was not finite {where}")
         elif not all(bool(flag.wait().all()) for flag in exchanged) or (layers and not exchanged):
@@ -131,7 +136,7 @@ class FiniteCheck:
 
     @property
     def models_are_shared(self) -> bool:
-        return any(is_distributed(model) for model in self.models)
+        return any(model.is_distributed for model in self.models)
 
     def _named_parameters(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Return the optimizer's parameters in the order in which backward reaches most of them."""
@@ -152,11 +157,7 @@ class FiniteCheck:
             and not bool(torch.isfinite(_values(parameter.grad)).all())
         ]
         if exchanged is not None:
-            names = [
-                name
-                for sharded in filter(None, map(sharded_of, self.models))
-                for name in sharded.name_nonfinite(exchanged)
-            ] or names
+            names = [n for model in self.models for n in model.name_nonfinite(exchanged)] or names
         step = self.recorder.step
         self._report(
             f"the gradient{_gradient_owner(names)} is not finite {where} at step {step}. "
@@ -203,18 +204,22 @@ def _false_names(flags: PendingCopy, names: list[str]) -> list[str]:
     return [name for name, well in zip(names, flags.wait().tolist(), strict=True) if not well]
 
 
-def named_parameters(models: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+def named_parameters(models: list[DistributedModel]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that the models train, with the names that the script uses for them."""
+    return [(name, parameter) for name, parameter, _, _ in owned_parameters(models)]
+
+
+def owned_parameters(
+    models: list[DistributedModel],
+) -> list[tuple[str, nn.Parameter, DistributedModel, str]]:
+    """Return ``named_parameters``, each with its model and its name there."""
     found = []
     for i, model in enumerate(models):
         of = f"model {i + 1}'s " if len(models) > 1 else ""
-        left_out = getattr(model, "parameters_to_ignore", ())
-        sharded = sharded_of(model)
-        # names and parameters as optimizers hold them; within a forward the module has others
-        named = sharded.shards if sharded is not None else dict(unwrap(model).named_parameters())
-        for name, parameter in named.items():
+        left_out = model.ignored_parameters
+        for name, parameter in model.parameters().items():
             if parameter.requires_grad and name not in left_out:
-                found.append((of + name, parameter))
+                found.append((of + name, parameter, model, name))
     return found
 
 

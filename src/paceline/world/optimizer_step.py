@@ -12,16 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.sampling.sample_order import BatchShare
 from ..knobs.learning_rate import scaled_rates
 from ..optim.gradients import gradients_of, has_gradients, parameters_of
-from ..optim.local_sgd import local_sgd_of
 from ..optim.loss_scaling import LossScaling
 from ..optim.whole_norms import holds_shards
 from ..parallel.accumulation import Accumulation, Accumulations, Batch, LoadedBatch
 from ..parallel.changed_parameters import watch_parameters
 from ..parallel.clipping import clip_gradients
-from ..parallel.data import is_distributed
 from ..parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
-from ..parallel.replica import accept_prefixed_keys, unwrap
-from ..parallel.sharded.registry import sharded_of
+from ..parallel.mesh import Mesh
+from ..parallel.replicated.replica import accept_prefixed_keys
+from ..parallel.strategy.distributed_model import DistributedModel
+from ..parallel.strategy.training_step import Loss, TrainingStep
 from ..parallel.used_gradients import UsedGradients
 from ..record.hooks.error_messages import script_line
 from ..record.hooks.phases import PhaseRecorder
@@ -36,8 +36,7 @@ class OptimizerSteps:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        mesh: Mesh,
         device: torch.device,
         precision: torch.dtype | None,
         phases: PhaseRecorder,
@@ -45,14 +44,14 @@ class OptimizerSteps:
         replicas: str,
         warn: Callable[[str], None],
     ) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.mesh, self.device = mesh, device
         self.phases = phases
-        self.models: list[nn.Module] = []
+        self.models: list[DistributedModel] = []
         self.optimizers: list[Optimizer] = []
         self.warmups: list[LRScheduler] = []
         # Optimizers, and what returns the factor of their learning rates in the present step
         self.rate_factors: list[tuple[Optimizer, Callable[[], float]]] = []
-        self.accumulations = Accumulations(size)
+        self.accumulations = Accumulations(mesh)
         self.backwards = 0  # number of calls of backward
         self.step_calls = 0  # number of calls of step
         self.unstepped_loop = ""  # a loop that was left with gradients, until the next step
@@ -65,6 +64,9 @@ class OptimizerSteps:
         self.loss_scaling = (
             LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
         )
+        self._factor: float | None = None  # of the losses of the current backward
+        # adds numbers of the data ranks; the world replaces it
+        self.sum_over_data: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
         self.evaluation_share: BatchShare | None = None  # of the current batch of an evaluation
         self.validation_loop = ""  # the innermost validation pass that has not ended, for messages
         self.last_loss: torch.Tensor | float | None = None
@@ -72,27 +74,27 @@ class OptimizerSteps:
         recorder = phases.recorder
         self._watch = recorder.step_watch
         self._finite_check = FiniteCheck(
-            rank, validate_mode("nonfinite", nonfinite), recorder, self.models
+            mesh, validate_mode("nonfinite", nonfinite), recorder, self.models
         )
         # loss scaling skips steps with infinite gradients
         self._finite_check.check_gradients = self.loss_scaling is None
         self.replicas = ReplicaDivergenceCheck(
-            rank, size, validate_mode("replicas", replicas), recorder, self.models
+            mesh, validate_mode("replicas", replicas), recorder, self.models
         )
-        self._distribution_check = DistributionCheck(size, replicas, warn)
+        self._distribution_check = DistributionCheck(mesh, replicas, warn)
         recorder.on_backward_reduce = self._exchanging
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.loss_scaling.scaler if self.loss_scaling is not None else None
 
-    def add_model(self, model: nn.Module, accumulate: int) -> None:
+    def add_model(self, model: DistributedModel, accumulate: int) -> None:
         """Add a model that steps once for ``accumulate`` batches."""
-        if is_distributed(model):
+        if model.is_distributed:
             watch_parameters(model)
-        self.phases.watch_model(model)
+        self.phases.watch_model(model.module)
         self.models.append(model)
-        accept_prefixed_keys(unwrap(model))
+        accept_prefixed_keys(model.plain)
         self._distribution_check.add_model(model)
         self.accumulations.models.append(Accumulation(model, accumulate))
 
@@ -133,6 +135,11 @@ class OptimizerSteps:
 
     # one batch
 
+    def place_batch(self, batch: Any) -> Any:
+        """Return the part of this data rank's batch that this rank computes with."""
+        is_shared = self.mesh.is_divided and bool(self.models)  # by ranks of the same data rank
+        return self.models[0].place_batch(batch) if is_shared else batch
+
     def begin(self, loaded: LoadedBatch) -> Batch:
         """Begin a batch of a training loop."""
         share = loaded.share
@@ -171,33 +178,95 @@ class OptimizerSteps:
                 "world.backward: the loss must be a tensor of one element, the batch's mean; "
                 f"this {found}. HINT: world.backward(loss.mean())"
             )
-        if not loss.requires_grad:
-            raise ValueError(f"world.backward: {self._describe_missing_gradient()}")
+        with self._backward_of(loss, "world.backward"):
+            self._scaled(loss).backward()
+
+    def forward_backward(
+        self, model: nn.Module, inputs: Any, targets: Any, loss: Loss
+    ) -> torch.Tensor:
+        distributed = next((one for one in self.models if one.called is model), None)
+        if distributed is None:
+            raise ValueError(
+                f"world.forward_backward: this {type(model).__name__} is not one that "
+                "world.distribute has returned. HINT: model, optimizer = world.distribute(model, "
+                "optimizer)"
+            )
+        name = "world.forward_backward"
+        step = TrainingStep(
+            distributed.module,
+            inputs,
+            targets,
+            loss,
+            lambda mean: self._backward_of(mean, name),
+            self._scaled,
+        )
+        mean = distributed.run_step(step)
+        self.last_loss = mean if mean.device.type != "cpu" else float(mean)
+        return mean
+
+    def _backward_of(self, loss: torch.Tensor | None, call: str) -> "_Backward":
+        """Return the context of the backward of one batch; None: another rank computes its loss.
+
+        Args:
+            call: What the script calls, for messages.
+        """
+        return _Backward(self, loss, call)
+
+    def _begin_backward(self, loss: torch.Tensor | None, call: str) -> int:
+        """Check the loss, and return the start of the backward (ns)."""
+        if loss is not None and not loss.requires_grad:
+            raise ValueError(f"{call}: {self._describe_missing_gradient()}")
         self.backwards += 1
-        self._distribution_check.check_loss(loss)
+        if loss is not None:
+            self._distribution_check.check_loss(loss)
         if self.accumulations.batch is None and not self._is_outside_checked:
             self._is_outside_checked = True
             self._check_outside_of_batches()
         start = self.phases.backward_starts()
-        self.last_loss = self._finite_check.check_loss(loss)
+        if loss is not None:
+            self.last_loss = self._finite_check.check_loss(loss)
         if self._watch is not None:
-            self._watch.note_loss(loss)
+            if loss is not None:
+                self._watch.note_loss(loss)
             self._watch.ignores_backward = True
         self._used.discard()
         self._unstepped_backwards += 1
-        weight = self.accumulations.weigh_backward()
-        scaled = loss if weight == 1.0 else loss * weight
-        if self.scaler is not None:
-            scaled = self.scaler.scale(scaled)
+        self._factor = None
         self._distribution_check.before_backward()
-        try:
-            scaled.backward()
-        finally:
-            self.phases.recorder.event(State.BACKWARD, start, now())
-            if self._watch is not None:
-                self._watch.ignores_backward = False
+        return start
+
+    def _end_backward(self, start: int, is_complete: bool) -> None:
+        self.phases.recorder.event(State.BACKWARD, start, now())
+        if self._watch is not None:
+            self._watch.ignores_backward = False
+        if not is_complete:
+            return
+        if self._factor is None:  # this rank has scaled no loss
+            self.accumulations.weigh_backward()
         self._distribution_check.after_backward()
         self.replicas.after_backward()
+
+    def _scaled(
+        self, loss: torch.Tensor, weight: torch.Tensor | None = None, part: float = 1.0
+    ) -> torch.Tensor:
+        """Return the loss as its backward takes it: weighted, and scaled for float16.
+
+        Args:
+            weight: Weight of this rank's samples, where samples count differently.
+            part: Share of this part (a micro-batch) of the rank's batch.
+        """
+        if self._factor is None:
+            share = None if weight is None else self._share_of(weight)
+            self._factor = self.accumulations.weigh_backward(share)
+        factor = self._factor * part
+        scaled = loss if factor == 1.0 else loss * factor
+        return scaled if self.scaler is None else self.scaler.scale(scaled)
+
+    def _share_of(self, weight: torch.Tensor) -> float:
+        """Return this rank's part of the weight of the global batch. Collective."""
+        own = 0.0 if self.is_filler else float(weight)
+        total = self.sum_over_data(torch.tensor([own], dtype=torch.float64)).item()
+        return own / total if total else 0.0
 
     def _describe_missing_gradient(self) -> str:
         """Return why a loss has no gradient, and the way out."""
@@ -214,6 +283,11 @@ class OptimizerSteps:
             "torch.no_grad() and detach()"
         )
 
+    def explain(self, error: BaseException) -> str | None:
+        """Return the cause of an error of a layout and what to do; None for other errors."""
+        found = (model.explain(error) for model in self.models)
+        return next((text for text in found if text is not None), None)
+
     def explain_missing_gradient(self, error: BaseException) -> str | None:
         """Explain the error of a plain ``loss.backward()`` within a validation pass; else None."""
         is_missing = self.validation_loop and "does not require grad" in str(error)
@@ -227,10 +301,10 @@ class OptimizerSteps:
                 f"accumulate={' and '.join(map(str, numbers))} has no effect outside of "
                 f"world.batches ({script_line()}). HINT: for batch in world.batches(loader)"
             )
-        loaders = unsharded_loaders_in_use() if self.size > 1 else []
+        loaders = unsharded_loaders_in_use() if self.mesh.data_size > 1 else []
         if loaders:
             self._warn(
-                f"each of {self.size} ranks processes all samples of {loaders[0]} "
+                f"each of {self.mesh.data_size} ranks processes all samples of {loaders[0]} "
                 f"({script_line()}). HINT: for batch in world.batches(world.shard(loader))"
             )
 
@@ -296,7 +370,7 @@ class OptimizerSteps:
                 gradient.mul_(correction)
         self._finite_check.check_before_step(optimizer)
         if clip is not None:
-            clip_gradients(parameters_of(optimizer), clip)
+            clip_gradients(parameters_of(optimizer), clip, self.mesh, self.models)
         self._is_in_step = True
         try:
             has_stepped = self._step(optimizer)
@@ -313,7 +387,7 @@ class OptimizerSteps:
             "does not step. HINT: call world.backward(loss) before each world.step(optimizer), "
             "with a loss that uses its parameters"
         )
-        if any(sharded_of(m) for m in self.models) and not holds_shards(parameters_of(optimizer)):
+        if any(m.is_sharded for m in self.models) and not holds_shards(parameters_of(optimizer)):
             message = (
                 f"world.step: the {type(optimizer).__name__} was created for whole parameters, "
                 "which world.distribute has replaced by shards. HINT: model, optimizer = "
@@ -355,10 +429,23 @@ class OptimizerSteps:
         The state of ``optimizers`` is averaged as well.
         """
         for model in self.models:
-            local = local_sgd_of(model)
-            if local is not None:
-                local.average(optimizers)
+            if model.local_sgd is not None:
+                model.local_sgd.average(optimizers)
 
     def check_previous_loss(self) -> None:
         """On a GPU: raise where the previous loss or gradient was not finite."""
         self._finite_check.report_pending()
+
+
+class _Backward:
+    """Context of the backward of one batch."""
+
+    def __init__(self, steps: OptimizerSteps, loss: torch.Tensor | None, call: str) -> None:
+        self._steps, self._loss, self._call = steps, loss, call
+        self._start = 0
+
+    def __enter__(self) -> None:
+        self._start = self._steps._begin_backward(self._loss, self._call)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self._steps._end_backward(self._start, is_complete=kind is None)

@@ -12,21 +12,25 @@ One comparison takes 0.5 to 2 ms in examples/digits.py on two ranks, 0.1 ms of i
 import collections
 import hashlib
 import math
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.sharded_tensor import held_part, is_sharded
 from ..comm.group_device import exchangeable
-from ..optim.local_sgd import local_sgd_of
+from ..comm.members.exchange_objects import all_gather_objects
 from ..optim.whole_norms import local_part
-from ..parallel.sharded.registry import sharded_of
+from ..parallel.mesh import DATA, Mesh
+from ..parallel.strategy.distributed_model import DistributedModel
 from ..plurals import named_ranks
 from ..record.pending_value import is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
-from .nonfinite import named_parameters
+from .nonfinite import owned_parameters
 
 COMPARE_INTERVAL = 200
 MAX_ROUNDING_EPSILONS = 16  # times the dtype's epsilon and a parameter's largest element
@@ -38,13 +42,17 @@ _HINT = (
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+Gather = Callable[[torch.Tensor, Any], list[torch.Tensor]]
+Named = list[tuple[str, nn.Parameter]]
+
+
 class ReplicaDivergenceCheck:
-    """Whether the models are the same on all ranks."""
+    """Whether parameters are equal on the ranks that hold copies of them."""
 
     def __init__(
-        self, rank: int, size: int, mode: str, recorder: Recorder, models: list[nn.Module]
+        self, mesh: Mesh, mode: str, recorder: Recorder, models: list[DistributedModel]
     ) -> None:
-        self.rank, self.size, self.recorder, self.models = rank, size, recorder, models
+        self.mesh, self.recorder, self.models = mesh, recorder, models
         self.mode = mode
         self._exchanging = False
         self._exchanges = 0
@@ -53,18 +61,20 @@ class ReplicaDivergenceCheck:
         self._equal_at: int | None = None  # step of the last comparison without difference
 
     def _compare_shards(self) -> None:
-        """Compare the shards that several hosts hold (shard_over="host"). Collective.
+        """Compare the shards that several ranks hold (shard_over="host"). Collective.
 
         Raises ValueError on all ranks where they differ.
         """
         for model in self.models:
-            sharded = sharded_of(model)
-            if sharded is None or not sharded.is_replicated:
+            if not model.holds_copied_shards:
                 continue
-            names = list(sharded.shards)
-            sums = _on_host([_bit_sum(local_part(shard)) for shard in sharded.shards.values()])
-            index = torch.tensor([sharded.shard_index()])
-            rows = self._gather(torch.cat([index, sums]))
+            held = [(n, p) for n, p in model.parameters().items() if is_sharded(p)]
+            names = [name for name, _ in held]
+            sums = _on_host([_bit_sum(local_part(shard)) for _, shard in held])
+            # ranks that hold the same parts hold copies
+            parts = [(name, tuple(shard.shape), *held_part(shard)) for name, shard in held]
+            own = torch.cat([_digest(repr(parts).encode()), sums])
+            rows = [torch.tensor(row) for row in all_gather_objects(own.tolist(), list[int])]
             first = {int(row[0]): (rank, row) for rank, row in reversed([*enumerate(rows)])}
             for rank, row in enumerate(rows):
                 source, reference = first[int(row[0])]
@@ -75,7 +85,7 @@ class ReplicaDivergenceCheck:
 
     def _report_shard(self, name: str, rank: int, source: int) -> None:
         message = (
-            f"rank {rank}'s shard of {name} differs from rank {source}'s at step "
+            f"{self.mesh.name(rank)}'s shard of {name} differs from rank {source}'s at step "
             f"{self.recorder.step}, and both should be equal with shard_over='host'. {_HINT}"
         )
         if self.mode == "raise":
@@ -86,8 +96,8 @@ class ReplicaDivergenceCheck:
     def note_exchange(self, group: Any) -> None:
         """Note that a backward reduces gradients over the ranks of ``group``."""
         # of sharded models every rank of the job takes part too, in its own group
-        is_sharded = any(sharded_of(model) is not None for model in self.models)
-        if group is dist.group.WORLD or is_sharded:
+        has_shards = any(model.is_sharded for model in self.models)
+        if has_shards or group is self.mesh.data_group:
             self._exchanging = True
 
     def after_backward(self) -> None:
@@ -107,100 +117,153 @@ class ReplicaDivergenceCheck:
 
     def _compare_if_equal(self) -> None:
         """Compare the ranks' parameters, unless local SGD lets them differ until their average."""
-        models = [local_sgd_of(model) for model in self.models]
+        models = [model.local_sgd for model in self.models]
         if not any(local is not None and local.ranks_differ for local in models):
             self._compare()
             self._compare_shards()
 
     def _compare(self) -> None:
-        """Compare the ranks' parameters. Collective; raises ValueError on all ranks where one
-        differs.
+        """Compare the parameters of ranks that hold copies. Collective.
+
+        Raises ValueError on all ranks where one differs.
         """
         self._due, self._compared = False, self._exchanges
-        parameters = self._compared_parameters()
-        sums = [_bit_sum(parameter) for _, parameter in parameters]
-        vector = _on_host(sums or [torch.zeros(())]).long()
-        digest = hashlib.blake2b(vector.numpy().tobytes(), digest_size=8).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        digests = [int(row[0]) for row in self._gather(own)]
-        if len(set(digests)) == 1:
+        held = self._whole_parameters()
+        sums = {axes: _on_host([_bit_sum(p) for _, p in of]).long() for axes, of in held.items()}
+        digests = [_digest(vector.numpy().tobytes()) for vector in sums.values()]
+        rows = self._gather(torch.cat(digests), None)
+        if len(rows) == 1 or all(torch.equal(row, rows[0]) for row in rows[1:]):
             self._equal_at = self.recorder.step
             return
-        counts = collections.Counter(digests).most_common()
-        reference = digests[0] if digests.count(digests[0]) == counts[0][1] else counts[0][0]
-        source = digests.index(reference)
-        others = [rank for rank, digest in enumerate(digests) if digest != reference]
-        self._report(source, others, self._gather(vector))
+        for number, axes in enumerate(held):
+            column = [int(row[number]) for row in rows]
+            if any(self._differs(column, axes, rank) for rank in range(self.mesh.size)):
+                self._report(axes, column, held[axes], sums[axes])
+                return
+        self._equal_at = self.recorder.step
 
-    def _compared_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that every rank holds whole; shards differ by design."""
-        return [(n, p) for n, p in named_parameters(self.models) if local_part(p) is p]
+    def _whole_parameters(self) -> dict[frozenset[str], Named]:
+        """Return the parameters that are no shards, by the axes along which ranks hold copies.
 
-    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        sent = exchangeable(own)
-        rows = [torch.empty_like(sent) for _ in range(self.size)]
-        dist.all_gather(rows, sent)
+        The axes are the same on all ranks; some may have no parameter.
+        """
+        axes = list(self.mesh.shape)
+        inner = [axis for axis in axes if axis != DATA]
+        parts = [frozenset(one) for n in range(len(inner) + 1) for one in combinations(inner, n)]
+        found: dict[frozenset[str], Named] = {frozenset(axes) - one: [] for one in parts}
+        for name, parameter, model, own_name in owned_parameters(self.models):
+            if local_part(parameter) is parameter:
+                parted = model.parted_axes(own_name)
+                found[frozenset(axes) - parted].append((name, parameter))
+        return found
+
+    def _differs(self, digests: list[int], axes: frozenset[str], rank: int) -> bool:
+        """Return whether a rank differs from one that should hold a copy."""
+        return any(digests[one] != digests[rank] for one in self.mesh.ranks_along(axes, rank))
+
+    def _gather(self, own: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        sent = exchangeable(own, group)
+        rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, sent, group)
         return [row.to(own.device) for row in rows]
 
-    def _report(self, source: int, others: list[int], sums: list[torch.Tensor]) -> None:
-        parameters = self._compared_parameters()
+    def _report(
+        self, axes: frozenset[str], digests: list[int], parameters: Named, sums: torch.Tensor
+    ) -> None:
+        """Say which parameters differ, and by how much. Collective; raises ValueError."""
+        group = self.mesh.group(*axes)
+        answer: tuple[str, bool] | None = None
+        if self._differs(digests, axes, self.mesh.rank):
+            answer = self._describe(axes, digests, parameters, sums, group)
+        answers = [answer]
+        if self.mesh.is_divided:
+            answers = all_gather_objects(answer, tuple[str, bool] | None)
+        message, rounding = next(one for one in answers if one is not None)
+        if self.mode == "raise" and not rounding:
+            raise ValueError(message)
+        self.mode = "ignore"
+        self._say(message)
+
+    def _describe(
+        self,
+        axes: frozenset[str],
+        digests: list[int],
+        parameters: Named,
+        sums: torch.Tensor,
+        group: Any,
+    ) -> tuple[str, bool]:
+        """Return a message, and whether only the rounding differs. Collective in the group."""
+        ranks = sorted(self.mesh.ranks_along(axes))
+        own = [digests[rank] for rank in ranks]
+        counts = collections.Counter(own).most_common()
+        reference = own[0] if own.count(own[0]) == counts[0][1] else counts[0][0]
+        source = own.index(reference)
+        others = [i for i, digest in enumerate(own) if digest != reference]
+        rows = self._gather(sums, group)
         differing = [
             i
             for i in range(len(parameters))
-            if any(int(sums[rank][i]) != int(sums[source][i]) for rank in others)
+            if any(int(rows[one][i]) != int(rows[source][i]) for one in others)
         ]
-        difference, rounding = self._max_difference([parameters[i][1] for i in differing], source)
+        found = [parameters[i][1] for i in differing]
+        difference, rounding = _max_difference(found, source, group, self._gather)
         step = self.recorder.step
-        ranks_text = _ranks_text(others, source, self.size)
+        ranks_text = self._ranks_text([ranks[i] for i in others], ranks[source], len(ranks))
         before = (
             f" (at step {self._equal_at} they were equal)" if self._equal_at is not None else ""
         )
         name = parameters[differing[0]][0]
         if rounding:
-            self.mode = "ignore"
             message = (
                 f"{ranks_text} in rounding (by up to {difference:.1g}) at step {step}{before}, "
                 f"first in {name}"
             )
-            self._say(f"{message}. HINT: use the same processors and libraries on all nodes")
-            return
-        message = (
-            f"{ranks_text} at step {step}{before}, first in {name}, by up to {difference:.2g}. "
-        )
-        message += _HINT
-        if self.mode == "raise":
-            raise ValueError(message)
-        self.mode = "ignore"
-        self._say(message)
+            hint = "HINT: use the same processors and libraries on all nodes"
+            return f"{message}. {hint}", True
+        message = f"{ranks_text} at step {step}{before}, first in {name}, by up to "
+        return f"{message}{difference:.2g}. {_HINT}", False
+
+    def _ranks_text(self, ranks: list[int], source: int, size: int) -> str:
+        named = self.mesh.name(ranks[0]) if len(ranks) == 1 else named_ranks(ranks)
+        owners = f"{named}'s parameters" if len(ranks) == 1 else f"the parameters of {named}"
+        others = f"{self.mesh.name(source)}'s" if size - len(ranks) == 1 else "the other ranks'"
+        return f"{owners} differ from {others}"
 
     def _say(self, what: str) -> None:
-        if self.rank == 0:
+        if self.mesh.rank == 0:
             notify(f"paceline: warning: {what}\n")
 
-    def _max_difference(self, parameters: list[nn.Parameter], source: int) -> tuple[float, bool]:
-        """Return the largest difference of any rank from rank ``source``, and whether it is
-        rounding.
-        """
-        largest, rounding = 0.0, True
-        for parameter in parameters:
-            reference = parameter.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(reference, source)
-            own = parameter.detach()
-            is_equal = (own == reference) | (own.isnan() & reference.isnan())
-            difference = (own - reference).abs().masked_fill_(is_equal, 0).max().double().cpu()
-            scale = reference.abs().max().double().cpu()
-            gathered = self._gather(torch.stack([difference, scale]))
-            max_difference = max(
-                (float(row[0]) for row in gathered), key=lambda x: (math.isnan(x), x)
-            )
-            epsilon = torch.finfo(parameter.dtype).eps
-            # A comparison with nan is false: nan is not rounding.
-            is_rounding = max_difference <= MAX_ROUNDING_EPSILONS * epsilon * float(
-                gathered[source][1]
-            )
-            rounding = rounding and (is_rounding or max_difference == 0)
-            largest = max_difference if not largest >= max_difference else largest
-        return largest, rounding
+
+def _max_difference(
+    parameters: list[nn.Parameter], source: int, group: Any, gather: Gather
+) -> tuple[float, bool]:
+    """Return the largest difference of any rank from one of the group, and whether it is rounding.
+
+    Args:
+        source: This rank's number in the group.
+    """
+    largest, rounding = 0.0, True
+    for parameter in parameters:
+        reference = parameter.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(reference, dist.get_global_rank(group, source), group)
+        own = parameter.detach()
+        is_equal = (own == reference) | (own.isnan() & reference.isnan())
+        difference = (own - reference).abs().masked_fill_(is_equal, 0).max().double().cpu()
+        scale = reference.abs().max().double().cpu()
+        gathered = gather(torch.stack([difference, scale]), group)
+        max_difference = max((float(row[0]) for row in gathered), key=lambda x: (math.isnan(x), x))
+        epsilon = torch.finfo(parameter.dtype).eps
+        # A comparison with nan is false: nan is not rounding.
+        is_rounding = max_difference <= MAX_ROUNDING_EPSILONS * epsilon * float(gathered[source][1])
+        rounding = rounding and (is_rounding or max_difference == 0)
+        largest = max_difference if not largest >= max_difference else largest
+    return largest, rounding
+
+
+def _digest(content: bytes) -> torch.Tensor:
+    """Return a digest as a tensor of one element."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.int64)
 
 
 def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
@@ -216,12 +279,7 @@ def _bit_sum(parameter: torch.Tensor) -> torch.Tensor:
 
 def _on_host(numbers: list[torch.Tensor]) -> torch.Tensor:
     """Return the numbers as a vector on the host, with one copy from a GPU."""
+    if not numbers:
+        return torch.zeros(0, dtype=torch.int64)
     device = numbers[0].device
     return torch.stack([number.to(device) for number in numbers]).cpu()
-
-
-def _ranks_text(ranks: list[int], source: int, size: int) -> str:
-    named = named_ranks(ranks)
-    owners = f"{named}'s parameters" if len(ranks) == 1 else f"the parameters of {named}"
-    others = f"rank {source}'s" if size - len(ranks) == 1 else "the other ranks'"
-    return f"{owners} differ from {others}"

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 from ..checkpoint.shard_copies import DifferentCopy, PartPath, TensorPath
-from ..checkpoint.shared_state import Difference, SharedState
+from ..checkpoint.shared_state import OWNED, Difference, SharedState
 from ..optim.gradients import parameters_of
-from ..parallel.replica import unwrap
-from ..parallel.sharded.registry import block_of
+from ..parallel.mesh import DATA
+from ..parallel.replicated.replica import unwrap
+from ..parallel.strategy.model_state import OwnedState
 from ..plurals import counted, named_ranks
 from .kept_state import KeptState, Scope
 from .meter import Meter
@@ -84,6 +86,7 @@ class TrainingState:
     def __init__(self, training: OptimizerSteps, position: Position) -> None:
         self.training = training
         self.position = position
+        self.owned = OwnedState(training.mesh, training.models)
         self.kept: dict[str, KeptState] = {}
         self.meters: list[Meter] = []  # of the current epoch, in order of creation
         # sums for meters that the resumed epoch will create
@@ -95,7 +98,7 @@ class TrainingState:
     def _shared_parts(self) -> dict[str, list[Any]]:
         training = self.training
         parts: dict[str, list[Any]] = {
-            "models": [unwrap(model) for model in training.models],
+            "models": [model.plain for model in training.models],
             "optimizers": training.optimizers,
             "warmups": training.warmups,
             "scaler": [training.scaler] if training.scaler else [],
@@ -112,7 +115,7 @@ class TrainingState:
     def shared_state(self) -> SharedState:
         """Return the state that all ranks restore."""
         state: dict[str, Any] = {
-            name: [part.state_dict() for part in parts]
+            name: [self.owned.split(part)[0] for part in parts]
             for name, parts in self._shared_parts().items()
         }
         kept = self._kept(Scope.REPLICATED, Scope.RANK_0)
@@ -120,19 +123,33 @@ class TrainingState:
         state["position"] = self.position.state_dict()
         state["step"] = self.training.phases.recorder.step
         rank_0 = [("kept", name) for name in self._kept(Scope.RANK_0)]
-        return SharedState(state, [*rank_0, ("position",), ("step",)], self._buffer_addresses())
+        of_rank_0 = [*rank_0, ("position",), ("step",)]
+        copies = self.training.mesh.copies_of
+        return SharedState(state, of_rank_0, self._buffer_addresses(), copies)
 
-    def settle(self, shared: SharedState, found: dict[PartPath, Difference]) -> list[str]:
+    def settle(
+        self, shared: SharedState, found: dict[PartPath, Difference], others: Container[PartPath]
+    ) -> list[str]:
         """Decide what is saved of parts that differ between ranks; return warnings.
+
+        others: Those that differ in names, shapes or dtypes.
 
         Of models and optimizers rank 0's state is saved: whether replicas may differ is for the
         check of replicas to say.
 
-        Raises ValueError, the same on all ranks, where a kept object differs.
+        Raises ValueError, the same on all ranks, where a kept object differs, or ranks have
+        different models.
         """
         for path, (ranks, absent) in found.items():
             if path[0] == "kept":
                 raise ValueError(_difference_of_kept(path[1], ranks, absent))
+            if path[0] == "models" and path in others:
+                raise ValueError(
+                    f"{_label(path)} has other parameters on {named_ranks(ranks)} than on rank 0 "
+                    "(names, shapes or dtypes), and no layout divides it. HINT: give the same "
+                    "model to world.distribute on every rank; world.keep(NAME=paceline.per_rank("
+                    "...)) saves different models"
+                )
             if absent:
                 raise ValueError(
                     f"{_label(path)} does not exist on all ranks: {named_ranks(ranks)} "
@@ -171,14 +188,21 @@ class TrainingState:
         """Return a tensor's parameter and block with its part, where it has them."""
         shared = self._shared_parts()
         if part[0] == "models" and keys:
-            return f"{_label(part)}: {_parameter_label(shared['models'][part[1]], str(keys[0]))}"
+            return (
+                f"{_label(part)}: {self._parameter_label(shared['models'][part[1]], str(keys[0]))}"
+            )
         if part[0] == "optimizers" and len(keys) == 3 and keys[0] == "state":
             each = parameters_of(shared["optimizers"][part[1]])
-            for model in map(unwrap, self.training.models):
-                for name, parameter in model.named_parameters():
+            for model in self.training.models:
+                for name, parameter in model.parameters().items():
                     if keys[1] < len(each) and parameter is each[keys[1]]:
-                        return f"{_label(part)}: {keys[2]} of {_parameter_label(model, name)}"
+                        found = self._parameter_label(model.plain, name)
+                        return f"{_label(part)}: {keys[2]} of {found}"
         return f"{_label(part)}: {'.'.join(map(str, keys))}"
+
+    def _parameter_label(self, plain: nn.Module, name: str) -> str:
+        block = next((m.block_of(name) for m in self.training.models if m.plain is plain), "")
+        return f"parameter {name} (block {block})" if block else f"parameter {name}"
 
     def _buffer_addresses(self) -> frozenset[int]:
         """Return the addresses of the models' buffers.
@@ -187,14 +211,26 @@ class TrainingState:
         the next forward.
         """
         models = self.training.models
-        return frozenset(b.data_ptr() for model in models for b in model.buffers() if b.numel())
+        return frozenset(b.data_ptr() for m in models for b in m.plain.buffers() if b.numel())
 
     def rank_state(self) -> dict[str, Any]:
         kept = self._kept(Scope.PER_RANK)
-        return {
+        state: dict[str, Any] = {
             "random": random_states(),
             "meters": [m.state_dict() for m in self.meters],
             "kept": {name: one.thing.state_dict() for name, one in kept.items()},
+        }
+        mesh = self.training.mesh
+        if mesh.is_divided:
+            state |= {"data_rank": mesh.data_rank, "place": str(mesh.place), OWNED: self._owned()}
+        return state
+
+    def _owned(self) -> dict[str, list[Any]]:
+        """Return what this rank saves of models and optimizers of which ranks hold parts."""
+        parts = self._shared_parts()
+        return {
+            name: [self.owned.split(part)[1] for part in parts[name]]
+            for name in ("models", "optimizers")
         }
 
     def load(self, shared: dict[str, Any], own: list[Any], rank: int, size: int) -> Position:
@@ -205,7 +241,7 @@ class TrainingState:
         for name, parts in self._shared_parts().items():
             _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
-                load_part(part, state, name)
+                load_part(part, self.owned.local(part, state), name)
         self._check_kept(shared["kept"], _kept_per_rank(own))
         for name, kept in self.kept.items():
             if name in shared["kept"]:
@@ -213,15 +249,28 @@ class TrainingState:
             elif rank < len(own):
                 kept.thing.load_state_dict(own[rank]["kept"][name])
         self.training.phases.recorder.step = shared["step"]
-        if len(own) == size:
-            set_random_states(own[rank]["random"])
-            sums = own[rank]["meters"]
-        else:  # another number of ranks: rank 0 takes all sums
-            sums = _sum_meters([part["meters"] for part in own]) if rank == 0 else []
+        source = self._source_of(own, rank, size)
+        if source is not None:
+            set_random_states(source["random"])
+            sums = source["meters"]
+        else:  # another number of data ranks: the first one takes all sums
+            first = _first_of_data_ranks(own)
+            is_first = self.training.mesh.data_rank == 0
+            sums = _sum_meters([part["meters"] for part in first]) if is_first else []
         for meter, state in zip(self.meters, sums, strict=False):
             meter.load_state_dict(state)
         self.pending_meters = list(sums[len(self.meters) :])
         return Position(**shared["position"])
+
+    def _source_of(self, own: list[Any], rank: int, size: int) -> Any:
+        """Return the saved state of a rank whose samples this one continues with; None for none."""
+        mesh = self.training.mesh
+        saved = [state.get("data_rank", number) for number, state in enumerate(own)]
+        if len(set(saved)) != mesh.data_size:
+            return None
+        if len(own) == size and own[rank].get("place", str({DATA: rank})) == str(mesh.place):
+            return own[rank]
+        return own[saved.index(mesh.data_rank)]
 
     def _check_kept(self, shared: dict[str, Any], per_rank: set[str]) -> None:
         saved = shared.keys() | per_rank
@@ -279,13 +328,14 @@ def _kept_per_rank(own: list[Any]) -> set[str]:
     return set[str]().union(*(state.get("kept", ()) for state in own))
 
 
+def _first_of_data_ranks(own: list[Any]) -> list[Any]:
+    """Return the states of one rank of each data rank."""
+    found = {state.get("data_rank", number): state for number, state in reversed([*enumerate(own)])}
+    return [found[number] for number in sorted(found)]
+
+
 def _label(path: PartPath) -> str:
     return f"{path[0]}[{path[1]}]" if len(path) > 1 else str(path[0])
-
-
-def _parameter_label(model: nn.Module, name: str) -> str:
-    block = block_of(model, name)
-    return f"parameter {name} (block {block})" if block else f"parameter {name}"
 
 
 def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:

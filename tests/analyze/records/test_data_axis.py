@@ -102,3 +102,30 @@ def test_report_says_if_ranks_never_exchange_anything(tmp_path):
     samples, (doubt,) = samples_per_step([trained(tmp_path, i, 2) for i in range(2)])
     assert samples == 16
     assert "never exchange gradients" in doubt
+
+
+def test_mesh_of_the_record_says_who_shares_samples(tmp_path):
+    """Traffic that looks like data parallelism is not asked."""
+    places = [[stage, data] for stage in range(2) for data in range(2)]
+    ranks = [
+        trained(
+            tmp_path,
+            i,
+            4,
+            mesh={"axes": [["stage", 2], ["data", 2]], "place": place, "groups": {"0": "all"}},
+        )
+        for i, place in enumerate(places)
+    ]
+    for rank in ranks:
+        reduces(rank, 14)
+    report = report_of(ranks)
+    assert (report.samples / STEPS, report.doubts) == (16, [])
+    assert [group.name for group in report.groups] == ["all #0"]
+
+
+def test_ranks_without_a_common_mesh_are_judged_by_their_traffic(tmp_path):
+    mesh = {"axes": [["data", 1], ["tensor", 2]], "place": [0, 0]}
+    ranks = [trained(tmp_path, 0, 2, mesh=mesh), trained(tmp_path, 1, 2)]
+    for rank in ranks:
+        reduces(rank, 14)
+    assert samples_per_step(ranks)[0] == 16

@@ -6,8 +6,9 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 import paceline
-from paceline.knobs import layout as layout_knob
 from paceline.knobs.apply import KnobResult
+from paceline.knobs.layouts import requested as layout_knob
+from paceline.parallel.mesh import Mesh
 from paceline.parallel.sharded.optimizer_check import NEEDS_WHOLE_PARAMETERS
 from paceline.world.layouts.arguments import LayoutArguments
 
@@ -180,7 +181,17 @@ def test_layout_of_the_settings_replaces_the_scripts(world, monkeypatch):
     monkeypatch.setattr(layout_knob._Requested, "value", None)
     monkeypatch.setattr(layout_knob._Requested, "turned", None)
     layout_knob.set_layout("zero2 + recompute", turned)
-    asked = LayoutArguments("data", "cpu", None, "job", None, None, None, {"static_graph": True})
+    asked = LayoutArguments(
+        "data",
+        Mesh(0, 1),
+        torch.device("cpu"),
+        None,
+        "job",
+        None,
+        None,
+        None,
+        {"static_graph": True},
+    )
     found = asked.of_settings()
     assert (found.known, found.options) == (paceline.Layout(zero=2, recompute="blocks"), {})
     assert turned.set

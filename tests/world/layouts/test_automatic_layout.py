@@ -17,8 +17,9 @@ from paceline.cost.layout_memory import (
     predict_layouts,
 )
 from paceline.parallel.memory.setup import ModelSetup
-from paceline.parallel.sharded.layouts import parse_request
+from paceline.parallel.mesh import Mesh
 from paceline.report.layout_memory import render
+from paceline.world.layouts.arguments import LayoutArguments
 from paceline.world.layouts.automatic import MemoryOptions, layout_problems, resolve_automatic
 
 SCRIPT = """
@@ -118,12 +119,14 @@ def test_measured_peak_beside_the_prediction(tmp_path):
 def test_recompute_auto_without_a_budget_is_decided_in_the_first_forward():
     asked = MemoryOptions(Layout(recompute="auto"), "auto", None)
     setup = ModelSetup(torch.nn.Linear(2, 2), None, torch.device("cpu"))
-    assert resolve_automatic(asked, setup, None, 1, lambda _: None, lambda one: [one]) == asked
+    assert resolve_automatic(asked, setup, None, 1, lambda *_: None, lambda one: [one]) == asked
 
 
 def test_layouts_that_the_model_rules_out_are_named():
     setup = ModelSetup(nn.Embedding(4, 2, sparse=True), None, torch.device("cpu"))
-    problems = layout_problems(setup, lambda one: parse_request(one, None, "cpu", {}))
+    cpu = torch.device("cpu")
+    arguments = LayoutArguments("auto", Mesh(0, 1), cpu, None, "job", None, None, None, {})
+    problems = layout_problems(setup, arguments.check)
     assert list(map(str, problems)) == ["zero1", "zero2", "zero3"]
     assert "sparse gradients" in problems[Layout(zero=1)]
     step = StepMemory([MemorySample("", "forward", MemoryByCategory(parameters=8))], {}, 8)

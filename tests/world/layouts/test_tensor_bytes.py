@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from paceline.parallel.strategy.distributed_model import DistributedModel
 from paceline.world.layouts.tensor_bytes import tensor_bytes
 
 CPU, DEVICE = torch.device("cpu"), torch.device("meta")
@@ -13,7 +14,7 @@ def test_states_in_the_memory_of_the_host_are_counted_apart():
         model = nn.Linear(3, 4)
     optimizer = torch.optim.Adam(model.parameters())
     held = {
-        name: tensor_bytes([model], [], ["data"], None, DEVICE)[name]
+        name: tensor_bytes([DistributedModel(model)], [], ["data"], None, DEVICE)[name]
         for name in ("parameters", "gradients")
     }
     assert held == {"parameters": 64, "gradients": 64}
@@ -22,13 +23,13 @@ def test_states_in_the_memory_of_the_host_are_counted_apart():
             optimizer.state[parameter] = {
                 n: torch.zeros_like(parameter, device=device) for n in "mv"
             }
-        found = tensor_bytes([model], [optimizer], ["data"], None, DEVICE)
+        found = tensor_bytes([DistributedModel(model)], [optimizer], ["data"], None, DEVICE)
         assert (found["optimizer_states"], found.get("offloaded")) == counted
 
 
 def test_everything_of_a_rank_on_the_cpu_lies_on_its_device():
     model = nn.Linear(3, 4)
-    found = tensor_bytes([model], [], ["zero1"], 7)
+    found = tensor_bytes([DistributedModel(model)], [], ["zero1"], 7)
     assert found == {
         "layout": "zero1", "parameters": 64, "buffers": 0, "gradients": 64, "optimizer_states": 0,
         "predicted_peak": 7,

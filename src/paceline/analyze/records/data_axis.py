@@ -1,8 +1,9 @@
 """Find out which ranks train the same samples, so that each sample is counted once.
 
-Ranks of a tensor-parallel or pipeline-parallel group work on the same samples; ranks that only
-exchange gradients each have their own. The communication says which: reductions inside the forward
-and messages between the first forward and the last backward of a step exchange activations.
+Records of ``world.distribute`` have the mesh. In others the communication says which: ranks of a
+tensor-parallel or pipeline-parallel group work on the same samples, ranks that only exchange
+gradients each have their own. Reductions inside the forward, and messages between the first forward
+and the last backward of a step, exchange activations.
 """
 
 from collections.abc import Iterable
@@ -67,7 +68,11 @@ class _Sets:
 
 
 def find_data_axis(records: list[Record], within: Window) -> DataAxis:
-    """Return which ranks train the same samples, from their communication in the window."""
+    """Return which ranks train the same samples: by the mesh that all records have, else from
+    their communication in the window.
+    """
+    if (of_mesh := _by_mesh(records)) is not None:
+        return DataAxis(of_mesh)
     shards, connected = _Sets(len(records)), _Sets(len(records))
     members: dict[str, dict[int, int]] = {}  # by group and rank in it: index of the record
     for i, record in enumerate(records):
@@ -100,6 +105,21 @@ def find_data_axis(records: list[Record], within: Window) -> DataAxis:
             "all of them are added up"
         )
     return axis
+
+
+def _by_mesh(records: list[Record]) -> list[list[int]] | None:
+    """Return the records of each data rank; None if not all have the same mesh."""
+    shards: dict[int, list[int]] = {}
+    first = records[0].meta.get("mesh") if records else None
+    for i, record in enumerate(records):
+        mesh = record.meta.get("mesh")
+        if mesh is None or first is None or mesh["axes"] != first["axes"]:
+            return None
+        axes = [axis for axis, _ in mesh["axes"]]
+        if "data" not in axes:
+            return None
+        shards.setdefault(mesh["place"][axes.index("data")], []).append(i)
+    return list(shards.values()) or None
 
 
 def _reductions_in_forward(record: Record, within: Window) -> dict[str, float]:

@@ -162,6 +162,7 @@ def parse_record(data: Any, name: str = "the record") -> Record:
     meta = cast(
         dict[str, Any], parse_header(bytes(data[HEADER.size : HEADER.size + meta_bytes]), name)
     )
+    _label_groups(meta)
     events = np.frombuffer(data, EVENT_DTYPE, count=used, offset=header_bytes)
     if written > capacity:  # the oldest event is where the next one would be written
         events = np.roll(events, -int(written % capacity))
@@ -178,6 +179,14 @@ def parse_record(data: Any, name: str = "the record") -> Record:
         begun=_read_begun(data, LAST_BEGUN_OFFSET if version >= 3 else None),
         begun_in_background=_read_begun(data, background_offset),
     )
+
+
+def _label_groups(meta: dict[str, Any]) -> None:
+    """Name the process groups of a mesh by their axes: "tensor (data 0) #3"."""
+    labels = meta.get("mesh", {}).get("groups", {})
+    for group in meta.get("groups", {}).values():
+        if label := labels.get(group["name"]):
+            group["name"] = f"{label} #{group['name']}"
 
 
 def _read_begun(data: Any, offset: int | None) -> BegunOperation | None:

@@ -105,7 +105,7 @@ class BucketRebuilder:
                 replica._bucket_config = type(self._original["_bucket_config"])(
                     replica.bucket_bytes_cap, (), replica.bucket_bytes_cap
                 )
-        fixed = hasattr(replica, "settle")  # parallel.data.FixedBuckets
+        fixed = hasattr(replica, "settle")  # parallel.replicated.replica.FixedBuckets
         order = None if fixed or replica.find_unused_parameters else self._order
         places = range(len(self.parameters)) if order is None else order
         parameters = [self.parameters[one] for one in places]

@@ -14,6 +14,7 @@ from ...cost.layout_memory import (
     predict_layout,
     predict_layouts,
 )
+from ..distribute import kinds_for
 from .fake_model import trace_model
 from .setup import ForwardInputs, ModelSetup
 
@@ -48,10 +49,16 @@ def predict_setup(
         recompute=recompute or "blocks",
         accumulate=setup.accumulate,
         allowed=allowed,
+        predict=_predict,
     )
     if recompute is not None and recomputed is not None:
         return [one for one in found if one.layout.recompute]
     return found
+
+
+def _predict(step: StepMemory, layout: Layout, ranks: int, accumulate: int) -> LayoutMemory:
+    """Return the peak as the layout's last strategy predicts it: shards or replicas."""
+    return kinds_for(layout)[-1].predict_memory(step, layout, ranks, accumulate=accumulate)
 
 
 def choose_for_all_ranks(

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...cost.layout_memory import StepMemory
 from ...data.sampling.sample_order import preserve_random_states
-from ..data import Autocast
+from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
 from .setup import ForwardInputs, ModelSetup, copy_without_data, is_tensor
 from .trace import TrainingStep, trace_step

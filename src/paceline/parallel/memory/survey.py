@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from ...cost.layout import Layout
 from ...cost.layout_memory import LAYOUTS, LayoutMemory, StepMemory, predict_layouts
 from ..blocks import find_blocks, nbytes_of
-from ..data import Autocast
 from ..memory_budget import available_bytes, budget_bytes
+from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
 from .setup import ModelSetup, ScriptLimits, empty_as, is_tensor

@@ -46,10 +46,13 @@ class BlockUsage:
         model: The model.
         states: FSDP's states of its modules.
         names: By the id of a shard, the parameter's name in the plain model.
+        ranks: The process group that shares the model; None: all.
     """
 
-    def __init__(self, model: nn.Module, states: Sequence[Any], names: dict[int, str]) -> None:
-        self._model, self._names = model, names
+    def __init__(
+        self, model: nn.Module, states: Sequence[Any], names: dict[int, str], ranks: Any = None
+    ) -> None:
+        self._model, self._names, self._ranks = model, names, ranks
         self._groups = [group for state in states for group in groups_of(state)]
         parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -140,9 +143,10 @@ class BlockUsage:
             ValueError: The ranks have gathered or reduced different blocks.
         """
         digest = zlib.crc32(self._calls.tobytes(), self._digest)
-        used = exchangeable(torch.tensor([digest, -digest, *self._used]))  # on the CPU if possible
+        used = torch.tensor([digest, -digest, *self._used])
+        used = exchangeable(used, self._ranks)  # on the CPU if possible
         with torch.no_grad():
-            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._ranks)
         highest, lowest, *is_used = used.tolist()
         if highest != -lowest:
             raise ValueError(self._describe_difference())
@@ -155,11 +159,12 @@ class BlockUsage:
 
     def _describe_difference(self) -> str:
         """Return which ranks have used which block, and the way out. Collective."""
-        rows = all_gather_objects(self._calls.tolist(), list[int])
+        rows = all_gather_objects(self._calls.tolist(), list[int], self._ranks)
         place = next(self._differing_places(rows), 0)
         sides: dict[str, list[int]] = {}
         blocks = []
-        for rank, row in enumerate(rows):
+        ranks = dist.get_process_group_ranks(self._ranks or dist.group.WORLD)
+        for rank, row in zip(ranks, rows, strict=True):
             block, kind = divmod(row[place], len(_KINDS)) if place < len(row) else (-1, 0)
             what = f"{_KINDS[kind]} {self._describe(block)}" if block >= 0 else "runs no block"
             sides.setdefault(what, []).append(rank)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # takes a moment to import
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
-def plan_shards(model: nn.Module) -> Materialization | None:
+def plan_shards(model: nn.Module, group: dist.ProcessGroup | None = None) -> Materialization | None:
     """Return the plan of a model that is deferred on all ranks. Collective.
 
     None if it is deferred on some ranks only, or on none.
@@ -33,7 +33,7 @@ def plan_shards(model: nn.Module) -> Materialization | None:
     """
     plan = Materialization(model) if is_deferred(model) else None
     mine = None if plan is None else zlib.crc32(_description(plan).encode())
-    found = all_gather_objects(mine, int | None)
+    found = all_gather_objects(mine, int | None, group)
     if plan is None or None in found:
         return None
     if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
@@ -69,7 +69,11 @@ def _check_buffers(storage: DeferredStorage) -> None:
 
 
 def compute_shards(
-    plan: Materialization, sharded: Mapping[str, "FSDPParam"], rank: int, device: torch.device
+    plan: Materialization,
+    sharded: Mapping[str, "FSDPParam"],
+    rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Allocate the shards of a model, and fill them with rank 0's numbers. Collective.
 
@@ -78,6 +82,7 @@ def compute_shards(
         sharded: The parameters by their names, as ``fully_shard`` has divided them.
         rank: Which of the shards this rank holds.
         device: Device of the collectives, and of buffers.
+        group: The ranks that share the model; None: all.
     """
     names = {one.name for storage in plan.storages for one in storage.tensors}
     for name in names & sharded.keys():  # all first, so that freed tensors leave no gaps between
@@ -91,7 +96,7 @@ def compute_shards(
                 give_values(one.tensor, values)
 
     with torch.no_grad():
-        _broadcast(plan, device, store)
+        _broadcast(plan, device, store, group)
 
 
 def _allocate(parameter: "FSDPParam", device: torch.device) -> None:
@@ -113,15 +118,17 @@ def _copy_shard(parameter: "FSDPParam", whole: torch.Tensor, rank: int) -> None:
         local.copy_(whole[begin : begin + local.shape[0]])
 
 
-def _broadcast(plan: Materialization, device: torch.device, store: Finish) -> None:
-    """Give rank 0's storages, one after the other in the order of its computation, to ``store``."""
-    if dist.get_rank() == 0:
+def _broadcast(
+    plan: Materialization, device: torch.device, store: Finish, group: dist.ProcessGroup | None
+) -> None:
+    """Give the first rank's storages to ``store``, in the order of its computation."""
+    if dist.get_rank(group) == 0:
 
         def send(number: int, memory: torch.UntypedStorage) -> None:
-            _send(torch.tensor([number], device=device))
+            _send(torch.tensor([number], device=device), group)
             octets = torch.empty(0, dtype=torch.uint8).set_(memory)
             octets = octets[: plan.storages[number].nbytes].to(device)
-            _send(octets)
+            _send(octets, group)
             store(number, octets.untyped_storage())
 
         plan.compute(send)
@@ -131,11 +138,11 @@ def _broadcast(plan: Materialization, device: torch.device, store: Finish) -> No
     received = torch.empty(most, dtype=torch.uint8, device=device)
     number = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in plan.storages:
-        _send(number)
+        _send(number, group)
         storage = plan.storages[int(number)]
         kept = _has_buffers(storage)  # they stay in this memory
         octets = received.new_empty(storage.nbytes) if kept else received[: storage.nbytes]
-        _send(octets)
+        _send(octets, group)
         store(int(number), octets.untyped_storage())
 
 
@@ -143,7 +150,7 @@ def _has_buffers(storage: DeferredStorage) -> bool:
     return any(not isinstance(one.tensor, nn.Parameter) for one in storage.tensors)
 
 
-def _send(tensor: torch.Tensor) -> None:
-    """Broadcast a tensor of rank 0, unless it is empty."""
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Broadcast a tensor of the first rank, unless it is empty."""
     if tensor.numel():
-        dist.broadcast(tensor, 0)
+        dist.broadcast(tensor, group=group, group_src=0)

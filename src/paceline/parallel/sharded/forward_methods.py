@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ..replica import has_tensor, own_methods
+from ..replicated.replica import has_tensor, own_methods
 
 
 def wrap_methods(module: FSDPModule) -> None:

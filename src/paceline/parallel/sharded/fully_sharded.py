@@ -8,6 +8,7 @@ reduces and scatters its gradients in its backward.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -17,40 +18,76 @@ from torch.optim import Optimizer
 
 from ...record.hooks.sharded.whole_gradients import whole_gradient
 from ..materialization import Materialization
+from ..mesh import Mesh
+from ..strategy.distributed_model import DistributedModel
 from .block_usage import BlockUsage, groups_of
 from .blocks import find_blocks
 from .deferred_shards import compute_shards
+from .errors import explain
 from .forward_methods import wrap_methods
 from .layouts import ShardingRequest
 from .meshes import data_mesh
 from .optimizer_parameters import replace_parameters
-from .registry import register
 from .replication import BufferSync, broadcast_model
 
 
-class FullyShardedModel:
-    """A model that ``fully_shard`` has sharded (``registry.ShardedModel``).
+class FullyShardedModel(DistributedModel):
+    """A model that ``fully_shard`` has sharded.
 
     Attributes:
         request: How it was to be sharded.
         mesh: The ranks: one dimension, or hosts and the ranks of each.
         shards: By the name of the parameter in the plain model, what the optimizer holds.
-        is_replicated: Whether several ranks hold the same shard.
         blocks: Names of the modules that are gathered as a whole; "" for the model.
     """
 
-    def __init__(self, model: nn.Module, request: ShardingRequest, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        inner: DistributedModel,
+        request: ShardingRequest,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
+        model = inner.module
+        super().__init__(model, inner)
         assert isinstance(model, FSDPModule)
         self.request, self.mesh = request, mesh
-        self.is_replicated = mesh.ndim > 1
         self._model = model
         self.shards = dict(model.named_parameters())
         self.blocks = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-        self._buffers = BufferSync(model)
+        self._buffers = BufferSync(model, group)
         self._usage = BlockUsage(
-            model, _states_of(model), {id(shard): name for name, shard in self.shards.items()}
+            model,
+            _states_of(model),
+            {id(shard): name for name, shard in self.shards.items()},
+            group,
         )
         self._is_syncing = True
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
+    @property
+    def has_collective_forward(self) -> bool:
+        return True
+
+    @property
+    def holds_copied_shards(self) -> bool:
+        return self.mesh.ndim > 1 or super().holds_copied_shards
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.shards
+
+    def block_of(self, name: str) -> str:
+        return max((one for one in self.blocks if name.startswith(f"{one}.")), key=len, default="")
+
+    def explain(self, error: BaseException) -> str | None:
+        return explain(error) or super().explain(error)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         if enabled == self._is_syncing:
@@ -90,9 +127,6 @@ class FullyShardedModel:
         assert isinstance(self._model, FSDPModule)
         return self._model._get_fsdp_state()._is_root is not None
 
-    def shard_index(self) -> int:
-        return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
-
     def name_nonfinite(self, exchanged: torch.Tensor) -> list[str]:
         names = {id(shard): name for name, shard in self.shards.items()}
         for group in self._groups():
@@ -104,8 +138,9 @@ class FullyShardedModel:
             # each row holds, one after the other, the shards of a rank
             well = [bool(part.isfinite().all()) for part in rows.split(sizes, dim=1)]
             found = [p for p, ok in zip(parameters, well, strict=True) if not ok]
-            return [names[id(p.sharded_param)] for p in reversed(found)]
-        return []
+            if found:
+                return [names[id(p.sharded_param)] for p in reversed(found)]
+        return super().name_nonfinite(exchanged)
 
     def _groups(self) -> list[FSDPParamGroup]:
         return _groups_of(self._model)
@@ -123,13 +158,14 @@ def _states_of(model: nn.Module) -> list[Any]:
 
 
 def shard_model(
-    model: nn.Module,
+    inner: DistributedModel,
     optimizer: Optimizer | None,
     device: torch.device,
     request: ShardingRequest,
+    ranks: Mesh,
     plan: Materialization | None = None,
-) -> nn.Module:
-    """Shard a model over the ranks, and replace the parameters of its optimizer. Collective.
+) -> FullyShardedModel:
+    """Shard a model over the data ranks, and replace the parameters of its optimizer. Collective.
 
     Args:
         plan: Of a deferred model; its shards are computed after it was sharded.
@@ -137,23 +173,22 @@ def shard_model(
     Raises:
         ValueError: Hosts have different numbers of ranks, and shards are to stay in a host.
     """
+    model = inner.module
     whole = dict(model.named_parameters(remove_duplicate=False))
     blocks = [*find_blocks(model, request.blocks), ""]
-    mesh = data_mesh(device, request.layout)
-    broadcast_model(model)
+    mesh, group = data_mesh(device, request.layout, ranks), ranks.data_group
+    broadcast_model(model, group)
     _shard_blocks(model, blocks, mesh, request)
     if plan is not None:
-        of = {
-            id(one.sharded_param): one for group in _groups_of(model) for one in group.fsdp_params
-        }
+        each = [one for block in _groups_of(model) for one in block.fsdp_params]
+        of = {id(one.sharded_param): one for one in each}
         divided = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
-        compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device)
-    sharded = FullyShardedModel(model, request, mesh)
+        compute_shards(plan, divided, mesh.get_local_rank(mesh.ndim - 1), device, group)
+    sharded = FullyShardedModel(inner, request, mesh, group)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
         replace_parameters(optimizer, {id(p): after[name] for name, p in whole.items()})
-    register(model, sharded)
-    return model
+    return sharded
 
 
 def _shard_blocks(

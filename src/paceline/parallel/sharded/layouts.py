@@ -1,16 +1,13 @@
-"""The arguments of ``world.distribute`` that concern the layout."""
+"""What a sharded layout asks of ``fully_shard``."""
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...cost.layout import AXIS_WORDS, HOST, OFFLOADS, Layout
+from ...cost.layout import Layout
 
-AUTO = "auto"  # the fastest layout that fits
-SHARD_OVER = ("job", HOST)
 OLDEST_TESTED = "2.11"  # version whose fully_shard equals one process in the tests
 FULLY_SHARD_OPTIONS = ("mp_policy",)  # passed on to fully_shard
 
@@ -50,76 +47,24 @@ class ShardingRequest:
         return self.layout.zero >= 2
 
 
-def parse_layout(layout: str | Layout) -> Layout | None:
-    """Return the value of ``layout``; None for "auto".
-
-    Raises:
-        ValueError: It is no layout.
-    """
-    if layout == AUTO:
-        return None
-    if isinstance(layout, Layout):
-        return layout
-    try:
-        return Layout.parse(layout)
-    except ValueError as error:
-        raise ValueError(f"world.distribute: {error}") from None
-
-
-def with_arguments(
-    layout: Layout, shard_over: str, offload: str | None, recompute: str | None
-) -> Layout:
-    """Return the layout with the arguments that it has as well.
-
-    Raises:
-        ValueError: An unknown value, one that the layout does not have, or one that contradicts
-            the layout.
-    """
-    _check_value("shard_over", shard_over, SHARD_OVER)
-    _check_value("offload", offload, (None, *OFFLOADS))
-    if shard_over == HOST and not layout.zero:
-        raise _needs_sharding("shard_over", shard_over, layout)
-    if offload == "parameters" and not layout.zero:
-        raise _needs_sharding("offload", offload, layout)
-    given = {
-        "shards": HOST if shard_over == HOST else None,
-        "offload": offload,
-        "recompute": recompute,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if getattr(layout, name) not in (None, value):
-            argument = "shard_over" if name == "shards" else name
-            raise ValueError(
-                f"world.distribute: {argument}={value!r} contradicts layout={str(layout)!r}. "
-                f"HINT: leave {argument} out"
-            )
-    changes: dict[str, Any] = given
-    return replace(layout, **changes)
-
-
 def parse_request(
     layout: Layout, blocks: Sequence[str] | None, device: str, options: dict[str, Any]
-) -> ShardingRequest | None:
-    """Return the request of a sharded layout, and None for one of replicas.
+) -> ShardingRequest:
+    """Return the request of a sharded layout.
 
     Args:
         device: Type of the device on which the rank computes.
 
     Raises:
-        ValueError: An option that the layout does not have, or an axis that nothing divides yet.
+        ValueError: An option that the layout does not have.
     """
-    if layout.divided_axes:
-        axis, text = layout.divided_axes[0], str(layout.without_options)
-        raise ValueError(
-            f"world.distribute: layout={text!r}: {axis} ({AXIS_WORDS[axis]}) is not implemented "
-            "yet. HINT: layout='zero3', or layout='data'"
-        )
-    if not layout.zero:
-        if blocks is not None:
-            raise _needs_sharding("blocks", blocks, layout)
-        return None
     request = ShardingRequest(layout, blocks, options)
+    if layout.shards is not None and layout.divided_axes:
+        raise ValueError(
+            f"world.distribute: layout={str(layout)!r}: shards on a part of the data ranks are not "
+            f"implemented together with {layout.divided_axes[0]} yet. HINT: {request.name}, "
+            f"without /{layout.shards}"
+        )
     for name in options:
         if name not in FULLY_SHARD_OPTIONS:
             reason = (
@@ -142,20 +87,3 @@ def parse_request(
             "and this rank computes on the CPU. HINT: leave offload out"
         )
     return request
-
-
-def _needs_sharding(name: str, value: Any, layout: Layout) -> ValueError:
-    return ValueError(
-        f"world.distribute: {name}={value!r} needs a layout that shards, and layout is "
-        f"{str(layout.without_options)!r}. HINT: layout='zero3', or leave {name} out"
-    )
-
-
-def _check_value(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        texts = [str(one) for one in allowed]
-        near = difflib.get_close_matches(str(value), texts, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"world.distribute: {name} must be one of {', '.join(map(repr, allowed))}; this is "
-            f"{value!r}. HINT: {name}={allowed[texts.index(near)]!r}"
-        )

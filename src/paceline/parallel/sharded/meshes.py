@@ -9,17 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...comm.members.exchange_objects import all_gather_objects
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import Layout
+from ..mesh import DATA, Mesh
 
 # one for all models, with its groups
 _meshes: dict[tuple[str, int | str | None, int], DeviceMesh] = {}
 
 
-def data_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """Return a mesh of all ranks, or of replicas and the ranks that share one. Collective.
+def data_mesh(device: torch.device, layout: Layout, mesh: Mesh) -> DeviceMesh:
+    """Return a mesh of the data ranks, or of replicas and the ranks that share one. Collective.
 
     Raises:
         ValueError: Each node is to hold a replica, and nodes have different numbers of ranks.
     """
+    if mesh.is_divided:
+        return mesh.device_mesh(device.type)[DATA]
     key = (device.type, layout.shards, id(dist.group.WORLD))
     if key not in _meshes:
         _meshes[key] = _new_mesh(device, layout.shards)

@@ -13,11 +13,12 @@ from ...record.hooks.phases import UncopiedHook
 BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
 
 
-def broadcast_model(model: nn.Module) -> None:
-    """Give all ranks rank 0's parameters and buffers. Tensors without memory are left out."""
+def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks of the group its first rank's parameters and buffers.
+
+    Tensors without memory are left out.
+    """
     without = {name for name, tensor in _tensors(model) if tensor.device.type == "meta"}
-    group = dist.group.WORLD
-    assert group is not None
     _sync_module_states(model, group, BROADCAST_BYTES, 0, without)
 
 
@@ -32,9 +33,9 @@ class BufferSync:
         enabled: Whether forwards do so.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         self.enabled = True
-        self._model = model
+        self._model, self._group = model, group
         if any(True for _ in model.buffers()):
             model.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True)
 
@@ -46,9 +47,8 @@ class BufferSync:
 
     def broadcast(self) -> None:
         buffers = [buffer for buffer in self._model.buffers() if buffer.numel()]
-        group = dist.group.WORLD
-        if buffers and group is not None:
-            _broadcast_coalesced(group, buffers, BROADCAST_BYTES, 0)
+        if buffers:
+            _broadcast_coalesced(self._group, buffers, BROADCAST_BYTES, 0)
 
     def _before_forward(self, *_: Any) -> None:
         if self.enabled:

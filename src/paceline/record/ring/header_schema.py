@@ -4,6 +4,7 @@ A record's header is untrusted input. ``parse_header`` returns only keys of the 
 checked values, so code that reads ``Record.meta`` needs no further checks.
 """
 
+from math import prod
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from msgspec import Meta
@@ -18,6 +19,9 @@ MAX_RESTARTS = 1 << 20
 MAX_FAILURE_CHARS = 300  # of the text of an exception
 MAX_BLOCKS = 512  # of sharded models
 MAX_BLOCK_CHARS = 200  # of the name of one
+MAX_LAYOUT_CHARS = 512
+MAX_LAYOUTS_CHARS = 64  # of the axes of all models
+MAX_AXES = 8
 MAX_TIME_NS = 1 << 60  # no node has been up for 36 years
 
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=MAX_TIME_NS)]
@@ -37,6 +41,18 @@ class GroupMember(TypedDict):
     name: str
     size: WorldSize
     rank: RankNumber
+
+
+AxisName = Annotated[str, Meta(pattern="^[a-z]{1,16}$")]
+
+
+class MeshPlace(TypedDict):
+    """The mesh of ``world.distribute``, and this rank's place (parallel/mesh.py)."""
+
+    axes: Annotated[list[tuple[AxisName, WorldSize]], Meta(min_length=1, max_length=MAX_AXES)]
+    place: Annotated[list[RankNumber], Meta(min_length=1, max_length=MAX_AXES)]
+    # by the name of a process group: its axes
+    groups: NotRequired[Annotated[dict[str, str], Meta(max_length=256)]]
 
 
 class StepWork(TypedDict):
@@ -191,7 +207,7 @@ class RungTotals(TypedDict, total=False):
 class TensorBytes(TypedDict):
     """Bytes of a rank's models and optimizers (world/layouts/tensor_bytes.py)."""
 
-    layout: Annotated[str, Meta(max_length=64)]
+    layout: Annotated[str, Meta(max_length=MAX_LAYOUTS_CHARS)]
     parameters: NonNegativeInt
     buffers: NonNegativeInt
     gradients: NonNegativeInt
@@ -231,6 +247,8 @@ class RecordHeader(TypedDict):
     exchange: NotRequired[str]
     horovod: NotRequired[str]
     groups: NotRequired[dict[GroupNumber, GroupMember]]
+    layout: NotRequired[Annotated[str, Meta(max_length=MAX_LAYOUT_CHARS)]]
+    mesh: NotRequired[MeshPlace]
     # of sharded models, by number in the events
     blocks: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_BLOCKS)]]
     work: NotRequired[StepWork]
@@ -257,6 +275,9 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
         raise InvalidFileError(
             name, f"is of rank {about['rank']} of {counted(about['size'], 'rank')}"
         )
+    mesh = about.get("mesh")
+    if mesh is not None and not _is_place(mesh, about["size"]):
+        raise InvalidFileError(name, "has a place outside of its mesh")
     for number, group in about.get("groups", {}).items():
         if int(number) > MAX_GROUP_NUMBER:
             raise InvalidFileError(name, f"has a process group of the number {number}")
@@ -264,6 +285,15 @@ def parse_header(text: bytes, name: str) -> RecordHeader:
             said = f"rank {group['rank']} of {group['size']}"
             raise InvalidFileError(name, f"has {said} in the process group {group['name']}")
     return about
+
+
+def _is_place(mesh: MeshPlace, size: int) -> bool:
+    extents = [extent for _, extent in mesh["axes"]]
+    is_inside = len(extents) == len(mesh["place"]) and all(
+        at < extent for at, extent in zip(mesh["place"], extents, strict=True)
+    )
+    names = {axis for axis, _ in mesh["axes"]}
+    return is_inside and prod(extents) == size and len(names) == len(extents)
 
 
 def without_line_breaks(tree: Any) -> Any:

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ...cost.layout import HOST, Layout
-from ...knobs.layout import requested_layout
-from ...parallel.sharded.layouts import (
-    FULLY_SHARD_OPTIONS,
-    ShardingRequest,
-    parse_layout,
-    parse_request,
-    with_arguments,
-)
+from ...knobs.layouts.requested import requested_layout
+from ...parallel.distribute import strategies_for
+from ...parallel.memory.setup import ModelSetup
+from ...parallel.mesh import Mesh
+from ...parallel.sharded.layouts import FULLY_SHARD_OPTIONS
+from ...parallel.strategy.layout_arguments import parse_layout, with_arguments
+from ...parallel.strategy.parallel_strategy import DistributionRequest
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,12 @@ class LayoutArguments:
     """The arguments as the script gives them.
 
     Attributes:
-        device: Type of the device on which the rank computes.
+        device: The device on which the rank computes.
     """
 
     layout: str | Layout
-    device: str
+    mesh: Mesh
+    device: torch.device
     blocks: Sequence[str] | None
     shard_over: str
     offload: str | None
@@ -63,13 +65,15 @@ class LayoutArguments:
         """Return a layout with the script's other arguments."""
         return with_arguments(layout, self.shard_over, self.offload, self.recompute)
 
-    def request(self, layout: Layout) -> ShardingRequest | None:
-        """Return how the model would be sharded in a layout; None for replicas.
+    def request(self, layout: Layout) -> DistributionRequest:
+        """Return how the model would be distributed in a layout."""
+        merged = self.merged(layout)
+        return DistributionRequest(merged, self.mesh, self.device, self.blocks, self.options)
 
-        Raises:
-            ValueError: The layout does not have one of the arguments.
-        """
-        return parse_request(self.merged(layout), self.blocks, self.device, self.options)
+    def check(self, layout: Layout, setup: ModelSetup) -> None:
+        """Raise ValueError where the model or an argument does not fit a layout."""
+        for strategy in strategies_for(self.request(layout)):
+            strategy.check(setup.model, setup.optimizer)
 
     @property
     def is_per_node(self) -> bool:
@@ -84,3 +88,12 @@ def check_ranks(layout: Layout, ranks: int) -> None:
         layout.over(ranks)
     except ValueError as error:
         raise ValueError(f"world.distribute: {error}") from None
+
+
+def check_norm(layout: Layout, norm: str) -> None:
+    """Raise ValueError for a batch normalization that a layout does not support."""
+    if norm == "sync" and layout.divided_axes:
+        raise ValueError(
+            f"world.distribute: norm='sync' is not implemented together with "
+            f"{layout.divided_axes[0]} yet. HINT: norm='local'"
+        )

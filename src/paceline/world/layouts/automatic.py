@@ -8,10 +8,8 @@ from ...cost.layout import Layout
 from ...cost.layout_memory import LAYOUTS, LayoutChoice
 from ...parallel.memory.setup import ForwardInputs, ModelSetup
 from ...parallel.memory_budget import GIB, budget_bytes
-from ...parallel.sharded.layouts import ShardingRequest
-from ...parallel.sharded.model_check import check_sharding
 
-Parse = Callable[[Layout], ShardingRequest | None]  # raises ValueError
+Check = Callable[[Layout, ModelSetup], None]  # raises ValueError where a layout does not fit
 Gather = Callable[[Any, Any], list[Any]]  # a value of each rank, of this type
 
 
@@ -41,7 +39,7 @@ def resolve_automatic(
     setup: ModelSetup,
     example_inputs: Any,
     ranks: int,
-    parse: Parse,
+    check: Check,
     gather: Gather,
 ) -> MemoryOptions:
     """Return the options with a layout, which has the recomputation. Collective for "auto".
@@ -56,7 +54,7 @@ def resolve_automatic(
     layout, recompute, budget, message = asked.layout, asked.recompute, asked.memory_budget, ""
     predicted: int | None = None
     if layout is None:
-        problems = layout_problems(setup, parse)
+        problems = layout_problems(setup, check)
         usable = [one for one in LAYOUTS if one not in problems]
         choice = _choose_layout(setup, example_inputs, recompute, budget, usable, ranks, gather)
         layout = choice.predicted.layout
@@ -76,13 +74,13 @@ def resolve_automatic(
         return MemoryOptions(layout, recompute, budget, message=message, predicted_bytes=predicted)
     from ...parallel.memory.choose import held_bytes
 
-    parse(layout)  # a layout that does not fit is an error of its own
+    check(layout, setup)  # a layout that does not fit is an error of its own
     gib = budget_bytes(budget, setup.device) / GIB
     held = held_bytes(setup, layout.without_options, ranks) / GIB
     return MemoryOptions(layout, recompute, gib, held, message, predicted)
 
 
-def layout_problems(setup: ModelSetup, parse: Parse) -> dict[Layout, str]:
+def layout_problems(setup: ModelSetup, check: Check) -> dict[Layout, str]:
     """Return the layouts that the model or the other options of ``world.distribute`` rule out.
 
     Raises:
@@ -91,9 +89,7 @@ def layout_problems(setup: ModelSetup, parse: Parse) -> dict[Layout, str]:
     problems: dict[Layout, str] = {}
     for layout in LAYOUTS:
         try:
-            request = parse(layout)
-            if request is not None:
-                check_sharding(setup.model, setup.optimizer, request)
+            check(layout, setup)
         except ValueError as error:
             problems[layout] = str(error)
     if len(problems) == len(LAYOUTS):

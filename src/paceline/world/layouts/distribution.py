@@ -1,5 +1,6 @@
 """The part of ``World`` that distributes models: ``world.distribute`` and ``world.deferred``."""
 
+import functools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,23 +11,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.shared.memory import sharing_domain
 from ...cost.layout import Layout
 from ...optim.norms import convert_norms
-from ...parallel.data import check_accumulate
 from ...parallel.deferred import deferred
-from ...parallel.distribute import distribute_model
+from ...parallel.distribute import distribute_model, strategies_for
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
 from ...parallel.memory.setup import ModelSetup, ScriptLimits
+from ...parallel.mesh import Mesh
 from ...parallel.offload import check_offload, offload_states
+from ...parallel.placement import check_accumulate
 from ...parallel.recompute.recomputation import recompute_blocks
+from ...parallel.strategy.distributed_model import DistributedModel
 from ...plurals import counted
+from ...record.ring.header_schema import MAX_LAYOUT_CHARS
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
 from ..collectives import Collectives
+from ..loops.training_loops import TrainingLoops
 from ..optimizer_step import OptimizerSteps
 from ..progress import Progress
-from .arguments import LayoutArguments, check_ranks
+from ..training_state import TrainingState
+from .arguments import LayoutArguments, check_norm, check_ranks
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
+from .random_states import share_random_states
 from .tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
@@ -39,9 +47,8 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, whic
 class ModelDistribution:
     """Distribute the models of a world. ``World`` sets the attributes."""
 
-    size: int
+    mesh: Mesh
     device: torch.device
-    _data_ranks: int
     _dtype: torch.dtype | None
     _progress: Progress
     _training: OptimizerSteps
@@ -49,6 +56,12 @@ class ModelDistribution:
     _recorder: Recorder
     _survey: "MemorySurvey | None"
     _layouts: list[MemoryOptions]  # of the models
+    _loops: TrainingLoops
+    _state: TrainingState
+
+    @property
+    def _data_ranks(self) -> int:
+        raise NotImplementedError
 
     def deferred(self) -> AbstractContextManager[None]:
         """Return a context in which models are built without memory: on the device "meta".
@@ -132,12 +145,21 @@ class ModelDistribution:
 
         accumulate *= requested_accumulation()
         arguments = LayoutArguments(
-            *(layout, self.device.type, blocks, shard_over, offload, recompute, memory_budget),
-            options,
+            layout=layout,
+            mesh=self.mesh,
+            device=self.device,
+            blocks=blocks,
+            shard_over=shard_over,
+            offload=offload,
+            recompute=recompute,
+            memory_budget=memory_budget,
+            options=options,
         ).of_settings()
         known = arguments.known
         if known is not None:
             check_ranks(known, self._data_ranks)
+            check_norm(known, norm)
+            strategies_for(arguments.request(known))  # raises before anything is changed
         check_offload(known.offload if known is not None else offload, optimizer)
         self._convert_norms(model, norm)
         setup = ModelSetup(
@@ -152,10 +174,10 @@ class ModelDistribution:
         assert self._survey is not None
         known = arguments.known
         recompute = known.recompute if known is not None else arguments.recompute
-        problems = layout_problems(setup, arguments.request)
+        problems = layout_problems(setup, arguments.check)
         limits = (arguments.memory_budget, arguments.is_per_node, problems)
         self._survey.add(setup, ScriptLimits(recompute, *limits))
-        return self._add(setup, setup.model)
+        return self._add(setup, DistributedModel(setup.model))
 
     def _distribute(
         self, setup: ModelSetup, arguments: LayoutArguments, example_inputs: Any
@@ -165,27 +187,79 @@ class ModelDistribution:
         asked = MemoryOptions(known, recompute, arguments.memory_budget)
         ranks = self._sharding_ranks(arguments)
         memory = resolve_automatic(
-            asked, setup, example_inputs, ranks, arguments.request, self._collectives.gather
+            asked, setup, example_inputs, ranks, arguments.check, self._collectives.gather
         )
         assert memory.layout is not None
-        layout = arguments.merged(memory.layout)
-        memory, request = replace(memory, layout=layout), arguments.request(layout)
+        request = arguments.request(memory.layout)
+        layout = request.layout
+        self._arrange(layout)
+        memory = replace(memory, layout=layout)
         if memory.message:
             say(memory.message)
         model, optimizer = setup.model, setup.optimizer
-        names, held = setup.recomputed_blocks, memory.held_gib
-        recompute_blocks(model, layout.recompute, memory.memory_budget, names, say, held)
-        is_sharded = request is not None and self.size > 1
+        recomputing = functools.partial(
+            recompute_blocks,
+            recompute=layout.recompute,
+            memory_budget=memory.memory_budget,
+            names=setup.recomputed_blocks,
+            say_once=say,
+            held_gib=memory.held_gib,
+        )
+        if not layout.divided_axes:
+            recomputing(model)
+        is_sharded = bool(layout.zero) and self.mesh.data_size > 1
         setup = replace(setup, recomputes=layout.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
-        where = (self.device, self._dtype)
-        distributed = distribute_model(model, optimizer, *where, request, arguments.options)
+        if layout.divided_axes and optimizer is not None:
+            self._state.owned.note_optimizer(optimizer, model)
+        distributed = distribute_model(
+            *(model, optimizer, self._dtype, request),
+            recomputing if layout.divided_axes else None,
+        )
         if layout.offload == "optimizer" and optimizer is not None:
             offload_states(optimizer, self.device)
         self._layouts.append(memory)
-        if skeleton is not None:
-            watch_model(skeleton, distributed, layout if is_sharded else Layout(), ranks)
+        if skeleton is not None and not layout.divided_axes:
+            watch_model(skeleton, distributed.called, layout if is_sharded else Layout(), ranks)
+        self._note_mesh()
         return self._add(setup, distributed)
+
+    def _arrange(self, layout: Layout) -> None:
+        """Give the mesh the axes of a layout. Collective where it divides models or samples."""
+        mesh = self.mesh
+        if not layout.divided_axes:
+            self._arranged(layout, [""] * mesh.size)
+            return
+        if self._loops.loaders and not mesh.is_arranged:
+            raise ValueError(
+                f"world.distribute: layout={str(layout)!r} lets ranks share samples, and "
+                "world.shard has divided them over all ranks already. HINT: call "
+                "world.distribute before world.shard"
+            )
+        if self._training.scaler is not None:
+            raise ValueError(
+                f"world.distribute: layout={str(layout)!r} does not support precision='fp16' yet. "
+                "HINT: paceline.init(precision='bf16')"
+            )
+        is_new = not mesh.is_arranged
+        nodes = self._collectives.gather(sharing_domain(), str)
+        for line in self._arranged(layout, nodes):
+            self._progress.warn_once(line)
+        mesh.create_groups()
+        if is_new:
+            share_random_states(mesh)
+
+    def _arranged(self, layout: Layout, nodes: list[str]) -> list[str]:
+        try:
+            return self.mesh.arrange(layout, nodes)
+        except ValueError as error:
+            raise ValueError(f"world.distribute: {error}") from None
+
+    def _note_mesh(self) -> None:
+        """Write layouts and mesh into the record."""
+        layouts = dict.fromkeys(str(one.layout) for one in self._layouts)
+        text = ", ".join(layouts)[:MAX_LAYOUT_CHARS]
+        self._recorder.update_header(layout=text, mesh=self.mesh.header())
 
     def _sharding_ranks(self, arguments: LayoutArguments) -> int:
         """Return the number of ranks that hold one copy of the states."""
@@ -193,8 +267,8 @@ class ModelDistribution:
         if known is not None and isinstance(known.shards, int):
             return known.shards
         if arguments.is_per_node:
-            return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        return self.size
+            return int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.size))
+        return self.mesh.data_size
 
     def _convert_norms(self, model: nn.Module, norm: str) -> None:
         names = convert_norms(model, norm, lambda: self._training.is_filler)
@@ -219,10 +293,10 @@ class ModelDistribution:
             tensors=tensor_bytes(training.models, training.optimizers, names, peak, self.device)
         )
 
-    def _add(self, setup: ModelSetup, distributed: nn.Module) -> Any:
+    def _add(self, setup: ModelSetup, distributed: DistributedModel) -> Any:
         """Add a distributed model and its optimizer; return what ``distribute`` returns."""
         self._training.add_model(distributed, setup.accumulate)
         if setup.optimizer is None:
-            return distributed
+            return distributed.called
         self._training.add_optimizer(setup.optimizer)
-        return distributed, setup.optimizer
+        return distributed.called, setup.optimizer

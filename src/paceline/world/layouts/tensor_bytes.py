@@ -4,17 +4,17 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ...optim.whole_norms import local_part
-from ...parallel.sharded.registry import trained_parameters
+from ...parallel.strategy.distributed_model import DistributedModel
+from ...record.ring.header_schema import MAX_LAYOUTS_CHARS
 
 _CPU = torch.device("cpu")
 
 
 def tensor_bytes(
-    models: Sequence[nn.Module],
+    models: Sequence[DistributedModel],
     optimizers: Sequence[Optimizer],
     layouts: Iterable[str],
     predicted_peak: int | None,
@@ -27,16 +27,16 @@ def tensor_bytes(
         predicted_peak: Bytes; None if no layout was predicted.
         device: Where the rank computes. What lies in the host's memory instead is counted apart.
     """
-    parameters = {p for model in models for p in trained_parameters(model)}
+    parameters = {p for model in models for p in model.parameters().values()}
     of_optimizers = [state for o in optimizers for state in o.state.values()]
     states = [s for state in of_optimizers if isinstance(state, dict) for s in state.values()]
     tensors: dict[str, Collection[torch.Tensor]] = {
         "parameters": parameters,
-        "buffers": {b for model in models for b in model.buffers()},
+        "buffers": {b for model in models for b in model.module.buffers()},
         "gradients": {p for p in parameters if p.requires_grad},
         "optimizer_states": [s for s in states if isinstance(s, torch.Tensor)],
     }
-    found: dict[str, Any] = {"layout": ", ".join(sorted(set(layouts)))}
+    found: dict[str, Any] = {"layout": ", ".join(sorted(set(layouts)))[:MAX_LAYOUTS_CHARS]}
     found |= {name: _nbytes(of, device.type) for name, of in tensors.items()}
     if device.type != "cpu":
         # a state without dimensions, such as the number of steps, is on the host in any case

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
 
 from ...data.sampling.sample_order import BatchShare
-from ...parallel.data import set_buffer_sync
+from ...parallel.strategy.distributed_model import DistributedModel
 
 
 class EvaluationPass(ExitStack):
@@ -25,18 +24,18 @@ class EvaluationPass(ExitStack):
 
 
 @contextmanager
-def evaluation(models: list[nn.Module]) -> Iterator[None]:
+def evaluation(models: list[DistributedModel]) -> Iterator[None]:
     """Context without gradients, with modules in eval mode.
 
     Rank 0's buffers are broadcast at the start, so that ranks may run different numbers of
     forwards.
     """
-    modules = [module for model in models for module in model.modules()]
+    modules = [module for model in models for module in model.called.modules()]
     modes = [module.training for module in modules]
     gradients = torch.is_grad_enabled()
     for model in models:
-        set_buffer_sync(model, False)
-        model.eval()
+        model.set_buffer_sync(False)
+        model.called.eval()
     torch.set_grad_enabled(False)
     try:
         yield
@@ -45,4 +44,4 @@ def evaluation(models: list[nn.Module]) -> Iterator[None]:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         for model in models:
-            set_buffer_sync(model, True)
+            model.set_buffer_sync(True)

@@ -15,7 +15,6 @@ from ...data.sampling.sample_order import BatchShare
 from ...data.sampling.shard_loader import ShardedLoader
 from ...data.sampling.sharded_stream import ShardedStream
 from ...parallel.accumulation import LoadedBatch
-from ...parallel.sharded.registry import sharded_of
 from ...plurals import counted
 from ...record.hooks.batch_size import samples_in
 from ...record.hooks.error_messages import script_line
@@ -149,7 +148,7 @@ class TrainingLoops:
         if start is None:
             return
         training = self.training
-        if any(sharded_of(model) is not None for model in training.models):
+        if any(model.has_collective_forward for model in training.models):
             loader.give_equal_batches()  # each forward is a collective
         this = EvaluationPass(f"{loader.name} ({script_line()})")
         self._open_passes[number] = this
@@ -190,11 +189,11 @@ class TrainingLoops:
     def _iterate_unsharded(self, loader: Any) -> Iterator[Any]:
         loop = TrainingPass(self.training, describe_loader(loader), self.warn)
         self.log.begin_pass("unsharded", loop.name)
-        if self.training.size > 1 and not is_divided(loader):
+        if self.training.mesh.data_size > 1 and not is_divided(loader):
             self.warn(
                 f"world.batches: the {loop.name} ({loop.line}) is not sharded, so each of "
-                f"{self.training.size} ranks processes all of its batches. HINT: loader = "
-                "world.shard(loader), and for validation world.shard(loader, "
+                f"{self.training.mesh.data_size} ranks processes all of its batches. HINT: "
+                "loader = world.shard(loader), and for validation world.shard(loader, "
                 "every_sample_once=True)"
             )
         try:
@@ -214,7 +213,7 @@ class TrainingLoops:
 
         With accumulation one batch is read ahead, to know which one is the last.
         """
-        size = self.training.size
+        size = self.training.mesh.data_size
         reads_ahead = any(model.every > 1 for model in self.training.accumulations.models)
         source = iter(loader)
         held: list[Any] = []
@@ -237,6 +236,8 @@ class TrainingLoops:
             item = next(source, None)
             if item is not None and self.training.device.type != "cpu":
                 item = (move_to_device(item[0], self.training.device), item[1])
+            if item is not None:
+                item = (self.training.place_batch(item[0]), item[1])
             self.recorder.event(State.INPUT, start_ns, now())
             if item is None:
                 return

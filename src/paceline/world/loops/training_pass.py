@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from ...parallel.accumulation import Batch, LoadedBatch
-from ...parallel.data import has_model_gradients
+from ...parallel.strategy.distributed_model import DistributedModel
 from ...plurals import counted
 from ...record.hooks.error_messages import script_line
 from ..optimizer_step import OptimizerSteps
@@ -76,7 +75,7 @@ class TrainingPass:
         """
         training = self.training
         is_forward = training.phases.forward_end not in (0, self._forward_at_begin)
-        if not is_forward or not any(model.training for model in training.models):
+        if not is_forward or not any(model.called.training for model in training.models):
             return ""
         return "in training mode" + (", with gradients on" if torch.is_grad_enabled() else "")
 
@@ -125,6 +124,6 @@ class TrainingPass:
                 "use world.batches(world.shard(loader, every_sample_once=True))"
             )
 
-    def _models_with_gradients(self) -> list[nn.Module]:
+    def _models_with_gradients(self) -> list[DistributedModel]:
         """Return the models whose gradients wait for a step."""
-        return [model for model in self.training.models if has_model_gradients(model)]
+        return [model for model in self.training.models if model.has_gradients()]

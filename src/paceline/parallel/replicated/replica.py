@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..record.hooks.phases import UncopiedHook
+from ...record.hooks.phases import UncopiedHook
 
 # It removes DDP's prefix from the keys itself, and expects to find it.
 _DCP_MODULE = "torch.distributed.checkpoint.state_dict"

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from ..cost.layout import Layout
-from .apply import KnobResult
+from ...cost.layout import Layout
+from ..apply import KnobResult
 
 
 class _Requested:

@@ -1,0 +1,1 @@
+"""Knobs of the division of models over ranks."""

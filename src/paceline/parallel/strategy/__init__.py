@@ -1,0 +1,1 @@
+"""What a layout is made of: strategies, and what the training loop may ask of a model."""

@@ -1,0 +1,86 @@
+"""A strategy: how some axes of a layout divide a model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...cost.layout import Layout
+from ...cost.layout_memory import LayoutMemory, StepMemory, predict_layout
+from ..mesh import Mesh
+from .distributed_model import DistributedModel
+
+
+@dataclass(frozen=True)
+class DistributionRequest:
+    """How a model is to be distributed.
+
+    Attributes:
+        layout: The layout, with the extents that were asked for.
+        mesh: The ranks; arranged for the layout when a strategy is applied.
+        device: Where this rank computes.
+        blocks: Names of modules or classes that form blocks; None to find them.
+        options: Further arguments of ``world.distribute``.
+    """
+
+    layout: Layout
+    mesh: Mesh
+    device: torch.device
+    blocks: Sequence[str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class ParallelStrategy(ABC):
+    """Division of one model along some axes.
+
+    ``parallel/distribute.py`` lists the strategies in the order in which they are applied.
+
+    Attributes:
+        axes: The keywords of ``Layout`` whose extents it divides.
+    """
+
+    axes: ClassVar[frozenset[str]]
+
+    def __init__(self, request: DistributionRequest) -> None:
+        self.request = request
+
+    @classmethod
+    def divides(cls, layout: Layout) -> bool:
+        """Return whether a layout needs this strategy."""
+        return any(layout.extents[axis] != 1 for axis in cls.axes)
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Raise ValueError for a model or an optimizer that can't be divided.
+
+        It is called before anything is changed, on any number of ranks.
+        """
+        return
+
+    def defers(self, model: nn.Module) -> bool:
+        """Return whether ``apply`` computes the tensors of a model of ``world.deferred()``.
+
+        Otherwise they are computed before. Collective.
+        """
+        return False
+
+    @abstractmethod
+    def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
+        """Divide the model over the ranks of the mesh, and return it. Collective.
+
+        Parameters of the optimizer that are replaced must be replaced in it as well.
+        """
+
+    @classmethod
+    def predict_memory(
+        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
+    ) -> LayoutMemory:
+        """Return the predicted peak of a rank, from the memory of one process's step.
+
+        Raises:
+            ValueError: The memory of this layout can't be predicted.
+        """
+        return predict_layout(step, layout, ranks, accumulate=accumulate)

@@ -1,0 +1,115 @@
+"""States of models of which ranks hold different parts: saved by owners, whole when merged."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint.sharded_tensor import PieceError, whole
+from paceline.checkpoint.shared_state import merge_owned
+from paceline.cost.layout import Layout
+from paceline.parallel.mesh import Mesh
+from paceline.parallel.strategy.distributed_model import DistributedModel, Part
+from paceline.parallel.strategy.model_state import OwnedState
+
+
+class Rows(DistributedModel):
+    """Rows of the weight on the tensor axis as plain tensors; the bias is on all ranks."""
+
+    def __init__(self, module, mesh):
+        super().__init__(module, DistributedModel(module))
+        self.mesh = mesh
+
+    def parted_axes(self, name):
+        return frozenset({"tensor"} if name == "weight" else ())
+
+    def part_of(self, name):
+        at = self.mesh.place["tensor"]
+        return Part((4, 3), (2 * at, 0), (2, 3)) if name == "weight" else None
+
+
+def trained(value=1.0):
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4)
+    # the optimizer's order is not the model's
+    optimizer = torch.optim.Adam([model.bias, model.weight], lr=0.1)
+    model(torch.full((2, 3), value)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def divided(rank):
+    """Return what one of four ranks (dp2 x tp2) holds of the trained model."""
+    mesh = Mesh(rank, 4)
+    mesh.arrange(Layout.parse("dp2 x tp2"), ["node"] * 4)
+    model, optimizer = trained()
+    owned = OwnedState(mesh, [])
+    owned.note_optimizer(optimizer, model)
+    rows = slice(2 * mesh.place["tensor"], 2 * mesh.place["tensor"] + 2)
+    part = nn.Parameter(model.weight.data[rows].clone())
+    state = optimizer.state.pop(model.weight)
+    optimizer.state[part] = {k: v[rows].clone() if v.dim() else v for k, v in state.items()}
+    optimizer.param_groups[0]["params"][1] = part
+    model.weight = part
+    owned.models = [Rows(model, mesh)]
+    return owned, model, optimizer
+
+
+def saved():
+    """Return the merged state of all ranks."""
+    ranks = [divided(rank) for rank in range(4)]
+    split = [[owned.split(m), owned.split(o)] for owned, m, o in ranks]
+    shared = {"models": [split[0][0][0]], "optimizers": [split[0][1][0]]}
+    for of_rank in split:
+        assert of_rank[0][0].keys() == shared["models"][0].keys() == {"bias"}
+    own = [{"owned": {"models": [m[1]], "optimizers": [o[1]]}} for m, o in split]
+    assert [bool(m[1]) for m, _ in split] == [True, True, False, False]  # copies are saved once
+    merge_owned(shared, own)
+    return shared
+
+
+def test_merged_state_is_that_of_the_whole_model():
+    model, optimizer = trained()
+    shared = saved()
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(shared["models"][0][name]), value)
+    expected, found = optimizer.state_dict(), shared["optimizers"][0]
+    assert found["param_groups"] == expected["param_groups"]
+    assert list(found["state"]) == [0, 1]
+    for number, states in expected["state"].items():
+        for name, value in states.items():
+            assert torch.equal(whole(found["state"][number][name]), value)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_rank_restores_its_part(rank):
+    shared = saved()
+    owned, model, optimizer = divided(rank)
+    expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for tensor in (*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())):
+        tensor.data.zero_()
+    model.load_state_dict({k: whole(v) for k, v in owned.local(model, shared["models"][0]).items()})
+    optimizer.load_state_dict(owned.local(optimizer, shared["optimizers"][0]))
+    for name, value in expected[0].items():
+        assert torch.equal(model.state_dict()[name], value)
+    for number, states in expected[1]["state"].items():
+        for name, value in states.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][name], value)
+
+
+def test_missing_part_is_an_error():
+    owned, model, _ = divided(0)
+    shared, own = owned.split(model)
+    with pytest.raises(PieceError, match="not complete"):
+        merge_owned({"models": [shared]}, [{"owned": {"models": [own]}}])
+    with pytest.raises(PieceError, match="other models"):
+        merge_owned({"models": []}, [{"owned": {"models": [own]}}])
+
+
+def test_optimizer_of_several_models_is_refused():
+    mesh = Mesh(0, 4)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"the SGD holds parameters that the Linear .*HINT: one"):
+        OwnedState(mesh, []).note_optimizer(optimizer, first)

@@ -1,0 +1,233 @@
+"""Two layouts of the tests: a hand-made pipeline of two stages, and columns of linear layers.
+
+They are written with ``paceline.parallel`` only, as a layout of Paceline is: neither ``world``,
+``checkpoint`` nor ``record`` knows them. ``install()`` adds them to the strategies.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F  # noqa: N812
+
+from paceline.parallel.distribute import STRATEGIES
+from paceline.parallel.sharded.optimizer_parameters import replace_parameters
+from paceline.parallel.strategy.distributed_model import DistributedModel
+from paceline.parallel.strategy.parallel_strategy import ParallelStrategy
+
+
+def install():
+    """Add both layouts, before the strategies of the data ranks."""
+    STRATEGIES[:0] = [Columns, TwoStages]
+
+
+class Stage(nn.ModuleDict):
+    """One of the two parts of a Sequential, under its name there."""
+
+    def __init__(self, model, number):
+        super().__init__({str(number): model[number]})
+        self.number = number
+
+    def forward(self, x):
+        return self[str(self.number)](x)
+
+
+class Pipeline(nn.Module):
+    """What the script calls: outputs on all ranks in evaluation, an error in training."""
+
+    def __init__(self, stage, mesh):
+        super().__init__()
+        self.stage, self.mesh = stage, mesh
+
+    def forward(self, x):
+        if self.training:
+            raise ValueError(
+                "the model is a pipeline, which can't be called in training. HINT: "
+                "world.forward_backward(model, inputs, targets, loss=...)"
+            )
+        group, number = self.mesh.group("stage"), self.stage.number
+        out = self.stage(_received(group) if number else x)
+        if not number:
+            _send(out, group, 1)
+            out = torch.empty(_shape(group, 1))
+        else:
+            _shape(group, 1, out)
+        dist.broadcast(out, group=group, group_src=1)
+        return out
+
+
+class TwoStages(ParallelStrategy):
+    axes = frozenset({"pp"})
+
+    def check(self, model, optimizer):
+        if not isinstance(model, nn.Sequential) or len(model) != 2:
+            raise ValueError("world.distribute: layout='pp2': the model has not two parts")
+
+    def apply(self, model, optimizer):
+        stage = Stage(model.module, self.request.mesh.place["stage"])
+        own = set(stage.parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in own]
+        return TwoStagesModel(stage, model, self.request.mesh)
+
+
+class TwoStagesModel(DistributedModel):
+    def __init__(self, stage, inner, mesh):
+        super().__init__(stage, inner)
+        self.stage, self.mesh = stage, mesh
+        self._called = Pipeline(stage, mesh)
+
+    @property
+    def called(self):
+        return self._called
+
+    @property
+    def plain(self):
+        return self.stage
+
+    def parameters(self):
+        return dict(self.stage.named_parameters())
+
+    def parted_axes(self, name):
+        return frozenset({"stage"})
+
+    def has_gradients(self):
+        return any(p.grad is not None for p in self.stage.parameters())
+
+    def discard_gradients(self):
+        self.stage.zero_grad()
+
+    @property
+    def has_collective_forward(self):
+        return True
+
+    def place_batch(self, batch):
+        """The second stage gets its inputs from the first one."""
+        x, *others = batch
+        return [torch.full_like(x, torch.nan) if self.stage.number else x, *others]
+
+    def run_step(self, step):
+        group, mean = self.mesh.group("stage"), torch.zeros(())
+        if self.stage.number == 0:
+            out = step.call()
+            _send(out.detach(), group, 1)
+            with step.backward(None):
+                gradient = torch.empty_like(out)
+                dist.recv(gradient, group=group, group_src=1)
+                out.backward(gradient)
+        else:
+            x = _received(group).requires_grad_()
+            mean, weight = step.loss_of(step.call(inputs=x))
+            with step.backward(mean):
+                step.scaled(mean, weight).backward()
+                dist.send(x.grad, group=group, group_dst=0)
+        mean = mean.detach()
+        dist.broadcast(mean, group=group, group_src=1)
+        return mean
+
+
+def _shape(group, source, tensor=None):
+    shape = torch.tensor(tensor.shape if tensor is not None else [0, 0])
+    dist.broadcast(shape, group=group, group_src=source)
+    return shape.tolist()
+
+
+def _send(tensor, group, to):
+    dist.send(torch.tensor(tensor.shape), group=group, group_dst=to)
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def _received(group):
+    shape = torch.zeros(2, dtype=torch.int64)
+    dist.recv(shape, group=group, group_src=0)
+    x = torch.empty(shape.tolist())
+    dist.recv(x, group=group, group_src=0)
+    return x
+
+
+class _Gather(torch.autograd.Function):
+    """Columns of all ranks in forward, this rank's columns of the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx, local, group):
+        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
+        parts = [torch.empty_like(local) for _ in range(ctx.size)]
+        dist.all_gather(parts, local.contiguous(), group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(ctx.size, -1)[ctx.rank].contiguous(), None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Columns(ParallelStrategy):
+    """Columns of each linear layer on the ranks of the tensor axis, replicas on the data axis."""
+
+    axes = frozenset({"dp", "tp"})
+
+    @classmethod
+    def divides(cls, layout):
+        return layout.tp != 1
+
+    def apply(self, model, optimizer):
+        mesh, module = self.request.mesh, model.module
+        whole = dict(module.named_parameters())
+        shards = {}
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                for name in ("weight", "bias"):
+                    shard = self._shard(getattr(layer, name).data, mesh)
+                    shards[id(getattr(layer, name))] = shard
+                    setattr(layer, name, shard)
+                layer.forward = _Column(layer, mesh.group("tensor"))
+        replace_parameters(optimizer, shards)
+        assert whole.keys() == dict(module.named_parameters()).keys()
+        return ColumnsModel(module, model, mesh)
+
+    @staticmethod
+    def _shard(tensor, mesh):
+        placements = [Replicate(), Shard(0)]
+        made = distribute_tensor(tensor, mesh.device_mesh("cpu"), placements, src_data_rank=None)
+        return nn.Parameter(made)
+
+
+class _Column:
+    def __init__(self, layer, group):
+        self.layer, self.group = layer, group
+
+    def __call__(self, x):
+        weight, bias = self.layer.weight.to_local(), self.layer.bias.to_local()
+        return _Gather.apply(F.linear(_SumGradient.apply(x, self.group), weight, bias), self.group)
+
+
+class ColumnsModel(DistributedModel):
+    def __init__(self, module, inner, mesh):
+        super().__init__(module, inner)
+        self.mesh, self._sync = mesh, True
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._average)
+
+    is_distributed = is_sharded = holds_copied_shards = property(lambda _: True)
+
+    def set_gradient_sync(self, enabled):
+        self._sync = enabled
+
+    def _average(self, parameter):
+        assert isinstance(parameter.grad, DTensor)
+        if self._sync:
+            local = parameter.grad.to_local()
+            dist.all_reduce(local, group=self.mesh.data_group)
+            local /= self.mesh.data_size
