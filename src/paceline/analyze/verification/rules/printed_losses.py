@@ -171,7 +171,8 @@ def _match(
     of_all: Return it if the numbers of all lines are the mean.
     """
     matches: dict[tuple[str, int], list[_Match]] = {}
-    before, known = 0, []
+    before = 0
+    known: list[OutputFacts] = []
     for output in outputs:
         text = NUMBER.findall(output.text.replace(",", " "))[number]
         printed, digit = float(text), last_digit(text)

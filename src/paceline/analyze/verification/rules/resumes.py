@@ -55,15 +55,15 @@ class _Resumed:
         restored = [one.line for one in facts.restores if one.what == what and one.step == 0]
         saved = [one for one in self.view.saving[0].files if one.is_save]
         together = {each for one in saved if one.step == self.file.step for each in one.contains}
-        lines = [self.line, *restored, *lines]
+        places = [self.line, *restored, *lines]
         kind = "resume-differs"
         if what not in {"model", *together}:
-            kind, lines = "checkpoint-incomplete", [self.file.line, *lines]
+            kind, places = "checkpoint-incomplete", [self.file.line, *places]
             text += f" {self.file.path} has the state of {listed(sorted(together))}." * bool(
                 together
             )
         of_rank = [] if facts.rank == 0 else [facts.rank]
-        return Finding(MISTAKES[kind], lines, text, ranks=of_rank, **more)
+        return Finding(MISTAKES[kind], places, text, ranks=of_rank, **more)
 
 
 def _resumed(view: View) -> _Resumed | None:

@@ -49,7 +49,8 @@ def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
     model = view.ranks[0].models[0] if view.ranks[0].models else None
     layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
     seeds = view.seed_lines_of_ranks()
-    kind, remedy, nature = "state-differs", "", Nature.QUESTION
+    kind, remedy = "state-differs", ""
+    nature: Nature | None = Nature.QUESTION
     ends = [_buffer(one, names[0])[:1] for one in (view.steps[0], view.steps[-1])]
     text = f"The buffers {listed([shown(one) for one in names])} "
     if norms:
@@ -119,7 +120,7 @@ def _made(view: View) -> list[str]:
 def differ(view: View) -> Iterator[Finding]:
     """Find scalers, schedules, averages and statistics whose values differ between the ranks."""
     differs = view.difference or view.comparison.doubtful
-    told = set(() if differs is not None else ("tensor",))
+    told: set[str] = {"tensor"} if differs is None else set()
     for states in _on_all_ranks(view).values():
         ours = states[0]
         for rank, theirs in enumerate(states[1:], 1):

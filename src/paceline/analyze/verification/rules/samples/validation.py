@@ -36,9 +36,11 @@ def _by_position(stream: Stream) -> dict[int, list[Sample]] | None:
     if not (stream.shares_dataset or stream.has_root or len(stream.loaders) == 1):
         return None
     plans = {rank: stream.plan(made) for rank, made in stream.passes[0].ranks.items()}
-    read = {rank: [at for one in plan for at in one] for rank, plan in plans.items() if plan}
+    read: dict[int, list[Sample]] = {
+        rank: [at for one in plan for at in one] for rank, plan in plans.items() if plan
+    }
     is_known = bool(stream.first.loader.dataset_length) and None not in plans.values()
-    return dict(read) if is_known and read else None
+    return read if is_known and read else None
 
 
 def _by_contents(view: View, stream: Stream) -> tuple[dict[int, list[Sample]], int]:

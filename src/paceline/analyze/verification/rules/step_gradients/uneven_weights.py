@@ -39,7 +39,7 @@ def uneven(view: View) -> Iterator[Finding]:
             if differ and np.abs(known - shares).max() <= PROPORTIONAL:
                 wrong.append((one, _means_over(what, amounts, view.size)))
             elif not has_parts:  # a script may weight parts by what they contain
-                wrong.append((one, _weighted(known / view.size)))
+                wrong.append((one, _weighted([float(x) for x in known / view.size])))
     if not wrong:
         return
     one, text = wrong[0]
