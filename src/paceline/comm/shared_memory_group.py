@@ -172,6 +172,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self.inner.barrier(*given, **options)
         return self._start(lambda: self.kernel.barrier(self.timeout), [], given)
 
+    def reduce_now(self, tensor: torch.Tensor, op: Any) -> bool:
+        """All-reduce a tensor in place in this thread, with less overhead than ``allreduce``.
+
+        Args:
+            op: A value of dist.ReduceOp.RedOpType.
+
+        Return False, and do nothing, where ``allreduce`` has to be called.
+        """
+        how = REDUCTION_INDEX.get(op)
+        if how is None or self.reduces_over_gloo or not self._worker.idle:
+            return False
+        if self._pid != os.getpid() or not tensor.is_contiguous():
+            return False
+        if not _is_supported((tensor,), how):
+            return False
+        kind = DTYPE_INDEX[tensor.dtype]
+        try:
+            with self._one:
+                self.kernel.all_reduce(tensor.data_ptr(), tensor.nbytes, kind, how, self.timeout)
+        except ExchangeError as error:
+            error.args = (f"{self._where()}{error}",)
+            raise
+        return True
+
     # Implementation.
 
     def _start(

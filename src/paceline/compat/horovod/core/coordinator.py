@@ -170,7 +170,7 @@ class Coordinator:
                 self._start_threads()
             if not waits:
                 was_enough = self._new_bytes >= EARLY_BYTES
-                self._new_bytes += sum(one.nbytes for each in operations for one in each.inputs)
+                self._new_bytes += sum([operation.request.nbytes for operation in operations])
                 if not was_enough and self._new_bytes >= EARLY_BYTES and not self._is_resting:
                     self._work.notify()
                 self._wake_thread()
@@ -430,7 +430,7 @@ class Coordinator:
         with self._lock:
             for request in decision.ready:
                 if (operation := self._operations.pop(request.name, None)) is not None:
-                    operation.finish()
+                    operation.is_done = True
             for name, reason in decision.errors.items():
                 if (operation := self._operations.pop(name, None)) is not None:
                     operation.finish(HorovodInternalError(reason))

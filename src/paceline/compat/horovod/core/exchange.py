@@ -93,6 +93,8 @@ class Exchange:
         """
         if self.size > 1:
             buffer = self._exchangeable(tensor).contiguous()
+            if self._needs_wider(buffer):
+                buffer = buffer.int()
             self._run(
                 Op.ALL_REDUCE,
                 buffer,
@@ -178,6 +180,8 @@ class Exchange:
         """Reduce, and return this rank's rows; the first ranks have one more if it is uneven."""
         if self.size == 1:
             return tensor.clone()
+        if self._needs_wider(tensor):
+            return self.reduce_scatter(tensor.int(), op).to(tensor.dtype)
         device, tensor = tensor.device, self._exchangeable(tensor)
         most, more = divmod(tensor.shape[0], self.size)
         counts = [most + (rank < more) for rank in range(self.size)]
@@ -212,6 +216,11 @@ class Exchange:
         for work in works:
             work.wait()
         return received.to(tensor.device)
+
+    def _needs_wider(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is reduced as int32: gloo and NCCL do not reduce int16."""
+        is_shared = tensor.device.type == "cpu" and isinstance(self._plain, SharedMemoryGroup)
+        return tensor.dtype == torch.int16 and not is_shared
 
     def _exchangeable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself, or a copy in the memory of the host."""
@@ -319,6 +328,7 @@ class GroupMeetings:
 
     def __init__(self, group: Any) -> None:
         self._group = unrecorded(group)
+        self._is_shared = isinstance(self._group, SharedMemoryGroup)
         self._bytes = bytearray()
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
@@ -327,17 +337,18 @@ class GroupMeetings:
             self._bytes = bytearray(len(vector))
             self._tensor = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._bytes[:] = vector
-        sent = exchangeable(self._tensor, self._group)
-        all_reduce(self._group, sent, dist.ReduceOp.MIN)
-        if sent is not self._tensor:
-            self._tensor.copy_(sent)
+        if not (self._is_shared and self._group.reduce_now(self._tensor, dist.ReduceOp.MIN)):
+            sent = exchangeable(self._tensor, self._group)
+            all_reduce(self._group, sent, dist.ReduceOp.MIN)
+            if sent is not self._tensor:
+                self._tensor.copy_(sent)
         vector[:] = self._bytes
 
     def gather(self, message: Message) -> list[Message]:
         return all_gather_objects(message, Message, self._group)
 
     def limit(self, seconds: float) -> None:
-        if isinstance(self._group, SharedMemoryGroup):
+        if self._is_shared:
             self._group.timeout = seconds
 
     def abort(self) -> None:
@@ -348,6 +359,8 @@ class GroupMeetings:
 
 def all_reduce(group: Any, tensor: torch.Tensor, op: Any) -> None:
     """All-reduce in place, without what dist.all_reduce does in addition, and wait."""
+    if isinstance(group, SharedMemoryGroup) and group.reduce_now(tensor, op):
+        return
     work = group.allreduce([tensor], _all_reduce_options(op))
     if work is not None:
         work.wait()

@@ -25,6 +25,7 @@ UNFUSED_BYTES = 256 << 10
 # Fusion buffers of the last buckets are used again for the same ones; not those on a GPU, where a
 # rank that has joined uses another stream.
 MAX_FUSION_BUFFERS, REUSED_BYTES = 4, 16 << 20
+MAX_PLANS = 64  # of operations that were ready together, which repeats from step to step
 Ready = tuple[Request, Operation | None]
 
 
@@ -34,15 +35,32 @@ class Bucket:
 
     Attributes:
         request: Of the first of them, for reduction and factors.
-        tensors: Buffers of input and result.
-        submitted_ns: When each was submitted; 0 on a rank that has joined.
+        small: Tensors that are copied into a fusion buffer; ``large``: the others. A tensor is the
+            number of its operation, and its number in that.
+        small_key: Dtype, device and shapes of the small ones.
     """
 
     request: Request
-    tensors: list[torch.Tensor] = field(default_factory=list)
+    small: list[tuple[int, int]] = field(default_factory=list)
+    large: list[tuple[int, int]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    submitted_ns: list[int] = field(default_factory=list)
+    small_key: tuple[Any, ...] = ()
     nbytes: int = 0
+
+
+@dataclass
+class Plan:
+    """How operations that are ready together are exchanged.
+
+    Attributes:
+        requests: Of all operations, which identify the plan.
+        buckets: Of the all-reduces.
+        others: Numbers of the other operations.
+    """
+
+    requests: list[Request]
+    buckets: list[Bucket]
+    others: list[int]
 
 
 class Executor:
@@ -58,6 +76,7 @@ class Executor:
         self._streams = DeviceStreams()
         self.fusion_bytes, self.fuses_groups = fusion_bytes, fuses_groups
         self._buffers: dict[Any, FusionBuffer] = {}  # the oldest first
+        self._plans: dict[Any, Plan] = {}  # by the identities of their requests
 
     def begin_wait(self) -> None:
         self.exchange.begin_wait()
@@ -76,21 +95,24 @@ class Executor:
                 self._streams.follow(operation)
 
     def __call__(self, ready: Sequence[Ready]) -> None:
+        if all(one is None or one.event is None for _, one in ready):
+            self._execute(ready)
+            return
         with self._streams.exchange([one for _, one in ready if one is not None]):
             self._execute(ready)
 
     def _execute(self, ready: Sequence[Ready]) -> None:
-        reductions = [one for one in ready if one[0].kind is Kind.ALLREDUCE]
-        for bucket in self._buckets(reductions):
+        plan = self._plan_of(ready)
+        for bucket in plan.buckets:
             begun_ns = time.monotonic_ns()
-            self._reduce(bucket)
+            self._reduce(bucket, ready)
             if timeline.active is not None:
                 now, count = time.monotonic_ns(), len(bucket.names)
                 for name in dict.fromkeys(bucket.names):
                     timeline.active.slice(name, BUCKET, begun_ns, now, tensors=count)
-        if len(reductions) == len(ready):
+        if not plan.others:
             return
-        own = [one for _, one in ready if one is not None]
+        own = [one for _, one in (ready[at] for at in plan.others) if one is not None]
         uneven = [one for one in own if one.request.kind in UNEVEN_KINDS]
         if uneven:
             self._exchange_rows(uneven)
@@ -103,54 +125,66 @@ class Executor:
             elif operation.request.kind is Kind.BARRIER:
                 self.exchange.barrier()
 
-    def _buckets(self, ready: Sequence[Ready]) -> list[Bucket]:
+    def _plan_of(self, ready: Sequence[Ready]) -> Plan:
+        key = self.fusion_bytes, *[id(request) for request, _ in ready]
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) == MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            requests = [request for request, _ in ready]
+            others = [at for at, one in enumerate(requests) if one.kind is not Kind.ALLREDUCE]
+            plan = self._plans[key] = Plan(requests, self._buckets(requests), others)
+        return plan
+
+    def _buckets(self, requests: Sequence[Request]) -> list[Bucket]:
         """Return buckets, in an order that depends only on what is equal on all ranks."""
         buckets: list[Bucket] = []
         open_buckets: dict[Any, Bucket] = {}
-        for request, operation in ready:
+        for number, request in enumerate(requests):
+            if request.kind is not Kind.ALLREDUCE:
+                continue
             alone = len(request.shapes) > 1 and not self.fuses_groups
-            submitted_ns = operation.submitted_ns if operation is not None else 0
-            for at, dtype in enumerate(request.dtypes):
-                tensor = _own_tensor(request, operation, at)
+            for at, (dtype, nbytes) in enumerate(zip(request.dtypes, request.sizes, strict=True)):
                 key = (request.fusion_key, dtype, request.name if alone else "")
-                nbytes, bucket = tensor.nbytes, open_buckets.get(key)
+                bucket = open_buckets.get(key)
                 if bucket is None or (bucket.nbytes + nbytes > self.fusion_bytes and not alone):
                     bucket = open_buckets[key] = Bucket(request)
+                    bucket.small_key = (dtype, request.device)
                     buckets.append(bucket)
-                bucket.tensors.append(tensor)
+                if nbytes < UNFUSED_BYTES:
+                    bucket.small.append((number, at))
+                    bucket.small_key += (request.shapes[at],)
+                else:
+                    bucket.large.append((number, at))
                 bucket.names.append(request.name)
-                bucket.submitted_ns.append(submitted_ns)
                 bucket.nbytes += nbytes
         return buckets
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: Bucket, ready: Sequence[Ready]) -> None:
         request = bucket.request
+        small = [_own_tensor(*ready[number], at) for number, at in bucket.small]
+        large = [_own_tensor(*ready[number], at) for number, at in bucket.large]
         if request.prescale != 1:
-            for tensor in bucket.tensors:
+            for tensor in (*small, *large):
                 scale(tensor, request.prescale)
-        small: list[torch.Tensor] = []
-        small_ns = 0
-        for tensor, submitted_ns in zip(bucket.tensors, bucket.submitted_ns, strict=True):
-            if tensor.nbytes < UNFUSED_BYTES:
-                small.append(tensor)
-                small_ns = max(small_ns, submitted_ns)
-            else:
-                self.exchange.launched_ns = submitted_ns
-                self._reduce_flat(tensor, [tensor], request.op)
-        self.exchange.launched_ns = small_ns
+        for (number, _), tensor in zip(bucket.large, large, strict=True):
+            self.exchange.launched_ns = _submitted_ns(ready[number])
+            self._reduce_flat(tensor, [tensor], request.op)
+        if small:
+            self.exchange.launched_ns = max(_submitted_ns(ready[at]) for at, _ in bucket.small)
         if len(small) == 1:
             self._reduce_flat(small[0], small, request.op)
         elif small:
-            buffer = self._fusion_buffer(small)
+            buffer = self._fusion_buffer(small, bucket.small_key)
             torch._foreach_copy_(buffer.parts, small)
             self._reduce_flat(buffer.flat, buffer.parts, request.op)
             torch._foreach_copy_(small, buffer.parts)
         if request.postscale != 1:
-            for tensor in bucket.tensors:
+            for tensor in (*small, *large):
                 scale(tensor, request.postscale)
 
-    def _fusion_buffer(self, tensors: list[torch.Tensor]) -> "FusionBuffer":
-        key = (tensors[0].dtype, tensors[0].device, *[one.shape for one in tensors])
+    def _fusion_buffer(self, tensors: list[torch.Tensor], key: tuple[Any, ...]) -> "FusionBuffer":
+        """Return a buffer. key: dtype, device and shapes of the tensors."""
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = FusionBuffer(tensors)
@@ -231,6 +265,11 @@ class FusionBuffer:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.flat = tensors[0].new_empty(sum(one.numel() for one in tensors))
         self.parts: list[torch.Tensor] = list(_unflatten_dense_tensors(self.flat, tensors))
+
+
+def _submitted_ns(one: Ready) -> int:
+    """Return when an operation was submitted; 0 on a rank that has joined."""
+    return one[1].submitted_ns if one[1] is not None else 0
 
 
 def _own_tensor(request: Request, operation: Operation | None, at: int) -> torch.Tensor:

@@ -134,8 +134,7 @@ class Negotiator:
     def decide(self, vector: bytes | bytearray, messages: Sequence[Message] | None) -> Decision:
         """Return what follows from a meeting: the smallest bytes of all ranks, and the news."""
         decision = Decision(had_news=messages is not None)
-        submitted = zip(vector[HEADER_BYTES:], self._slots, strict=True)
-        hits = [name for is_submitted, name in submitted if is_submitted and name is not None]
+        hits = self._names_in(vector)
         for member, message in zip(self.members, messages or (), strict=False):
             self._take(member, message, decision)
         if len(self.joined) == len(self.members):
@@ -144,7 +143,13 @@ class Negotiator:
         else:
             for name in hits:
                 self._cache.move_to_end(name)
-                self._settle(self._cache[name][0], decision)
+            if self.joined or self._announced:
+                for name in hits:
+                    self._settle(self._cache[name][0], decision)
+            else:  # the same, quicker
+                for name in hits:
+                    self.pending.pop(name, None)
+                decision.ready += [self._cache[name][0] for name in hits]
             for name in [n for n, by_rank in self.table.items() if self._is_complete(by_rank)]:
                 by_rank = dict(sorted(self.table.pop(name).items()))
                 if reason := find_mismatch(by_rank):
@@ -157,6 +162,17 @@ class Negotiator:
         return decision
 
     # Implementation.
+
+    def _names_in(self, vector: bytes | bytearray) -> list[str]:
+        """Return the cached operations that all ranks have submitted."""
+        found: list[str] = []
+        at = vector.find(1, HEADER_BYTES)
+        while at >= 0:
+            name = self._slots[at - HEADER_BYTES]
+            if name is not None:
+                found.append(name)
+            at = vector.find(1, at + 1)
+        return found
 
     def _joins_now(self) -> bool:
         """Whether this rank announces that it joins: once all that it submitted has ended."""

@@ -1,6 +1,7 @@
 """One submitted operation of this rank, from its submission to its result."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ class Operation:
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] | None = None
     splits: list[int] | None = None
-    received_splits: list[int] = field(default_factory=list)
+    received_splits: Sequence[int] = ()
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     is_done: bool = False
     error: Exception | None = None

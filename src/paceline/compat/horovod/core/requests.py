@@ -1,12 +1,14 @@
 """What a rank asks for in one call of a collective, and how the ranks' requests are compared."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
+import torch
 
 from ....plurals import named_ranks
 
@@ -78,6 +80,18 @@ class Request:
             *(self.kind, shapes, self.dtypes, self.device, self.op, self.root),
             *(self.prescale, self.postscale, self.detail),
         )
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
 
     @functools.cached_property
     def fusion_key(self) -> tuple[Any, ...]:

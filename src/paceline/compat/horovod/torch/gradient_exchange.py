@@ -203,7 +203,11 @@ class GradientExchange:
             self._sent = []
             for sent, found in received:
                 if isinstance(sent, _SentSparse):
-                    _check_unchanged(sent.watched, sent.grad, sent.version)
+                    if (
+                        sent.watched.parameter.grad is not sent.grad
+                        or sent.grad._version != sent.version
+                    ):
+                        raise _changed(sent.watched)
                     sent.watched.parameter.grad = found
                 else:
                     self._take_back(sent)
@@ -247,8 +251,7 @@ class GradientExchange:
         self.has_gradients = True
         if one.passes_left:
             return
-        assert parameter.grad is not None
-        one.version = parameter.grad._version
+        one.version = parameter.grad._version  # type: ignore[union-attr]
         if one.group is None:
             if not self._batch:
                 Variable._execution_engine.queue_callback(self._submit_batch)
@@ -288,17 +291,26 @@ class GradientExchange:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         if sent := self._compressed(batch):
             buffers = [[tensor] for tensor in sent.tensors]
-            requests = [
-                self._request(one, "allreduce", one.name, tensors)
-                for one, tensors in zip(sent.watched, buffers, strict=True)
-            ]
+            requests = []
+            for one, tensors in zip(sent.watched, buffers, strict=True):
+                tensor, request = tensors[0], one.request
+                sent_as = tensor.shape, tensor.dtype, tensor.is_cpu
+                if request is None or one.sent_as != sent_as:
+                    request = self._new_request(one, "allreduce", one.name, tensors)
+                    one.sent_as = sent_as
+                requests.append(request)
             self._send(sent, requests, buffers)
 
     def _submit_group(self, group: list[_Watched]) -> None:
         # In an order that is the same on all ranks, and not that of the backward pass.
         if sent := self._compressed(sorted(group, key=lambda one: one.name)):
             first, tensors = sent.watched[0], sent.tensors
-            request = self._request(first, "grouped_allreduce", f"group.{first.name}", tensors)
+            sent_as = [(each.shape, each.dtype, each.is_cpu) for each in tensors]
+            request = first.request
+            if request is None or first.sent_as != sent_as:
+                name = f"group.{first.name}"
+                request = self._new_request(first, "grouped_allreduce", name, tensors)
+                first.sent_as = sent_as
             self._send(sent, [request], [tensors])
 
     def _compressed(self, watched: Sequence[_Watched]) -> _Sent | None:
@@ -306,10 +318,12 @@ class GradientExchange:
         sent = _Sent([], lambda: None, [], [], [], [], [])
         compress = self.options.compression.compress
         for one in watched:
-            grad = self._grad_of(one)
-            if one.is_sparse:
-                self._submit_sparse(one, grad)
-                continue
+            grad: Any = one.parameter.grad
+            if grad.layout is not torch.strided:
+                grad = self._grad_of(one)
+                if one.is_sparse:
+                    self._submit_sparse(one, grad)
+                    continue
             # .data has a version counter of its own, so that changes by the script can be told
             # apart.
             data = grad.data
@@ -322,24 +336,21 @@ class GradientExchange:
             sent.contexts.append(context)
         return sent if sent.watched else None
 
-    def _request(
+    def _new_request(
         self, one: _Watched, prefix: str, name: str, tensors: list[torch.Tensor]
     ) -> Request:
         """Return the request for tensors of a gradient, or of the group that begins with it."""
-        known, sent_as = one.request, [(each.shape, each.dtype, each.is_cpu) for each in tensors]
-        if known is None or one.sent_as != sent_as:
-            options = self.options
-            checked(prefix, tensors, reduces=True)
-            factors = (
-                options.scales.get("prescale_factor", 1.0),
-                options.scales.get("postscale_factor", 1.0),
-            )
-            op = reduce_op(options.op, None)
-            known = one.request = new_request(
-                prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, factors
-            )
-            one.sent_as = sent_as
-        return known
+        checked(prefix, tensors, reduces=True)
+        options = self.options
+        factors = (
+            options.scales.get("prescale_factor", 1.0),
+            options.scales.get("postscale_factor", 1.0),
+        )
+        op = reduce_op(options.op, None)
+        one.request = new_request(
+            prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, factors
+        )
+        return one.request
 
     def _send(
         self, sent: _Sent, requests: list[Request], buffers: list[list[torch.Tensor]]
@@ -364,11 +375,9 @@ class GradientExchange:
         self._sent.append(_SentSparse(one, grad, one.version, result))
 
     def _grad_of(self, one: _Watched) -> torch.Tensor:
-        """Return the gradient of a parameter, made dense if that is asked for."""
+        """Return the sparse gradient of a parameter, made dense if that is asked for."""
         grad = one.parameter.grad
         assert grad is not None
-        if grad.layout is torch.strided:
-            return grad
         if self.options.sparse_as_dense:
             one.parameter.grad = grad = grad.to_dense()
             one.version = grad._version
@@ -382,21 +391,21 @@ class GradientExchange:
             *(sent.watched, sent.grads, sent.data, sent.versions, sent.tensors, sent.contexts),
             strict=True,
         ):
-            _check_unchanged(one, grad, version)
+            if one.parameter.grad is not grad or grad._version != version:
+                raise _changed(one)
             result = decompress(tensor, context)
             if result is not data or result.data_ptr() != grad.data_ptr():
                 grad.data.copy_(result)
 
 
-def _check_unchanged(one: _Watched, grad: torch.Tensor, version: int) -> None:
-    """Raise RuntimeError if the script has changed a gradient since it was submitted."""
-    if one.parameter.grad is not grad or grad._version != version:
-        raise RuntimeError(
-            f"the gradient of {one.name} was changed between backward() and step(), while it was "
-            "exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ or "
-            "scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
-            "optimizer.zero_grad() before backward()"
-        )
+def _changed(one: _Watched) -> RuntimeError:
+    """Return the error for a gradient that the script has changed since it was submitted."""
+    return RuntimeError(
+        f"the gradient of {one.name} was changed between backward() and step(), while it was "
+        "exchanged. HINT: call optimizer.synchronize() before clip_grad_norm_ or "
+        "scaler.unscale_, and step in 'with optimizer.skip_synchronize():'; call "
+        "optimizer.zero_grad() before backward()"
+    )
 
 
 def _no_gradient(one: _Watched) -> torch.Tensor:
