@@ -74,7 +74,7 @@ def open_study(folder: Path, case: Case, sizes: Sequence[int], steps: int) -> No
     """Create the study's folder, or check that it is of the same case."""
     arguments = [word for name, value in case.options.items() for word in _words(name, value)]
     arguments += ["--steps", str(steps)]
-    request = StudyRequest(str(SCRIPT), arguments, str(Path.cwd()), [case.kind], list(sizes))
+    request = StudyRequest(str(SCRIPT), arguments, str(SCRIPT.parent), [case.kind], list(sizes))
     base = setup_of(case, sizes[0]).global_batch
     points = [PlannedPoint(case.kind, setup_of(case, one)) for one in sizes]
     stored = StoredStudy(
