@@ -183,7 +183,6 @@ INTERFACES = {
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
     "scaler._scale": "scale of the losses of a step",
-    "torch.distributed.fsdp._common_utils.FSDP_FLATTENED": "parameters that FSDP1 has flattened",
     # Facts for verify (record/training)
     "torch.nn.modules.batchnorm._BatchNorm": "layers with statistics of a batch",
     "scaler._growth_tracker": "steps since the loss scale has changed",
@@ -211,7 +210,13 @@ OTHERS = {
 # on its parameters.
 OPTIONAL = {
     *("_ddp_params_and_buffers_to_ignore", "_static_graph_delay_allreduce_enqueued"),
-    *("_is_flat_param", "_bucket_config", "_forward_hooks", "_forward_pre_hooks"),
+    *(
+        "_fsdp_flattened",
+        "_is_flat_param",
+        "_bucket_config",
+        "_forward_hooks",
+        "_forward_pre_hooks",
+    ),
     *("_fsdp_param_groups", "_fsdp_param_group"),  # since PyTorch 2.12, and before
 }
 

@@ -50,8 +50,11 @@ class LayerwiseOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         chosen = all(group["adapt"] is not None for group in self.param_groups)
         # of FullyShardedDataParallel: one for several layers, or its views (use_orig_params=True)
-        marks = ("_is_flat_param", "_fsdp_flattened")
-        flat = [p for p in parameters if any(getattr(p, mark, False) for mark in marks)]
+        flat = [
+            p
+            for p in parameters
+            if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
+        ]
         if flat or not (chosen or any(p.ndim > 1 for p in parameters)):
             vectors = f"{len(flat)} of" if flat else "all"
             raise ValueError(
