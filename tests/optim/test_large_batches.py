@@ -12,6 +12,7 @@ SCRIPT = Path(paceline.__file__).parents[2] / "benchmarks/scripts/large_batch/tr
 RATES = {"sgd": 0.02, "nesterov": 0.005, "lars": 0.5, "adamw": 0.0005, "lamb": 0.001}
 
 
+@pytest.mark.long
 def test_one_process_and_four_ranks_train_the_same():
     """Batch normalization over all ranks, warm-up and decay, each optimizer."""
     shared = {"task": "digits", "batch": 128, "epochs": 2, "warmup": 0.25, "weight_decay": 0.01}
