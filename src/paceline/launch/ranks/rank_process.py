@@ -315,7 +315,7 @@ def _drop_script() -> None:
     """Drop the objects of the script and of modules beside it, so that their destructors run."""
     folder = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "")
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
+        file = vars(module).get("__file__") or ""  # some modules import others in __getattr__
         beside = file.startswith(folder) and os.sep not in file[len(folder) :]
         if name == "__main__" or beside:
             vars(module).clear()

@@ -178,7 +178,7 @@ class Runner:
                 return
             if self._waiting:
                 work: Work | None = self._waiting.pop(0)
-            elif self._is_spent():
+            elif self._is_spent() and not self.search.interrupted:
                 return
             else:
                 work = self.search.ask(self.search.count < self.table.trials)
@@ -271,7 +271,7 @@ class Runner:
 
     def _take_value(self, run: TrialRun, step: int, value: float) -> None:
         """Take a value of the first metric; the first one of a step counts."""
-        if step in run.seen or run.ending:
+        if step in run.seen or run.ending not in ("", "interrupted"):
             return
         run.seen.add(step)
         every, steps = self.search.decides_at()
@@ -285,6 +285,8 @@ class Runner:
             decision = self.search.report(run.work, step, value)
             self._refresh(run.work.number)
             self.listener.progress(self.view())
+        if run.ending:  # it writes a checkpoint and ends, for which rank 0 must go on
+            decision = Decision.CONTINUE
         if is_asked:
             run.attempt.answer(step, decision)
         if decision == Decision.CONTINUE:
