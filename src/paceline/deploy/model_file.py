@@ -24,7 +24,7 @@ def _padded(size: int) -> int:
 
 def encode_model_file(manifest: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
     """Return the content of a model file. Each section becomes an entry of manifest["sections"]."""
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"name": name, "offset": 0, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in sections.items()
     ]
@@ -34,7 +34,7 @@ def encode_model_file(manifest: Mapping[str, Any], sections: Mapping[str, bytes]
         for entry in entries:
             at = _padded(at)
             entry["offset"] = at
-            at += int(entry["bytes"])
+            at += entry["bytes"]
         new = json.dumps({**manifest, "sections": entries}, allow_nan=False, indent=1).encode()
         new = new.ljust(len(text))  # never shorter than the last one, so that this ends
         done = len(new) == len(text)
