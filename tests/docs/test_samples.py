@@ -44,6 +44,8 @@ PREAMBLES = {
     layers = [torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10))
     """,
+    "docs/how-to/run/export.md": WORLD
+    + "    model = world.distribute(torch.nn.Sequential(torch.nn.Linear(6, 3)))\n",
     "docs/how-to/improve/pack-and-stage.md": WORLD
     + """
     from paceline.data import pack

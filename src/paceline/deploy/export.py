@@ -108,7 +108,8 @@ class Normalised(nn.Module):
         std = getattr(self, f"{kind}_{i}_std", None)
         if mean is None or std is None:
             return x
-        return (x - mean) / std if kind == "before" else x * std + mean
+        result: torch.Tensor = (x - mean) / std if kind == "before" else x * std + mean
+        return result
 
 
 def export_model(

@@ -27,17 +27,21 @@ def export_onnx(exported: ExportedProgram, spec: ModelSpec) -> bytes:
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise OnnxError(f"{', '.join(missing)} not installed. HINT: pip install 'paceline[export]'")
-    names = {
-        "input_names": [x.name for x in spec.inputs],
-        "output_names": [y.name for y in spec.outputs],
-    }
+    inputs, outputs = [x.name for x in spec.inputs], [y.name for y in spec.outputs]
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(exported, (), dynamo=True, verbose=False, **names)
+            program = torch.onnx.export(
+                exported,
+                (),
+                dynamo=True,
+                verbose=False,
+                input_names=inputs,
+                output_names=outputs,
+            )
     except Exception as error:  # of any kind
         raise OnnxError(f"torch.onnx.export: {_first_line(error)}") from error
     finally:

@@ -188,7 +188,7 @@ def _pool(t: Translation, node: Node) -> Value:
     name = str(node.target).split(".")[1]
     rank, largest = int(name[8]), name.startswith("max")
     _unbatched(t, node, rank)
-    kernel = _each(node.args[1], rank)
+    kernel = _each(t.argument(node, 1), rank)
     stride = _each(t.argument(node, 2, "stride") or kernel, rank)
     padding = _each(t.argument(node, 3, "padding", 0), rank)
     if largest:
@@ -226,7 +226,7 @@ def _affine(t: Translation, value: Value, weight: Any, bias: Any, shape: Any) ->
 @rule("batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm")
 def _batch_norm(t: Translation, node: Node) -> Any:
     single = "legit" not in str(node.target)
-    if single and node.args[5]:
+    if single and t.argument(node, 5):
         raise UnsupportedError("batch normalization in training mode")
     weight, bias, mean, variance = (t.constant(node, i) for i in (1, 2, 3, 4))
     if mean is None or variance is None:
@@ -242,7 +242,7 @@ def _batch_norm(t: Translation, node: Node) -> Any:
 
 @rule("layer_norm", "native_layer_norm")
 def _layer_norm(t: Translation, node: Node) -> Any:
-    value, shape = t.value(node, 0), tuple(node.args[1])  # type: ignore[arg-type]
+    value, shape = t.value(node, 0), tuple(t.argument(node, 1))
     epsilon = t.argument(node, 4, "eps", 1e-5)
     value = normalize(t, value, value.elements // math.prod(shape), epsilon)
     value = _affine(t, value, t.constant(node, 2, "weight"), t.constant(node, 3, "bias"), shape)
@@ -251,7 +251,7 @@ def _layer_norm(t: Translation, node: Node) -> Any:
 
 @rule("group_norm")
 def _group_norm(t: Translation, node: Node) -> Value:
-    value, groups = t.value(node, 0), int(node.args[1])  # type: ignore[arg-type]
+    value, groups = t.value(node, 0), t.argument(node, 1)
     value = normalize(t, value, groups, t.argument(node, 4, "eps", 1e-5))
     ones = (-1, *(1,) * (len(value.shape) - 1))
     return _affine(t, value, t.constant(node, 2, "weight"), t.constant(node, 3, "bias"), ones)

@@ -32,7 +32,7 @@ from .values import (
     "alias",
 )
 def _same(t: Translation, node: Node) -> Value:
-    if "dropout" in str(node.target) and node.args[2]:
+    if "dropout" in str(node.target) and t.argument(node, 2):
         raise UnsupportedError("dropout in training mode")
     return t.value(node, 0)
 
@@ -54,18 +54,15 @@ def _permute(t: Translation, node: Node) -> Value:
     rank = len(value.shape) + 1
     name = str(node.target).split(".")[1]
     if name == "permute":
-        order = [d % rank for d in node.args[1]]  # type: ignore[union-attr]
+        order = [d % rank for d in t.argument(node, 1)]
     else:
         order = list(range(rank))
         if name == "movedim":
-            meta = torch.arange(rank)
             marks = torch.empty(tuple(range(1, rank + 1)), device="meta")
-            moved = torch.movedim(marks, node.args[1], node.args[2])  # type: ignore[arg-type]
+            moved = torch.movedim(marks, t.argument(node, 1), t.argument(node, 2))
             order = [int(size) - 1 for size in moved.shape]
-            del meta
         else:
-            a, b = (-2, -1) if name == "mT" else (node.args[1], node.args[2])
-            a, b = int(a) % rank, int(b) % rank  # type: ignore[arg-type]
+            a, b = (-2, -1) if name == "mT" else (t.argument(node, 1), t.argument(node, 2))
             order[a], order[b] = order[b], order[a]
     if order[0] != 0:
         raise UnsupportedError("a permutation of the batch")
@@ -103,15 +100,15 @@ def _slice(t: Translation, node: Node) -> Value:
 @rule("select")
 def _select(t: Translation, node: Node) -> Value:
     value = t.value(node, 0)
-    axis = t.axis(node, int(node.args[1]))  # type: ignore[arg-type]
-    index = int(node.args[2]) % value.shape[axis]  # type: ignore[arg-type]
+    axis = t.axis(node, t.argument(node, 1))
+    index = t.argument(node, 2) % value.shape[axis]
     return Value(_part(t, value, axis, index, 1).slot, t.shape(node))
 
 
 @rule("narrow")
 def _narrow(t: Translation, node: Node) -> Value:
-    axis = t.axis(node, int(node.args[1]))  # type: ignore[arg-type]
-    return _part(t, t.value(node, 0), axis, int(node.args[2]), int(node.args[3]))  # type: ignore[arg-type]
+    axis = t.axis(node, t.argument(node, 1))
+    return _part(t, t.value(node, 0), axis, t.argument(node, 2), t.argument(node, 3))
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split")
@@ -136,7 +133,7 @@ def _cat(t: Translation, node: Node) -> Value:
     if axis < 0:
         raise UnsupportedError("a concatenation of batches")
     values: list[Value] = []
-    for one in node.args[0]:  # type: ignore[union-attr]
+    for one in t.argument(node, 0):
         held = t.held.get(one)
         if not isinstance(held, Value):
             raise UnsupportedError("a concatenation with a constant")
@@ -159,7 +156,7 @@ def _expand(t: Translation, node: Node) -> Value:
 
 @rule("constant_pad_nd", "pad")
 def _pad(t: Translation, node: Node) -> Value:
-    value, pads = row_major(t.built, t.value(node, 0)), list(node.args[1])  # type: ignore[arg-type]
+    value, pads = row_major(t.built, t.value(node, 0)), list(t.argument(node, 1))
     constant: Any = t.argument(node, 2)
     number: Any = constant
     if "constant_pad" not in str(node.target):

@@ -139,7 +139,7 @@ def _clamp(t: Translation, node: Node) -> Value:
 
 @rule("pow")
 def _power(t: Translation, node: Node) -> Value:
-    exponent = node.args[1]
+    exponent = t.argument(node, 1)
     if not isinstance(exponent, int | float):
         raise UnsupportedError("a power whose exponent is a tensor")
     names = {2: "square", 0.5: "sqrt", -1: "reciprocal"}

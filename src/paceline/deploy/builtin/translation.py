@@ -48,7 +48,8 @@ class Translation:
 
     def run(self) -> Builtin:
         """Return the backend's data. Raises UnsupportedError."""
-        inputs, outputs = self._inputs(), []
+        inputs = self._inputs()
+        outputs: list[int] = []
         for node in self.exported.graph.nodes:
             if node.op == "call_function":
                 self.held[node] = self._translate(node)
@@ -62,7 +63,7 @@ class Translation:
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
             raise UnsupportedError("the model changes its buffers or its inputs")
         weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        inputs = []
+        inputs: list[int] = []
         for node in self.exported.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -82,7 +83,8 @@ class Translation:
 
     def _weight(self, name: str) -> torch.Tensor:
         if name in self.exported.state_dict:
-            return self.exported.state_dict[name].detach()
+            found: torch.Tensor = self.exported.state_dict[name].detach()
+            return found
         return torch.as_tensor(self.exported.constants[name])  # a buffer that is not saved
 
     def _meta(self, node: Node) -> Any:
