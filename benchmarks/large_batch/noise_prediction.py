@@ -152,4 +152,4 @@ def _fitted(rows: list[dict[str, Any]]) -> float | None:
     steps = np.array([statistics.median(row["measured"]) for row in rows])
     terms = np.stack([np.ones_like(batches), 1 / batches], axis=1) / steps[:, None]
     (least, slope), *_ = np.linalg.lstsq(terms, np.ones_like(steps), rcond=None)
-    return float(slope / least) if least > 0 else None
+    return float(slope / least) if least > 0 and slope > 0 else None
