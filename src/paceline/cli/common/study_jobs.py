@@ -82,8 +82,10 @@ Only = Annotated[  # in the jobs that --submit starts
 
 
 # Parameters of the command that need --submit, and those that a study in jobs does not take.
-OF_JOBS = ("dry_run", "node_hours", "ranks_per_node", "gpus_per_node", "memory", "queue")
-OF_JOBS += ("account", "scheduler", "setup", "option")
+OF_JOBS = (
+    *("dry_run", "node_hours", "ranks_per_node", "gpus_per_node", "memory", "queue"),
+    *("account", "scheduler", "setup", "option"),
+)
 NOT_IN_JOBS = ("hosts", "hostfile", "beside")
 
 

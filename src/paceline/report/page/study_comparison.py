@@ -75,7 +75,8 @@ def _told(change: SizeChange) -> tuple[str, str]:
 def _data(rows: dict[str, list[list[SizeRow]]]) -> dict[str, Any]:
     each = [row for both in rows.values() for one in both for row in one]
     ranks = sorted({row.point.ranks for row in each})
-    rate, efficiency = [], []
+    rate: list[dict[str, Any]] = []
+    efficiency: list[dict[str, Any]] = []
     losses: dict[str, dict[str, Any]] = {}
     for kind, both in rows.items():
         merged: list[tuple[int, str, SizeRow]] = []

@@ -218,7 +218,7 @@ def largest_terms(
     The penalty of the lasso is chosen by cross-validation (the paper takes it as given). Of the
     terms that it keeps, those remain whose weight is above SIGNIFICANT standard errors.
     """
-    from sklearn.linear_model import LassoLarsCV
+    from sklearn.linear_model import LassoLarsCV  # type: ignore[import-untyped]
 
     centred = values - values.mean()
     if not centred.any():
@@ -293,4 +293,5 @@ def _functions(size: int) -> Array:
     for row in range(size - 1):
         rows[row, : row + 1], rows[row, row + 1] = 1.0, -(row + 1.0)
     norms = np.sqrt(np.square(rows).mean(axis=1, keepdims=True))
-    return rows / norms
+    functions: Array = rows / norms
+    return functions
