@@ -85,6 +85,7 @@ INTERFACES = {
     "torch._C._current_autograd_node": "which forward an operator of a backward belongs to",
     "torch._C._autograd._get_sequence_nr": "the number of the autograd node of a forward",
     "node._sequence_nr": "the number of an autograd node",
+    "torch._inductor.aoti_compile_and_package": "paceline export: the AOTInductor backend",
     "torch._C._WeakTensorRef": "whether a tensor still exists",
     "torch.ops.aten._cudnn_rnn": "FLOPs of an operator",
     "torch.ops.aten._cudnn_rnn_backward": "FLOPs of an operator",
@@ -204,6 +205,7 @@ INTERFACES = {
 OTHERS = {
     *("_current_frames", "_getframe", "_exit", "_run_exitfuncs", "_fields"),
     *("_grp",),
+    *("_trial_id",),  # of Optuna: a trial of its journal is continued
     *("_DataFetcher", "_TrainingEpochLoop", "_should_check_val_fx"),  # of Lightning
 }
 # Only users and other libraries set these on a DDP model, or a step with a static graph does; FSDP1

@@ -20,7 +20,7 @@ def test_commands_of_the_page(tmp_path):
         pytest.skip("no gfortran. HINT: make test-packages")
     page = (ROOT / "docs/how-to/run/export.md").read_text()
     block = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1]
-    lines = block.strip().splitlines()
+    lines = re.sub(r"\\\n\s*|(?<=&&)\n\s*", " ", block.strip()).splitlines()
     assert [line.split()[0] for line in lines] == ["paceline", "paceline", "gfortran"]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "run").mkdir()

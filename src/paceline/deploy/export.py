@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+from ..security.removal import TemporaryFolder
 from ..security.text import printable
 from ..version import __version__
 from .builtin.translate import translate
@@ -147,10 +147,10 @@ def export_model(
     """
     library()
     _check_backends(backends)
-    with _frozen(model, dtype) as frozen, TemporaryDirectory(prefix="paceline-export-") as folder:
+    with _frozen(model, dtype) as frozen, TemporaryFolder("paceline-export-") as folder:
         job = _prepare(frozen, inputs, dtype, bounds or {}, fields or {}, examples)
         limit = max(TOLERANCE[dtype], 2 * job.own_error) if tolerance is None else tolerance
-        return _Trials(job, limit, Path(folder), say, about or {}).run(backends, path)
+        return _Trials(job, limit, folder, say, about or {}).run(backends, path)
 
 
 def _check_backends(backends: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports torch
 @app.command(
     cls=Command,
     rich_help_panel=RUN,
-    short_help="Write a trained model to one file that C, C++ and Fortran programs call",
+    short_help="Write a trained model to a file that C, C++ and Fortran programs call",
     epilog=examples(
         ("paceline export run/ckpt --model net:build", "the newest checkpoint"),
         ("paceline export run/ckpt --model 'net:build(81, 9)' --input 'x: float64[batch,81]'", ""),
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it imports torch
             "paceline export model.pt --model net:build --fields units.json --out closure.paceline",
             "",
         ),
-        ("gfortran solver.f90 $(paceline export --show-build-flags fortran)", "build a solver"),
+        ("paceline export --show-build-flags fortran", "for gfortran solver.f90 ..."),
     ),
 )
 def export(

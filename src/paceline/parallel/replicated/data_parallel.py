@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from ...cost.layout import Layout
 from ...optim.local_sgd import LocalSGD, local_sgd_of
 from ..mesh import Mesh
-from ..sharded.replication import BROADCAST_BYTES
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from .replica import FixedBuckets, replicas
+from .replica import BROADCAST_BYTES, FixedBuckets, replicas
 
 
 class DataParallel(ParallelStrategy):

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...record.hooks.phases import UncopiedHook
 
+BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
 # It removes DDP's prefix from the keys itself, and expects to find it.
 _DCP_MODULE = "torch.distributed.checkpoint.state_dict"
 

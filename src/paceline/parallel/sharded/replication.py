@@ -9,8 +9,7 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.utils import _sync_module_states
 
 from ...record.hooks.phases import UncopiedHook
-
-BROADCAST_BYTES = 25 << 20  # of one message, as in DistributedDataParallel
+from ..replicated.replica import BROADCAST_BYTES
 
 
 def broadcast_model(model: nn.Module, group: dist.ProcessGroup) -> None:
