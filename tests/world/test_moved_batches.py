@@ -38,3 +38,22 @@ def test_packed_sequence_moves_itself_and_keeps_its_sizes():
     assert type(moved) is PackedSequence
     assert moved.data.is_meta
     assert moved.batch_sizes.tolist() == [2, 1, 1]
+
+
+class Elsewhere:
+    """An object whose ``to`` is something else."""
+
+    def to(self, unit):
+        if not isinstance(unit, str):
+            raise TypeError(unit)
+
+
+class InPlace:
+    def to(self, device):
+        self.device = device
+
+
+def test_objects_whose_method_to_returns_no_batch_stay():
+    batch = [Elsewhere(), InPlace()]
+    assert move_to_device(batch, META) == batch
+    assert batch[1].device == META

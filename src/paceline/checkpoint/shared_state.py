@@ -125,7 +125,7 @@ class SharedState:
             own = self.tensors[number]
             content.update(f"{own.dtype} {tuple(own.shape)};".encode())
 
-        _add_part(part, content.update, tensor)
+        _add_part(part, content.update, tensor, values=False)
         return content.digest()
 
     def _digest(self, part: Any) -> bytes:
@@ -165,8 +165,13 @@ def _parts(skeleton: dict[Any, Any]) -> Iterator[tuple[PartPath, Any]]:
             yield (name,), value
 
 
-def _add_part(part: Any, add: Callable[[bytes], None], tensor: Callable[[int], None]) -> None:
-    """Add the types and values of a skeleton to a digest; equal trees add equal bytes."""
+def _add_part(
+    part: Any, add: Callable[[bytes], None], tensor: Callable[[int], None], values: bool = True
+) -> None:
+    """Add the types and values of a skeleton to a digest; equal trees add equal bytes.
+
+    Without ``values``, numbers and other leaves count by their types.
+    """
     number = state_tree.tensor_of(part)
     if number is not None:
         tensor(number)
@@ -174,11 +179,13 @@ def _add_part(part: Any, add: Callable[[bytes], None], tensor: Callable[[int], N
         add(b"dict %d;" % len(part))
         for key in sorted(part, key=repr):
             add(repr(key).encode())
-            _add_part(part[key], add, tensor)
+            _add_part(part[key], add, tensor, values)
     elif type(part) in (list, tuple):
         add(b"%s %d;" % (type(part).__name__.encode(), len(part)))
         for item in part:
-            _add_part(item, add, tensor)
+            _add_part(item, add, tensor, values)
+    elif not values:
+        add(f"{type(part).__name__};".encode())
     elif type(part) is set:
         add(repr(sorted(map(repr, part))).encode())
     else:

@@ -26,18 +26,23 @@ def scaled_rates(optimizer: Any, factor: float) -> Iterator[None]:
         _restore(optimizer, rates)
 
 
-def _multiply(optimizer: Any, factor: float) -> list[Any]:
-    """Multiply the learning rates; return those before."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if factor != 1.0:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
+def _multiply(optimizer: Any, factor: float) -> list[tuple[Any, Any]]:
+    """Multiply the learning rates; return those before and those that were set."""
+    if factor == 1.0:
+        return []
+    rates = []
+    for group in optimizer.param_groups:
+        before = group["lr"]
+        group["lr"] = before * factor
+        rates.append((before, group["lr"]))
     return rates
 
 
-def _restore(optimizer: Any, rates: list[Any]) -> None:
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        group["lr"] = rate
+def _restore(optimizer: Any, rates: list[tuple[Any, Any]]) -> None:
+    """Restore the learning rates, but not one that the step itself has changed."""
+    for group, (before, during) in zip(optimizer.param_groups, rates, strict=False):
+        if group["lr"] is during:
+            group["lr"] = before
 
 
 def factor(value: float, turned: KnobResult) -> None:
@@ -91,7 +96,7 @@ class _StepRates:
         self._factor, self._turned = factor, turned
         self._restored: set[str] = set()  # classes into which a saved state was loaded
         self._used: dict[str, UsedOptimizer] = {}
-        self._rates: dict[int, list[Any]] = {}
+        self._rates: dict[int, list[tuple[Any, Any]]] = {}
 
     def install(self, module: Any) -> None:
         module.register_optimizer_step_pre_hook(self._before)

@@ -496,8 +496,18 @@ class World(ModelDistribution):
             ValueError: The model can't be exported; the error says why.
         """
         args = (inputs, build, bounds, fields, backends, tolerance)
-        result = export_from_world(model, Path(path), self.rank, *args)
-        self._collectives.any(False)  # the file exists on return
+        result, error = None, None
+        try:
+            result = export_from_world(model, Path(path), self.rank, *args)
+        except Exception as failed:
+            error = failed
+        # All ranks learn of an error together, and the file exists on return.
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts = self._collectives.gather(text, str | None)
+        if error is not None:
+            raise error
+        if (first := next((one for one in texts if one is not None), None)) is not None:
+            raise ValueError(f"world.export failed on another rank: {first}")
         return result
 
     def close(self) -> None:

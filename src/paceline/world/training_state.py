@@ -143,12 +143,19 @@ class TrainingState:
         for path, (ranks, absent) in found.items():
             if path[0] == "kept":
                 raise ValueError(_difference_of_kept(path[1], ranks, absent))
-            if path[0] == "models" and path in others:
+            is_different = path in others and not absent
+            if path[0] == "models" and is_different:
                 raise ValueError(
                     f"{_label(path)} has other parameters on {named_ranks(ranks)} than on rank 0 "
                     "(names, shapes or dtypes), and no layout divides it. HINT: give the same "
                     "model to world.distribute on every rank; world.keep(NAME=paceline.per_rank("
                     "...)) saves different models"
+                )
+            if path[0] == "optimizers" and is_different and self.training.mesh.is_divided:
+                raise ValueError(
+                    f"{_label(path)} has the state of other parameters on {named_ranks(ranks)} "
+                    "than on rank 0. HINT: model, optimizer = world.distribute(model, optimizer, "
+                    "layout=...), so that each rank saves its part"
                 )
             if absent:
                 raise ValueError(
@@ -243,13 +250,14 @@ class TrainingState:
             for part, state in zip(parts, shared[name], strict=True):
                 load_part(part, self.owned.local(part, state), name)
         self._check_kept(shared["kept"], _kept_per_rank(own))
+        source = self._source_of(own, rank, size)
+        of_rank = source if source is not None else own[rank] if rank < len(own) else None
         for name, kept in self.kept.items():
             if name in shared["kept"]:
                 kept.thing.load_state_dict(placed_for(kept.thing, shared["kept"][name]))
-            elif rank < len(own):
-                kept.thing.load_state_dict(own[rank]["kept"][name])
+            elif of_rank is not None:
+                kept.thing.load_state_dict(of_rank["kept"][name])
         self.training.phases.recorder.step = shared["step"]
-        source = self._source_of(own, rank, size)
         if source is not None:
             set_random_states(source["random"])
             sums = source["meters"]

@@ -9,6 +9,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -229,3 +230,23 @@ def test_augmentation_of_batches_is_independent_of_their_size():
     )
     assert few == many
     assert len(set(few.values())) == 20
+
+
+class ReadsSeed(Dataset):
+    """A dataset whose augmentation has a generator of its own, seeded by torch's seed."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index, random.Random(torch.initial_seed()).random()
+
+
+def test_seed_that_samples_read_differs_between_samples_of_a_subset():
+    part = Subset(ReadsSeed(), range(12))
+    values = [
+        [x for b, _ in sharded(DataLoader(part, size)).iterate(epoch) for x in b[1].tolist()]
+        for epoch, size in ((0, 4), (0, 6), (1, 4))
+    ]
+    assert values[0] == values[1]
+    assert len({*values[0], *values[2]}) == 24

@@ -54,6 +54,18 @@ def test_warm_up_advances_with_every_kind_of_step(world, step):
     assert rates == pytest.approx([0.1 * factor for factor in range(1, 9)])
 
 
+def test_learning_rate_that_changes_in_the_step_stays_changed(world):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    model, optimizer = world.distribute(model, optimizer)
+    for expected in (0.5, 0.25):
+        world.backward(model(VALUES).mean())
+        world.step(optimizer)
+        assert optimizer.param_groups[0]["lr"] == expected
+
+
 def test_gradients_of_a_plain_backward_after_the_step_are_kept(world):
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

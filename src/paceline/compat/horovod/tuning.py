@@ -53,6 +53,7 @@ class FusionTuner:
         text = os.environ.get(tuning.VARIABLE)
         self._wanted = tuning.Tuning.loads(text) if text else None
         self._default, self._conditions = settings_to_tune(settings), conditions
+        self.ranks = conditions["ranks"]
         if self._wanted is not None:
             self._conditions = conditions | {"script": self._wanted.script}
         self._change: Change | None = change
@@ -76,6 +77,15 @@ class FusionTuner:
         self._change = change
         if change is not None and self._present != self._default:
             change(self._present)
+
+    def stop(self) -> None:
+        """End the search: the world has other ranks than its first trials."""
+        if not self._is_done:
+            self._is_done = True
+            self._use(self._default)
+            _say(
+                "the number of ranks has changed: the exchange is not tuned, and nothing is stored"
+            )
 
     def left(self) -> str:
         """Return why a script that has ended was not tuned, or ""."""
@@ -184,6 +194,8 @@ def begin(settings: HorovodSettings, conditions: dict[str, Any], change: Change)
     global _tuner
     if _tuner is not None:
         _tuner.move(change)
+        if conditions["ranks"] != _tuner.ranks:
+            _tuner.stop()
         return
     why = ""
     if conditions["ranks"] == 1:

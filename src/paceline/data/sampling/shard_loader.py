@@ -13,6 +13,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
 )
 
@@ -39,7 +40,7 @@ class _SeededSamples(Dataset[Any]):
     """A dataset whose random generators are seeded by (seed, epoch, sample) for each sample.
 
     So augmentation gives the same result with any number of ranks and workers. A dataset that has
-    ``__getitems__`` reads a batch at once, unless it draws random numbers there.
+    ``__getitems__`` of its own reads a batch at once, unless it draws random numbers there.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -47,17 +48,20 @@ class _SeededSamples(Dataset[Any]):
         self.seed = seed
         # A TensorDataset draws no random numbers and needs no seeding.
         self.draws = type(dataset) is not TensorDataset
+        inner = dataset
+        while isinstance(inner, Subset):  # it has __getitems__, and reads one by one
+            inner = inner.dataset
+        self._reads_batches = hasattr(inner, "__getitems__")
         self._batches_draw = False  # whether a whole batch drew random numbers
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        read_batch = getattr(self.dataset, "__getitems__", None)
         if not self.draws:
             return [self.dataset[index] for _, index in keys]
         with preserve_random_states():
-            if read_batch is not None and not self._batches_draw:
-                seed_cpu_generators(0)
+            if self._reads_batches and not self._batches_draw:
+                seed_cpu_generators(derive_seed(self.seed, *keys[0]))
                 before = cpu_random_states()
-                samples: list[Any] = read_batch([index for _, index in keys])
+                samples: list[Any] = self.dataset.__getitems__([index for _, index in keys])
                 if cpu_random_states() == before:
                     return samples
                 self._batches_draw = True

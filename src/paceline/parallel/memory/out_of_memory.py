@@ -90,7 +90,8 @@ def _explain(watched: _Watched, error: BaseException) -> str:
     from .choose import predict_setup  # imports much, and only after an error
 
     predicted = predict_setup(watched.setup, watched.inputs, watched.ranks)
-    (now,) = [one for one in predicted if one.layout == watched.layout]
+    level = Layout(zero=watched.layout.zero)
+    (now,) = [one for one in predicted if one.layout == level]
     available = available_bytes(watched.setup.device)
     first = str(error).strip().splitlines()[0]
     name = f"layout={now.axes!r}" + (" with recompute" if watched.setup.recomputes else "")

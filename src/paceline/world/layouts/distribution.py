@@ -59,10 +59,6 @@ class ModelDistribution:
     _loops: TrainingLoops
     _state: TrainingState
 
-    @property
-    def _data_ranks(self) -> int:
-        raise NotImplementedError
-
     def deferred(self) -> AbstractContextManager[None]:
         """Return a context in which models are built without memory: on the device "meta".
 
@@ -157,7 +153,7 @@ class ModelDistribution:
         ).of_settings()
         known = arguments.known
         if known is not None:
-            check_ranks(known, self._data_ranks)
+            check_ranks(known, self.mesh.size if self._survey is None else self._survey.ranks)
             check_norm(known, norm)
             strategies_for(arguments.request(known))  # raises before anything is changed
         check_offload(known.offload if known is not None else offload, optimizer)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from ...checkpoint.sharded_tensor import is_sharded
 
 if TYPE_CHECKING:  # it imports torch.export and torch.onnx
     from ...deploy.export import ExportResult
@@ -30,7 +31,7 @@ def export_from_world(
         ValueError: The model is sharded and ``build`` is missing, or an argument is wrong.
     """
     state: dict[str, Any] = {}
-    sharded = any(isinstance(one, DTensor) for one in model.state_dict().values())
+    sharded = any(is_sharded(one) for one in model.state_dict().values())
     if sharded and build is None:
         raise ValueError(
             "world.export: the model is sharded. HINT: world.export(..., build=lambda: Net()), a "
@@ -38,7 +39,7 @@ def export_from_world(
         )
     if sharded:
         for name, one in model.state_dict().items():  # one whole tensor at a time
-            whole = one.full_tensor() if isinstance(one, DTensor) else one
+            whole = one.full_tensor() if is_sharded(one) else one
             if rank == 0:
                 state[name] = whole.cpu() if isinstance(whole, torch.Tensor) else whole
     if rank != 0:

@@ -368,7 +368,11 @@ def move_to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if not isinstance(value, type) and callable(getattr(value, "to", None)):
-        return value.to(device)
+        try:
+            moved = value.to(device)
+        except (TypeError, ValueError):  # its `to` converts something else
+            return value
+        return moved if isinstance(moved, type(value)) else value
     if isinstance(value, dict):
         return {key: move_to_device(item, device) for key, item in value.items()}
     if isinstance(value, UserDict):
