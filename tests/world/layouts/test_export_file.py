@@ -24,6 +24,10 @@ for _ in range(2):
     world.backward(model(torch.ones(4, 3)).square().mean())
     world.step(optimizer)
 options = {"inputs": "x: float32[batch,3]", "backends": ["builtin"]}
+try:
+    world.export(model, "unknown.paceline", **(options | {"backends": ["none"]}))
+except ValueError as error:  # on all ranks, so that none waits
+    print(f"rank {world.rank} was told: {error}", flush=True)
 if sys.argv[1] != "data":
     try:
         world.export(model, "refused.paceline", **options)
@@ -43,6 +47,9 @@ def test_parameters_are_gathered(tmp_path, layout):
     script = ranks.write(tmp_path, SCRIPT)
     done = ranks.run(script, layout, ranks=2)
     assert done.returncode == 0, done.stderr
+    if layout == "data":
+        assert "rank 0 was told: unknown backend none" in done.stdout
+        assert "rank 1 was told: world.export failed on another rank" in done.stdout
     y = torch.empty(1, 2)
     with NativeModel(tmp_path / "model.paceline") as model:
         model.run([torch.ones(1, 3)], [y])
