@@ -14,8 +14,9 @@ from typing import Any
 from paceline.record.trial_reports import VARIABLE, Answer, TrialRequest, read_lines
 from paceline.report.tuning.tune_events import TuneListener
 from paceline.security.schema import parse_json
+from paceline.study.tune import journal
 from paceline.study.tune.machine import Machine, Node
-from paceline.study.tune.open_study import begin_study, continue_study, locked
+from paceline.study.tune.open_study import begin_study, continue_study, fork_study, locked
 from paceline.study.tune.runner import Runner
 from paceline.study.tune.searches import make_search, search_class
 from paceline.study.tune.tune import load_spec
@@ -118,6 +119,32 @@ class PlayedServer:
         self.running.clear()
 
 
+class Writes:
+    """Kills the runner at one of its writes to the journal, before or in the middle of it."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.count, self.kill_at, self.partial = 0, -1, False
+        original = journal._backend
+
+        def backend(path):
+            found = original(path)
+            append = found.append_logs
+
+            def append_or_die(logs):
+                self.count += 1
+                if self.count == self.kill_at:
+                    if self.partial:
+                        with path.open("ab") as file:
+                            file.write(b'{"op_code": 4, "wor')
+                    raise KilledError
+                append(logs)
+
+            found.append_logs = append_or_die
+            return found
+
+        monkeypatch.setattr(journal, "_backend", backend)
+
+
 class Heard(TuneListener):
     """Keeps what it receives."""
 
@@ -186,6 +213,7 @@ def play(
     server: PlayedServer,
     *,
     continued: bool = False,
+    forked: bool = False,
     cores: int = 2,
     nodes: list[Node] | None = None,
     heard: Heard | None = None,
@@ -200,7 +228,8 @@ def play(
     for ranks in search_class(spec).numbers_of_ranks(spec):
         machine.check(ranks)
     with locked(spec, heard.message):
-        opened = continue_study(spec, heard.message) if continued else begin_study(spec)
+        begin = fork_study if forked else continue_study if continued else begin_study
+        opened = begin(spec, heard.message)
         search = make_search(opened.study, spec)
         runner = Runner(opened, search, machine, server, heard, minutes, interrupted)
         return opened, runner.run()

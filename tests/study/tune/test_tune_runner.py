@@ -8,6 +8,7 @@ from played_trials import (
     Heard,
     KilledError,
     PlayedServer,
+    Writes,
     by_epochs,
     once,
     play,
@@ -15,7 +16,6 @@ from played_trials import (
     write_study,
 )
 
-from paceline.study.tune import journal
 from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.search import FAILURE
@@ -62,32 +62,6 @@ def test_known_points_come_first(tmp_path):
     opened, _ = play(path, PlayedServer(once))
     assert [one.params["x"] for one in opened.study.trials[:2]] == [0.5, 0.75]
     assert states(opened) == {"COMPLETE": 6}
-
-
-class Writes:
-    """Kills the runner at one of its writes to the journal, before or in the middle of it."""
-
-    def __init__(self, monkeypatch):
-        self.count, self.kill_at, self.partial = 0, -1, False
-        original = journal._backend
-
-        def backend(path):
-            found = original(path)
-            append = found.append_logs
-
-            def append_or_die(logs):
-                self.count += 1
-                if self.count == self.kill_at:
-                    if self.partial:
-                        with path.open("ab") as file:
-                            file.write(b'{"op_code": 4, "wor')
-                    raise KilledError
-                append(logs)
-
-            found.append_logs = append_or_die
-            return found
-
-        monkeypatch.setattr(journal, "_backend", backend)
 
 
 @pytest.mark.parametrize("options", [{}, PROMOTION], ids=["random", "promotion"])

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 IDENTITY = "paceline:study"
-COPIED = "paceline:copied"
+COPIED = "paceline:copied"  # number of the trial in the study that was forked
+FORKED_FROM = "paceline:forked_from"  # name of that study; "" if there is none
 MAX_CHANGES_SHOWN = 5
+_TRIAL = re.compile(r"\d{5,}")  # name of a trial's folder
 # Keys that say what a value of a trial means: with another one, trials can't be compared.
 MEANING = ("command", "function", "metric", "goal", "value", "repeats", "epochs")
 
@@ -83,7 +85,7 @@ def read_study(spec: StudySpec) -> OpenStudy:
     return _opened(spec, storage, name)
 
 
-def begin_study(spec: StudySpec) -> OpenStudy:
+def begin_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     """Begin a study; the caller holds the lock. Raises ValueError if there is one."""
     storage = open_journal(journal_of(spec), writes=True)
     name = _last_name(spec, storage)
@@ -91,7 +93,7 @@ def begin_study(spec: StudySpec) -> OpenStudy:
         return _create(spec, storage, spec.name)
     opened = _opened(spec, storage, name)
     if not opened.study.get_trials(deepcopy=False):  # it was killed before its first trial
-        return _resume(opened)
+        return continue_study(spec, say)
     raise ValueError(
         f"{spec.path} has a study already, with "
         f"{counted(len(opened.study.get_trials(deepcopy=False)), 'trial')} in "
@@ -112,9 +114,10 @@ def continue_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     name = _last_name(spec, storage)
     assert name is not None
     opened = _opened(spec, storage, name)
-    found = changes(opened.study.user_attrs.get(IDENTITY, spec.identity), spec.identity)
+    found = _changes(opened)
     if not found:
-        return _resume(opened)
+        _resume(opened, storage)
+        return opened
     ended = [one for one in opened.study.get_trials(deepcopy=False) if _has_value(one)]
     if ended:
         more = f", and {len(found) - MAX_CHANGES_SHOWN} more" * (len(found) > MAX_CHANGES_SHOWN)
@@ -135,21 +138,40 @@ def fork_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     assert last is not None
     old = _opened(spec, storage, last)
     number = int(last.removeprefix(spec.name).lstrip("-") or 1) + 1
+    while _is_taken(spec, f"{spec.name}-{number}"):
+        number += 1
     opened = _create(spec, storage, f"{spec.name}-{number}")
-    identity = old.study.user_attrs.get(IDENTITY, {})
-    if not _same_meaning(identity, spec.identity):
+    if not _same_meaning(old.study.user_attrs.get(IDENTITY, {}), spec.identity):
         say(
             f"the study {opened.study.study_name} begins without the trials of {last}: the command "
             "or the metric has changed, so they can't be compared"
         )
         return opened
-    trials = [one for one in old.study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
-    copied = sum(_copy(opened, one) for one in trials)
+    copied = sum(COPIED in one.user_attrs for one in opened.study.get_trials(deepcopy=False))
     say(
         f"the study {opened.study.study_name} begins with {copied} of "
-        f"{counted(len(trials), 'complete trial')} of {last}"
+        f"{counted(len(_complete(old.study)), 'complete trial')} of {last}"
     )
     return opened
+
+
+def _is_taken(spec: StudySpec, name: str) -> bool:
+    """Return whether a study file of this name, or a folder of trials, exists."""
+    return folder_of(spec, name).exists() or spec.path.absolute().with_name(f"{name}.toml").exists()
+
+
+def _changes(opened: OpenStudy) -> list[str]:
+    """Return the differences between the file and the study, one sentence each."""
+    identity, spec = opened.study.user_attrs.get(IDENTITY), opened.spec
+    if identity is not None:
+        return changes(identity, spec.identity)
+    # its runner was killed before it had stored more than the goals
+    same = opened.study.directions == _directions(spec)
+    return [] if same else ["study.goal or study.metric has changed"]
+
+
+def _complete(study: "Study") -> "list[FrozenTrial]":
+    return [one for one in study.get_trials(deepcopy=False) if one.state.name == "COMPLETE"]
 
 
 def _same_meaning(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -158,16 +180,16 @@ def _same_meaning(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return all(old.get("study", {}).get(key) == new["study"].get(key) for key in MEANING)
 
 
-def _copy(opened: OpenStudy, trial: "FrozenTrial") -> bool:
-    """Copy a complete trial if it is a point of the study; return whether it is."""
+def _copy(opened: OpenStudy, trial: "FrozenTrial") -> None:
+    """Copy a complete trial if it is a point of the study."""
     from optuna.trial import create_trial
 
     spec, values = opened.spec, dict(trial.params)
     active = [one for one in spec.parameters if is_active(one, values)]
     if {one.name for one in active} != set(values):
-        return False
+        return
     if not all(one.accepts(values[one.name]) for one in active):
-        return False
+        return
     opened.study.add_trial(
         create_trial(
             values=list(trial.values),
@@ -177,7 +199,6 @@ def _copy(opened: OpenStudy, trial: "FrozenTrial") -> bool:
             user_attrs={**trial.user_attrs, COPIED: trial.number},
         )
     )
-    return True
 
 
 def _has_value(trial: "FrozenTrial") -> bool:
@@ -186,37 +207,82 @@ def _has_value(trial: "FrozenTrial") -> bool:
 
 def _last_name(spec: StudySpec, storage: "JournalStorage") -> str | None:
     """Return the name of the newest study of this file in the journal."""
+    return next(iter(_names(spec, storage)), None)
+
+
+def _names(spec: StudySpec, storage: "JournalStorage") -> list[str]:
+    """Return the names of the studies of this file in the journal, the newest one first."""
     pattern = re.compile(re.escape(spec.name) + r"(?:-(\d{1,6}))?")
     found = {}
     for one in storage.get_all_studies():
         if match := pattern.fullmatch(one.study_name):
             found[int(match[1] or 1)] = one.study_name
-    return found[max(found)] if found else None
+    return [found[number] for number in sorted(found, reverse=True)]
 
 
-def _create(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
+def _directions(spec: StudySpec) -> list[Any]:
     import optuna
 
     kinds = optuna.study.StudyDirection
-    directions = [kinds.MAXIMIZE if goal == MAX else kinds.MINIMIZE for goal in spec.goals]
-    optuna.create_study(storage=storage, study_name=name, directions=directions)
-    return _resume(_opened(spec, storage, name))
+    return [kinds.MAXIMIZE if goal == MAX else kinds.MINIMIZE for goal in spec.goals]
 
 
-def _resume(opened: OpenStudy) -> OpenStudy:
+def _create(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:
+    """Create a study. Raises ValueError if its folder has trials of another one."""
+    import optuna
+
+    folder = folder_of(spec, name)
+    if folder.is_dir() and any(_TRIAL.fullmatch(one.name) for one in folder.iterdir()):
+        raise ValueError(
+            f"{folder} has trials of a study that is not in {journal_of(spec).name}; new trials "
+            f"would continue from their checkpoints. HINT: move it away: mv {folder} "
+            f"{folder.with_suffix('.old')}; or restore the journal"
+        )
+    optuna.create_study(storage=storage, study_name=name, directions=_directions(spec))
+    opened = _opened(spec, storage, name)
+    _resume(opened, storage)
+    return opened
+
+
+def _resume(opened: OpenStudy, storage: "JournalStorage") -> None:
     """Store what a runner that was killed at the beginning had not stored yet."""
     study, spec = opened.study, opened.spec
+    if FORKED_FROM not in study.user_attrs:
+        names = _names(spec, storage)
+        before = names[names.index(study.study_name) + 1 :]
+        study.set_user_attr(FORKED_FROM, before[0] if before else "")
     if IDENTITY not in study.user_attrs:
-        study.set_user_attr(IDENTITY, spec.identity)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna calls it experimental
             study.set_metric_names(list(spec.metrics))
-    given = {one.user_attrs.get(KNOWN) for one in study.get_trials(deepcopy=False)}
+        study.set_user_attr(IDENTITY, spec.identity)
+    source = study.user_attrs[FORKED_FROM]
+    if source in _names(spec, storage):  # not removed by another program
+        _copy_missing(opened, _opened(spec, storage, source).study)
+    trials = study.get_trials(deepcopy=False)
     for number, point in enumerate(spec.known, 1):
-        if number not in given:
+        if not any(_is_known(one, number, point) for one in trials):
             study.enqueue_trial(dict(point), user_attrs={KNOWN: number})
     opened.folder.mkdir(parents=True, exist_ok=True)
-    return opened
+
+
+def _copy_missing(opened: OpenStudy, source: "Study") -> None:
+    """Copy the complete trials that still fit, and were not copied before the runner was killed."""
+    if not _same_meaning(source.user_attrs.get(IDENTITY, {}), opened.spec.identity):
+        return
+    there = {one.user_attrs.get(COPIED) for one in opened.study.get_trials(deepcopy=False)}
+    for one in _complete(source):
+        if one.number not in there:
+            _copy(opened, one)
+
+
+def _is_known(trial: "FrozenTrial", number: int, point: dict[str, Any]) -> bool:
+    """Return whether a trial is a known point, of this study or of the one that was forked."""
+    if COPIED not in trial.user_attrs:
+        return bool(trial.user_attrs.get(KNOWN) == number)
+    if KNOWN not in trial.user_attrs:  # a point that leaves out parameters is not any such trial
+        return dict(trial.params) == point
+    return all(name in trial.params and trial.params[name] == point[name] for name in point)
 
 
 def _opened(spec: StudySpec, storage: "JournalStorage", name: str) -> OpenStudy:

@@ -115,7 +115,7 @@ def _run(
 def _open(spec: StudySpec, options: TuneOptions, say: Callable[[str], None]) -> OpenStudy:
     if options.forked:
         return fork_study(spec, say)
-    return continue_study(spec, say) if options.continued else begin_study(spec)
+    return continue_study(spec, say) if options.continued else begin_study(spec, say)
 
 
 def _server(spec: StudySpec, modules: list[str]) -> TrialServer:
