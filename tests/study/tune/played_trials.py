@@ -85,7 +85,7 @@ class PlayedServer:
             code = self._advance(played)
             if code is not None:
                 del self.running[number]
-                end = json.dumps({"code": code, "seconds": 1.0})
+                end = json.dumps({"code": code, "seconds": 1.0, "nodes": played.start.nodes})
                 Path(played.start.end_file).write_text(end)
                 self.ends.append((played.trial, code))
                 found.append((number, code))

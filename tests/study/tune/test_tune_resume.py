@@ -1,15 +1,26 @@
 """What a study finds when it begins again: left folders, forks and attempts that were cut short."""
 
+import fcntl
+import os
+from dataclasses import replace
+
 import pytest
 from played_trials import (
+    Heard,
     KilledError,
     PlayedServer,
     Writes,
+    by_epochs,
     once,
     play,
     write_study,
 )
 
+from paceline.study.tune import runner
+from paceline.study.tune.runner import StudyStoppedError
+from paceline.study.tune.search import FAILURE, RUN_FIGURES, Search
+
+PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 KNOWN = "[[known]]\nx = 0.5\n[[known]]\nx = 0.75\n"
 
 
@@ -71,3 +82,77 @@ def test_a_goal_that_was_corrected_counts(tmp_path, monkeypatch, kill_at):
     writes.kill_at = -1
     opened, _ = play(write_study(tmp_path), PlayedServer(once))
     assert opened.study.direction.name == "MAXIMIZE"
+
+
+def test_the_duration_of_a_trial_that_ended_without_runner_counts(tmp_path):
+    class Killed(PlayedServer):
+        def ended(self, timeout_s):
+            if super().ended(timeout_s):
+                raise KilledError
+            return []
+
+    path = write_study(tmp_path, metric=["score", "seconds"], goal=["max", "min"])
+    with pytest.raises(KilledError):
+        play(path, Killed(once), cores=1)
+    opened, _ = play(path, PlayedServer(once), cores=4, continued=True)
+    first = trials_of(opened)[0]
+    assert first.values[1] == 1.0
+    figures = first.user_attrs[RUN_FIGURES]
+    assert figures["seconds"] == 1.0
+    assert figures["node_hours"] == 1 / 3600  # it had the only core
+
+
+@pytest.mark.parametrize("pruner", ["median", "successive-halving"])
+def test_a_trial_that_was_to_stop_is_not_revived(tmp_path, monkeypatch, pruner):
+    options = {"pruner": pruner, "trials": 8, "epochs": 2}
+    told = []
+    original = Search.tell
+
+    def tell(self, work, outcome):
+        if outcome.state == "stopped" and not told:
+            told.append(work.number)
+            raise KilledError
+        original(self, work, outcome)
+
+    monkeypatch.setattr(Search, "tell", tell)
+    path, server = write_study(tmp_path, **options), PlayedServer(by_epochs(2))
+    with pytest.raises(KilledError):
+        play(path, server, cores=1)
+    before = len(server.log)
+    opened, complete = play(path, server, cores=1, continued=True)
+    assert complete
+    assert trials_of(opened)[told[0]].state.name == "PRUNED"
+    assert told[0] not in [trial for trial, *_ in server.log[before:]]
+
+
+def test_a_trial_is_not_promoted_while_its_last_attempt_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "OLD_ATTEMPT_TIMEOUT_S", 0.05)
+    path, held = write_study(tmp_path, **PROMOTION), []
+
+    class Holds(PlayedServer):
+        def start(self, start):
+            super().start(start)
+            held.append(os.open(start.lock, os.O_RDWR))
+            fcntl.flock(held[-1], fcntl.LOCK_SH)
+
+    server = Holds(by_epochs(9))
+    with pytest.raises(StudyStoppedError, match=r"processes of trial \d+ .* still run"):
+        play(path, server, cores=1)
+    assert len({trial for trial, *_ in server.log}) == len(server.log)
+    for fd in held:
+        os.close(fd)
+    assert play(path, PlayedServer(by_epochs(9)), cores=1, continued=True)[1]
+
+
+def test_a_trial_without_its_source_checkpoint_fails(tmp_path, monkeypatch):
+    def begin(self):
+        work = original(self)
+        return replace(work, checkpoint_of=0) if work.number == 1 else work
+
+    original = Search.begin
+    monkeypatch.setattr(Search, "begin", begin)
+    heard = Heard()
+    opened, complete = play(write_study(tmp_path), PlayedServer(once), cores=1, heard=heard)
+    assert complete
+    assert [one.state.name for one in trials_of(opened)] == ["COMPLETE", "FAIL", *["COMPLETE"] * 4]
+    assert trials_of(opened)[1].user_attrs[FAILURE]["kind"] == "no checkpoint"

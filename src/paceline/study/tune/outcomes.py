@@ -5,13 +5,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...record.trial_reports import Report
 from ...security.text import printable
 from ..script_runs.run_process import error_line, last_lines
-from .search import Failure
+from .search import RUN_FIGURES, Failure
 from .study_file import BEST, MAX, NODE_HOURS, SECONDS, StudySpec
-from .trial_folder import Attempt, read_from
+from .trial_folder import Attempt, End, TrialFolder, read_from
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
 
 # Kinds of failures.
 (
@@ -187,3 +191,40 @@ def failure_of(attempt: Attempt, code: int, reported: Reported) -> Failure:
         if line is not None:
             return Failure(kind, f"{line.strip()}\n{text}")
     return Failure(CRASHED, f"{reason} (exit code {code})\n{text}")
+
+
+def good_attempts(folder: TrialFolder) -> list[Attempt]:
+    """Return the attempts that went to the end of the script."""
+    ends: list[tuple[Attempt, End | None]] = [(one, one.end()) for one in folder.attempts()]
+    return [one for one, end in ends if end is not None and end.code == 0]
+
+
+def add_figures(trial: "Trial", added: dict[str, list[float]], ranks: int | None = None) -> None:
+    """Store seconds and node-hours of attempts; those that are stored already count once.
+
+    Args:
+        trial: The trial.
+        added: The figures by the number of the attempt.
+        ranks: Number of ranks of the last attempt; None: as before.
+    """
+    before = trial.user_attrs.get(RUN_FIGURES, {})
+    attempts = {**added, **before.get("attempts", {})}
+    figures = {
+        "ranks": ranks or before.get("ranks", 1),
+        "seconds": sum(one[0] for one in attempts.values()),
+        "node_hours": sum(one[1] for one in attempts.values()),
+        "attempts": attempts,
+    }
+    if figures != before and attempts:
+        trial.set_user_attr(RUN_FIGURES, figures)
+
+
+def add_old_figures(trial: "Trial", folder: TrialFolder) -> None:
+    """Store the figures of attempts that ended while no runner ran."""
+    ends = [(str(one.number), one.end()) for one in folder.attempts()]
+    found = {
+        number: [end.seconds, end.seconds / 3600 * end.nodes]
+        for number, end in ends
+        if end is not None
+    }
+    add_figures(trial, found)

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -35,8 +34,11 @@ from .outcomes import (
     TIME_LIMIT,
     PatternReader,
     Reported,
+    add_figures,
+    add_old_figures,
     failure_of,
     gather,
+    good_attempts,
     missing_metric,
     values_of,
 )
@@ -192,10 +194,23 @@ class Runner:
 
     def _start(self, work: Work, seat: Seat) -> None:
         folder = self.opened.trial(work.number)
+        self._check_ended(work.number, folder)
+        add_old_figures(work.trial, folder)
         attempt = folder.begin_attempt()
         if work.checkpoint_of is not None and not folder.has_checkpoint:
-            source = self.opened.trial(work.checkpoint_of).checkpoint
-            shutil.copytree(source, folder.checkpoint, ignore=shutil.ignore_patterns(".*"))
+            other = self.opened.trial(work.checkpoint_of)
+            if not other.has_checkpoint:
+                self.machine.give_back(seat)
+                text = f"it begins from the checkpoint of trial {work.checkpoint_of}, and there is "
+                failure = Failure(NO_CHECKPOINT, f"{text}none in {other.checkpoint}")
+                self._tell(work, Outcome("failed", failure=failure))
+                return
+            shutil.copytree(
+                other.checkpoint,
+                folder.checkpoint,
+                ignore=shutil.ignore_patterns(".*"),
+                dirs_exist_ok=True,
+            )
         every, steps = self.search.decides_at()
         request = TrialRequest(
             str(attempt.reports), str(attempt.answers), self.spec.reported[0], every, list(steps)
@@ -214,7 +229,7 @@ class Runner:
             self.machine.launcher if seat.hosts else None,
             {**self._variables, VARIABLE: msgspec.json.encode(request).decode()},
             self.table.hang_timeout,
-            len(seat.nodes),
+            self.machine.share_of_nodes(seat),
         )
         self.search.running.add(work.number)
         self.server.start(start)
@@ -232,7 +247,7 @@ class Runner:
         self.listener.trial_started(row, self.view())
 
     def _own_values(self, work: Work, folder: TrialFolder) -> dict[str, str]:
-        seed = self.table.seed + len(_good_attempts(folder))
+        seed = self.table.seed + len(good_attempts(folder))
         return {
             CHECKPOINT: str(folder.checkpoint),
             FOLDER: str(folder.path),
@@ -346,7 +361,7 @@ class Runner:
         self, work: Work, folder: TrialFolder, attempt: Attempt, code: int, seat: Seat | None = None
     ) -> Outcome | None:
         """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
-        good = _good_attempts(folder)
+        good = good_attempts(folder)
         if code == 0 and len(good) < self.table.repeats:
             self._waiting.append(work)
             return None
@@ -434,13 +449,8 @@ class Runner:
 
     def _store_figures(self, run: TrialRun) -> None:
         seconds = time.monotonic() - run.begun
-        before = run.work.trial.user_attrs.get(RUN_FIGURES, {})
-        figures = {
-            "ranks": run.work.ranks,
-            "seconds": before.get("seconds", 0.0) + seconds,
-            "node_hours": before.get("node_hours", 0.0) + self._hours(run.seat, seconds),
-        }
-        run.work.trial.set_user_attr(RUN_FIGURES, figures)
+        figures = [seconds, self._hours(run.seat, seconds)]
+        add_figures(run.work.trial, {str(run.attempt.number): figures}, run.work.ranks)
         self._refresh(run.work.number)
 
     def _hours(self, seat: Seat, seconds: float) -> float:
@@ -456,17 +466,18 @@ class Runner:
 
     def _settle_old_attempts(self) -> None:
         """Store how trials ended while no runner ran; all others remain to be run again."""
+        for found in self.study.get_trials(deepcopy=False):
+            if found.state.name == "RUNNING" and self.search.is_paused(found):
+                add_old_figures(self.search.trial_of(found), self.opened.trial(found.number))
+                self._refresh(found.number)
         for found in list(self.search.interrupted):
             folder = self.opened.trial(found.number)
             attempts = folder.attempts()
             if not attempts:
                 continue
-            if not attempts[-1].wait_until_ended(OLD_ATTEMPT_TIMEOUT_S):
-                raise StudyStoppedError(
-                    f"processes of trial {found.number} of an earlier runner still run. HINT: end "
-                    f"those that hold {attempts[-1].lock} (fuser -v)"
-                )
+            self._check_ended(found.number, folder)
             work = self.search.work(self.search.trial_of(found))
+            add_old_figures(work.trial, folder)
             outcome, end = self._missed(work, folder, attempts), attempts[-1].end()
             if outcome is None and end is not None and end.code not in INTERRUPTED_CODES:
                 outcome = self._settle(work, folder, attempts[-1], end.code)
@@ -475,6 +486,19 @@ class Runner:
             if outcome is not None:
                 self.search.interrupted.remove(found)
                 self._tell(work, outcome)
+
+    def _check_ended(self, number: int, folder: TrialFolder) -> None:
+        """Wait until no process of the last attempt at a trial runs.
+
+        Raises:
+            StudyStoppedError: There still is one.
+        """
+        for last in folder.attempts()[-1:]:
+            if not last.wait_until_ended(OLD_ATTEMPT_TIMEOUT_S):
+                raise StudyStoppedError(
+                    f"processes of trial {number} of an earlier attempt still run. HINT: end those "
+                    f"that hold {last.lock} (fuser -v)"
+                )
 
     def _missed(self, work: Work, folder: TrialFolder, attempts: list[Attempt]) -> Outcome | None:
         """Take the reports that the last runner had not stored; return whether they end the run."""
@@ -554,12 +578,6 @@ class Runner:
         if self._ended_here and more > 0:
             limits.append((time.monotonic() - self._began) / self._ended_here * more)
         return min(limits, default=None)
-
-
-def _good_attempts(folder: TrialFolder) -> list[Attempt]:
-    """Return the attempts that went to the end of the script."""
-    ends: list[tuple[Attempt, Any]] = [(one, one.end()) for one in folder.attempts()]
-    return [one for one, end in ends if end is not None and end.code == 0]
 
 
 def environment_is_clean() -> None:

@@ -11,6 +11,7 @@ be killed after any call, and a new search over the same study continues. The ru
 ``Search`` itself draws points with an Optuna sampler, and stops trials with an Optuna pruner.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -173,9 +174,13 @@ class Search:
     def report(self, work: Work, step: int, value: float) -> Decision:
         """Store an intermediate value, and return whether the trial continues."""
         is_new = self.store(work, step, value)
-        if self.spec.table.pruner == "none" or not is_new:
+        trial = self.study.get_trials(deepcopy=False)[work.number]
+        if self.spec.table.pruner == "none" or step != trial.last_step:
             return Decision.CONTINUE
-        return Decision.STOP if work.trial.should_prune() else Decision.CONTINUE
+        if not is_new:  # the last runner may have been killed before it stored the decision
+            trial = _before_pruner(trial, trial.intermediate_values[step])
+        stops = self.study.pruner.prune(self.study, trial)
+        return Decision.STOP if stops else Decision.CONTINUE
 
     def store(self, work: Work, step: int, value: float) -> bool:
         """Store an intermediate value; return False if a trial that was continued repeats it."""
@@ -205,6 +210,21 @@ class Search:
     def next_text(self) -> str:
         """Return what the search will do next, for the live table; "" if nothing is known."""
         return "a new trial" if self.count < self.spec.table.trials else ""
+
+
+def _before_pruner(trial: "FrozenTrial", value: float) -> "FrozenTrial":
+    """Return a trial as Optuna's pruners saw it first at its last step.
+
+    Successive halving stores the value in each rung that it looks at, and does not decide about
+    that rung again.
+    """
+    found = copy.copy(trial)
+    found.system_attrs = {
+        key: one
+        for key, one in trial.system_attrs.items()
+        if not (key.startswith("completed_rung_") and one == value)
+    }
+    return found
 
 
 def draw(spec: StudySpec, trial: "Trial") -> dict[str, Value]:

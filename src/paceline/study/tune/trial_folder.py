@@ -32,12 +32,12 @@ class End(msgspec.Struct, frozen=True):
     Attributes:
         code: Exit code of ``paceline run``.
         seconds: Wall time.
-        hosts: Number of nodes.
+        nodes: Number of nodes; of one that it shares, its part.
     """
 
     code: Annotated[int, Meta(ge=-1000, le=1000)]
     seconds: Annotated[float, Meta(ge=0)]
-    hosts: Annotated[int, Meta(ge=1)] = 1
+    nodes: Annotated[float, Meta(ge=0)] = 1.0
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class TrialStart:
         folder: Working directory.
         output, end_file, lock: Files of the attempt.
         hang_timeout: Same as for ``paceline run``.
-        hosts_count: Number of nodes.
+        nodes: Number of nodes; of one that it shares, its part.
     """
 
     number: int
@@ -65,7 +65,7 @@ class TrialStart:
     launcher: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
-    hosts_count: int = 1
+    nodes: float = 1.0
 
 
 class TrialServerError(ValueError):
@@ -295,7 +295,7 @@ def _end(start: TrialStart, began: float, code: int, text: str) -> int:
     sys.stderr.write(text)
     sys.stdout.flush()
     sys.stderr.flush()
-    end = {"code": code, "seconds": time.monotonic() - began, "hosts": start.hosts_count}
+    end = {"code": code, "seconds": time.monotonic() - began, "nodes": start.nodes}
     try:
         replace_file(Path(start.end_file), json.dumps(end).encode())
     except OSError:
