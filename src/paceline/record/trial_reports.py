@@ -21,7 +21,7 @@ from ..security.files import InvalidFileError, open_regular, read_regular
 from ..security.schema import parse_json
 
 VARIABLE = "PACELINE_SEARCH"
-MAX_ANSWER_BYTES = 1 << 20
+MAX_READ_BYTES = 1 << 22  # of a file at a time
 MAX_LINE_BYTES = 1 << 16
 MAX_VALUES = 200
 # A runner answers within milliseconds. A trial whose runner was killed is ended by then.
@@ -81,6 +81,7 @@ class TrialReporter:
         self.request = request
         self._steps, self._count = set(request.steps), 0
         self._answered: set[int] = set()
+        self._answers = LineReader(request.answers, Answer)
         self._stoppers: list[Callable[[str], None]] = []
 
     def add_stopper(self, stop: Callable[[str], None]) -> None:
@@ -140,15 +141,47 @@ class TrialReporter:
         """Return the runner's decision; CONTINUE if there is none in time."""
         limit, poll_s = time.monotonic() + ANSWER_TIMEOUT_S, FIRST_POLL_S
         while time.monotonic() < limit:
-            for answer in read_lines(self.request.answers, Answer):
-                if answer.step == step:
-                    return str(answer.decision)
+            while answers := self._answers.read():
+                for answer in answers:
+                    if answer.step == step:
+                        return str(answer.decision)
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, MAX_POLL_S)
         return CONTINUE
 
 
-def read_lines(path: str | Path, schema: type[Any], max_bytes: int = MAX_ANSWER_BYTES) -> list[Any]:
+class LineReader:
+    """Reads what was added to a file of reports or answers since the last call.
+
+    Args:
+        path: The file; it may not exist yet.
+        schema: Of a line.
+    """
+
+    def __init__(self, path: str | Path, schema: type[Any]) -> None:
+        self._path, self._schema, self._offset = Path(path), schema, 0
+
+    def read(self) -> list[Any]:
+        """Return the new complete lines."""
+        data = read_from(self._path, self._offset)
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == MAX_READ_BYTES:  # no line is so long
+            end = len(data)
+        self._offset += end
+        return parse_lines(data[:end], self._schema, self._path)
+
+
+def read_from(path: Path, offset: int) -> bytes:
+    """Return what a file holds from an offset, at most MAX_READ_BYTES; b"" if there is none."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            file.seek(offset)
+            return file.read(MAX_READ_BYTES)
+    except FileNotFoundError:
+        return b""
+
+
+def read_lines(path: str | Path, schema: type[Any], max_bytes: int) -> list[Any]:
     """Return the complete lines of a file of reports or answers; [] if there is no file."""
     try:
         data = read_regular(path, max_bytes)

@@ -96,7 +96,7 @@ class PlayedServer:
         if played.signalled:
             return 128 + (2 if played.signalled == signal.SIGINT else 15)
         if played.waits_at is not None:
-            answers = read_lines(played.request.answers, Answer)
+            answers = read_lines(played.request.answers, Answer, 1 << 20)
             decision = next((a.decision for a in answers if a.step == played.waits_at), None)
             if decision is None or decision == "stop":
                 return None

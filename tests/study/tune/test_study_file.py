@@ -45,6 +45,7 @@ def test_a_study_file_is_read(tmp_path):
         ("high = 3.0", "high = 3.0\n[[known]]\ny = 1.0", "y is no parameter"),
         ("high = 3.0", "high = 3.0\n[[known]]\nx = 7.0", "x = 7.0 is outside of -3 to 3"),
         ("high = 3.0", "high = 3.0\n[patterns]\nscor = 'a'", "no metric of study.metric.*score"),
+        ("high = 3.0", "high = 3.0\n[patterns]\nscore = '(a'", r"'\(a' is no regular expression"),
         ("trials = 6", "trials = 6\nrepeats = 3", r"has no \{seed\}"),
         ("[parameters.x]", "[search]\nsede = 1\n[parameters.x]", "search.sede is no option"),
         ("[parameters.x]", "[search]\nseed = 1\n[parameters.x]", "search.seed is study.seed"),
@@ -54,6 +55,15 @@ def test_mistakes_are_told_with_a_way_out(tmp_path, old, new, said):
     assert old in BASE
     with pytest.raises(ValueError, match=f"(?s){said}"):
         read(tmp_path, BASE.replace(old, new, 1))
+
+
+def test_a_pattern_needs_the_step_if_trials_are_compared(tmp_path):
+    text = BASE + r"[patterns]" + "\nscore = 'score: (.+)'\n"
+    pruned = text.replace("trials = 6", 'trials = 6\npruner = "median"')
+    assert read(tmp_path, text).patterns == {"score": "score: (.+)"}
+    with pytest.raises(ValueError, match=r"HINT: '\(\?P<step>\\d\+\)'"):
+        read(tmp_path, pruned)
+    read(tmp_path, pruned.replace("score: ", r"epoch (?P<step>\d+): "))
 
 
 def test_what_is_no_study_file(tmp_path):

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...record.trial_reports import Report
+from ...record.trial_reports import Report, read_from
 from ...security.text import printable
 from ..script_runs.run_process import error_line, last_lines
 from .search import RUN_FIGURES, Failure
 from .study_file import BEST, MAX, NODE_HOURS, SECONDS, StudySpec
-from .trial_folder import Attempt, End, TrialFolder, read_from
+from .trial_folder import Attempt, End, TrialFolder
 
 if TYPE_CHECKING:
     from optuna.trial import Trial

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from ...launch.remote.forwarded_env import parse_env_options
-from ...record.trial_reports import VARIABLE, Report, TrialRequest, read_lines
+from ...record.trial_reports import VARIABLE, LineReader, Report, TrialRequest, read_lines
 from ...report.tuning.tune_events import TuneListener
 from ...report.tuning.tuning_view import COMPLETE, TrialRow, TuningView
 from ..script_runs.deadline import MINUTE_S, Deadline
@@ -44,7 +44,7 @@ from .outcomes import (
 )
 from .search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
 from .study_view import best_numbers, study_view, trial_row
-from .trial_folder import Attempt, ReportReader, TrialFolder
+from .trial_folder import Attempt, TrialFolder
 from .trial_server import TrialServer, TrialStart
 
 # Between two looks at the reports of the trials: not more often than a shared file system bears.
@@ -77,7 +77,7 @@ class TrialRun:
     seat: Seat
     folder: TrialFolder
     attempt: Attempt
-    reader: ReportReader
+    reader: LineReader
     pattern: PatternReader | None
     begun: float
     ending: str = ""
@@ -239,7 +239,7 @@ class Runner:
             seat,
             folder,
             attempt,
-            ReportReader(attempt),
+            LineReader(attempt.reports, Report),
             PatternReader(pattern, attempt.output) if pattern else None,
             time.monotonic(),
         )

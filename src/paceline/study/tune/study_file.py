@@ -1,5 +1,6 @@
 """The study file: what ``paceline tune`` runs, which parameters it varies, and its budget."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,10 +284,11 @@ def _check_metrics(spec: StudySpec) -> None:
             f"study.metric = {', '.join(metrics)} is measured by Paceline alone. HINT: add a "
             "metric that the script reports"
         )
-    for name in spec.patterns:
+    for name, pattern in spec.patterns.items():
         if name not in spec.reported:
             near = nearest(name, spec.reported) or spec.reported[0]
             raise ValueError(f"patterns.{name} is of no metric of study.metric. HINT: {near}")
+        _check_pattern(name, pattern, table.pruner)
     if len(metrics) > 1 and table.pruner != "none":
         raise ValueError(
             f'study.pruner = "{table.pruner}" compares trials by one metric, and this study has '
@@ -301,6 +303,22 @@ def _check_metrics(spec: StudySpec) -> None:
         raise ValueError(
             f"study.repeats = {table.repeats} runs each trial with several seeds, and the command "
             "has no {seed}. HINT: add an argument such as --seed {seed}"
+        )
+
+
+def _check_pattern(name: str, pattern: str, pruner: str) -> None:
+    try:
+        groups = re.compile(pattern).groupindex
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"patterns.{name} = {_shown(pattern)} is no regular expression: {error}. HINT: test it "
+            "with Python's re.search"
+        ) from None
+    if pruner != "none" and "step" not in groups:
+        raise ValueError(
+            f"patterns.{name} = {_shown(pattern)} has no group for the step, and study.pruner = "
+            f'"{pruner}" compares trials after the same step: matches are counted anew when a '
+            r"trial continues. HINT: '(?P<step>\d+)' where the line has the epoch"
         )
 
 

@@ -15,13 +15,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ...record.trial_reports import Answer, Report, parse_lines
+from ...record.trial_reports import Answer
 from ...security.files import InvalidFileError, open_regular
 from ...security.schema import read_json
 
 CHECKPOINT = "checkpoint"
 MAX_END_BYTES = 1 << 16
-MAX_READ_BYTES = 1 << 22  # of a file at a time
 POLL_S = 0.02
 _ATTEMPT = re.compile(r"attempt-(\d{1,6})\.lock")
 
@@ -144,28 +143,3 @@ class TrialFolder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         os.close(open_regular(attempt.lock, flags, follow_links=False, mode=0o666))
         return attempt
-
-
-class ReportReader:
-    """Reads what an attempt has reported since the last call."""
-
-    def __init__(self, attempt: Attempt) -> None:
-        self._path, self._offset = attempt.reports, 0
-
-    def read(self) -> list[Report]:
-        """Return the new reports."""
-        data = read_from(self._path, self._offset)
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        found: list[Report] = parse_lines(data[:end], Report, self._path)
-        return found
-
-
-def read_from(path: Path, offset: int) -> bytes:
-    """Return what a file holds from an offset, at most MAX_READ_BYTES; b"" if there is none."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            file.seek(offset)
-            return file.read(MAX_READ_BYTES)
-    except FileNotFoundError:
-        return b""
