@@ -107,6 +107,48 @@ def test_what_it_cannot_compute_is_refused(tmp_path, model, reason):
     assert not path.exists()
 
 
+class Changed(nn.Module):
+    """Changes a tensor in place, and returns the tensor and not the operator's result."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.layer = change, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.change(x, h)
+        return h
+
+
+IN_PLACE = {
+    "a result": lambda x, h: h.clamp_(-0.05, 0.05),
+    "a result, by a layer": lambda x, h: nn.ReLU(inplace=True)(h),
+    "a view of all": lambda x, h: h.view(-1, 2, 2).clamp_(-0.05, 0.05),
+    "a view of a part": lambda x, h: h[:, 1:3].clamp_(-0.05, 0.05),
+    "an input": lambda x, h: h.mul_(x.add_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_changes_in_place_are_exported_or_refused(tmp_path, kind):
+    torch.manual_seed(3)
+    model, path = Changed(IN_PLACE[kind]), tmp_path / "model.paceline"
+    refused = {
+        "a view of a part": "the operator aten.slice_scatter",
+        "an input": "changes its buffers or its inputs",
+    }
+    # The examples are such that the test vectors do not show the change.
+    options = {"examples": [torch.zeros(1, 4)], "tolerance": 1e-6}
+    with torch.no_grad():
+        model.layer.bias.fill_(0.01)
+    if kind in refused:
+        with pytest.raises(ExportError, match=refused[kind]):
+            export(model, path, "x: float32[batch,4]", **options)
+        return
+    export(model, path, "x: float32[batch,4]", **options)
+    assert largest_error(model, path, "float32", (9, 4)) < 1e-6
+
+
 def test_error_above_the_tolerance_is_refused(tmp_path):
     path = tmp_path / "model.paceline"
     with pytest.raises(ExportError, match="builtin: error"):
