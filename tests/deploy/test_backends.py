@@ -122,6 +122,12 @@ def test_missing_library_says_what_to_install(tmp_path, backend, section, hint):
         assert expected in message
 
 
+@pytest.fixture(scope="module")
+def onnx_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("onnx") / "model.paceline"
+    return with_backend(path, "onnxruntime", {"onnx": b"x"})
+
+
 @pytest.mark.parametrize(
     ("place", "open_to_all", "code", "words"),
     [
@@ -133,16 +139,17 @@ def test_missing_library_says_what_to_install(tmp_path, backend, section, hint):
         ("me/app/rt/lib", "", 10, "was not found"),
     ],
 )
-def test_libraries_beside_this_one_are_not_trusted(tmp_path, place, open_to_all, code, words):
+def test_libraries_beside_this_one_are_not_trusted(
+    tmp_path, onnx_file, place, open_to_all, code, words
+):
     """Only those in site-packages are loaded, and none that other users could have written."""
-    path = with_backend(tmp_path / "model.paceline", "onnxruntime", {"onnx": b"x"})
     site = tmp_path / "site"
     for folder, name in ((place, "libpaceline.so"), ("onnxruntime/capi", "libonnxruntime.so")):
         (site / folder).mkdir(parents=True)
         shutil.copy(LIBRARY_PATH, site / folder / name)
     if open_to_all:
         (site / open_to_all).chmod(0o777)
-    command = [sys.executable, "-P", "-c", LOAD, site / place / "libpaceline.so", path]
+    command = [sys.executable, "-P", "-c", LOAD, site / place / "libpaceline.so", onnx_file]
     env = {k: v for k, v in os.environ.items() if k != "PACELINE_ONNXRUNTIME"}
     said = subprocess.run(command, capture_output=True, text=True, env=env).stdout
     assert said.startswith(f"{code} "), said

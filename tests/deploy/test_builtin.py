@@ -149,6 +149,18 @@ def test_changes_in_place_are_exported_or_refused(tmp_path, kind):
     assert largest_error(model, path, "float32", (9, 4)) < 1e-6
 
 
+def test_layers_that_work_in_place_equal_eager(tmp_path):
+    torch.manual_seed(3)
+    kinds = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.SiLU, nn.Mish, nn.ReLU6, nn.Hardtanh)
+    kinds += (nn.Hardswish, nn.Hardsigmoid, nn.Dropout)
+    layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), *(one(inplace=True) for one in kinds)]
+    model = nn.Sequential(
+        *layers[:2], *(x for one in layers[2:] for x in (one, nn.Conv2d(3, 3, 1)))
+    )
+    export(model, tmp_path / "m", "x: float64[batch,2,5,5]")
+    assert largest_error(model, tmp_path / "m", "float64", (9, 2, 5, 5)) < 1e-13
+
+
 def test_error_above_the_tolerance_is_refused(tmp_path):
     path = tmp_path / "model.paceline"
     with pytest.raises(ExportError, match="builtin: error"):
