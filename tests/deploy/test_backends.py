@@ -1,5 +1,6 @@
 """ONNX Runtime and AOTInductor behind the same interface."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import torch
 from exported_models import export, largest_error
 from test_model_file import split
+from torch import nn
 
 from paceline.deploy.export import Candidate, ExportError, choose
 from paceline.deploy.model_file import encode_model_file
@@ -50,6 +52,24 @@ def test_several_symbolic_sizes(tmp_path, onnx):
 def test_float64_is_refused_where_onnx_runtime_lacks_an_operator(tmp_path, onnx):
     with pytest.raises(ExportError, match=r"onnxruntime: ONNX Runtime: .*Conv"):
         export(models.Net(), tmp_path / "m", "x: float64[batch,3,8,8]", backends=["onnxruntime"])
+
+
+class Coupled(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_fields_of_a_model_that_couples_samples_are_one_batch(tmp_path, onnx):
+    """The builtin backend refuses such models, and splits a batch of fields of this size."""
+    path = tmp_path / "model.paceline"
+    export(Coupled(), path, "x: float64[batch,3]", backends=["onnxruntime"])
+    x = torch.randn(3, 20_000, dtype=torch.float64) + torch.linspace(0, 9, 20_000)
+    y = torch.zeros_like(x)
+    fields = [(ctypes.c_void_p * 3)(*(row.data_ptr() for row in one)) for one in (x, y)]
+    with NativeModel(path) as model:
+        run = model._library.paceline_run_fields_f64
+        assert run(model._model, ctypes.c_int64(20_000), fields[0], None, fields[1], None) == 0
+    assert torch.allclose(y, x - x.mean(1, keepdim=True), rtol=1e-12)
 
 
 def with_backend(path, backend, sections, **changes):
@@ -100,6 +120,40 @@ def test_missing_library_says_what_to_install(tmp_path, backend, section, hint):
         code, _, message = done.stdout.partition(" ")
         assert code == "10", done.stderr  # PACELINE_ERROR_LIBRARY
         assert expected in message
+
+
+@pytest.fixture(scope="module")
+def onnx_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("onnx") / "model.paceline"
+    return with_backend(path, "onnxruntime", {"onnx": b"x"})
+
+
+@pytest.mark.parametrize(
+    ("place", "open_to_all", "code", "words"),
+    [
+        ("paceline/deploy/native/lib", "", 10, "has no OrtGetApiBase"),  # it was loaded
+        ("paceline/deploy/native/lib", "onnxruntime/capi/libonnxruntime.so", 11, "was not loaded"),
+        ("paceline/deploy/native/lib", "onnxruntime/capi", 11, "was not loaded"),
+        ("paceline/deploy/native/lib", "onnxruntime", 11, "was not loaded"),
+        ("paceline/deploy/native/lib", ".", 11, "was not loaded"),
+        ("me/app/rt/lib", "", 10, "was not found"),
+    ],
+)
+def test_libraries_beside_this_one_are_not_trusted(
+    tmp_path, onnx_file, place, open_to_all, code, words
+):
+    """Only those in site-packages are loaded, and none that other users could have written."""
+    site = tmp_path / "site"
+    for folder, name in ((place, "libpaceline.so"), ("onnxruntime/capi", "libonnxruntime.so")):
+        (site / folder).mkdir(parents=True)
+        shutil.copy(LIBRARY_PATH, site / folder / name)
+    if open_to_all:
+        (site / open_to_all).chmod(0o777)
+    command = [sys.executable, "-P", "-c", LOAD, site / place / "libpaceline.so", onnx_file]
+    env = {k: v for k, v in os.environ.items() if k != "PACELINE_ONNXRUNTIME"}
+    said = subprocess.run(command, capture_output=True, text=True, env=env).stdout
+    assert said.startswith(f"{code} "), said
+    assert words in said
 
 
 PATHS = ("ONNXRUNTIME", "LIBTORCH")

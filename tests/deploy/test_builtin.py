@@ -107,6 +107,75 @@ def test_what_it_cannot_compute_is_refused(tmp_path, model, reason):
     assert not path.exists()
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * self.calls
+
+
+def test_models_that_change_their_buffers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="changes its buffers"):
+        export(Counting(), tmp_path / "m", "x: float32[batch,4]")
+
+
+class Changed(nn.Module):
+    """Changes a tensor in place, and returns the tensor and not the operator's result."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.layer = change, nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.change(x, h)
+        return h
+
+
+IN_PLACE = {
+    "a result": lambda x, h: h.clamp_(-0.05, 0.05),
+    "a result, by a layer": lambda x, h: nn.ReLU(inplace=True)(h),
+    "a view of all": lambda x, h: h.view(-1, 2, 2).clamp_(-0.05, 0.05),
+    "a view of a part": lambda x, h: h[:, 1:3].clamp_(-0.05, 0.05),
+    "an input": lambda x, h: h.mul_(x.add_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_changes_in_place_are_exported_or_refused(tmp_path, kind):
+    torch.manual_seed(3)
+    model, path = Changed(IN_PLACE[kind]), tmp_path / "model.paceline"
+    refused = {
+        "a view of a part": "the operator aten.slice_scatter",
+        "an input": "changes an input in place",  # it belongs to the solver
+    }
+    # The examples are such that the test vectors do not show the change.
+    options = {"examples": [torch.zeros(1, 4)], "tolerance": 1e-6}
+    with torch.no_grad():
+        model.layer.bias.fill_(0.01)
+    if kind in refused:
+        with pytest.raises(ValueError, match=refused[kind]):
+            export(model, path, "x: float32[batch,4]", **options)
+        return
+    export(model, path, "x: float32[batch,4]", **options)
+    assert largest_error(model, path, "float32", (9, 4)) < 1e-6
+
+
+def test_layers_that_work_in_place_equal_eager(tmp_path):
+    torch.manual_seed(3)
+    kinds = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SELU, nn.SiLU, nn.Mish, nn.ReLU6, nn.Hardtanh)
+    kinds += (nn.Hardswish, nn.Hardsigmoid, nn.Dropout)
+    layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), *(one(inplace=True) for one in kinds)]
+    model = nn.Sequential(
+        *layers[:2], *(x for one in layers[2:] for x in (one, nn.Conv2d(3, 3, 1)))
+    )
+    export(model, tmp_path / "m", "x: float64[batch,2,5,5]")
+    assert largest_error(model, tmp_path / "m", "float64", (9, 2, 5, 5)) < 1e-13
+
+
 def test_error_above_the_tolerance_is_refused(tmp_path):
     path = tmp_path / "model.paceline"
     with pytest.raises(ExportError, match="builtin: error"):

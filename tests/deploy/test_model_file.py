@@ -120,6 +120,23 @@ def test_wrong_weights_fail_the_test_vectors(tmp_path, content):
         model.test()
 
 
+def test_nan_in_the_first_element_fails_the_test_vectors(tmp_path):
+    """And is not hidden by right elements behind it."""
+    path = tmp_path / "model.paceline"
+    export(models.scale(), path, "x: float64[batch,3]")
+    manifest, sections = split(path.read_bytes())
+    bias = struct.pack("<d", 10.0)
+    assert sections["weights"].count(bias) == 1
+    sections["weights"] = sections["weights"].replace(bias, struct.pack("<d", float("nan")))
+    path.write_bytes(encode_model_file(manifest, sections))
+    x, y = (torch.zeros(1, n, dtype=torch.float64) for n in (3, 2))
+    with NativeModel(path) as model:
+        model.run([x], [y])
+        assert y.isnan().tolist() == [[True, False]]
+        with pytest.raises(NativeModelError, match="differ by nan"):
+            model.test()
+
+
 def test_manifest_says_what_a_solver_needs(tmp_path):
     path = tmp_path / "model.paceline"
     fields = {

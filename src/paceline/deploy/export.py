@@ -20,6 +20,7 @@ from ..version import __version__
 from .builtin.translate import translate
 from .builtin.values import UnsupportedError
 from .compiled_model import CompileError, compile_model, processor, torch_abi, torch_library
+from .in_place import without_changes
 from .model_file import write_model_file
 from .native_model import NativeModel, NativeModelError, library
 from .onnx_model import OnnxError, export_onnx, onnxruntime_library
@@ -329,13 +330,14 @@ def _export_graph(model: nn.Module, spec: ModelSpec, sample: list[torch.Tensor])
     if isinstance(model, Normalised):
         shapes = (shapes,)  # type: ignore[assignment]  # forward(*inputs)
     try:
-        return torch.export.export(model, tuple(sample), dynamic_shapes=shapes)
+        exported = torch.export.export(model, tuple(sample), dynamic_shapes=shapes)
     except Exception as error:
         raise ValueError(
             f"torch.export can't export the model: {type(error).__name__}: {str(error)[:2000]} "
             "HINT: conditions on values, and sizes that change within the model, can't be "
             "exported; a size can be fixed: --input 'x: float32[64,6]'"
         ) from error
+    return without_changes(exported)
 
 
 def _symbolic_outputs(

@@ -5,6 +5,7 @@ program scale
   implicit none
   type(paceline_model) :: model
   real(c_double) :: x(5, 3), y(5, 2), field(2, 9, 3), expected(5, 2), wrong(5, 4), error, one(3), r(3, 5), s(2, 5)
+  real(c_double) :: no_cells(3, 0), no_results(2, 0), none(0, 3), no_y(0, 2)
   real(c_float) :: single(5, 3), result(5, 2)
   integer(c_int) :: status
   integer :: i, j
@@ -32,6 +33,9 @@ program scale
   if (any(abs(y - expected) > 1e-13)) error stop "section"
   call model%run(x(5:1:-1, :), y(5:1:-1, :))
   if (any(abs(y - expected) > 1e-13)) error stop "backwards"
+  ! A rank without cells.
+  call model%run(no_cells, no_results, order=paceline_reversed)
+  call model%run(none, no_y)
   wrong = 0
   call model%run(wrong, y, status=status)
   if (status /= PACELINE_ERROR_SHAPE) error stop "shape"

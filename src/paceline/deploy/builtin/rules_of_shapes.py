@@ -23,7 +23,6 @@ from .values import (
 
 @rule(
     "dropout",
-    "dropout_",
     "alpha_dropout",
     "feature_dropout",
     "clone",

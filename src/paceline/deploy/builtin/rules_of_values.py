@@ -66,13 +66,13 @@ SIMPLE = (
 )
 
 
-@rule(*SIMPLE, *(f"{name}_" for name in SIMPLE), "log", "square")
+@rule(*SIMPLE, "log", "square")
 def _simple(t: Translation, node: Node) -> Value:
-    name = str(node.target).split(".")[1].removesuffix("_")
+    name = str(node.target).split(".")[1]
     return unary(t, t.value(node, 0), name)
 
 
-@rule("leaky_relu", "leaky_relu_")
+@rule("leaky_relu")
 def _leaky_relu(t: Translation, node: Node) -> Value:
     return unary(t, t.value(node, 0), "leaky_relu", t.argument(node, 1, default=0.01))
 
@@ -83,7 +83,7 @@ def _gelu(t: Translation, node: Node) -> Value:
     return unary(t, t.value(node, 0), "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
-@rule("elu", "elu_")
+@rule("elu")
 def _elu(t: Translation, node: Node) -> Value:
     alpha, scale, inner = (t.argument(node, i, default=1.0) for i in (1, 2, 3))
     if inner != 1:
@@ -91,7 +91,7 @@ def _elu(t: Translation, node: Node) -> Value:
     return unary(t, t.value(node, 0), "elu", scale, alpha * scale)
 
 
-@rule("selu", "selu_")
+@rule("selu")
 def _selu(t: Translation, node: Node) -> Value:
     alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
     return unary(t, t.value(node, 0), "elu", scale, alpha * scale)
@@ -103,18 +103,18 @@ def _softplus(t: Translation, node: Node) -> Value:
     return unary(t, t.value(node, 0), "softplus", beta, threshold)
 
 
-@rule("mish", "mish_")
+@rule("mish")
 def _mish(t: Translation, node: Node) -> Value:
     x = t.value(node, 0)
     return binary(t, "multiply", unary(t, unary(t, x, "softplus", 1.0, 20.0), "tanh"), x, x.shape)
 
 
-@rule("relu6", "relu6_")
+@rule("relu6")
 def _relu6(t: Translation, node: Node) -> Value:
     return unary(t, t.value(node, 0), "clamp", 0.0, 6.0)
 
 
-@rule("hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_")
+@rule("hardswish", "hardsigmoid")
 def _hard(t: Translation, node: Node) -> Value:
     x = t.value(node, 0)
     moved = binary(t, "add", x, torch.tensor(3.0, dtype=t.dtype), x.shape)
@@ -123,7 +123,7 @@ def _hard(t: Translation, node: Node) -> Value:
     return binary(t, "multiply", gate, x, x.shape) if "swish" in str(node.target) else gate
 
 
-@rule("clamp", "clamp_", "hardtanh", "hardtanh_", "clamp_min", "clamp_max")
+@rule("clamp", "hardtanh", "clamp_min", "clamp_max")
 def _clamp(t: Translation, node: Node) -> Value:
     name = str(node.target).split(".")[1]
     low, high = t.argument(node, 1, "min"), t.argument(node, 2, "max")
@@ -154,13 +154,9 @@ def _rsqrt(t: Translation, node: Node) -> Value:
 REVERSED = {"subtract": "subtract_from", "divide": "divide_into"}
 TORCH_BINARIES = {
     "add": "add",
-    "add_": "add",
     "sub": "subtract",
-    "sub_": "subtract",
     "mul": "multiply",
-    "mul_": "multiply",
     "div": "divide",
-    "div_": "divide",
     "maximum": "maximum",
     "minimum": "minimum",
     "rsub": "subtract_from",

@@ -11,7 +11,7 @@ from .translation import Builtin, Translation
 
 
 def translate(exported: ExportedProgram, dtype: torch.dtype) -> Builtin:
-    """Return the builtin backend's data of a model.
+    """Return the builtin backend's data of a model that changes nothing in place.
 
     Raises:
         UnsupportedError: The builtin backend can't compute the model.

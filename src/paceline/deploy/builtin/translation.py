@@ -60,8 +60,6 @@ class Translation:
 
     def _inputs(self) -> list[int]:
         signature = self.exported.graph_signature
-        if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-            raise UnsupportedError("the model changes its buffers or its inputs")
         weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         inputs: list[int] = []
         for node in self.exported.graph.nodes:

@@ -291,6 +291,7 @@ contains
     t%dtype = PACELINE_FLOAT32
     t%rank = 1
     t%shape(:1) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2))) / c_sizeof(x(1))
@@ -304,6 +305,7 @@ contains
     t%dtype = PACELINE_FLOAT32
     t%rank = 2
     t%shape(:2) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1))) / c_sizeof(x(1, 1))
@@ -318,6 +320,7 @@ contains
     t%dtype = PACELINE_FLOAT32
     t%rank = 3
     t%shape(:3) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1, 1))) / c_sizeof(x(1, 1, 1))
@@ -333,6 +336,7 @@ contains
     t%dtype = PACELINE_FLOAT32
     t%rank = 4
     t%shape(:4) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1, 1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1, 1, 1))) / c_sizeof(x(1, 1, 1, 1))
@@ -349,6 +353,7 @@ contains
     t%dtype = PACELINE_FLOAT64
     t%rank = 1
     t%shape(:1) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2))) / c_sizeof(x(1))
@@ -362,6 +367,7 @@ contains
     t%dtype = PACELINE_FLOAT64
     t%rank = 2
     t%shape(:2) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1))) / c_sizeof(x(1, 1))
@@ -376,6 +382,7 @@ contains
     t%dtype = PACELINE_FLOAT64
     t%rank = 3
     t%shape(:3) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1, 1))) / c_sizeof(x(1, 1, 1))
@@ -391,6 +398,7 @@ contains
     t%dtype = PACELINE_FLOAT64
     t%rank = 4
     t%shape(:4) = shape(x, c_int64_t)
+    if (size(x) == 0) call put_order(t, order)
     if (size(x) == 0) return
     t%data = c_loc(x(1, 1, 1, 1))
     if (size(x, 1) > 1) t%strides(1) = apart(t%data, c_loc(x(2, 1, 1, 1))) / c_sizeof(x(1, 1, 1, 1))

@@ -7,7 +7,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -22,8 +21,7 @@ static uint64_t little(const uint8_t *at, int bytes) {
     return value;
 }
 
-/* Whether only this user or root can change what a path names: the file and all its folders. */
-static bool is_private(const char *path, const struct stat *file) {
+bool is_private(const char *path, const struct stat *file) {
     if ((file->st_uid != geteuid() && file->st_uid != 0) || file->st_mode & 022) return false;
     char *real = realpath(path, NULL);
     bool good = real != NULL;

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "../include/paceline.h"
 
@@ -74,6 +75,8 @@ typedef struct {
     double tolerance;
     char backend[MAX_NAME + 1];
 } artifact;
+/* Whether only this user or root can change what a path names: the file and all its folders. */
+HIDDEN bool is_private(const char *path, const struct stat *file);
 HIDDEN int artifact_read(const char *path, artifact *read);
 HIDDEN void artifact_close(artifact *read);
 HIDDEN const section *find_section(const artifact *read, const char *name);

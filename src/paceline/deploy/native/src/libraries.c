@@ -20,20 +20,32 @@ static bool find_in(const char *folder, const char *name, char *path, size_t byt
     return found;
 }
 
-static void *open_package(const char *package, const char *pattern) {
+/* Whether only this user or root can change a file or folder, and the folders above it. */
+static bool is_safe(const char *path) {
+    struct stat status;
+    return !stat(path, &status) && is_private(path, &status);
+}
+
+#define PLACE "/paceline/deploy/native/lib/libpaceline.so"
+
+/* The library of a package beside Paceline's in site-packages; *unsafe: it was found, but others can
+   change it. Of a copy of this library elsewhere, nothing is known of the folders beside it. */
+static void *open_package(const char *package, const char *pattern, char *path, size_t bytes, bool *unsafe) {
     Dl_info info;
-    char folder[4096], path[4352];
+    char folder[4096];
     if (!dladdr((void *)(uintptr_t)paceline_version, &info) || !info.dli_fname) return NULL;
-    char *real = realpath(info.dli_fname, NULL); /* site-packages/paceline/deploy/native/lib/ */
+    char *real = realpath(info.dli_fname, NULL);
     if (!real) return NULL;
-    for (int i = 0; i < 5; i++) {
-        char *slash = strrchr(real, '/');
-        if (slash) *slash = 0;
+    size_t length = strlen(real), place = strlen(PLACE);
+    bool found = length > place && !strcmp(real + length - place, PLACE);
+    if (found) {
+        real[length - place] = 0;
+        found = snprintf(folder, sizeof folder, "%s/%s", real, package) < (int)sizeof folder &&
+                find_in(folder, pattern, path, bytes);
+        *unsafe = found && !(is_safe(real) && is_safe(folder) && is_safe(path)); /* each may be a link */
     }
-    int length = snprintf(folder, sizeof folder, "%s/%s", real, package);
     free(real);
-    if (length >= (int)sizeof folder || !find_in(folder, pattern, path, sizeof path)) return NULL;
-    return open_quietly(path);
+    return found && !*unsafe ? open_quietly(path) : NULL;
 }
 
 int load_library(const char *path, const char *variable, const char *const *names, const char *package,
@@ -45,7 +57,12 @@ int load_library(const char *path, const char *variable, const char *const *name
     }
     for (; *names; names++)
         if ((*handle = open_quietly(*names))) return PACELINE_OK;
-    if ((*handle = open_package(package, pattern))) return PACELINE_OK;
+    char beside[4352];
+    bool unsafe = false;
+    if ((*handle = open_package(package, pattern, beside, sizeof beside, &unsafe))) return PACELINE_OK;
+    if (unsafe)
+        return fail(PACELINE_ERROR_UNSAFE, "%s was not loaded, as other users can change it or a folder above it. "
+                    "HINT: take away their right to write, or set %s to the path of the library", beside, variable);
     return fail(PACELINE_ERROR_LIBRARY, "%s* was not found. HINT: %s, or set %s to the path of the library", pattern,
                 hint, variable);
 }

@@ -360,7 +360,8 @@ int paceline_run_f64(const paceline_model *model, int64_t batch, const double *i
     return run_single(model, batch, in, out, PACELINE_FLOAT64);
 }
 
-/* Samples are gathered in parts, so that a large field needs no copy of its size. */
+/* Samples are gathered in parts, so that a large field needs no copy of its size. Only the builtin
+   backend refuses models that couple the samples of a batch: the others get it whole. */
 #define PART_ELEMENTS 16384
 
 static void copy_fields(bool gather, char *buffer, void *const *fields, const int64_t *strides, int64_t features,
@@ -409,7 +410,8 @@ static int run_fields(const paceline_model *model, int64_t batch, void *const *i
     const symbol *s = model->read.inputs->symbols[0] < 0 ? NULL : &model->read.symbols[model->read.inputs->symbols[0]];
     int64_t features = shapes[0][1], results = shapes[1][1], wide = features > results ? features : results;
     int64_t part = PART_ELEMENTS / wide < 64 ? 64 : PART_ELEMENTS / wide;
-    if (!s || s->min > 1 || part > batch) part = batch; /* other sizes may be refused */
+    /* Other sizes may be refused. */
+    if (model->use != &BUILTIN || !s || s->min > 1 || part > batch) part = batch;
     size_t element = element_bytes(dtype), total;
     if (__builtin_mul_overflow((size_t)part * element, (size_t)(features + results), &total))
         return fail(PACELINE_ERROR_BOUNDS, "the batch is too large");
@@ -443,6 +445,9 @@ static double value_at(const void *data, int64_t i, int dtype) {
     if (dtype == PACELINE_FLOAT64) return memcpy(&twice, (const char *)data + i * 8, 8), twice;
     return memcpy(&single, (const char *)data + i * 4, 4), (double)single;
 }
+
+/* The larger one; NaN if one is NaN. */
+static double larger(double a, double b) { return isnan(a) || a > b ? a : b; }
 
 /* The tensors of one case of the test vectors. */
 typedef struct {
@@ -500,11 +505,9 @@ static int test_case(const paceline_model *model, const int64_t *sizes, size_t *
         for (int64_t j = 0; j < v->counts[i]; j++) {
             double want = value_at(v->expected[i], j, dtype), found = value_at(v->results[i - ins], j, dtype);
             largest = fmax(largest, fabs(want));
-            double apart = fabs(want - found);
-            if (!(apart <= difference)) difference = apart; /* NaN as well */
+            difference = larger(difference, fabs(want - found));
         }
-        double relative = largest > 0 ? difference / largest : difference;
-        if (!(relative <= *worst)) *worst = relative;
+        *worst = larger(*worst, largest > 0 ? difference / largest : difference);
     }
     if (v) free_case(v);
     return code;
