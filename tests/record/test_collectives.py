@@ -247,7 +247,7 @@ def test_mismatch_is_reported_if_the_hook_of_collectives_fails(group, monkeypatc
     if failure == "earlier":
         hook_failures.report_failure(collectives.COLLECTIVES_HOOK, ValueError())
     elif failure == "before the call":
-        monkeypatch.setattr(collectives, "_bytes", lambda _: {}["broken"])
+        monkeypatch.setattr(collectives, "sum_bytes", lambda _: {}["broken"])
     else:
         monkeypatch.setattr(group, "note_launch", lambda *_: {}["broken"])
     with pytest.raises(ValueError, match="ranks disagree about collective 1") as error:

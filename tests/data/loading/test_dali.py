@@ -92,7 +92,7 @@ def test_random_draws_depend_on_seed_epoch_and_sample_only(images, augmented):
         for rank in range(count):
             loader = Loader(shards, size // count, shuffle=True, dali=augmented)
             part = ShardedLoader(loader, rank=rank, ranks=count, seed=5)
-            part._batches.begin(0, 0, part._order(0))
+            part._batches.begin(part.split, 0, 0, part._order(0))
             yield zip(part.loader, list(part._batches), strict=True)
 
     alone, three = by_sample(ranks(1, 9), 5), by_sample(ranks(3, 9), 5)
