@@ -235,7 +235,7 @@ def test_interrupt_leaves_only_complete_pieces(folder):
     assert "Traceback" not in err
     work = folder / "out" / ".packing"
     assert {path.name.rstrip("0123456789") for path in work.iterdir()} == {
-        *("lock", "pieces.json", "plan.json", "piece-"),
+        *(".paceline", "lock", "pieces.json", "plan.json", "piece-"),
     }
     assert not _running_in(folder)
     (folder / "go").touch()
