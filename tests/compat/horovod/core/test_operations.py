@@ -28,17 +28,20 @@ def results(tmp_path_factory):
     known = {}
 
     def of_script(name, size, **variables):
-        if (name, size) not in known or variables:
-            folder = tmp_path_factory.mktemp(f"cases-{size}")
-            try:
-                ranks.run(HERE / name, folder, ranks=size, check=False, timeout=60, **variables)
-            except subprocess.TimeoutExpired:
-                pass  # the cases after the one that hangs have no result
-            files = [folder / f"{rank}.json" for rank in range(size)]
-            known[name, size] = [
-                json.loads(file.read_text()) if file.exists() else {} for file in files
-            ]
+        if variables:
+            return run(name, size, **variables)
+        if (name, size) not in known:
+            known[name, size] = run(name, size)
         return known[name, size]
+
+    def run(name, size, **variables):
+        folder = tmp_path_factory.mktemp(f"cases-{size}")
+        try:
+            ranks.run(HERE / name, folder, ranks=size, check=False, timeout=60, **variables)
+        except subprocess.TimeoutExpired:
+            pass  # the cases after the one that hangs have no result
+        files = [folder / f"{rank}.json" for rank in range(size)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
     return of_script
 
