@@ -189,8 +189,8 @@ def test_the_output_of_a_foreign_script_has_the_metric(tmp_path):
 
 @pytest.mark.long
 def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
-    """Trials of 2 ranks run side by side, one on each node; the runner is killed and continued on
-    another node.
+    """Trials of 2 ranks on two nodes of one core; the runner is killed and continued on another
+    node.
     """
     ranks.write(shared_folder, TRAIN, "train.py")
     (shared_folder / "study.toml").write_text(
@@ -209,24 +209,12 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
     assert [one["state"] for one in study["trials"]] == ["complete"] * 4
     nodes = set()
     for one in study["trials"]:
-        lines = [
-            line.split()
-            for rank in (0, 1)
-            for line in (trials / f"{one['number']:05}/rank-{rank}").read_text().splitlines()
-        ]
+        files = [trials / f"{one['number']:05}/rank-{rank}" for rank in (0, 1)]
+        lines = [line.split() for file in files for line in file.read_text().splitlines()]
         assert {line[1] for line in lines} == {repr(one["parameters"]["lr"])}
         assert {line[2] for line in lines} == {"2"}
         nodes |= {line[3] for line in lines}
-        assert len({line[3] for line in lines}) == 1
     assert len(nodes) >= 2
-    wide = STUDY.replace("trials = 3", "trials = 1").replace("ranks = 2", "ranks = 4")
-    (shared_folder / "wide.toml").write_text(wide.replace('pruner = "promotion"', ""))
-    words = ("salloc", "-N", "2", ranks.PACELINE, "tune", "wide.toml", "--json")
-    done = slurm.run(*words, cwd=shared_folder, timeout=400)
-    assert json.loads(done.stdout[done.stdout.index("{") :])["trials"][0]["state"] == "complete"
-    seen = [(shared_folder / f"wide.trials/00000/rank-{n}").read_text().split() for n in range(4)]
-    assert len({line[3] for line in seen}) == 2
-    assert len({line[1] for line in seen}) == 1
     assert not slurm.left_over()
 
 
