@@ -1,9 +1,6 @@
 """Progress of a running study: a table on a terminal, otherwise a line for each run."""
 
-import sys
 import time
-from types import TracebackType
-from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,52 +8,21 @@ from rich.text import Text
 from ....analyze.scaling.study_events import Progress, StudyListener
 from ....analyze.scaling.study_model import ScalingStudy, Setup, StudyRun
 from ....plurals import ordinal
-from ....security.terminal import for_terminal
-from ...console import PlainConsole
 from ...numbers import amount, counted, duration, elapsed
 from ...scaling.findings import Findings
+from ..live_table import LiveTable
 from .study_table import study_panel
 
-REFRESHES_PER_S = 2
 
-
-class StudyDisplay(StudyListener):
-    """Shows a study on standard error while it runs.
-
-    Used as a context manager: the table is removed at the end, before the result is printed.
-    """
+class StudyDisplay(LiveTable, StudyListener):
+    """Shows a study on standard error while it runs."""
 
     def __init__(self) -> None:
         self._study: ScalingStudy | None = None
         self._progress = Progress()
         # by setup: number of the repeat, start, expected duration
         self._running: dict[Setup, tuple[int, float, float]] = {}
-        self._live: Any = None
-        self._console: PlainConsole | None = None
-        if sys.stderr.isatty():
-            from rich.live import Live
-
-            self._console = PlainConsole(stderr=True, highlight=False)
-            self._live = Live(
-                get_renderable=self._table,
-                console=self._console,
-                refresh_per_second=REFRESHES_PER_S,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        super().__init__()  # it asks for the table
 
     def study_started(self, study: ScalingStudy, progress: Progress) -> None:
         self._study, self._progress = study, progress
@@ -81,21 +47,11 @@ class StudyDisplay(StudyListener):
         else:
             self._write(f"run {progress.runs_done}: {run_sentence(run)}{_left(progress)}")
 
-    def message(self, text: str) -> None:
-        if self._live is not None and self._console is not None:
-            self._console.print(Text(f"paceline: {text}"))  # above the table
-        else:
-            self._write(text)
-
     def study_ended(self, study: ScalingStudy, progress: Progress) -> None:
         self._study, self._progress = study, progress
         self._running.clear()
         if self._live is not None:
             self._live.stop()
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(for_terminal(f"paceline: {text}\n"))
-        sys.stderr.flush()
 
     def _table(self) -> RenderableType:
         if self._study is None or self._console is None:
