@@ -17,12 +17,13 @@ from .placement import place_model
 from .replicated.data_parallel import DataParallel
 from .sharded.replication import broadcast_model
 from .sharded.strategy import FullySharded
+from .spatial.strategy import SpatialParallel
 from .strategy.distributed_model import DistributedModel
 from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 
 # In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
 # (after recomputation) shards or replicas.
-STRATEGIES: list[type[ParallelStrategy]] = [DataParallel, FullySharded]
+STRATEGIES: list[type[ParallelStrategy]] = [SpatialParallel, DataParallel, FullySharded]
 
 
 def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:

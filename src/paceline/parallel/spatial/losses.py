@@ -1,0 +1,129 @@
+"""Losses over positions, and dropout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name
+
+from .exchange import sum_over
+from .pointwise import aligned, merged_parts
+from .split_tensor import SplitTensor, first_split, handles, refused
+
+_ELEMENTWISE = [
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
+    *(F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss),
+    F.gaussian_nll_loss,
+]
+
+
+@handles(*_ELEMENTWISE)
+def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
+    """Loss of each position by itself, then sum or mean over all of them."""
+    bound = _bound(func, args, options)
+    reduction = bound.pop("reduction", "mean")
+    _check_reduction(bound, reduction)
+    tensors = [one for one in bound.values() if isinstance(one, torch.Tensor)]
+    first = first_split(tensors)
+    assert first is not None
+    shape = torch.broadcast_shapes(*(one.shape for one in tensors))
+    parts = merged_parts(tensors, shape)
+    given = {key: aligned(one, shape, parts, first) for key, one in bound.items()}
+    each = func(**given, reduction="none")
+    if reduction == "none":
+        return first.like(each, parts)
+    total = sum_over(each.sum(), first.groups.over(parts, parts))
+    if reduction == "sum":
+        return total
+    return total / (shape[0] if reduction == "batchmean" else shape.numel())
+
+
+def _bound(func: Any, args: Any, options: Any) -> dict[str, Any]:
+    """Return all arguments by name."""
+    import inspect
+
+    return dict(inspect.signature(func).bind(*args, **options).arguments)
+
+
+def _check_reduction(bound: dict[str, Any], reduction: str) -> None:
+    for name in ("size_average", "reduce"):
+        if bound.pop(name, None) is not None:
+            raise refused(f"{name}=... of a loss over a tensor", "reduction='mean'")
+    if reduction not in ("none", "mean", "sum", "batchmean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction. HINT: 'mean'")
+
+
+@handles(F.cross_entropy, F.nll_loss)
+def class_loss(func: Any, *args: Any, **options: Any) -> Any:
+    """Cross entropy of each position; its mean is weighted over all positions."""
+    bound = _bound(func, args, options)
+    reduction = bound.pop("reduction", "mean")
+    _check_reduction(bound, reduction)
+    values, target = bound.pop("input"), bound.pop("target")
+    if not isinstance(values, SplitTensor):
+        raise refused("a loss got whole outputs and targets from a tensor", "target.whole()")
+    if any(dim == 1 or dim == 0 for dim in values.parts):
+        raise refused(f"{func.__name__} got samples or classes of a tensor", ".whole() first")
+    classes = target.dim() == values.dim()  # probabilities
+    where = values.parts if classes else {dim - 1: one for dim, one in values.parts.items()}
+    expected = list(values.shape) if classes else [values.size(0), *values.shape[2:]]
+    if list(target.shape) != expected:
+        raise ValueError(
+            f"{func.__name__}: the targets have shape {tuple(target.shape)}, and outputs of shape "
+            f"{tuple(values.shape)} need {tuple(expected)}. HINT: indices of classes for each "
+            "position"
+        )
+    known = aligned(target, target.shape, where, values)
+    each = func(values.local, known, reduction="none", **bound)
+    parts = {dim - 1: one for dim, one in values.parts.items()}
+    if reduction == "none":
+        return values.like(each, parts)
+    group = values.groups.over(values.parts, values.parts)
+    total = sum_over(each.sum(), group)
+    if reduction == "sum":
+        return total
+    if classes:
+        return total / (values.numel() // values.size(1))
+    counted = known != bound.get("ignore_index", -100)
+    weight = bound.get("weight")
+    shares = counted.to(each.dtype)
+    if weight is not None:
+        shares = shares * weight[known.where(counted, 0)]
+    return total / sum_over(shares.sum(), group)
+
+
+@contextmanager
+def own_random_numbers(values: SplitTensor) -> Iterator[None]:
+    """Draw numbers that differ between the ranks of a sample; the common stream goes on equally."""
+    seed = int(torch.randint(1 << 62, ()).item())
+    devices = [values.device] if values.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (values.groups.offset + 1)) % (1 << 63))
+        yield
+
+
+@handles(
+    *(F.dropout, torch.dropout, torch.dropout_, F.alpha_dropout, torch.alpha_dropout),
+    *(torch.rand_like, torch.randn_like, torch.bernoulli, torch.Tensor.bernoulli_),
+    *(torch.Tensor.normal_, torch.Tensor.uniform_, F.rrelu, torch.rrelu),
+)
+def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Each rank draws for its positions."""
+    if any(isinstance(one, torch.Generator) for one in (*args, *options.values())):
+        raise refused(f"{func.__name__} with a generator for a tensor", "leave generator out")
+    with own_random_numbers(values):
+        result = func(values.local, *args, **options)
+    return values if result is values.local else values.like(result)
+
+
+@handles(
+    *(F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout),
+    *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout),
+)
+def channel_dropout(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Drop whole channels: all ranks of a sample draw the same ones."""
+    if any(dim < 2 for dim in values.parts):
+        raise refused(f"{func.__name__} got samples or channels of a tensor", ".whole() first")
+    result = func(values.local, *args, **options)
+    return values if result is values.local else values.like(result)

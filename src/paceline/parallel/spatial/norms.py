@@ -1,0 +1,185 @@
+"""Sums, means and normalization over positions that are divided."""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name
+
+from ...optim.norms import _GlobalStatistics
+from .exchange import GroupExchange, sum_over
+from .pointwise import along, along_dim, keepdim_of, normal_dims, parts_after_reduction
+from .split_tensor import SplitTensor, handles, refused
+
+
+@handles(torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)
+def total_or_mean(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Sum or mean over any dims."""
+    dim = along_dim(func, args, options)
+    dims = tuple(range(values.dim())) if dim in (None, (), []) else normal_dims(dim, values.dim())
+    if not any(one in values.parts for one in dims):
+        return along(func, values, *args, **options)
+    keepdim = keepdim_of(func, args, options)
+    dtype = options.get("dtype")
+    if func.__name__ == "mean" and not (values.is_floating_point() or dtype is not None):
+        func(torch.empty(0, dtype=values.dtype))  # PyTorch's own error
+    local = values.local.sum(dims, keepdim=keepdim, dtype=dtype)
+    parts = parts_after_reduction(values, dims, keepdim)
+    found = sum_over(local, values.groups.over(values.parts, dims))
+    if func.__name__ == "mean":
+        found = found / prod(values.size(one) for one in dims)
+    return values.like(found, parts)
+
+
+@handles(torch.var, torch.Tensor.var, torch.std, torch.Tensor.std)
+def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Variance or standard deviation over any dims, from the deviations of the whole mean."""
+    dim = along_dim(func, args, options)
+    if isinstance(dim, bool):
+        dim = None
+    dims = tuple(range(values.dim())) if dim in (None, (), []) else normal_dims(dim, values.dim())
+    if not any(one in values.parts for one in dims):
+        return along(func, values, *args, **options)
+    correction = options.get("correction")
+    if correction is None:
+        unbiased = [one for one in args if isinstance(one, bool)][:1]
+        correction = int(options.get("unbiased", unbiased[0] if unbiased else True))
+    keepdim = bool(options.get("keepdim", False))
+    count = prod(values.size(one) for one in dims)
+    group = values.groups.over(values.parts, dims)
+    mean = sum_over(values.local.sum(dims, keepdim=True), group) / count
+    squares = (values.local - mean).square().sum(dims, keepdim=keepdim)
+    found = sum_over(squares, group) / max(count - correction, 0)
+    if func.__name__ == "std":
+        found = found.sqrt()
+    return values.like(found, parts_after_reduction(values, dims, keepdim))
+
+
+@handles(torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max, torch.min, torch.Tensor.min,
+         torch.amin, torch.Tensor.amin, torch.any, torch.Tensor.any, torch.all, torch.Tensor.all)  # fmt: skip
+def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    """Largest or smallest value, or whether any or all are true, over all positions: gathered."""
+    if args or options:
+        return along(func, values, *args, **options)
+    return func(values.whole())
+
+
+@handles(F.batch_norm, torch.batch_norm)
+def batch_norm(
+    func: Any,
+    values: SplitTensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Normalize each channel with the statistics of the whole batch."""
+    if not training:
+        given = (running_mean, running_var, weight, bias, False, momentum, eps)
+        return values.like(F.batch_norm(values.local, *given))
+    if any(dim < 2 for dim in values.parts):
+        raise refused("batch normalization got samples or channels of a tensor", ".whole() first")
+    number = values.numel() // values.size(1)
+    if number <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size "
+            f"{tuple(values.shape)}"
+        )
+    exchange = GroupExchange(values.groups.over(values.parts, values.parts))
+    apply: Any = _GlobalStatistics.apply
+    result, mean, spread, samples = apply(values.local, weight, bias, eps, exchange, True)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            unbiased = spread * (samples / (samples - 1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return values.like(result)
+
+
+@handles(F.group_norm, torch.group_norm)
+def group_norm(
+    func: Any,
+    values: SplitTensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """Normalize groups of channels of each sample over all positions."""
+    if any(dim < 2 for dim in values.parts):
+        raise refused("group normalization got samples or channels of a tensor", ".whole() first")
+    if values.size(1) % num_groups:
+        raise ValueError(
+            f"{values.size(1)} channels can't be divided into {num_groups} groups. HINT: a divisor "
+            "of the channels"
+        )
+    return values.like(_normalized(values, num_groups, weight, bias, eps))
+
+
+def _normalized(
+    values: SplitTensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    local = values.local
+    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+    samples, channels = local.shape[:2]
+    rows = wide.reshape(samples, groups, channels // groups, *local.shape[2:])
+    dims = tuple(range(2, rows.dim()))
+    count = prod(values.shape[1:]) // groups
+    group = values.groups.over(values.parts, values.parts)
+    mean = sum_over(rows.sum(dims, keepdim=True), group) / count
+    deviations = rows - mean
+    spread = sum_over(deviations.square().sum(dims, keepdim=True), group) / count
+    result = (deviations * torch.rsqrt(spread + eps)).reshape(local.shape)
+    around = [1] * (local.dim() - 2)
+    if weight is not None:
+        result = result * weight.view(-1, *around)
+    if bias is not None:
+        result = result + bias.view(-1, *around)
+    return result.to(local.dtype)
+
+
+@handles(F.instance_norm, torch.instance_norm)
+def instance_norm(
+    func: Any,
+    values: SplitTensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """Normalize each channel of each sample over all positions."""
+    if not use_input_stats:
+        given = (running_mean, running_var, weight, bias, False, momentum, eps)
+        return values.like(F.batch_norm(values.local, *given))
+    if running_mean is not None:
+        raise refused(
+            "instance normalization with running statistics of a tensor",
+            "track_running_stats=False",
+        )
+    return values.like(_normalized(values, values.size(1), weight, bias, eps))
+
+
+@handles(F.layer_norm, torch.layer_norm, F.linear, torch._C._nn.linear)
+def over_last_dims(func: Any, values: SplitTensor, given: Any, *args: Any, **options: Any) -> Any:
+    """Layer normalization and linear layers over last dims that are not divided."""
+    if not isinstance(values, SplitTensor) or isinstance(given, SplitTensor):
+        raise refused("a linear layer with weights from a tensor", ".whole() first")
+    is_norm = not isinstance(given, torch.Tensor)
+    width = 1 if not is_norm or isinstance(given, int) else len(given)
+    if any(dim >= values.dim() - width for dim in values.parts):
+        if not is_norm:
+            return func(values.whole(), given, *args, **options)
+        raise refused("layer normalization over positions of a tensor", ".whole() first")
+    return values.like(func(values.local, given, *args, **options))

@@ -1,0 +1,213 @@
+"""A tensor of which each rank holds a part, and the functions of PyTorch that compute with it.
+
+``SplitTensor`` shows the shape of the whole tensor. A function of PyTorch is called with it in one
+of three ways: a handler computes this rank's part of the result, or the whole tensor is gathered
+(a flatten before a head), or it is refused. Nothing else computes with the part alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .exchange import Line, fetch
+from .partition import Partition
+
+Handler = Callable[..., Any]
+
+HANDLERS: dict[Any, Handler] = {}
+_names: dict[int, str] = {}  # of the model's modules, for messages
+
+
+class SpatialGroups:
+    """The ranks that share this rank's samples.
+
+    Attributes:
+        lines: Of each divided axis of the mesh, its ranks.
+        groups: The process group of each set of axes.
+    """
+
+    def __init__(self, lines: Mapping[str, Line], groups: Mapping[frozenset[str], Any]) -> None:
+        self.lines, self.groups = lines, groups
+        self.warned: set[str] = set()
+        self.say: Callable[[str], None] = lambda line: None
+
+    def over(self, parts: Mapping[int, Partition], dims: Iterable[int]) -> Any:
+        """Return the group over which the divided ones of some dims lie; None without one."""
+        axes = frozenset(parts[dim].axis for dim in dims if dim in parts)
+        return self.groups[axes] if axes else None
+
+    @property
+    def offset(self) -> int:
+        """A number that differs between the ranks that share a sample."""
+        number = 0
+        for line in self.lines.values():
+            number = number * len(line.ranks) + line.place
+        return number
+
+
+class SplitTensor(torch.Tensor):
+    """This rank's part of a tensor, with the shape of the whole.
+
+    Attributes:
+        local: The part; it carries the gradient.
+        parts: Of each divided dim, the partition of its rows.
+        groups: The ranks that hold the other parts.
+    """
+
+    local: torch.Tensor
+    parts: dict[int, Partition]
+    groups: SpatialGroups
+
+    @staticmethod
+    def __new__(
+        cls: type["SplitTensor"],
+        local: torch.Tensor,
+        parts: Mapping[int, Partition],
+        groups: SpatialGroups,
+    ) -> "SplitTensor":
+        shape = list(local.shape)
+        for dim, partition in parts.items():
+            first, end = partition.part(groups.lines[partition.axis].place)
+            assert shape[dim] == end - first, (shape, dim, partition)
+            shape[dim] = partition.rows
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.parts, made.groups = local, dict(parts), groups
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        where = ", ".join(f"dim {dim}: {one.axis}" for dim, one in self.parts.items())
+        return f"SplitTensor(shape={tuple(self.shape)}, {where}, local={self.local!r})"
+
+    def like(self, local: torch.Tensor, parts: Mapping[int, Partition] | None = None) -> Any:
+        """Return a tensor on the same ranks; a plain one if no dim is divided."""
+        parts = self.parts if parts is None else parts
+        return SplitTensor(local, parts, self.groups) if parts else local
+
+    def whole(self, dims: Iterable[int] | None = None) -> torch.Tensor:
+        """Return the whole tensor on all ranks, or whole along some dims. Collective."""
+        found, parts = self.local, dict(self.parts)
+        for dim in self.parts if dims is None else dims:
+            if dim in parts:
+                partition = parts.pop(dim)
+                found = _gathered(found, dim, partition, self.groups)
+        result: torch.Tensor = self.like(found, parts)
+        return result
+
+    def moved(self, parts: Mapping[int, Partition]) -> "SplitTensor":
+        """Return the same tensor with other borders between the ranks. Collective."""
+        assert parts.keys() == self.parts.keys()
+        local = self.local
+        for dim, new in parts.items():
+            wanted = [((a, b),) if a < b else () for a, b in new.parts()]
+            line = self.groups.lines[new.axis]
+            local = fetch(local, dim, self.parts[dim], wanted, line)
+        return SplitTensor(local, parts, self.groups)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is None:
+            raise _refusal(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(func, *args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _refusal(func, args, kwargs or {})
+
+
+def _gathered(
+    local: torch.Tensor, dim: int, partition: Partition, groups: SpatialGroups
+) -> torch.Tensor:
+    wanted = [((0, partition.rows),)] * partition.ranks
+    return fetch(local, dim, partition, wanted, groups.lines[partition.axis])
+
+
+def split(tensor: torch.Tensor, axes: Mapping[int, str], groups: SpatialGroups) -> SplitTensor:
+    """Return this rank's part of a tensor that all ranks have.
+
+    Args:
+        axes: Of each dim to divide, the axis of the mesh.
+    """
+    parts = {
+        dim: Partition.even(axis, tensor.size(dim), len(groups.lines[axis].ranks))
+        for dim, axis in axes.items()
+    }
+    return SplitTensor(part_of(tensor, parts, groups).contiguous(), parts, groups)
+
+
+def part_of(
+    tensor: torch.Tensor, parts: Mapping[int, Partition], groups: SpatialGroups
+) -> torch.Tensor:
+    """Return the rows of this rank of a plain tensor."""
+    for dim, partition in parts.items():
+        first, end = partition.part(groups.lines[partition.axis].place)
+        tensor = tensor.narrow(dim, first, end - first)
+    return tensor
+
+
+def handles(*functions: Any) -> Callable[[Handler], Handler]:
+    """Register a handler; it is called with the function and its arguments."""
+
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def first_split(values: Iterable[Any]) -> SplitTensor | None:
+    """Return the first divided tensor among arguments and lists of them."""
+    for value in values:
+        if isinstance(value, SplitTensor):
+            return value
+        if isinstance(value, (list, tuple)) and (found := first_split(value)) is not None:
+            return found
+    return None
+
+
+# where an error is
+
+
+def name_modules(model: nn.Module) -> None:
+    """Note the names of a model's modules for messages."""
+    _names.update((id(module), name) for name, module in model.named_modules() if name)
+
+
+def layer() -> str:
+    """Return the layer of the model that is computing, for messages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in _names:
+            return f"{_names[id(module)]} ({type(module).__name__})"
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return "the script"
+
+
+def refused(what: str, hint: str) -> ValueError:
+    """Return the error for what can't be computed with parts of a sample."""
+    return ValueError(f"{layer()}: {what}, whose sample is divided over ranks. HINT: {hint}")
+
+
+def _refusal(func: Any, args: Any, kwargs: Any) -> ValueError:
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+    if name == "__get__":
+        name = f"the attribute {getattr(func.__self__, '__name__', '')}"
+    found = first_split((*args, *kwargs.values()))
+    shape = f" of shape {tuple(found.shape)}" if found is not None else ""
+    return refused(
+        f"{name} is not known to be right for a tensor{shape}",
+        "gather it for this layer (rules={'NAME': 'gather'} with the layer's name), or call "
+        ".whole() on the tensor first",
+    )
