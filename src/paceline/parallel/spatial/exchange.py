@@ -189,7 +189,9 @@ def _summed(local: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_over(local: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks of a group, on all of them."""
+    """Return the sum of a tensor over the ranks of a group, on all of them; None: no ranks."""
+    if group is None:
+        return local
     total: torch.Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
     return total
 

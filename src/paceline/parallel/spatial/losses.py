@@ -14,16 +14,17 @@ from .split_tensor import SplitTensor, first_split, handles, refused
 _ELEMENTWISE = [
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
     *(F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.soft_margin_loss),
-    F.gaussian_nll_loss,
 ]
 
 
-@handles(*_ELEMENTWISE)
+@handles(*_ELEMENTWISE, anywhere=True)
 def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
     """Loss of each position by itself, then sum or mean over all of them."""
     bound = _bound(func, args, options)
     reduction = bound.pop("reduction", "mean")
     _check_reduction(bound, reduction)
+    if bound.get("weight") is not None and not func.__name__.startswith("binary_cross"):
+        raise refused(f"{func.__name__} with weights over a tensor", "reduction='none', then weigh")
     tensors = [one for one in bound.values() if isinstance(one, torch.Tensor)]
     first = first_split(tensors)
     assert first is not None
@@ -54,7 +55,7 @@ def _check_reduction(bound: dict[str, Any], reduction: str) -> None:
         raise ValueError(f"{reduction} is not a valid value for reduction. HINT: 'mean'")
 
 
-@handles(F.cross_entropy, F.nll_loss)
+@handles(F.cross_entropy, F.nll_loss, anywhere=True)
 def class_loss(func: Any, *args: Any, **options: Any) -> Any:
     """Cross entropy of each position; its mean is weighted over all positions."""
     bound = _bound(func, args, options)
@@ -112,6 +113,8 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Each rank draws for its positions."""
     if any(isinstance(one, torch.Generator) for one in (*args, *options.values())):
         raise refused(f"{func.__name__} with a generator for a tensor", "leave generator out")
+    if options.get("training") is False:
+        return values.like(func(values.local, *args, **options))
     with own_random_numbers(values):
         result = func(values.local, *args, **options)
     return values if result is values.local else values.like(result)

@@ -8,7 +8,15 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import _GlobalStatistics
 from .exchange import GroupExchange, sum_over
-from .pointwise import along, along_dim, keepdim_of, normal_dims, parts_after_reduction
+from .pointwise import (
+    along,
+    along_dim,
+    functions,
+    keepdim_of,
+    normal_dims,
+    parts_after_reduction,
+    pointwise,
+)
 from .split_tensor import SplitTensor, handles, refused
 
 
@@ -55,10 +63,11 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return values.like(found, parts_after_reduction(values, dims, keepdim))
 
 
-@handles(torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max, torch.min, torch.Tensor.min,
-         torch.amin, torch.Tensor.amin, torch.any, torch.Tensor.any, torch.all, torch.Tensor.all)  # fmt: skip
+@handles(*functions("amax amin max min any all", torch, torch.Tensor))
 def extreme(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Largest or smallest value, or whether any or all are true, over all positions: gathered."""
+    if args and isinstance(args[0], torch.Tensor):  # torch.max(a, b)
+        return pointwise(func, values, *args, **options)
     if args or options:
         return along(func, values, *args, **options)
     return func(values.whole())

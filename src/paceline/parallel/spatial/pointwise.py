@@ -9,32 +9,30 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 from .partition import Partition
 from .split_tensor import SplitTensor, first_split, handles, part_of, refused
 
-_UNARY = """abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil clone contiguous cos
-cosh deg2rad detach erf erfc exp exp2 expm1 floor frac isfinite isinf isnan lgamma log log10 log1p
-log2 logical_not logit nan_to_num neg negative positive rad2deg reciprocal relu round rsqrt sigmoid
-sign sin sinc sinh sqrt square tan tanh trunc digamma"""
-_BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow
-maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or
-bitwise_xor atan2 where lerp addcmul addcdiv clamp clip masked_fill xlogy hypot copysign type_as
-isclose"""
-_METHODS = """__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
-__rtruediv__ __itruediv__ __div__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__ __neg__ __pos__
-__abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ float double half
-bfloat16 int long bool to cpu cuda type requires_grad_"""
+_UNARY = """abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil clone
+contiguous cos cosh deg2rad detach erf erfc exp exp2 expm1 floor frac isfinite isinf isnan
+lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive rad2deg
+reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square tan tanh trunc digamma"""
+_BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
+pow maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
+bitwise_or bitwise_xor atan2 where lerp addcmul addcdiv clamp clip masked_fill xlogy hypot
+copysign type_as isclose"""
+_METHODS = """__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__
+__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__
+__neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__
+__invert__ float double half bfloat16 int long bool to cpu cuda type requires_grad_"""
 _LIKE = "zeros_like ones_like empty_like full_like"
-_ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh
-softplus softsign tanh tanhshrink hardshrink softshrink sigmoid logsigmoid threshold"""
+_ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid
+hardtanh softplus softsign tanh tanhshrink hardshrink softshrink sigmoid logsigmoid threshold"""
 # Their dim is an argument; they mix positions along it only.
-_ALONG = """softmax log_softmax cumsum cumprod flip roll sort argsort logsumexp glu norm argmax argmin
-amax amin any all max min sum mean var std prod topk median normalize cosine_similarity diff"""
-_ALONG_DIM = {"normalize": 1, "cosine_similarity": 1}  # default of their dim
-_REDUCING = frozenset(
-    "logsumexp norm argmax argmin amax amin any all max min sum mean var std prod "
-    "median cosine_similarity".split()
+_ALONG = """softmax log_softmax cumsum cumprod flip roll sort argsort logsumexp glu norm
+argmax argmin amax amin any all max min sum mean var std prod topk median normalize diff"""
+_REDUCING = (
+    """logsumexp norm argmax argmin amax amin any all max min sum mean var std prod median"""
 )
 
 
-def _functions(names: str, *homes: Any) -> list[Any]:
+def functions(names: str, *homes: Any) -> list[Any]:
     """Return what PyTorch has of these names, also those that change their input (``add_``)."""
     found = []
     for name in names.split():
@@ -45,16 +43,17 @@ def _functions(names: str, *homes: Any) -> list[Any]:
 
 
 @handles(
-    *_functions(f"{_UNARY} {_BINARY}", torch, torch.Tensor),
+    *functions(f"{_UNARY} {_BINARY}", torch, torch.Tensor),
     *(getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)),
-    *_functions(_LIKE, torch),
-    *_functions(_ACTIVATIONS, F, torch._C._nn),
+    *functions(_LIKE, torch),
+    *functions(_ACTIVATIONS, F, torch._C._nn),
     F.prelu,
     torch.prelu,
     torch.Tensor.copy_,
     torch.Tensor.fill_,
     torch.Tensor.zero_,
     torch.leaky_relu_ if hasattr(torch, "leaky_relu_") else torch.relu_,
+    anywhere=True,
 )
 def pointwise(func: Any, *args: Any, **options: Any) -> Any:
     """Compute each position from the same position of all arguments, which broadcast."""
@@ -71,6 +70,10 @@ def pointwise(func: Any, *args: Any, **options: Any) -> Any:
     given = [aligned(one, shape, parts, first) for one in args]
     named = {key: aligned(one, shape, parts, first) for key, one in options.items()}
     result = func(*given, **named)
+    if isinstance(result, str):  # Tensor.type()
+        return result
+    if not isinstance(result, torch.Tensor):
+        raise refused(f"{name} of a tensor", ".whole() first")
     for before, after in zip((*args, *options.values()), (*given, *named.values()), strict=True):
         if result is after and isinstance(before, torch.Tensor):
             if not isinstance(before, SplitTensor):
@@ -153,7 +156,7 @@ def along(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         )
     result = func(values.local, *args, **options)
     parts: Mapping[int, Partition] = values.parts
-    if name in _REDUCING:
+    if name in _REDUCING.split():
         parts = parts_after_reduction(values, dims, keepdim_of(func, args, options))
     if isinstance(result, torch.Tensor):
         return values.like(result, parts)
@@ -166,13 +169,14 @@ def along_dim(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> A
     for key in ("dim", "axis", "dims"):
         if key in options:
             return options[key]
-    at = {"roll": 1, "norm": 1, "normalize": 1, "diff": 1, "topk": 1, "cosine_similarity": 1}
-    place = at.get(name, 0)
+    if name == "flip" and args and isinstance(args[0], int):
+        return args
+    place = {"roll": 1, "norm": 1, "normalize": 1, "diff": 1, "topk": 1}.get(name, 0)
     if len(args) > place and isinstance(args[place], (int, tuple, list)):
         return args[place]
     if name in ("glu", "sort", "argsort", "diff", "topk"):
         return -1
-    return _ALONG_DIM.get(name)
+    return 1 if name == "normalize" else None
 
 
 def keepdim_of(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
@@ -183,13 +187,13 @@ def keepdim_of(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
     return bool(booleans and booleans[-1])
 
 
-handles(*_functions(_ALONG, torch, torch.Tensor, F))(along)
+handles(*functions(_ALONG, torch, torch.Tensor, F))(along)
 
 
 # what is asked about a tensor
 
-_META = """shape dtype device ndim is_cuda is_meta layout itemsize is_sparse is_quantized is_nested
-is_mkldnn is_mps is_cpu names is_xla is_xpu"""
+_META = """shape dtype device ndim is_cuda is_meta layout itemsize is_sparse is_quantized
+is_nested is_mkldnn is_mps is_cpu names is_xla is_xpu"""
 
 
 def _meta(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:

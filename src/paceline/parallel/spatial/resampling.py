@@ -115,7 +115,7 @@ def _taps(
     factor: float | None,
     dtype: torch.dtype,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return source rows and weights of the rows ``part`` of the result, as PyTorch chooses them."""
+    """Return the source rows and weights of the rows ``part`` of the result, as PyTorch does."""
     # PyTorch's nearest modes compute positions in float32, the others in the dtype of the sum
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     kind = torch.float32 if mode.startswith("nearest") else exact

@@ -9,17 +9,19 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import fetch
 from .partition import Partition
-from .pointwise import aligned, merged_parts
+from .pointwise import aligned, functions, merged_parts
 from .split_tensor import SplitTensor, first_split, handles, refused
 from .windows import whole_shape
 
 T = torch.Tensor
 
 
-@handles(T.view, T.reshape, torch.reshape, T.flatten, torch.flatten, T.unflatten, torch.unflatten,
-         T.squeeze, torch.squeeze, T.unsqueeze, torch.unsqueeze, T.view_as, T.reshape_as)  # fmt: skip
+@handles(
+    *functions("reshape flatten unflatten squeeze unsqueeze", torch, T),
+    *(T.view, T.view_as, T.reshape_as),
+)
 def reshaped(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
-    """Give each divided dim its place in the new shape; gather where a view merges it with others."""
+    """Give each divided dim its place in the new shape; gather where it is merged with others."""
     if func is T.view and args and isinstance(args[0], torch.dtype):
         raise refused("view(dtype) of a tensor", ".whole() first")
     if isinstance(args[0] if args else None, SplitTensor):
@@ -80,7 +82,7 @@ def permuted(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     return values.like(func(values.local, *args, **options), parts)
 
 
-@handles(torch.cat, torch.concat, torch.concatenate, torch.stack)
+@handles(torch.cat, torch.concat, torch.concatenate, torch.stack, anywhere=True)
 def joined(func: Any, tensors: Sequence[Any], *args: Any, **options: Any) -> Any:
     """Concatenate or stack along a dim that is not divided."""
     first = first_split(tensors)

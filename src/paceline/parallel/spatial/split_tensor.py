@@ -6,6 +6,7 @@ of three ways: a handler computes this rank's part of the result, or the whole t
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ from .partition import Partition
 Handler = Callable[..., Any]
 
 HANDLERS: dict[Any, Handler] = {}
-_names: dict[int, str] = {}  # of the model's modules, for messages
+_ANYWHERE: set[Handler] = set()  # handlers whose first argument can be another tensor
+_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # for messages
 
 
 class SpatialGroups:
@@ -74,7 +76,7 @@ class SplitTensor(torch.Tensor):
             assert shape[dim] == end - first, (shape, dim, partition)
             shape[dim] = partition.rows
         made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=local.dtype, device=local.device
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.parts, made.groups = local, dict(parts), groups
         return made
@@ -115,9 +117,19 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
-        if handler is None:
+        is_first = bool(args) and isinstance(args[0], SplitTensor)
+        if handler is None or not (is_first or handler in _ANYWHERE):
             raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            found = first_split((*args, *kwargs.values()))
+            # nothing of PyTorch itself computes with the wrapper
+            if found is not None and found.grad_fn is not None:
+                raise refused(
+                    f"{found.grad_fn.name()}, an autograd function of the script or of "
+                    "torch.utils.checkpoint, got a tensor",
+                    "checkpoint(..., use_reentrant=False); for other functions gather it for this "
+                    "layer: rules={'NAME': 'gather'}",
+                )
             return handler(func, *args, **kwargs)
 
     @classmethod
@@ -155,10 +167,16 @@ def part_of(
     return tensor
 
 
-def handles(*functions: Any) -> Callable[[Handler], Handler]:
-    """Register a handler; it is called with the function and its arguments."""
+def handles(*functions: Any, anywhere: bool = False) -> Callable[[Handler], Handler]:
+    """Register a handler; it is called with the function and its arguments.
+
+    Args:
+        anywhere: The divided tensor need not be the first argument.
+    """
 
     def register(handler: Handler) -> Handler:
+        if anywhere:
+            _ANYWHERE.add(handler)
         for function in functions:
             HANDLERS[function] = handler
         return handler
@@ -181,7 +199,7 @@ def first_split(values: Iterable[Any]) -> SplitTensor | None:
 
 def name_modules(model: nn.Module) -> None:
     """Note the names of a model's modules for messages."""
-    _names.update((id(module), name) for name, module in model.named_modules() if name)
+    _names.update((module, name) for name, module in model.named_modules() if name)
 
 
 def layer() -> str:
@@ -189,8 +207,8 @@ def layer() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in _names:
-            return f"{_names[id(module)]} ({type(module).__name__})"
+        if isinstance(module, nn.Module) and module in _names:
+            return f"{_names[module]} ({type(module).__name__})"
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return "the script"
 

@@ -26,7 +26,6 @@ from . import losses, norms, pointwise, resampling, shapes, windows  # noqa: F40
 from .exchange import Line
 from .split_tensor import SpatialGroups, SplitTensor, name_modules, split
 
-
 AXES = ("d", "h", "w")
 GATHER = "gather"  # the kind of a rule
 

@@ -105,7 +105,8 @@ class GradientNoise:
         backward = _in_backward()
         is_first = self._backward in (-1, backward)
         self._backward = backward
-        if not (is_first and factor and group.size() == dist.get_world_size()):
+        is_whole = group.size() == dist.get_world_size() and not self._recorder.shares_samples
+        if not (is_first and factor and is_whole):
             self._is_whole = False
             return None
         if self._scale is None and _LossScale.value is not None:

@@ -47,6 +47,7 @@ class Recorder:
         self.samples = 0  # of this rank since the last optimizer step
         self.started_ns = int(os.environ.get("PACELINE_STARTED_NS", 0)) or _process_start()
         self.extra_cost_ns = 0  # measured by the stack sampler and the collective check
+        self.shares_samples = False  # whether ranks train parts of the same samples
         self.event_cost_ns = 0.0
         self.core_wait = TrainingCoreWait(self)
         self.core_wait_cost_ns = 0.0  # of one reading

@@ -256,6 +256,7 @@ class ModelDistribution:
         layouts = dict.fromkeys(str(one.layout) for one in self._layouts)
         text = ", ".join(layouts)[:MAX_LAYOUT_CHARS]
         self._recorder.update_header(layout=text, mesh=self.mesh.header())
+        self._recorder.shares_samples = self.mesh.is_divided
 
     def _sharding_ranks(self, arguments: LayoutArguments) -> int:
         """Return the number of ranks that hold one copy of the states."""
