@@ -16,9 +16,8 @@ import paceline
 from paceline.cost.layout import Layout
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.spatial.split_tensor import SplitTensor, split
-from paceline.parallel.spatial.strategy import spatial_groups
+from paceline.parallel.spatial.strategy import FROM_END, even_parts, spatial_groups
 
-FROM_END = {"depth": 3, "height": 2, "width": 1}
 TOLERANCE = 1e-12
 
 
@@ -222,8 +221,7 @@ def compare(r, groups, layout):
 
     layer.load_state_dict(parted)
     layer.zero_grad()
-    dims = {x.dim() - FROM_END[axis]: axis for axis in axes}
-    part = split(x.detach(), dims, groups)
+    part = split(x.detach(), even_parts(x.shape, groups), groups)
     part.local.requires_grad_()
     found = layer(part)
     loss = (found * weights).sum()

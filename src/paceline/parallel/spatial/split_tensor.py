@@ -103,6 +103,14 @@ class SplitTensor(torch.Tensor):
         result: torch.Tensor = self.like(found, parts)
         return result
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Which part of the whole tensor this rank holds."""
+        found = [slice(None)] * self.local.dim()
+        for dim, one in self.parts.items():
+            found[dim] = slice(*one.part(self.groups.lines[one.axis].place))
+        return tuple(found)
+
     def moved(self, parts: Mapping[int, Partition]) -> "SplitTensor":
         """Return the same tensor with other borders between the ranks. Collective."""
         assert parts.keys() == self.parts.keys()
@@ -144,16 +152,10 @@ def _gathered(
     return fetch(local, dim, partition, wanted, groups.lines[partition.axis])
 
 
-def split(tensor: torch.Tensor, axes: Mapping[int, str], groups: SpatialGroups) -> SplitTensor:
-    """Return this rank's part of a tensor that all ranks have.
-
-    Args:
-        axes: Of each dim to divide, the axis of the mesh.
-    """
-    parts = {
-        dim: Partition.even(axis, tensor.size(dim), len(groups.lines[axis].ranks))
-        for dim, axis in axes.items()
-    }
+def split(
+    tensor: torch.Tensor, parts: Mapping[int, Partition], groups: SpatialGroups
+) -> SplitTensor:
+    """Return this rank's part of a tensor that all ranks have."""
     return SplitTensor(part_of(tensor, parts, groups).contiguous(), parts, groups)
 
 

@@ -6,7 +6,7 @@ is the gradient of the whole sample by the rule of ``exchange.py``.
 """
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -24,9 +24,11 @@ from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import losses, norms, pointwise, resampling, shapes, windows  # noqa: F401 - the handlers
 from .exchange import Line
+from .partition import Partition
 from .split_tensor import SpatialGroups, SplitTensor, name_modules, split
 
 AXES = ("d", "h", "w")
+FROM_END = {"depth": 3, "height": 2, "width": 1}  # place of the dim
 GATHER = "gather"  # the kind of a rule
 
 
@@ -139,28 +141,64 @@ def split_positions(tensor: torch.Tensor, groups: SpatialGroups) -> torch.Tensor
     """
     if isinstance(tensor, SplitTensor) or tensor.dim() <= 2:
         return tensor
-    from_end = {"depth": 3, "height": 2, "width": 1}
-    axes = {tensor.dim() - from_end[axis]: axis for axis in groups.lines}
-    shape = tuple(tensor.shape)
-    for dim, axis in axes.items():
-        if dim < 2:
-            raise ValueError(
-                f"the model's input of shape {shape} has no {axis}: samples are divided along it, "
-                "and the last dims are depth, height and width. HINT: w for sequences, h and w "
-                "for images, d, h and w for volumes"
-            )
-        ranks = len(groups.lines[axis].ranks)
-        if tensor.size(dim) < ranks:
-            raise ValueError(
-                f"the model's input of shape {shape} has {counted(tensor.size(dim), 'row')} along "
-                f"the {axis}, for {ranks} ranks. HINT: {axis[0]}{tensor.size(dim)}"
-            )
+    parts = even_parts(tensor.shape, groups)
     if tensor.requires_grad:
         raise ValueError(
-            f"the model's input of shape {shape} requires a gradient, which is not implemented for "
-            "samples that are divided over ranks. HINT: requires_grad_(False)"
+            f"an input of shape {tuple(tensor.shape)} requires a gradient, which is not "
+            "implemented for samples that are divided over ranks. HINT: requires_grad_(False)"
         )
-    return split(tensor, axes, groups)
+    return split(tensor, parts, groups)
+
+
+def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partition]:
+    """Return the partitions of samples [samples, channels, [[depth,] height,] width].
+
+    Raises:
+        ValueError: The shape lacks a divided dim, or has fewer rows than ranks.
+    """
+    parts = {}
+    for axis, line in groups.lines.items():
+        dim = len(shape) - FROM_END[axis]
+        if dim < 2:
+            raise ValueError(
+                f"an input of shape {tuple(shape)} has no {axis}, along which samples are divided: "
+                "its dims are samples, channels, and then depth, height and width. HINT: layout w "
+                "for sequences, h and w for images, d, h and w for volumes"
+            )
+        if shape[dim] < len(line.ranks):
+            raise ValueError(
+                f"an input of shape {tuple(shape)} has {counted(shape[dim], 'row')} along the "
+                f"{axis} for {len(line.ranks)} ranks. HINT: layout {axis[0]}{shape[dim]}, or "
+                "larger samples"
+            )
+        parts[dim] = Partition.even(axis, shape[dim], len(line.ranks))
+    return parts
+
+
+def slices_of(shape: Sequence[int], groups: SpatialGroups) -> tuple[slice, ...]:
+    """Return this rank's part of an array [..., [[depth,] height,] width]."""
+    missing = max(2 + max(FROM_END[axis] for axis in groups.lines) - len(shape), 0)
+    parts = even_parts((1,) * missing + tuple(shape), groups) if missing <= 2 else {}
+    if not parts or any(dim < missing for dim in parts):
+        even_parts(shape, groups)  # its error
+    found = [slice(None)] * len(shape)
+    for dim, partition in parts.items():
+        found[dim - missing] = slice(*partition.part(groups.lines[partition.axis].place))
+    return tuple(found)
+
+
+def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups) -> SplitTensor:
+    """Return this rank's part of samples of a shape as a divided tensor."""
+    parts, expected = even_parts(shape, groups), list(shape)
+    for dim, partition in parts.items():
+        first, end = partition.part(groups.lines[partition.axis].place)
+        expected[dim] = end - first
+    if list(tensor.shape) != expected:
+        raise ValueError(
+            f"world.part: this rank's part of {tuple(shape)} has shape {tuple(expected)}, and the "
+            f"tensor {tuple(tensor.shape)}. HINT: array[world.slices(array.shape)]"
+        )
+    return SplitTensor(tensor, parts, groups)
 
 
 def _gather_inputs(_: Any, args: Any, options: Any) -> Any:

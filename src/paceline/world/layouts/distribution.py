@@ -35,6 +35,7 @@ from ..training_state import TrainingState
 from .arguments import LayoutArguments, check_norm, check_ranks
 from .automatic import MemoryOptions, layout_problems, resolve_automatic
 from .random_states import share_random_states
+from .sample_parts import SampleParts
 from .tensor_bytes import tensor_bytes
 
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
@@ -44,7 +45,7 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
 
 
-class ModelDistribution:
+class ModelDistribution(SampleParts):
     """Distribute the models of a world. ``World`` sets the attributes."""
 
     mesh: Mesh

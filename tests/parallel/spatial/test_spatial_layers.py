@@ -1,0 +1,142 @@
+"""Layers that compute with parts of a sample equal those of the whole sample, or are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ranks
+import spatial_cases
+
+REFUSED = """
+    import json, sys
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.checkpoint import checkpoint
+    import paceline
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    class Layer(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.call, self.weight = call, nn.Parameter(torch.ones(()))
+        def forward(self, x):
+            return self.call(x * self.weight)
+
+    class Net(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.layer = Layer(call)
+        def forward(self, x):
+            return self.layer(x) + 0
+
+    CALLS = {
+        "roll": lambda x: x.roll(1, 2),
+        "flip of two dims": lambda x: x.flip(1, 2),
+        "cumsum": lambda x: x.cumsum(2),
+        "softmax of positions": lambda x: x.softmax(2),
+        "sort": lambda x: x.sort(2)[0],
+        "fft": lambda x: torch.fft.fft2(x).real,
+        "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+        "matmul": lambda x: x @ x.transpose(2, 3),
+        "einsum": lambda x: torch.einsum("nchw,nchv->nwv", x, x),
+        "autograd function": lambda x: Double.apply(x),
+        "reentrant checkpoint": lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
+        "an index": lambda x: x[:, :, 1],
+        "a step": lambda x: x[:, :, ::2],
+        "a mask": lambda x: x[x > 0],
+        "assignment": lambda x: x.__setitem__((0, 0), 0),
+        "where of one argument": lambda x: torch.where(x > 0)[0],
+        "cat along height": lambda x: torch.cat([x, x], 2),
+        "indices of max pooling": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+        "antialias": lambda x: F.interpolate(x, size=3, mode="bilinear", antialias=True),
+        "norm": lambda x: x.norm(),
+        "median": lambda x: x.median(),
+        "layer norm of positions": lambda x: F.layer_norm(x, x.shape[1:]),
+        "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 3, 3, 2)),
+        "unfold": lambda x: F.unfold(x, 3),
+        "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+        "tolist": lambda x: x.detach().tolist(),
+        "convolution by the sample": lambda x: F.conv2d(torch.ones(2, 3, 6, 4), x),
+        "weighted mean": lambda x: F.mse_loss(x, torch.zeros(2, 3, 6, 4), weight=x),
+    }
+    world = paceline.init(progress=False)
+    found, x = {}, torch.randn(2, 3, 6, 4)
+    for name, call in CALLS.items():
+        model = world.distribute(Net(call), layout="h2")
+        try:
+            found[name] = f"no error: {model(x)}"
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    rules = paceline.Layout(h=2, rules={"layer": "gather"})
+    gathered = world.distribute(Net(lambda x: x.roll(1, 2)), layout=rules)
+    found["rule"] = torch.equal(gathered(x), x.roll(1, 2))
+    for text, value in (
+        ("few rows", torch.zeros(1, 1, 1, 5)), ("no height", torch.zeros(1, 2, 9)),
+        ("gradient", torch.zeros(1, 1, 4, 4, requires_grad=True)),
+    ):
+        try:
+            found[text] = f"no error: {gathered(value)}"
+        except ValueError as error:
+            found[text] = f"{type(error).__name__}: {error}"
+    for text, options in (
+        ("zero", {"layout": "zero1 x h2 x dp1"}), ("unused", {"find_unused_parameters": True}),
+        ("kind", {"layout": paceline.Layout(h=2, rules={"layer": "column"})}),
+        ("pattern", {"layout": paceline.Layout(h=2, rules={"layr": "gather"})}),
+    ):
+        try:
+            found[text] = f"no error: {world.distribute(Net(abs), **{'layout': 'h2', **options})}"
+        except ValueError as error:
+            found[text] = f"{type(error).__name__}: {error}"
+    if world.rank == 0:
+        json.dump(found, open(sys.argv[1], "w"))
+    """
+
+
+def run_cases(tmp_path, count, layouts, ranks_count, seed=7, timeout=300):
+    out = tmp_path / "found.json"
+    script = Path(spatial_cases.__file__)
+    given = (count, seed, out, *layouts)
+    ranks.run(script, *given, ranks=ranks_count, timeout=timeout)
+    return json.loads(out.read_text())
+
+
+def test_random_layers_equal_the_whole_sample_on_two_ranks(tmp_path):
+    found = run_cases(tmp_path, 150, ("w2", "h2", "d2"), 2)
+    assert found["wrong"] == []
+    assert len(found["refused"]) < 30  # what PyTorch refuses for the whole sample
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("count", "layouts"),
+    [
+        (3, ("w3", "h3", "d3")),
+        (4, ("w4", "h2 x w2", "d2 x h2", "d4", "d2 x dp2")),
+        (8, ("d2 x h2 x w2", "h8", "h2 x w4")),
+    ],
+)
+def test_a_thousand_random_layers_equal_the_whole_sample(tmp_path, count, layouts):
+    found = run_cases(tmp_path, 1000, layouts, count, timeout=560)
+    assert found["wrong"] == []
+    assert len(found["refused"]) < 200
+
+
+def test_what_is_not_known_to_be_right_is_refused_with_the_name_of_its_layer(tmp_path):
+    script = ranks.write(tmp_path, REFUSED)
+    ranks.run(script, tmp_path / "found.json", ranks=2)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.pop("rule") is True
+    accepted = {name: text for name, text in found.items() if text.startswith("no error")}
+    assert accepted == {}
+    unclear = {name: text for name, text in found.items() if "HINT" not in text}
+    assert unclear == {}
+    for name in ("roll", "fft", "autograd function", "a mask"):
+        assert "layer (Layer)" in found[name]
