@@ -47,7 +47,8 @@ SCRIPT = """
     x = torch.randn(12, 1, 12, 20, generator=generator)
     y = torch.randint(0, 3, (12, 12, 20), generator=generator)
     y[0, 3] = -100
-    loader = world.shard(DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True), global_batch=4)
+    data = DataLoader(TensorDataset(x, y), batch_size=2, shuffle=True)
+    loader = world.shard(data, global_batch=4)
     weight, lines = torch.tensor([1.0, 2.0, 0.5]), []
     torch.manual_seed(9)  # for the dropout of whole channels
     for epoch in world.epochs(epochs, checkpoint="checkpoints"):

@@ -5,7 +5,7 @@ times the number of ranks that share the sample; gradients of values that all ra
 it. So the mean of parameters' gradients over all ranks is the gradient of the whole sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...comm.group_device import exchangeable
-from .partition import Partition, Rows
+from .partition import Partition, Rows, Window
 
 Segments = tuple[Rows, ...]
 
@@ -35,31 +35,43 @@ class Line:
 
 
 def fetch(
-    local: torch.Tensor, dim: int, have: Partition, wanted: Sequence[Segments], line: Line
+    local: torch.Tensor,
+    dim: int,
+    have: Partition,
+    windows: Sequence[Window],
+    line: Line,
+    fill: float = 0.0,
 ) -> torch.Tensor:
-    """Return this rank's wanted rows of a divided tensor, joined in their order.
+    """Return the rows that this rank's window reads of a divided tensor, with its padding.
 
     Args:
         local: This rank's rows.
         dim: The divided dim.
         have: Which rows each rank holds.
-        wanted: Of each rank, the rows that it asks for; rows of several ranks may overlap.
+        windows: Of each rank; rows of several ranks may overlap. ``order`` is not applied.
+        fill: Value of the padding.
     """
-    mine = wanted[line.place]
-    if all(_inside(want, have.part(rank)) for rank, want in enumerate(wanted)):
-        if mine == (have.part(line.place),):
-            return local
-        start = have.bounds[line.place]
-        pieces = [local.narrow(dim, a - start, b - a) for a, b in mine]
-        return (
-            pieces[0] if len(pieces) == 1 else torch.cat(pieces or [local.narrow(dim, 0, 0)], dim)
-        )
-    moved: torch.Tensor = _Fetch.apply(local, dim, have, tuple(wanted), line)  # type: ignore[no-untyped-call]
+    mine, part = windows[line.place], have.part(line.place)
+    is_own = mine.needed == (part,) or (not mine.needed and part[0] == part[1])
+    if is_own and not mine.before and not mine.after and _is_local(windows, have):
+        return local
+    moved: torch.Tensor = _Fetch.apply(local, dim, have, tuple(windows), line, fill)  # type: ignore[no-untyped-call]
     return moved
 
 
-def _inside(want: Segments, part: Rows) -> bool:
-    return all(part[0] <= a and b <= part[1] for a, b in want)
+def rows_of(parts: Sequence[Rows]) -> list[Window]:
+    """Return windows that read some rows of each rank, without padding."""
+    return [Window(((a, b),) if a < b else (), 0, 0) for a, b in parts]
+
+
+def _is_local(windows: Sequence[Window], have: Partition) -> bool:
+    """Return whether no rank reads rows of another one. The same on all ranks."""
+    parts = have.parts()
+    return all(
+        part[0] <= a and b <= part[1]
+        for one, part in zip(windows, parts, strict=True)
+        for a, b in one.needed
+    )
 
 
 def _overlaps(want: Segments, part: Rows) -> list[Rows]:
@@ -68,59 +80,71 @@ def _overlaps(want: Segments, part: Rows) -> list[Rows]:
     return [(a, b) for a, b in cut if a < b]
 
 
+def _pieces(window: Window, have: Partition) -> Iterator[tuple[int, Rows, int]]:
+    """Yield the rank, the rows and the place in the window of each piece, in its order."""
+    at = window.before
+    for want in window.needed:
+        for peer in range(have.ranks):
+            for a, b in _overlaps((want,), have.part(peer)):
+                yield peer, (a, b), at
+                at += b - a
+
+
 class _Fetch(torch.autograd.Function):
     """Rows of other ranks; their gradients go back, and are added there in the order of ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, dim: int, have: Partition, wanted: Any, line: Line
+        ctx: Any,
+        local: torch.Tensor,
+        dim: int,
+        have: Partition,
+        windows: tuple[Window, ...],
+        line: Line,
+        fill: float,
     ) -> torch.Tensor:
-        ctx.dim, ctx.have, ctx.wanted, ctx.line, ctx.shape = dim, have, wanted, line, local.shape
-        start, me = have.bounds[line.place], line.place
+        ctx.dim, ctx.have, ctx.windows, ctx.line, ctx.shape = dim, have, windows, line, local.shape
+        me, start, mine = line.place, have.bounds[line.place], windows[line.place]
         outgoing, incoming = {}, {}
         for peer in range(have.ranks):
-            if peer == me:
-                continue
-            given = _overlaps(wanted[peer], have.part(me))
+            given = _overlaps(windows[peer].needed, have.part(me)) if peer != me else []
             if given:
-                outgoing[peer] = _joined(
-                    [local.narrow(dim, a - start, b - a) for a, b in given], dim
-                )
-            taken = _overlaps(wanted[me], have.part(peer))
+                rows = [local.narrow(dim, a - start, b - a) for a, b in given]
+                outgoing[peer] = _joined(rows, dim)
+            taken = _overlaps(mine.needed, have.part(peer)) if peer != me else []
             if taken:
                 incoming[peer] = _empty(local, dim, sum(b - a for a, b in taken))
         received = exchange(outgoing, incoming, line)
-        pieces, used = [], dict.fromkeys(incoming, 0)
-        for want in wanted[me]:
-            for peer in range(have.ranks):
-                for a, b in _overlaps((want,), have.part(peer)):
-                    if peer == me:
-                        pieces.append(local.narrow(dim, a - start, b - a))
-                        continue
-                    pieces.append(received[peer].narrow(dim, used[peer], b - a))
-                    used[peer] += b - a
-        return torch.cat(pieces, dim) if pieces else _empty(local, dim, 0)
+        length = sum(b - a for a, b in mine.needed)
+        out = _empty(local, dim, mine.before + length + mine.after)
+        out.narrow(dim, 0, mine.before).fill_(fill)
+        out.narrow(dim, mine.before + length, mine.after).fill_(fill)
+        used = dict.fromkeys(incoming, 0)
+        for peer, (a, b), at in _pieces(mine, have):
+            if peer == me:
+                rows_of_piece = local.narrow(dim, a - start, b - a)
+            else:
+                rows_of_piece = received[peer].narrow(dim, used[peer], b - a)
+                used[peer] += b - a
+            out.narrow(dim, at, b - a).copy_(rows_of_piece)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        dim, have, wanted, line = ctx.dim, ctx.have, ctx.wanted, ctx.line
+        dim, have, windows, line = ctx.dim, ctx.have, ctx.windows, ctx.line
         me, start = line.place, have.bounds[line.place]
         total = gradient.new_zeros(ctx.shape)
         pieces: dict[int, list[torch.Tensor]] = {}
-        at = 0
-        for want in wanted[me]:
-            for peer in range(have.ranks):
-                for a, b in _overlaps((want,), have.part(peer)):
-                    piece = gradient.narrow(dim, at, b - a)
-                    at += b - a
-                    if peer == me:
-                        total.narrow(dim, a - start, b - a).add_(piece)
-                    else:
-                        pieces.setdefault(peer, []).append(piece)
+        for peer, (a, b), at in _pieces(windows[me], have):
+            piece = gradient.narrow(dim, at, b - a)
+            if peer == me:
+                total.narrow(dim, a - start, b - a).add_(piece)
+            else:
+                pieces.setdefault(peer, []).append(piece)
         incoming, given = {}, {}
         for peer in range(have.ranks):
-            given[peer] = _overlaps(wanted[peer], have.part(me)) if peer != me else []
+            given[peer] = _overlaps(windows[peer].needed, have.part(me)) if peer != me else []
             if given[peer]:
                 incoming[peer] = _empty(gradient, dim, sum(b - a for a, b in given[peer]))
         outgoing = {peer: _joined(parts, dim) for peer, parts in pieces.items()}
@@ -128,10 +152,9 @@ class _Fetch(torch.autograd.Function):
         for peer in sorted(received):
             at = 0
             for a, b in given[peer]:
-                rows = received[peer].narrow(dim, at, b - a)
-                total.narrow(dim, a - start, b - a).add_(rows)
+                total.narrow(dim, a - start, b - a).add_(received[peer].narrow(dim, at, b - a))
                 at += b - a
-        return total, None, None, None, None
+        return total, None, None, None, None, None
 
 
 def exchange(
@@ -172,15 +195,16 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _summed(local, group)
+        return summed(local, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return _summed(gradient, ctx.group), None
+        return summed(gradient, ctx.group), None
 
 
-def _summed(local: torch.Tensor, group: Any) -> torch.Tensor:
+def summed(local: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks of a group, without a gradient."""
     total = exchangeable(local.contiguous())
     if total.data_ptr() == local.data_ptr():
         total = total.clone()
@@ -211,4 +235,4 @@ class GroupExchange:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the tensors of all ranks."""
-        return _summed(tensor, self.group)
+        return summed(tensor, self.group)

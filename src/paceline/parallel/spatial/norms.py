@@ -4,10 +4,11 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import _GlobalStatistics
-from .exchange import GroupExchange, sum_over
+from .exchange import GroupExchange, sum_over, summed
 from .pointwise import (
     along,
     along_dim,
@@ -136,23 +137,72 @@ def _normalized(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    local = values.local
-    wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-    samples, channels = local.shape[:2]
-    rows = wide.reshape(samples, groups, channels // groups, *local.shape[2:])
-    dims = tuple(range(2, rows.dim()))
-    count = prod(values.shape[1:]) // groups
+    """Normalize each group of channels of each sample."""
     group = values.groups.over(values.parts, values.parts)
-    mean = sum_over(rows.sum(dims, keepdim=True), group) / count
-    deviations = rows - mean
-    spread = sum_over(deviations.square().sum(dims, keepdim=True), group) / count
-    result = (deviations * torch.rsqrt(spread + eps)).reshape(local.shape)
-    around = [1] * (local.dim() - 2)
-    if weight is not None:
-        result = result * weight.view(-1, *around)
-    if bias is not None:
-        result = result + bias.view(-1, *around)
-    return result.to(local.dtype)
+    apply: Any = _GroupStatistics.apply
+    count = prod(values.shape[1:]) // groups
+    result: torch.Tensor = apply(values.local, weight, bias, groups, count, eps, group)
+    return result
+
+
+class _GroupStatistics(torch.autograd.Function):
+    """Group normalization of parts; for backward it keeps its input and the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        groups: int,
+        count: int,
+        eps: float,
+        group: Any,
+    ) -> torch.Tensor:
+        rows = _grouped(local, groups)
+        mean = summed(rows.sum(2, keepdim=True), group) / count
+        spread = summed((rows - mean).square().sum(2, keepdim=True), group) / count
+        inverse = torch.rsqrt(spread + eps)
+        ctx.save_for_backward(local, weight, mean, inverse)
+        ctx.groups, ctx.count, ctx.group, ctx.has_bias = groups, count, group, bias is not None
+        result = ((rows - mean) * inverse).view(local.shape)
+        if weight is not None:
+            result = result * _of_channels(weight, local)
+        if bias is not None:
+            result = result + _of_channels(bias, local)
+        return result.to(local.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        local, weight, mean, inverse = ctx.saved_tensors
+        normal = (_grouped(local, ctx.groups) - mean) * inverse
+        wide = gradient.to(normal.dtype)
+        others = [0, *range(2, local.dim())]
+        of_bias = wide.sum(others)
+        of_weight = (wide * normal.view(local.shape)).sum(others)
+        inner = _grouped(wide if weight is None else wide * _of_channels(weight, local), ctx.groups)
+        both = torch.cat([inner.sum(2, keepdim=True), (inner * normal).sum(2, keepdim=True)], 2)
+        sums = summed(both, ctx.group) / ctx.count
+        found = (inner - sums[:, :, :1] - normal * sums[:, :, 1:]) * inverse
+        return (
+            found.view(local.shape).to(local.dtype),
+            of_weight.to(weight.dtype) if weight is not None else None,
+            of_bias.to(gradient.dtype if weight is None else weight.dtype)
+            if ctx.has_bias
+            else None,
+            *(None, None, None, None),
+        )
+
+
+def _grouped(values: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return [samples, groups, channels and positions]; 16-bit values as float32."""
+    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return wide.reshape(values.size(0), groups, -1 if values.numel() else 0)
+
+
+def _of_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return vector.view(-1, *[1] * (values.dim() - 2))
 
 
 @handles(F.instance_norm, torch.instance_norm)

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 from .exchange import sum_over
 from .partition import Partition
 from .split_tensor import SplitTensor, handles, refused
-from .windows import check_positions, gather_rows, whole_shape
+from .windows import check_positions, empty_result, gather_rows, local_shape, whole_shape
 
 _LINEAR = ("linear", "bilinear", "trilinear")
 _CUBIC_A = -0.75
@@ -47,6 +47,9 @@ def interpolate(
         local = _resampled(values, local, dim, new, mode, bool(align_corners), factor)
         parts[dim] = new
     others = [dim for dim in range(2, values.dim()) if dim not in values.parts]
+    wanted = local_shape(values, shape, parts)
+    if 0 in wanted:
+        return values.like(empty_result([local], wanted), parts)
     if any(shape[dim] != values.size(dim) for dim in others):
         if scale_factor is not None and not recompute_scale_factor:
             rest: dict[str, Any] = {

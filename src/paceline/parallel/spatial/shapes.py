@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
-from .exchange import fetch
+from .exchange import fetch, rows_of
 from .partition import Partition
 from .pointwise import aligned, functions, merged_parts
 from .split_tensor import SplitTensor, first_split, handles, refused
@@ -200,7 +200,7 @@ def _sliced(values: SplitTensor, dim: int, start: int, stop: int) -> SplitTensor
     old = values.parts[dim]
     bounds = tuple(min(max(one, start), stop) - start for one in old.bounds)
     new = Partition(old.axis, bounds)
-    wanted = [((a + start, b + start),) if a < b else () for a, b in new.parts()]
+    wanted = rows_of([(a + start, b + start) for a, b in new.parts()])
     local = fetch(values.local, dim, old, wanted, values.groups.lines[old.axis])
     return SplitTensor(local, values.parts | {dim: new}, values.groups)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .exchange import Line, fetch
+from .exchange import Line, fetch, rows_of
 from .partition import Partition
 
 Handler = Callable[..., Any]
@@ -116,9 +116,8 @@ class SplitTensor(torch.Tensor):
         assert parts.keys() == self.parts.keys()
         local = self.local
         for dim, new in parts.items():
-            wanted = [((a, b),) if a < b else () for a, b in new.parts()]
             line = self.groups.lines[new.axis]
-            local = fetch(local, dim, self.parts[dim], wanted, line)
+            local = fetch(local, dim, self.parts[dim], rows_of(new.parts()), line)
         return SplitTensor(local, parts, self.groups)
 
     @classmethod
@@ -148,8 +147,8 @@ class SplitTensor(torch.Tensor):
 def _gathered(
     local: torch.Tensor, dim: int, partition: Partition, groups: SpatialGroups
 ) -> torch.Tensor:
-    wanted = [((0, partition.rows),)] * partition.ranks
-    return fetch(local, dim, partition, wanted, groups.lines[partition.axis])
+    windows = rows_of([(0, partition.rows)] * partition.ranks)
+    return fetch(local, dim, partition, windows, groups.lines[partition.axis])
 
 
 def split(
@@ -201,7 +200,7 @@ def first_split(values: Iterable[Any]) -> SplitTensor | None:
 
 def name_modules(model: nn.Module) -> None:
     """Note the names of a model's modules for messages."""
-    _names.update((module, name) for name, module in model.named_modules() if name)
+    _names.update((module, name or "the model") for name, module in model.named_modules())
 
 
 def layer() -> str:

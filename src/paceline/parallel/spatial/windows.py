@@ -1,6 +1,7 @@
 """Convolutions, pooling and padding: each rank fetches the rows that its outputs read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,35 +52,114 @@ def gather_rows(
     """
     partition = values.parts[dim]
     line = values.groups.lines[partition.axis]
-    windows = [window(first, end, partition.rows, mode) for first, end in coordinates]
-    mine = windows[line.place]
-    rows = fetch(local, dim, partition, [one.needed for one in windows], line)
-    if mine.order is not None:
-        index = torch.tensor(mine.order, dtype=torch.int64, device=rows.device)
+    asked = [window(first, end, partition.rows, mode) for first, end in coordinates]
+    rows = fetch(local, dim, partition, asked, line, fill)
+    order = asked[line.place].order
+    if order is not None:
+        index = torch.tensor(order, dtype=torch.int64, device=rows.device)
         rows = rows.index_select(dim, index)
-    if mine.before or mine.after:
-        around = [0, 0] * (rows.dim() - 1 - dim) + [mine.before, mine.after]
-        rows = F.pad(rows, around, value=fill)
     return rows
 
 
-def windowed(
-    values: SplitTensor,
-    parts: Mapping[int, Partition],
-    kernel: Mapping[int, tuple[int, int, int, int]],
-    fill: float = 0.0,
-) -> torch.Tensor:
-    """Return the rows that this rank's part of the output reads, with all padding of these dims.
+class Windowed:
+    """The rows that this rank's part of an output reads, with the padding of these dims.
 
-    Args:
-        parts: Partitions of the output.
-        kernel: Of each divided dim: size, stride, padding before, dilation.
+    For backward, an operation would keep them, a copy of the rank's part with a rim. ``compact`` is
+    a context in which it keeps the part itself, which other layers keep as well, and the rim.
+
+    Attributes:
+        rows: What the operation computes with.
     """
-    local = values.local
-    for dim, how in kernel.items():
-        coordinates = [windows_of(part, *how) for part in parts[dim].parts()]
-        local = gather_rows(values, local, dim, coordinates, fill=fill)
-    return local
+
+    def __init__(
+        self,
+        values: SplitTensor,
+        coordinates: Mapping[int, Sequence[tuple[int, int]]],
+        fill: float = 0.0,
+    ) -> None:
+        self._part = local = values.local
+        self._blocks: list[tuple[int, int, int, int]] = []  # dim, start in the part, length, place
+        for dim, asked in coordinates.items():
+            if dim in values.parts:
+                rows = gather_rows(values, local, dim, asked, fill=fill)
+                partition = values.parts[dim]
+                place = values.groups.lines[partition.axis].place
+                own, (first, end) = partition.part(place), asked[place]
+            else:
+                rows, (first, end) = _padded(local, dim, asked[0], fill), asked[0]
+                own = (0, values.size(dim))
+            if rows is not local:
+                low, high = max(first, own[0]), min(end, own[1])
+                inside = (low - own[0], high - low, low - first) if low < high else (0, 0, 0)
+                self._blocks.append((dim, *inside))
+            local = rows
+        self.rows = local
+
+    @contextmanager
+    def compact(self) -> Iterator[None]:
+        """Keep the rank's part and the rim where the operation keeps all rows."""
+        if self.rows is self._part or not torch.is_grad_enabled():
+            yield
+            return
+        address, shape = self.rows.data_ptr(), self.rows.shape
+        rims: list[_Rim] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.data_ptr() != address or tensor.shape != shape:
+                return tensor
+            if not rims:
+                rims.append(_Rim(self._part, tensor.detach(), self._blocks))
+            return rims[0]
+
+        def unpack(kept: Any) -> torch.Tensor:
+            return kept.join() if isinstance(kept, _Rim) else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+
+class _Rim:
+    """A tensor as a block of another one and what surrounds it."""
+
+    def __init__(
+        self, part: torch.Tensor, rows: torch.Tensor, blocks: Sequence[tuple[int, int, int, int]]
+    ) -> None:
+        self._part, self._version = part.detach(), part._version
+        self._blocks = tuple(blocks)
+        self._sides: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for dim, _, length, place in reversed(blocks):
+            after = place + length
+            before = rows.narrow(dim, 0, place).clone()
+            self._sides.append((before, rows.narrow(dim, after, rows.size(dim) - after).clone()))
+            rows = rows.narrow(dim, place, length)
+
+    def join(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: The block has been changed since, as in PyTorch.
+        """
+        if self._part._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: the input of a layer over positions. HINT: inplace=False in "
+                "the layer after it"
+            )
+        rows = self._part
+        for dim, start, length, _ in self._blocks:
+            rows = rows.narrow(dim, start, length)
+        for (dim, *_), (before, after) in zip(self._blocks, reversed(self._sides), strict=True):
+            rows = torch.cat([before, rows, after], dim)
+        return rows
+
+
+def _padded(local: torch.Tensor, dim: int, asked: tuple[int, int], fill: float) -> torch.Tensor:
+    """Pad a dim that is not divided to the padded coordinates that are asked for."""
+    first, end = asked
+    if (first, end) == (0, local.size(dim)):
+        return local
+    around = [0, 0] * (local.dim() - 1 - dim) + [-first, end - local.size(dim)]
+    return F.pad(local, around, value=fill)
 
 
 def empty_result(inputs: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
@@ -139,20 +219,20 @@ def convolution(
         numbers = sizes(0 if padding == "valid" else padding, count)
         around = [(one, one) for one in numbers]
     parts = output_parts(values, shape)
-    how = {
-        dim: (weight.size(dim - lead + 2), stride[dim - lead], around[dim - lead][0],
-              dilation[dim - lead])
-        for dim in parts
-    }  # fmt: skip
-    local = windowed(values, parts, how)
+    asked = {}
+    for i, (before, after) in enumerate(around):
+        how = (weight.size(i + 2), stride[i], before, dilation[i])
+        if lead + i in parts:
+            asked[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
+        elif before != after:  # "same" with an even kernel
+            asked[lead + i] = [(-before, values.size(lead + i) + after)]
+    read = Windowed(values, asked)
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
-        return values.like(empty_result([local, weight, bias], wanted), parts)
-    rest = [0 if lead + i in parts else around[i][0] for i in range(count)]
-    for i, (before, after) in enumerate(around):
-        if before != after and lead + i not in parts:  # "same" with an even kernel
-            local = F.pad(local, [0, 0] * (count - 1 - i) + [0, after - before])
-    result = func(local, weight, bias, stride, tuple(rest), dilation, groups)
+        return values.like(empty_result([read.rows, weight, bias], wanted), parts)
+    rest = tuple(0 if lead + i in asked else around[i][0] for i in range(count))
+    with read.compact():
+        result = func(read.rows, weight, bias, stride, rest, dilation, groups)
     return values.like(result, parts)
 
 
@@ -254,35 +334,27 @@ def max_pool(
         sizes(one, count) for one in (kernel_size, stride, padding, dilation)
     )
     parts = output_parts(values, shape)
-    local = values.local
-    lowest = float("-inf") if local.is_floating_point() else torch.iinfo(local.dtype).min
-    for dim in range(lead, values.dim()):
-        i = dim - lead
-        how = (kernel[i], stride[i], padding[i], dilation[i])
-        local = _window_rows(values, local, dim, shape, parts, how, lowest)
+    is_float = values.is_floating_point()
+    lowest = float("-inf") if is_float else torch.iinfo(values.dtype).min
+    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, dilation), lowest)
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
-        return values.like(empty_result([local], wanted), parts)
-    result = func(local, kernel, stride, 0, dilation)
+        return values.like(empty_result([read.rows], wanted), parts)
+    with read.compact():
+        result = func(read.rows, kernel, stride, 0, dilation)
     return values.like(result, parts)
 
 
-def _window_rows(
-    values: SplitTensor,
-    local: torch.Tensor,
-    dim: int,
-    shape: torch.Size,
-    parts: Mapping[int, Partition],
-    how: tuple[int, int, int, int],
-    fill: float,
-) -> torch.Tensor:
-    """Return the rows that pooling reads along one dim, with its padding."""
-    if dim in parts:
-        coordinates = [windows_of(part, *how) for part in parts[dim].parts()]
-        return gather_rows(values, local, dim, coordinates, fill=fill)
-    first, end = windows_of((0, shape[dim]), *how)
-    around = [0, 0] * (local.dim() - 1 - dim) + [-first, end - local.size(dim)]
-    return F.pad(local, around, value=fill) if any(around) else local
+def _asked(
+    shape: torch.Size, parts: Mapping[int, Partition], lead: int, *how: tuple[int, ...]
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the padded coordinates that pooling reads along each dim, of each rank."""
+    asked = {}
+    for i, of_dim in enumerate(zip(*how, strict=True)):
+        dim = lead + i
+        rows = parts[dim].parts() if dim in parts else [(0, shape[dim])]
+        asked[dim] = [windows_of(part, *of_dim) for part in rows]
+    return asked
 
 
 _AVERAGE_POOLS = {
@@ -311,18 +383,16 @@ def average_pool(
     shape = whole_shape(func, values, *given)
     kernel, stride, padding = (sizes(one, count) for one in (kernel_size, stride, padding))
     parts = output_parts(values, shape)
-    local = values.local
-    for dim in range(lead, values.dim()):
-        how = (kernel[dim - lead], stride[dim - lead], padding[dim - lead], 1)
-        local = _window_rows(values, local, dim, shape, parts, how, 0.0)
+    read = Windowed(values, _asked(shape, parts, lead, kernel, stride, padding, (1,) * count))
     wanted = local_shape(values, shape, parts)
     if 0 in wanted[lead:]:
-        return values.like(empty_result([local], wanted), parts)
-    if count == 1:  # it has no divisor_override
-        sums = F.avg_pool2d(local.unsqueeze(-1), (*kernel, 1), (*stride, 1), divisor_override=1)
-        sums = sums.squeeze(-1)
-    else:
-        sums = func(local, kernel, stride, 0, False, True, 1)
+        return values.like(empty_result([read.rows], wanted), parts)
+    with read.compact():
+        if count == 1:  # it has no divisor_override
+            flat = read.rows.unsqueeze(-1)
+            sums = F.avg_pool2d(flat, (*kernel, 1), (*stride, 1), divisor_override=1).squeeze(-1)
+        else:
+            sums = func(read.rows, kernel, stride, 0, False, True, 1)
     if divisor_override:
         return values.like(sums / divisor_override, parts)
     for i in range(count):
