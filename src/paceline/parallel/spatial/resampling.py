@@ -85,10 +85,7 @@ def _resampled(
 ) -> torch.Tensor:
     """Resample along one divided dim: a weighted sum of one, two or four rows."""
     rows, place = values.size(dim), values.groups.lines[new.axis].place
-    taps = [
-        _taps(part, rows, new.rows, mode, align_corners, factor, local.dtype)
-        for part in new.parts()
-    ]
+    taps = [_taps(part, rows, new.rows, mode, align_corners, factor, local) for part in new.parts()]
     asked = [
         (min(int(t[0].min()) for t in one), max(int(t[0].max()) for t in one) + 1)
         if one and one[0][0].numel()
@@ -116,25 +113,20 @@ def _taps(
     mode: str,
     align_corners: bool,
     factor: float | None,
-    dtype: torch.dtype,
+    like: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the source rows and weights of the rows ``part`` of the result, as PyTorch does."""
-    # PyTorch's nearest modes compute positions in float32, the others in the dtype of the sum
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    kind = torch.float32 if mode.startswith("nearest") else exact
+    if mode.startswith("nearest"):
+        return [(_nearest_rows(rows, new_rows, mode, factor, like.dim())[slice(*part)], None)]
+    # PyTorch computes positions in the dtype of the sum
+    kind = torch.float64 if like.dtype == torch.float64 else torch.float32
     at = torch.arange(*part, dtype=kind)
     if align_corners:
         scale = torch.tensor((rows - 1) / (new_rows - 1) if new_rows > 1 else 0.0, dtype=kind)
         source = at * scale
     else:
         scale = torch.tensor(1.0 / factor if factor else rows / new_rows, dtype=kind)
-        if factor is None:
-            scale = torch.tensor(rows, dtype=kind) / new_rows
-        source = at * scale if mode == "nearest" else (at + 0.5) * scale
-        if not mode.startswith("nearest"):
-            source = source - 0.5
-    if mode.startswith("nearest"):
-        return [(source.floor().long().clamp(max=rows - 1), None)]
+        source = (at + 0.5) * scale - 0.5
     if mode in _LINEAR:
         source = source.clamp(min=0)
         low = source.floor().long().clamp(max=rows - 1)
@@ -148,6 +140,19 @@ def _taps(
         indices = [(low.long() + step).clamp(0, rows - 1) for step in (-1, 0, 1, 2)]
         return list(zip(indices, weights, strict=True))
     raise refused(f"interpolation with mode={mode!r} of a tensor", "mode='nearest' or 'bilinear'")
+
+
+def _nearest_rows(
+    rows: int, new_rows: int, mode: str, factor: float | None, ndim: int
+) -> torch.Tensor:
+    """Return the source row of each row as PyTorch chooses it, which depends on the dims."""
+    numbers = torch.arange(rows, dtype=torch.float64).view(1, 1, rows, *[1] * (ndim - 3))
+    others = ndim - 3
+    if factor:
+        how: dict[str, Any] = {"scale_factor": (float(factor), *[1.0] * others)}
+    else:
+        how = {"size": (new_rows, *[1] * others)}
+    return F.interpolate(numbers, **how, mode=mode).flatten().long()
 
 
 def _cubic(share: torch.Tensor) -> list[torch.Tensor]:
