@@ -211,8 +211,8 @@ def _register_attributes() -> None:
     meta += [T.is_complex, T.element_size, T.__hash__, torch.is_floating_point, torch.is_complex]
     meta += [torch.numel, T.is_same_size, T.get_device, torch.is_tensor]
     handles(*meta)(_meta)
-    local: list[Any] = [T.requires_grad.__get__, T.grad_fn.__get__, T.is_leaf.__get__]  # type: ignore[attr-defined]
-    local += [T.is_contiguous, T.register_hook, T.is_inference, T.output_nr.__get__]  # type: ignore[attr-defined]
+    local: list[Any] = [T.is_contiguous, T.register_hook, T.is_inference]
+    local += [getattr(T, one).__get__ for one in ("requires_grad", "grad_fn", "is_leaf")]
     handles(*local)(_of_local)
 
 

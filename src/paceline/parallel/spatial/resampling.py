@@ -198,7 +198,7 @@ def adaptive_average(func: Any, values: SplitTensor, output_size: Any) -> Any:
         # a rank without rows keeps its empty dims
         pool = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}[count]
         if all(sizes):
-            local = pool(local, sizes if count > 1 else sizes[0])
+            local = pool(local, tuple(sizes))  # type: ignore[arg-type]
         else:
             shape = [*local.shape[:lead], *sizes]
             local = local.new_zeros(shape) + 0 * local.sum()

@@ -173,7 +173,8 @@ def _indexed(values: SplitTensor, index: Any) -> Any:
         items[at : at + 1] = [slice(None)] * (values.dim() - used)
     else:
         items += [slice(None)] * (values.dim() - used)
-    dim, local_items, parts, current, out = 0, [], {}, values, 0
+    local_items: list[Any] = []
+    dim, parts, current, out = 0, {}, values, 0
     for one in items:
         if one is None:
             local_items.append(None)

@@ -75,7 +75,7 @@ class SplitTensor(torch.Tensor):
             first, end = partition.part(groups.lines[partition.axis].place)
             assert shape[dim] == end - first, (shape, dim, partition)
             shape[dim] = partition.rows
-        made: SplitTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SplitTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.parts, made.groups = local, dict(parts), groups
@@ -84,7 +84,7 @@ class SplitTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = ", ".join(f"dim {dim}: {one.axis}" for dim, one in self.parts.items())
         return f"SplitTensor(shape={tuple(self.shape)}, {where}, local={self.local!r})"
 
@@ -140,7 +140,7 @@ class SplitTensor(torch.Tensor):
             return handler(func, *args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise _refusal(func, args, kwargs or {})
 
 
