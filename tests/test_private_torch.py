@@ -71,6 +71,9 @@ INTERFACES = {
     "torch.distributed._tools.mem_tracker.MemTracker._track_module_params_and_buffers": "frozen",
     "tracker._param_to_grad_hook_handles": "frozen parameters have no hooks for gradients",
     "torch.distributed._tools.mod_tracker.ModTracker": "the module that runs",
+    # Samples that are divided over ranks (parallel/spatial)
+    "torch.Tensor._make_wrapper_subclass": "a tensor with the shape of the whole and a part's data",
+    "torch._C._nn.pad": "functions of torch.nn.functional as a wrapper tensor gets them",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
     "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",

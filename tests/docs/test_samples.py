@@ -35,6 +35,17 @@ PREAMBLES = {
     "docs/how-to/run/use-the-python-api.md": DATA,
     "docs/explanation/layouts.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
+    "docs/explanation/spatial-layouts.md": """
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    import paceline
+
+    world = paceline.init(progress=False)
+    model = torch.nn.Conv3d(1, 1, 3, padding=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    volume = target = np.ones((1, 4, 6, 5), np.float32)
+    """,
     "docs/how-to/run/average-weights.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD

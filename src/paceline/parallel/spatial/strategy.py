@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...cost.layout import AXIS_WORDS, Layout
+from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...plurals import counted
 from ...record.hooks.phases import UncopiedHook
 from ..mesh import Mesh
@@ -75,6 +76,15 @@ class SpatialParallel(ParallelStrategy):
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"HINT: {near[0]}" if near else "HINT: leave the rule out"
                 raise ValueError(f"world.distribute: the rule {pattern!r} matches no layer. {hint}")
+
+    @classmethod
+    def predict_memory(
+        cls, step: StepMemory, layout: Layout, ranks: int, *, accumulate: int = 1
+    ) -> LayoutMemory:
+        raise ValueError(
+            f"the memory of layout={str(layout)!r} can't be predicted yet. HINT: activations are "
+            "divided, parameters are not"
+        )
 
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         mesh, device = self.request.mesh, self.request.device

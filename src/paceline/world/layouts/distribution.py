@@ -108,9 +108,10 @@ class ModelDistribution(SampleParts):
                 form a smaller group; a loop that is left inside a group (``break``) discards its
                 gradients.
             layout: "data" (DistributedDataParallel), or "zero1", "zero2" or "zero3", which shard
-                optimizer states, gradients and parameters over the ranks; a ``paceline.Layout``
-                or its text, such as "zero3/host + recompute". "auto" takes the fastest layout
-                whose predicted memory fits, with recompute="blocks" if none fits without.
+                optimizer states, gradients and parameters over the ranks; "h2", "w2" or "d2", parts
+                of each sample; a ``paceline.Layout`` or its text, such as "zero3/host + recompute".
+                "auto" takes the fastest layout whose predicted memory fits, with recompute="blocks"
+                if none fits without.
             blocks: Names of modules, or of their classes, that are gathered as a whole.
             shard_over: "job", or "host" to shard within each host, and to replicate between hosts.
             offload: "optimizer" keeps the optimizer's states in the host's memory, and
