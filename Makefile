@@ -152,6 +152,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/exchange/compression.py
 	$(BIN)/python benchmarks/large_batch/optimizer_time.py
 	$(BIN)/python benchmarks/large_batch/norm_time.py
+	$(BIN)/python benchmarks/large_batch/norm_neighbours.py
 	$(BIN)/python benchmarks/large_batch/convergence.py
 	$(BIN)/python benchmarks/large_batch/asynchronous.py
 	$(BIN)/python benchmarks/layouts/layout_time.py

@@ -284,6 +284,14 @@ def test_norm_time(tmp_path):
     assert exchanges["local"] == exchanges["ghost:8"] == exchanges["group:8"] == 0
 
 
+def test_norm_neighbours(tmp_path):
+    result = result_of("norm_neighbours", tmp_path / "found.json", "--exchanges", "5")
+    networks = result["measurements"]["networks"]
+    assert networks["ResNet-50"] == {"norms": 53, "chain": 49}
+    assert networks["DenseNet-121"] == {"norms": 121, "chain": 121}
+    assert result["medians"]["fused"]["median"] > 0
+
+
 def test_noise_scale_cost(tmp_path):
     few = ("--steps", "30", "--pairs", "10")
     result = result_of("noise_scale_cost", tmp_path / "found.json", *few)

@@ -83,7 +83,7 @@ def _help(text: str, tool: str, table: tuple[LaunchOption, ...]) -> str:
 
         All options of horovodrun 0.28 are accepted. Those without effect are named. The command
         prints the equivalent command of paceline run, and runs it. Elastic jobs (--min-np,
-        --host-discovery-script) restart without lost hosts; the discovery script runs once.
+        --host-discovery-script) restart without lost hosts, and with new ones.
         """,
         *("horovodrun", HOROVODRUN),
     ),

@@ -193,6 +193,18 @@ def run(
             rich_help_panel=FAULTS,
         ),
     ] = None,
+    host_discovery_script: Annotated[
+        str | None,
+        typer.Option(
+            help="With --max-restarts: program that prints the hosts, one HOST[:N] a line. "
+            "Paceline runs it every 5 s. When it names a new host, the ranks write a checkpoint "
+            "and continue with more ranks, at most -n. Without -H it names the hosts of the "
+            "start, too.",
+            metavar="PROGRAM",
+            show_default=False,
+            rich_help_panel=FAULTS,
+        ),
+    ] = None,
     stage: Annotated[
         list[Path] | None,
         typer.Option(
@@ -313,6 +325,7 @@ def run(
             dry_run,
             explain_default=True,
             show_memory=show_memory,
+            discovery=host_discovery_script,
         )
     except ValueError as mistake:
         typer.echo(f"paceline: {in_words(mistake)}", err=True)

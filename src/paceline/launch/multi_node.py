@@ -22,7 +22,8 @@ from .monitor.live_records import LiveRecordServer
 from .ranks.process_groups import end_remaining_children
 from .records import job_folder
 from .records.summary import print_summary
-from .recovery.rejoin import LostHostWatcher
+from .recovery.discovery import HostDiscovery
+from .recovery.joining_hosts import JoiningHosts
 from .recovery.shrink import RemainingHosts, check_min_hosts, move_earlier_attempts
 from .remote.forwarded_env import forwarded_variables
 from .remote.prepare_hosts import (
@@ -56,6 +57,8 @@ def run(
     min_ranks_per_host: int = 1,
     excluded_hosts: dict[str, str] | None = None,
     guard: "LossGuard | None" = None,
+    discovery: str | None = None,
+    max_ranks: int | None = None,
 ) -> int:
     """Run the job on ``hosts`` and return its exit code, same as ``single_node.run``.
 
@@ -67,6 +70,8 @@ def run(
         excluded_hosts: Filled with the reason, by name, why hosts can't take part; the job then
             runs on the others. None: all hosts are needed.
         guard: Holds the loss against a reference, or None.
+        discovery: Script that names the job's hosts while it runs, or None.
+        max_ranks: Largest world size; hosts beyond it wait until others are lost. None: no limit.
 
     Raises:
         ValueError: A mistake of the user, a host that can't be reached, or hosts that can't reach
@@ -98,25 +103,35 @@ def run(
             lock.keep(lambda line: print(f"paceline: {line}", file=sys.stderr))
         layout = RankLayout(hosts, ranks, explicit, min_ranks_per_host)
         remote_hosts, ranks_per_host, interfaces, cores = _prepare_hosts(
-            spec, connections, layout, excluded_hosts
+            spec, connections, layout, excluded_hosts, grows=discovery is not None
         )
         from .supervise import watch
 
         job_description = _describe_job(job, remote_hosts, ranks_per_host)
         record_server = LiveRecordServer(spec.run_id, remote_hosts, job_description)
         remaining = RemainingHosts(
-            remote_hosts, ranks_per_host, job.min_hosts, job_description, record_server.replace
+            *(remote_hosts, ranks_per_host, job.min_hosts, job_description),
+            replace=record_server.replace,
+            max_ranks=max_ranks,
         )
-        lost_host_watcher = _watch_lost_hosts(
-            spec, tool, remote_hosts, ranks_per_host, interfaces, cores
+        _print_layout(remaining.hosts, remaining.ranks_per_host, interfaces, tool)
+        joining = JoiningHosts(
+            *(spec, tool, remote_hosts, ranks_per_host, interfaces, cores),
+            peers=lambda: remaining.hosts,
         )
-        remaining.lost_host_watcher = lost_host_watcher if job.min_hosts is not None else None
+        if job.min_hosts is not None or discovery is not None:
+            remaining.lost_host_watcher = joining.watcher
+        host_discovery = (
+            HostDiscovery(discovery, [host.name for host in hosts], joining.add)
+            if discovery is not None
+            else None
+        )
         fetch_records, run_id = remaining.hide_excluded(record_server.snapshot), spec.run_id
         try:
             code = watch(
                 job,
-                remote_hosts,
-                make_seats(ranks_per_host),
+                remaining.hosts,
+                make_seats(remaining.ranks_per_host),
                 run_id,
                 started,
                 interrupt,
@@ -125,12 +140,14 @@ def run(
                 guard,
             )
         finally:
+            if host_discovery is not None:
+                host_discovery.close()
             record_server.ending = True
             # before agents write the records of the last attempt
             if job.record is not None and remaining.changed:
                 move_earlier_attempts(job.record, remaining.attempt)
-            _end_agents([*remote_hosts, *remaining.returned_hosts, *lost_host_watcher.close()])
-            lost_host_watcher.disconnect()
+            _end_agents([*remote_hosts, *remaining.returned_hosts, *joining.watcher.close()])
+            joining.watcher.disconnect()
             record_server.close()
     except TerminatedError as end:
         name = signal.Signals(end.number).name
@@ -188,9 +205,10 @@ def _prepare_hosts(
     connections: AgentConnections,
     layout: RankLayout,
     excluded_hosts: dict[str, str] | None,
+    grows: bool,
 ) -> tuple[list[RemoteHost], list[int], list[tuple[str, str]], dict[str, int | None]]:
     """Make the hosts ready to start ranks. Return those that get ranks, the ranks per host, each
-    host's (interface, address), and its cores by name.
+    host's (interface, address), and its cores by name. grows: whether hosts may be added later.
     """
     found = connections.start()
     found = _exclude_hosts(
@@ -206,10 +224,9 @@ def _prepare_hosts(
             found, check_hosts(spec, *_hosts_with_ranks(found, ranks_per_host), cores), None
         )
     remote_hosts, ranks_per_host = _hosts_with_ranks(found, ranks_per_host)
-    interfaces = _choose_addresses(remote_hosts)
+    interfaces = _choose_addresses(remote_hosts, grows)
     label_record_folder(spec)
     start_rank_servers(spec, dict(enumerate(remote_hosts)), interfaces)
-    _print_layout(remote_hosts, ranks_per_host, interfaces, connections.tool)
     return remote_hosts, ranks_per_host, interfaces, cores
 
 
@@ -238,33 +255,9 @@ def _exclude_hosts(
     return left
 
 
-def _watch_lost_hosts(
-    spec: LaunchSpec,
-    tool: LaunchTool,
-    hosts: list[RemoteHost],
-    ranks_per_host: list[int],
-    interfaces: list[tuple[str, str]],
-    cores: dict[str, int | None],
-) -> LostHostWatcher:
-    """Return the watcher that reconnects to lost hosts and prepares them again. They use the same
-    interfaces as before.
-    """
-    names = [host.name for host in hosts]
-
-    def prepare(host_index: int, host: RemoteHost) -> None:
-        host.name = names[host_index]
-        _exclude_hosts([host], {host.name: version_mismatch(host)}, None)
-        _exclude_hosts([host], check_hosts(spec, [host], [ranks_per_host[host_index]], cores), None)
-        start_rank_servers(spec, {host_index: host}, interfaces)
-
-    return LostHostWatcher(
-        lambda host_index: AgentConnections(tool, [names[host_index]], quiet=True), prepare
-    )
-
-
-def _choose_addresses(hosts: list[RemoteHost]) -> list[tuple[str, str]]:
+def _choose_addresses(hosts: list[RemoteHost], grows: bool) -> list[tuple[str, str]]:
     """Return each host's (interface, address) by which the others can connect to it, as tested."""
-    if len(hosts) == 1:
+    if len(hosts) == 1 and not grows:
         return [("lo", "127.0.0.1")]
     for host in hosts:
         host.send(listen=asked())

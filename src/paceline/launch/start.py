@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.local_resources import allowed_threads
 from ..cluster.topology.topology import topology
 from ..security.outputs import write_output
@@ -28,6 +29,7 @@ def start(
     excluded_hosts: dict[str, str] | None = None,
     explain_default: bool = False,
     show_memory: bool = False,
+    discovery: str | None = None,
 ) -> int:
     """Run the job on the hosts given by the options or the allocation, and return its exit code.
 
@@ -44,6 +46,8 @@ def start(
         explain_default: Whether to print how many ranks are started by default, where this host has
             cores for more.
         show_memory: Whether to predict the memory of the ranks in each layout, and end.
+        discovery: Value of ``--host-discovery-script``, or None. ``ranks`` is then the largest
+            world size.
 
     Raises:
         ValueError: The options are invalid, or the job can't run.
@@ -55,10 +59,16 @@ def start(
 
         guard = LossGuard(job.guard, ranks or 1, job.words)
         job = replace(job, watch=guard.watch_variable)
-    where = find_target(hosts, hostfile, launcher)
+    where = find_target(hosts, hostfile, launcher, discovery)
+    if discovery is not None and not job.max_restarts:
+        raise ValueError(
+            "--host-discovery-script needs a job that may restart: all ranks start again when "
+            "there is a new host. HINT: --max-restarts 10"
+        )
+    shown_ranks = ranks if discovery is None else _at_most(ranks, where.hosts)
     if show_only:
         check(replace(job, ranks=1, record=None))
-        plan = plan_job(job, where, ranks, sorted(environment))
+        plan = plan_job(job, where, shown_ranks, sorted(environment))
         if job.summary is None:
             sys.stdout.write(render_plan(plan))
         else:
@@ -71,7 +81,7 @@ def start(
         return 0
     if show_memory:
         # one rank on this node predicts what each of them would need
-        each = ranks_per_host(where.hosts, ranks, where.explicit)
+        each = ranks_per_host(where.hosts, shown_ranks, where.explicit)
         os.environ.update(environment)
         alone = replace(job, ranks=1, max_restarts=0, min_hosts=None)
         return single_node.run(replace(alone, show_memory=(sum(each), max(each))))
@@ -93,10 +103,18 @@ def start(
         job,
         where.hosts,
         where.tool,
-        ranks=ranks,
+        ranks=ranks if discovery is None else None,
         explicit=where.explicit,
         environment=environment,
         min_ranks_per_host=min_ranks_per_host,
         excluded_hosts=excluded_hosts,
         guard=guard,
+        discovery=discovery,
+        max_ranks=None if discovery is None else ranks,
     )
+
+
+def _at_most(ranks: int | None, hosts: list[Host]) -> int | None:
+    """Return the world size of hosts that have at most ``ranks`` ranks; None: not known yet."""
+    slots = [host.slots for host in hosts if host.slots is not None]
+    return min(ranks, sum(slots)) if ranks is not None and len(slots) == len(hosts) else None

@@ -22,6 +22,7 @@ from ..plurals import counted
 from ..security.processes import program_command
 from .job import Job
 from .layout import format_layout, ranks_per_host
+from .recovery.discovery import discover_hosts
 from .remote.start_commands import LaunchTool, find_tool
 
 MAX_SHOWN_COMMANDS = 4
@@ -47,7 +48,9 @@ class Target:
     chosen: bool = True
 
 
-def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) -> Target:
+def find_target(
+    hosts: str | None, hostfile: Path | None, launcher: str | None, discovery: str | None = None
+) -> Target:
     """Return the hosts given by the options, else those of the scheduler's allocation, else this
     host.
 
@@ -55,6 +58,8 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         hosts: Value of ``-H``, or None.
         hostfile: Value of ``--hostfile``, or None.
         launcher: Value of ``--launcher``, or None.
+        discovery: Value of ``--host-discovery-script``, or None; it names the hosts if no other
+            option does.
 
     Raises:
         ValueError: The options contradict each other, the allocation is inconsistent, or another
@@ -64,15 +69,15 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         raise ValueError("-H and --hostfile both name the hosts. HINT: leave out one of them")
     environment = dict(os.environ)
     _once(environment)
-    if hosts is not None or hostfile is not None:
-        named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile or "")
+    if hosts is not None or hostfile is not None or discovery is not None:
+        named, why = _named_hosts(hosts, hostfile, discovery)
         chosen = find_tool(launcher or "ssh")
         if not chosen.accepts_host_names:
             raise ValueError(
                 f"--launcher {chosen.name} uses all nodes of its allocation, and accepts no host "
                 "names. HINT: leave out -H and --hostfile, or use --launcher ssh"
             )
-        return Target(named, chosen, True, "-H" if hosts else str(hostfile))
+        return Target(named, chosen, True, why)
     allocation = _allocation(environment)
     here = Host("this machine", devices=gpu_count(), numa=numa_domain_count())
     if allocation is None:
@@ -92,6 +97,18 @@ def find_target(hosts: str | None, hostfile: Path | None, launcher: str | None) 
         slots = found[0].slots
         return Target([Host(found[0].name, slots, here.devices, numa=here.numa)], None, False, why)
     return Target(found, _tool_of(allocation, launcher), False, why)
+
+
+def _named_hosts(
+    hosts: str | None, hostfile: Path | None, discovery: str | None
+) -> tuple[list[Host], str]:
+    """Return the hosts that an option names, and which one."""
+    if hosts is not None:
+        return parse_hosts(hosts), "-H"
+    if hostfile is not None:
+        return read_hostfile(hostfile), str(hostfile)
+    assert discovery is not None
+    return discover_hosts(discovery), discovery
 
 
 def _tool_of(allocation: Allocation, launcher: str | None) -> LaunchTool:

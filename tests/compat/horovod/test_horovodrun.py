@@ -130,8 +130,15 @@ def test_hosts_are_discovered_by_the_script(tmp_path):
     script.write_text("#!/bin/sh\necho a:4\necho b\n")
     script.chmod(0o700)
     line = f"--host-discovery-script {script} --slots-per-host 2 --min-np 2 -np 4 python t.py"
-    expected = "-n 6 -H a:4,b:2 --max-restarts 10 --min-hosts 1 -- t.py"
-    assert run_words(line) == expected
+    more = f"--host-discovery-script {script} -- t.py"
+    assert run_words(line) == f"-H a:4,b:2 --max-restarts 10 --min-hosts 1 {more}"
+    assert run_words(f"--max-np 5 {line}").startswith("-n 5 -H a:4,b:2 ")
+    script.write_text("#!/bin/sh\necho a:2\n")  # it may be lost, too, once there are others
+    line = f"--host-discovery-script {script} -np 2 python t.py"
+    assert run_words(line) == f"-H a:2 --max-restarts 10 --min-hosts 1 {more}"
+    script.write_text("#!/bin/sh\necho a\n")
+    with pytest.raises(ValueError, match=r"printed a without a number of slots\. HINT: --slots"):
+        run_words(line)
 
 
 def test_configuration_file_gives_options(tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ class LiveRecordServer:
     """
 
     def __init__(self, run: str, hosts: Sequence[Host], about: dict[str, Any]) -> None:
-        self._hosts, self._job_description = list(hosts), about
+        self._hosts, self._job_description = dict(enumerate(hosts)), about
         self.ending = False
         self._query_lock = threading.Lock()  # one query to the hosts at a time
         self._changed = threading.Condition()
@@ -125,7 +125,7 @@ class LiveRecordServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def replace(self, host_index: int, host: Host) -> None:
-        """Use another connection to the host from now on."""
+        """Use another connection to the host from now on, or the first one to a new host."""
         host.on_tail = partial(self._take_answer, host_index)
         with self._changed:
             self._hosts[host_index] = host
@@ -183,7 +183,7 @@ class LiveRecordServer:
                 self._query_number, self._answers = next(self._query_numbers), []
                 asked = [
                     host_index
-                    for host_index in range(len(self._hosts))
+                    for host_index in self._hosts
                     if host_index not in self._unanswered_hosts
                 ]
                 self._unanswered_hosts.update(asked)
@@ -205,7 +205,7 @@ class LiveRecordServer:
                     self._changed.wait_for(partial(self._all_answered, asked, True), rest)
                 silent = [
                     host.name
-                    for host_index, host in enumerate(self._hosts)
+                    for host_index, host in self._hosts.items()
                     if host_index not in asked or host_index in self._unanswered_hosts
                 ]
                 heard, self._answers = self._answers, []

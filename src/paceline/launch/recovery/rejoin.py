@@ -1,4 +1,4 @@
-"""Reconnect to hosts that a job has lost, until they are ready to have ranks again."""
+"""Connect to hosts that a job has lost or that are new, until they are ready to have ranks."""
 
 import threading
 from collections.abc import Callable
@@ -12,17 +12,21 @@ JOIN_TIMEOUT_S = 5.0  # for the threads to end
 
 
 class LostHostWatcher:
-    """Reconnect to lost hosts, with a thread for each.
+    """Connect to lost and new hosts, with a thread for each.
 
     Args:
         connect: Makes a new connection to a host, by its index among the job's hosts.
         prepare: Makes the host ready for ranks; raises ValueError where that is impossible.
+        report: Called with the reason when an attempt has failed.
     """
 
     def __init__(
-        self, connect: Callable[[int], AgentConnections], prepare: Callable[[int, RemoteHost], None]
+        self,
+        connect: Callable[[int], AgentConnections],
+        prepare: Callable[[int, RemoteHost], None],
+        report: Callable[[int, str], None] = lambda host_index, reason: None,
     ) -> None:
-        self._connect, self._prepare = connect, prepare
+        self._connect, self._prepare, self._report = connect, prepare, report
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._connections: list[AgentConnections] = []
@@ -31,19 +35,21 @@ class LostHostWatcher:
         self._threads: dict[int, threading.Thread] = {}
 
     def wait_for(self, host_index: int) -> None:
-        """Try to reconnect to a host until that succeeds."""
+        """Try to connect to a host until that succeeds."""
         if host_index in self._threads and self._threads[host_index].is_alive():
             return
         thread = threading.Thread(target=self._wait_for, args=(host_index,), daemon=True)
         self._threads[host_index] = thread
         thread.start()
 
-    def ready(self) -> list[int]:
-        """Return the indices of hosts that could have ranks now."""
+    def ready(self) -> dict[int, RemoteHost]:
+        """Return hosts that could have ranks now, by index."""
         with self._lock:
-            return sorted(
-                host_index for host_index, host in self._ready.items() if not host.failure
-            )
+            return {
+                host_index: host
+                for host_index, host in sorted(self._ready.items())
+                if not host.failure
+            }
 
     def take_ready(self) -> dict[int, RemoteHost]:
         """Return hosts that could have ranks now, and hand them over. Retry those that were lost
@@ -66,7 +72,7 @@ class LostHostWatcher:
             unconnected = [connection for connection in self._connections if not connection.hosts]
         for connection in unconnected:
             connection.close()
-        for thread in self._threads.values():
+        for thread in list(self._threads.values()):
             thread.join(JOIN_TIMEOUT_S)
         return ready_hosts
 
@@ -91,8 +97,10 @@ class LostHostWatcher:
                 with self._lock:
                     self._ready[host_index] = self._preparing.pop(host_index)
                 return
-            except (ValueError, OSError):
+            except (ValueError, OSError) as error:
                 connection.close()
+                if not self._closing.is_set():
+                    self._report(host_index, str(error))
                 with self._lock:
                     self._preparing.pop(host_index, None)
                     self._connections.remove(connection)

@@ -1,11 +1,12 @@
-"""Continue a job without the hosts that it lost.
+"""Continue a job without the hosts that it lost, and with hosts that are new.
 
 A host that is lost, or whose ranks were the first to be killed in two attempts in a row, takes no
 part in the next attempt, as long as ``--min-hosts`` remain. A host that was lost and comes back
-(``rejoin``) takes part in the next attempt again.
+(``rejoin``) takes part in the next attempt again, and so does one that is new (``joining_hosts``).
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class RemainingHosts:
         min_hosts: int | None,
         job_description: dict[str, Any],
         replace: Callable[[int, RemoteHost], None] = lambda host_index, host: None,
+        max_ranks: int | None = None,
     ) -> None:
         """Start with all hosts of the job.
 
@@ -48,13 +50,17 @@ class RemainingHosts:
             min_hosts: Hosts that an attempt needs; None: all.
             job_description: What live views show of the job; kept up to date.
             replace: Called with the index and the new connection when a host has a new agent.
+            max_ranks: Largest world size, with new hosts; None: no limit. Hosts beyond it wait
+                until others are lost.
         """
         check_min_hosts(min_hosts, len(hosts))
         # by host index
-        self._all_hosts, self._all_ranks_per_host = list(hosts), list(ranks_per_host)
+        self._all_hosts = dict(enumerate(hosts))
+        self._all_ranks_per_host = dict(enumerate(ranks_per_host))
+        self._hosts_at_start, self._max_ranks = len(hosts), max_ranks or sys.maxsize
         self._remaining = list(range(len(hosts)))  # indices of the remaining hosts
         self._min_hosts = min_hosts
-        self.full_ranks = sum(ranks_per_host)
+        self.full_ranks = min(sum(ranks_per_host), self._max_ranks)
         self._job_description, self._on_replaced = job_description, replace
         self.attempt = 0  # number of the current attempt
         self.changed = False
@@ -63,14 +69,30 @@ class RemainingHosts:
         self._announced: set[str] = set()
         self._changes = ""
         self._last_killed_host = ""  # host whose rank was killed first in the last attempt
+        self._describe()
 
     @property
     def hosts(self) -> list[RemoteHost]:
-        return [self._all_hosts[host_index] for host_index in self._remaining]
+        return [self._all_hosts[host_index] for host_index in self._ranks_of(self._remaining)]
 
     @property
     def ranks_per_host(self) -> list[int]:
-        return [self._all_ranks_per_host[host_index] for host_index in self._remaining]
+        return list(self._ranks_of(self._remaining).values())
+
+    def _ranks_of(self, host_indices: list[int]) -> dict[int, int]:
+        """Return the numbers of ranks of hosts, without those that have none."""
+        found, left = {}, self._max_ranks
+        for host_index in host_indices:
+            if count := min(self._all_ranks_per_host[host_index], left):
+                found[host_index] = count
+                left -= count
+        return found
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether further ranks may be started."""
+        present = [index for index in self._remaining if not self._all_hosts[index].failure]
+        return sum(self._ranks_of(present).values()) < self._max_ranks
 
     @property
     def is_reduced(self) -> bool:
@@ -90,35 +112,55 @@ class RemainingHosts:
         Args:
             can_leave: Whether all ranks can write a checkpoint and stop.
         """
-        ready = self.lost_host_watcher.ready() if self.lost_host_watcher is not None else []
-        names = [self._all_hosts[host_index].name for host_index in ready]
+        if self.lost_host_watcher is None or not self._has_room:
+            return []
+        ready = self.lost_host_watcher.ready()
+        names, arrivals = [host.name for host in ready.values()], self._arrivals(ready)
         if names and can_leave:
+            has_new = any(host_index not in self._all_hosts for host_index in ready)
+            size = "with more ranks" if has_new else "at full size"
             say(
-                f"paceline: {_names(names)} {_are(len(names))} back: the ranks write a "
-                "checkpoint, and the job continues at full size\n"
+                f"paceline: {arrivals}: the ranks write a checkpoint, and the job continues "
+                f"{size}\n"
             )
         elif any(name not in self._announced for name in names):
             self._announced.update(names)
             takes = "it takes" if len(names) == 1 else "they take"
             say(
-                f"paceline: {_names(names)} {_are(len(names))} back; {takes} part in the next "
+                f"paceline: {arrivals}; {takes} part in the next "
                 "attempt, or as soon as the ranks can stop with a checkpoint (world.epochs with "
                 "checkpoint=)\n"
             )
         return names if can_leave else []
 
+    def _arrivals(self, hosts: dict[int, RemoteHost]) -> str:
+        """Return a text that names hosts which are back, and those which are new."""
+        texts = []
+        for word, is_new in (("back", False), ("new", True)):
+            of_kind = [
+                host.name
+                for host_index, host in hosts.items()
+                if (host_index not in self._all_hosts) == is_new
+            ]
+            if of_kind:
+                texts.append(f"{_names(of_kind)} {_are(len(of_kind))} {word}")
+        return ", ".join(texts)
+
     def readmit_returned(self) -> bool:
-        """Add returned hosts to the remaining ones. Return whether there were any."""
-        returned = self.lost_host_watcher.take_ready() if self.lost_host_watcher is not None else {}
+        """Add returned and new hosts to the remaining ones. Return whether there were any."""
+        if self.lost_host_watcher is None or not self._has_room:
+            return False
+        returned = self.lost_host_watcher.take_ready()
+        arrivals = self._arrivals(returned)
         for host_index, host in returned.items():
             self._all_hosts[host_index] = host
+            self._all_ranks_per_host.setdefault(host_index, host.ranks)
             self.returned_hosts.append(host)
             self._on_replaced(host_index, host)
         if returned:
             self._remaining = sorted({*self._remaining, *returned})
-            names = _names([host.name for host in returned.values()])
             self._announced.difference_update(host.name for host in returned.values())
-            self._note_change(f"{names} {_are(len(returned))} back")
+            self._note_change(arrivals)
         return bool(returned)
 
     def drop_lost(self) -> bool:
@@ -186,9 +228,15 @@ class RemainingHosts:
         changes, self._changes = self._changes, ""
         if not changes:
             return ""
+        nodes, ranks = len(self.hosts), sum(self.ranks_per_host)
+        if len(self._all_hosts) > self._hosts_at_start:  # no size is the full one
+            return (
+                f"{changes}; the job continues on {counted(nodes, 'node')}, with "
+                f"{counted(ranks, 'rank')},"
+            )
         return (
-            f"{changes}; the job continues on {len(self._remaining)} of "
-            f"{counted(len(self._all_hosts), 'node')}, with {sum(self.ranks_per_host)} of "
+            f"{changes}; the job continues on {nodes} of "
+            f"{counted(len(self._all_hosts), 'node')}, with {ranks} of "
             f"{counted(self.full_ranks, 'rank')},"
         )
 
@@ -200,10 +248,13 @@ class RemainingHosts:
         self._note_change(reason)
 
     def _note_change(self, reason: str) -> None:
+        self._describe()
+        self._changes += f"; {reason}" if self._changes else reason
+
+    def _describe(self) -> None:
         self._job_description.update(
             hosts=[host.name for host in self.hosts], on_each=self.ranks_per_host
         )
-        self._changes += f"; {reason}" if self._changes else reason
 
     def _too_few(self, reason: str, left: int) -> str:
         hint = "start the job again when all nodes are back; it continues from the last checkpoint"

@@ -41,6 +41,7 @@ class RemoteHost:
 
     Attributes:
         address: Address by which the other nodes reach this one.
+        ranks: Number of ranks of a host that joins a running job.
         run_id: Identifier of the job.
         record_folder: Folder for the record files that the node sends, or None.
         on_tail: Called with each message about the tail of a record; must return at once.
@@ -52,7 +53,7 @@ class RemoteHost:
     """
 
     def __init__(self, name: str, channel: Channel, abort: Callable[[], None]) -> None:
-        self.name, self.address = name, ""
+        self.name, self.address, self.ranks = name, "", 0
         self._abort = abort
         self.hello: dict[str, Any] = {}
         self._output: RankOutput | None = None

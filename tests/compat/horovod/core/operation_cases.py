@@ -180,9 +180,11 @@ def allreduce_of_channels_last(rank, size):
 
 
 @case
-def allreduce_of_mean_without_overflow(rank, size):
-    x = torch.full((5,), 60_000.0, dtype=torch.float16)
+def mean_without_overflow(rank, size):
+    x = torch.full((4, 2), 60_000.0, dtype=torch.float16)
     equal(hvd.allreduce(x), x)
+    equal(hvd.reducescatter(x.clone(), op=hvd.Average), x[: 4 // size])
+    equal(x, torch.full((4, 2), 60_000.0, dtype=torch.float16))
 
 
 @case

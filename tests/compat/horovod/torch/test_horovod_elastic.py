@@ -258,6 +258,36 @@ def test_returned_node_takes_part_from_the_next_commit(hosts, shared_folder):
         assert len(seen) in (30, 60), epoch
 
 
+@pytest.mark.long
+def test_new_node_takes_part_from_the_next_commit(hosts, shared_folder):
+    ranks.write(shared_folder, TRAIN)
+    names, script = shared_folder / "names", shared_folder / "hosts.sh"
+    names.write_text("host1\n")
+    script.write_text(f"#!/bin/sh\ncat {names}\n")
+    script.chmod(0o755)
+    words = ["-np", "1", "--max-np", "2", "--slots-per-host", "1"]
+    words += ["--host-discovery-script", script, "python", "script.py", "out.pt", "slow=12"]
+    job = hosts.start("host0", ranks.PACELINE, "horovodrun", *words, cwd=shared_folder)
+    said = ""
+    for line in job.stderr:
+        said += line
+        if "[0]" in line or "paceline run" in line:
+            break
+    names.write_text("host1\nhost2\nhost3\n")  # one more than --max-np allows
+    out, rest = job.communicate(timeout=120)
+    said += rest
+    assert job.returncode == 0, said
+    assert re.search(r"host[23].* (is|are) new: the ranks write a checkpoint, and the job", said)
+    assert re.search(r" new; the job continues on 2 nodes, with 2 ranks, from the last", said)
+    (reset,) = re.findall(r"reset at batch (\d+) of (\d)", out)
+    assert reset[1] == "2"
+    each = load(shared_folder)["seen"]
+    for epoch in range(12):  # all samples, however many ranks there are
+        seen = {index for one in each for of, index in one if of == epoch}
+        assert len(seen) in (30, 60), epoch
+    assert hosts.left_over(10) == []
+
+
 TWO_TRAININGS = """
     import os, signal
     import torch

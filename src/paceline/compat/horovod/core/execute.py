@@ -199,8 +199,12 @@ class Executor:
         if op == ReduceOp.ADASUM:
             adasum.reduce_tensors(self.exchange, parts)
         elif op == ReduceOp.AVERAGE and not self.exchange.divides(flat):
-            self.exchange.all_reduce(flat, ReduceOp.SUM)
-            divide(flat, self.exchange.size)
+            if sum_may_overflow(flat):
+                divide(flat, self.exchange.size)
+                self.exchange.all_reduce(flat, ReduceOp.SUM)
+            else:
+                self.exchange.all_reduce(flat, ReduceOp.SUM)
+                divide(flat, self.exchange.size)
         else:
             self.exchange.all_reduce(flat, op)
 
@@ -242,14 +246,16 @@ class Executor:
     def _reduce_scatter(self, operation: Operation) -> None:
         request, operation.outputs = operation.request, []
         for tensor in operation.inputs:
-            source = tensor
-            if request.prescale != 1:
+            op, source = request.op, tensor
+            averages = op == ReduceOp.AVERAGE and not self.exchange.divides(source)
+            divides_first = averages and sum_may_overflow(source)
+            if divides_first or request.prescale != 1:
                 source = tensor.clone()
                 scale(source, request.prescale)
-            op = request.op
-            divides = op != ReduceOp.AVERAGE or self.exchange.divides(source)
-            result = self.exchange.reduce_scatter(source, op if divides else ReduceOp.SUM)
-            if not divides:
+            if divides_first:
+                divide(source, self.exchange.size)
+            result = self.exchange.reduce_scatter(source, ReduceOp.SUM if averages else op)
+            if averages and not divides_first:
                 divide(result, self.exchange.size)
             scale(result, request.postscale)
             operation.outputs.append(result)
@@ -293,6 +299,11 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)
+
+
+def sum_may_overflow(tensor: torch.Tensor) -> bool:
+    """Return whether a sum may overflow where the mean does not, so that it is divided before."""
+    return tensor.dtype == torch.float16  # up to 65,504
 
 
 def divide(tensor: torch.Tensor, number: int) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ....cluster.schedulers.detect import find_allocation
 from ....cluster.schedulers.hostfile import Host, parse_hosts, read_hostfile
+from ....launch.recovery.discovery import discover_hosts
 from .config_file import read_config
-from .discovery import discover_hosts
 from .option_table import DDLRUN, HOROVODRUN, LaunchOption
 
 RESTARTS = 10  # of elastic jobs without --reset-limit; Horovod has no limit
@@ -192,12 +192,19 @@ def _hosts(tool: str, given: _Given) -> list[str]:
     if elastic:
         words += _restarts(values, hosts, ranks)
         ranks = _elastic_ranks(values, hosts, ranks)
+    if "discovery" in values:
+        words += ["--host-discovery-script", values["discovery"]]
     return [*(["-n", str(ranks)] if ranks else []), *words]
 
 
 def _named_hosts(values: dict[str, str], slots: int | None) -> list[Host]:
     if "discovery" in values:
         hosts = discover_hosts(values["discovery"])
+        if bare := [one.name for one in hosts if not one.slots and not slots]:
+            raise ValueError(
+                f"--host-discovery-script {values['discovery']} printed {bare[0]} without a number "
+                "of slots. HINT: --slots-per-host 4, or one host a line: host1:4"
+            )
     elif "hosts" in values:
         hosts = parse_hosts(values["hosts"])
     elif "hostfile" in values:
@@ -208,7 +215,9 @@ def _named_hosts(values: dict[str, str], slots: int | None) -> list[Host]:
 
 
 def _elastic_ranks(values: dict[str, str], hosts: list[Host], ranks: int | None) -> int | None:
-    """Return the number of ranks of an elastic job: all slots, up to --max-np."""
+    """Return the number of ranks of an elastic job: all slots, up to --max-np. With a discovery
+    script, return the largest number, or None without a limit.
+    """
     total = sum(one.slots or 0 for one in hosts)
     if not total:
         return ranks
@@ -218,16 +227,22 @@ def _elastic_ranks(values: dict[str, str], hosts: list[Host], ranks: int | None)
             f"--min-np {least}: the hosts have {total} slots. HINT: name more hosts, or "
             f"--min-np {total}"
         )
-    return min(total, _number("--max-np", values["max"])) if "max" in values else total
+    most = _number("--max-np", values["max"]) if "max" in values else None
+    if "discovery" in values:
+        return most
+    return min(total, most) if most is not None else total
 
 
 def _restarts(values: dict[str, str], hosts: list[Host], ranks: int | None) -> list[str]:
     """Return the options with which an elastic job continues without lost hosts."""
     limit = _number("--reset-limit", values["restarts"]) if "restarts" in values else RESTARTS
     words = ["--max-restarts", str(limit)]
+    discovers = "discovery" in values
     least = _number("--min-np", values["min"]) if "min" in values else ranks
     slots = sorted(one.slots or 0 for one in hosts)
-    if least is None or len(slots) < 2 or not slots[0]:
+    if discovers:
+        least = least or 1
+    elif least is None or len(slots) < 2 or not slots[0]:
         return words
     count = next((n for n in range(1, len(slots) + 1) if sum(slots[:n]) >= least), len(slots))
     return [*words, "--min-hosts", str(count)]
