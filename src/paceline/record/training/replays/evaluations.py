@@ -37,7 +37,7 @@ class Evaluations:
 
     def __init__(self, folder: Path, ranks: list[int], loaders: Loaders, joins: bool) -> None:
         self._folder, self._numbers, self._loaders = folder, ranks, loaders
-        self._joins = joins
+        self.joins = joins
         self._joined: dict[tuple[int, int], list[Any] | None] = {}
 
     @cached_property
@@ -91,7 +91,7 @@ class Evaluations:
             key: Of the loader.
             number: Of the pass.
         """
-        if not self._joins:
+        if not self.joins:
             return None
         if (key, number) not in self._joined:
             try:

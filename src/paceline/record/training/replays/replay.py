@@ -1,5 +1,6 @@
 """Train on one rank what several ranks have trained: the same global batches, step by step."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -78,14 +79,25 @@ class Replay:
         """
         if self.accumulation is not None:
             self.accumulation.install()
-            after_import({"paceline.data.sampling.shard_loader": self._share_parts})
         else:
             self._evaluations.install()
+        after_import({"paceline.data.sampling.shard_loader": self._share})
         self._steps.before_step.append(self._set_rates)
         self._steps.after_step.append(self._restore_rates)
 
-    def _share_parts(self, module: Any) -> None:
-        """Let ``world.batches`` give all parts of a batch its share of the samples."""
+    def _share(self, module: Any) -> None:
+        """Let ``world.shard`` have the global batches of the ranks, and all parts of one its share.
+
+        A replay that does not join the batches of evaluations has the script's own ones there.
+        """
+        make = module.ShardedLoader.__init__
+        size, joins = self._stored.size, self._evaluations.joins
+
+        @functools.wraps(make)
+        def init(sharded: Any, *args: Any, **options: Any) -> None:
+            if joins or not options.get("every_sample_once"):
+                options["full_ranks"] = size
+            make(sharded, *args, **options)
 
         def paired(loader: Any, shares: Iterator[Any]) -> Iterator[Any]:
             batches, share = iter(loader.loader), None
@@ -97,7 +109,7 @@ class Replay:
                     share = next(shares)
                 yield batch, share
 
-        module.ShardedLoader.paired = paired
+        module.ShardedLoader.__init__, module.ShardedLoader.paired = init, paired
 
     def set_initial(self, model: Model) -> None:
         """Set a model's parameters before its first training forward."""

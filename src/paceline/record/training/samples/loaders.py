@@ -22,7 +22,7 @@ from .sampler_lines import lines_of_sampler, stream_lines
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
 MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
-MAX_WHOLE = 32  # batches of a pass that is run to its end for the last step
+WHOLE = 5  # times as many batches as are read at least: a pass that is run to its end
 MAX_SKIPPED = 1024  # batches of a stream that are read to find its end
 SKIPPING_S = 4.0  # of all streams
 
@@ -244,7 +244,8 @@ class Loaders:
         """
         is_training = any(one.phase == Phase.TRAINING for one in opened.loader.passes)
         has_rest = self._group > 1 and batches % self._group > 0
-        if self._has_whole or not (is_training and has_rest) or batches > MAX_WHOLE:
+        most = WHOLE * self._observation.settings.batches
+        if self._has_whole or not (is_training and has_rest) or batches > most:
             return False
         self._has_whole = True
         return True
