@@ -40,7 +40,7 @@ from common import BENCHMARKS, BIN, console, machine, run
 
 ALL = "all"  # both halves
 RIGHT = "right"  # the kind of right scripts in --kinds
-TIMEOUT_S = 600
+ENDS = 2.0  # times --minutes, after which a command is ended
 PUBLISHED = Path(__file__).parents[2] / "docs" / "benchmarks" / "verify"
 FACTS = Path(__file__).parent / "kept_facts.py"
 MEASURED = 0.85  # target: wrong scripts with exit code 1
@@ -105,16 +105,18 @@ def examine(one: Planted | str, args: argparse.Namespace, commands: Commands) ->
     with work_folder(case.name, keep) as folder:
         (folder / SCRIPT).write_text(text)
         command = [str(BIN / "paceline"), "verify", "-n", str(case.ranks), "--json"]
-        command += args.options.split()
+        command += ["--minutes", str(args.minutes), *args.options.split()]
         file = facts_file(args.facts, case.name) if args.facts else None
         if file:
-            command = [sys.executable, str(FACTS), "-n", str(case.ranks), str(file)]
+            command = [sys.executable, str(FACTS), "-n", str(case.ranks)]
+            command += ["--minutes", str(args.minutes), str(file)]
         start = time.monotonic()
         if args.again and file and file.exists():
             code, output, seconds = answer_of(file)
             answer: tuple[int | None, str, str] = (code, output, "")
         else:
-            answer = commands.outcome([*command, SCRIPT, *words], folder, TIMEOUT_S)
+            limit_s = 60 * ENDS * args.minutes
+            answer = commands.outcome([*command, SCRIPT, *words], folder, limit_s)
             seconds = time.monotonic() - start
         case.seconds = round(seconds, 1)
         if keep:
@@ -251,6 +253,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="judge the facts in --facts, if any")
     parser.add_argument("--json", type=Path, help="default: benchmarks/out/battery-HALF.json")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once, each on its own cores")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of each verification")
     parser.add_argument("--until-minutes", type=float, default=math.inf, help="end all cases then")
     parser.add_argument("--options", default="", help="further options of paceline verify")
     args = parser.parse_args()

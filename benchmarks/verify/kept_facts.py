@@ -35,9 +35,10 @@ def main() -> None:
     )
     parser.add_argument("file", type=Path, help="receives the facts")
     parser.add_argument("-n", type=int, default=2, help="ranks")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time of all runs")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="script and its arguments")
     args = parser.parse_args()
-    asked = ScriptRequest(args.words[0], args.words[1:], ranks=args.n)
+    asked = ScriptRequest(args.words[0], args.words[1:], ranks=args.n, minutes=args.minutes)
     try:
         runs = run_verification(asked, lambda _: None)
     except ValueError as error:

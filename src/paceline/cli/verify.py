@@ -82,7 +82,8 @@ def verify(
         list[str] | None,
         typer.Option(
             help="Accept a difference from one process that is meant, and that an experiment "
-            "confirms: batch-norm, random-numbers, part-loss or own-loss. May be repeated.",
+            "confirms: batch-norm, random-numbers, padding, part-loss or own-loss. May be "
+            "repeated.",
             metavar="NAME",
             show_default=False,
         ),

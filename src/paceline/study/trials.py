@@ -19,6 +19,7 @@ from ..record.ring.states import State
 from ..security.processes import python_command
 from ..security.removal import TemporaryFolder
 from .script_runs.deadline import MINUTE_S, Deadline
+from .script_runs.launcher_server import LauncherServer
 from .script_runs.overlay import Overlay
 from .script_runs.run_process import error_line, last_lines, run_processes
 
@@ -162,11 +163,13 @@ class Trials:
     Attributes:
         folder: The temporary folder.
         overlay: Covers the folders that the script writes to, or None if that is not possible.
+        server: Starts the runs, so that torch is imported once for all; None: it is for each.
         deadline: When the last run ends.
     """
 
     folder: Path
     overlay: Overlay | None
+    server: LauncherServer | None = None
 
     def __init__(
         self,
@@ -193,6 +196,8 @@ class Trials:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.server is not None:
+            self.server.close()
         self._temporary.remove()
 
     def remove(self, path: Path) -> None:
@@ -222,7 +227,7 @@ class Trials:
         limit_s = min(self.deadline.left_s, *(spec.limit_s for spec in specs))
         started, before = time.time(), time.monotonic()
         try:
-            codes = run_processes(commands, limit_s)
+            codes = run_processes(commands, limit_s, self.server)
         except KeyboardInterrupt:
             took_s = time.monotonic() - before
             raise InterruptedTrialError(Trial(specs[0], None, took_s, started)) from None

@@ -23,7 +23,11 @@ def spread(losses, rank, size, whole):
 
 def in_turn(asked):
     """Return the facts of one process that trains the batches of the ranks in turn."""
-    facts = train(replace(asked, exchange=mean))[0]
+    facts, *others = train(replace(asked, exchange=mean))
+    for number, step in enumerate(facts.steps):
+        parts = [one for each in (facts, *others) for one in each.steps[number].backwards]
+        first, *rest = [replace(one, root=one.root / asked.size) for one in parts]
+        step.backwards = [first, *(replace(one, gradients={}) for one in rest)]
     facts.parts, facts.size = asked.size, 1
     for one in facts.batches:
         one.samples *= asked.size
@@ -51,6 +55,44 @@ def test_loss_over_the_part_of_a_rank_is_confirmed_and_accepted_by_name():
     code, headline, (one,) = judged(runs, "part-loss")
     assert (code, one.is_accepted) == (0, True)
     assert "but for: a loss or a normalization over the part of a rank (confirmed)" in headline
+
+
+def test_padding_of_parts_is_usual_if_it_is_confirmed():
+    """A model that computes something of padded values, which one process has more of."""
+    asked = Training(root=spread)
+    runs = verified(asked)
+    runs.replay.is_collated = True
+    assert judged(runs)[0] == 1
+    runs.cut = in_turn(asked)
+    code, headline, found = judged(runs)
+    assert (code, found) == (0, [])
+    assert "but for: padding of the batches of each rank to their longest sample" in headline
+
+
+def test_losses_are_compared():
+    """A term that has no gradient: nothing else differs."""
+
+    def shifted(losses, rank, size, whole):
+        return losses.mean() + 0.25 * (size > 1) * rank
+
+    code, _, (one,) = judged(verified(Training(root=shifted)))
+    assert (code, one.mistake.id, one.step) == (1, "gradients-differ", 1)
+    assert "In step 1, the loss differs by " in one.text
+    assert "on the ranks and " in one.text
+    for exchange in (mean, total):  # a gradient that is summed has the loss of one process
+        found = judged(verified(Training(exchange=exchange)))[2]
+        assert [x.mistake.id for x in found] == ["gradients-summed"] * (exchange is total)
+    hooked = Training(change=lambda rank, step, one: {n: 1.1 * g for n, g in one.items()})
+    runs = verified(Training())
+    runs.ranks = train(hooked)
+    (one,) = judged(runs)[2]
+    assert "The loss of the step is equal." in one.text
+    runs = verified(Training())
+    for facts in runs.ranks:
+        for step in facts.steps:
+            for each in step.backwards:
+                each.root *= 1 + 1e-8
+    assert judged(runs)[::2] == (0, [])
 
 
 def test_difference_that_one_process_with_the_same_parts_has_not_is_not_accepted():

@@ -10,7 +10,11 @@ from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.record.training.facts_file import write_facts
 from paceline.record.training.replays.evaluations import Evaluations, keep_all_results
-from paceline.record.training.replays.joined_batches import join_batches, permute_batch
+from paceline.record.training.replays.joined_batches import (
+    collate_again,
+    join_batches,
+    permute_batch,
+)
 from paceline.record.training.replays.stored_run import batch_path
 from paceline.record.training.samples.contents import row_checksums
 
@@ -53,6 +57,46 @@ def test_type_of_containers_is_kept():
 def test_batches_that_do_not_fit_are_refused(batches):
     with pytest.raises(ValueError, match=r"tensors of shapes|values of type"):
         join_batches(batches)
+
+
+class Words(torch.utils.data.Dataset):
+    """Sequences of other lengths."""
+
+    def __getitem__(self, at):
+        return {"x": torch.arange(at + 1) + 0.5 * self.noise(), "y": at}
+
+    def noise(self):
+        return 0
+
+    def collate(self, samples):
+        rows = [one["x"] for one in samples]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        return collections.UserDict(x=padded, y=torch.tensor([one["y"] for one in samples]))
+
+
+def test_padded_batches_are_made_again_for_all_samples():
+    words = Words()
+    loader = DataLoader(words, 2, collate_fn=words.collate, sampler=range(5))
+    parts = [words.collate([words[at] for at in rows]) for rows in ([0, 3], [1, 2])]
+    with pytest.raises(ValueError, match="tensors of shapes"):
+        join_batches(parts)
+    whole = collate_again(loader, parts, [[0, 3], [1, 2]])
+    assert whole["y"].tolist() == [0, 3, 1, 2]
+    assert whole["x"].tolist()[2] == [0, 1, -1, -1]
+    for wrong in ([[0, 3], [1, 4]], [[0, 3], None], [[0, 3], [1, 9.5]]):
+        with pytest.raises(ValueError, match="they can't be made again"):
+            collate_again(loader, parts, wrong)
+
+
+def test_samples_that_are_drawn_again_are_not_made_again():
+    words = Words()
+    words.noise = lambda: torch.rand(1)
+    loader = DataLoader(words, 2, collate_fn=words.collate, sampler=range(5))
+    parts = [words.collate([words[at] for at in rows]) for rows in ([0, 3], [1, 2])]
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="samples that are read again are others"):
+        collate_again(loader, parts, [[0, 3], [1, 2]])
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_permuted_batch_has_the_same_pairs():

@@ -338,6 +338,39 @@ def test_last_batch_of_a_stream_is_trained(tmp_path):
             assert [batch.samples for batch in read] == [4] * 5 + [last]
 
 
+GROUPS = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    dist.init_process_group("gloo")
+    data = TensorDataset(torch.randn(44, 4), torch.arange(44) % 3)
+    loader, held = DataLoader(data, batch_size=4), DataLoader(data, batch_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(9):
+        for at, (x, y) in enumerate(loader, 1):
+            nn.functional.cross_entropy(model(x), y).backward()
+            if at % 3 == 0 or at == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            for x, y in held:
+                model(x)
+"""
+
+
+def test_smaller_group_of_batches_at_the_end_of_an_epoch_is_trained_once(tmp_path):
+    for facts in observe(tmp_path, GROUPS)[0]:
+        train, held = facts.loaders
+        assert [one.batches for one in train.passes] == [11, 6, 6]
+        assert [len(one.planned) for one in train.passes] == [11] * 3
+        assert [one.is_complete for one in train.passes] == [True, False, False]
+        assert {one.batches for one in held.passes} == {24}
+        assert [len(step.backwards) for step in facts.steps] == [3, 3, 3, 2, 3, 3, 3, 3]
+
+
 LOOPS = """
     import itertools
     import torch

@@ -101,7 +101,7 @@ def test_rounds_repeat_what_is_unfinished_in_turn():
 def test_trials_at_the_same_time_have_their_own_settings(tmp_path, monkeypatch):
     asked = []
 
-    def run(commands, limit_s):
+    def run(commands, limit_s, server):
         for words, _ in commands:
             asked.append(Path(words[words.index("--settings") + 1]).read_text())
         return [(0, 1.0) for _ in commands]

@@ -96,8 +96,23 @@ def test_global_batch_that_one_rank_cannot_hold_is_accumulated(tmp_path, monkeyp
 
 
 @pytest.mark.long
-def test_batches_that_cannot_be_joined_are_accumulated(tmp_path, monkeypatch):
+def test_padded_batches_are_made_again_for_one_process(tmp_path, monkeypatch):
     runs, found, seen = verify(tmp_path, monkeypatch, PADDED)
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert runs.replay is not None
+    assert (runs.replay.parts, runs.replay.is_collated) == (1, True)
+    assert seen.replayed == seen.steps == 18
+    # The mean over what a rank has, and not over what all ranks have.
+    tokens = "nn.functional.cross_entropy(model(x), y, reduction='sum') / (x != 0).sum() * 9"
+    text = PADDED.replace("nn.functional.cross_entropy(model(x), y)", tokens)
+    _, found, _ = verify(tmp_path, monkeypatch, text)
+    assert [one.mistake.id for one in found if one.is_wrong] == ["uneven-batches-averaged"]
+
+
+@pytest.mark.long
+def test_batches_that_cannot_be_joined_are_accumulated(tmp_path, monkeypatch):
+    drawn = PADDED.replace("x.expand(", "(x + 0.1 * torch.rand(1)).expand(")
+    runs, found, seen = verify(tmp_path, monkeypatch, drawn)
     assert [one.mistake.id for one in found if not one.is_question] == []
     assert runs.replay is not None
     assert runs.replay.parts == 2
@@ -147,6 +162,43 @@ def test_two_ranks_of_a_model_that_one_cannot_hold_are_compared_with_each_other(
     assert seen.related == seen.steps > 0
     note = note_with(seen, "one rank does not hold the sharded model")
     assert "HINT: paceline verify -n 4 compares 4 ranks with 2" in note
+
+
+WORLD = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    import paceline
+
+    world = paceline.init()
+    torch.manual_seed(0)
+    x = torch.randn(52, 4)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer = world.distribute(net, optimizer, accumulate=2)
+    torch.manual_seed(1 + world.rank)
+    train = world.shard(DataLoader(data, batch_size=8, shuffle=True))
+    held = world.shard(DataLoader(data, batch_size=8), every_sample_once=True)
+    for epoch in world.epochs(3):
+        for inputs, labels in world.batches(train):
+            world.backward(nn.functional.cross_entropy(model(inputs), labels)) #FACTOR
+            world.step(optimizer, clip=0.5)
+        with torch.no_grad():
+            for inputs, labels in world.batches(held):
+                model(inputs)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("factor", ["1", "(1 + world.rank)"])
+def test_loop_of_a_world_that_draws_random_numbers_is_compared(tmp_path, monkeypatch, factor):
+    text = WORLD.replace("labels)) #FACTOR", f"labels) * {factor})")
+    runs, found, seen = verify(tmp_path, monkeypatch, text)
+    assert runs.replay is not None
+    assert runs.replay.parts == 2
+    assert seen.replayed == seen.steps == 12 * (factor == "1")
+    assert [one.mistake.id for one in found if one.is_wrong] == []
 
 
 NUMPY = "torch.from_numpy(np.random.default_rng().normal(size=x.shape))"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from .differences import Difference, What, first_difference
-from .exchange import Exchange, Kind
+from .exchange import Exchange
 from .relations import fit, solve, vectors
 from .replay import Replay, draws_of, significant
 from .runs_facts import VerifyRuns
@@ -53,14 +53,10 @@ def compare(
         value_lines: Lines that exchange other values than gradients in most steps. One process
             that trains the batches of the ranks in turn lacks these values.
     """
-    floors = {
-        (one.step.optimizer, one.step.index): one.residual
-        for one in exchanges
-        if one.kind is not Kind.OTHER
-    }
+    by_step = {(one.step.optimizer, one.step.index): one for one in exchanges}
     before = list(takewhile(lambda step: step.is_at_one_place, steps))
     replayed = [step for step in before if replay.joint(step) is not None]
-    whole = first_difference(replay, replayed, floors)
+    whole = first_difference(replay, replayed, by_step)
     has_norms = any(model.batch_norms for model in runs.ranks[0].models)
     if replay.in_parts:
         names = ["batch-norm"] * has_norms + ["random-numbers"] * bool(draws_of(runs.ranks))
@@ -73,11 +69,12 @@ def compare(
     in_turn = [step for step in before if cut.joint(step) is not None]
     if whole is None or not in_turn:
         return Comparison(replayed, whole, whole=whole)
-    rest = first_difference(cut, in_turn, floors)
+    rest = first_difference(cut, in_turn, by_step)
     if rest is None or _may_count_batches(rest, cut, before, exchanges):
         if _depends_on_parts(whole, in_turn, replay):
             notes = [_COUNTS] if rest is not None else []
-            names = ["batch-norm" if has_norms else "part-loss"]
+            is_padded = runs.replay is not None and runs.replay.is_collated
+            names = ["batch-norm" if has_norms else "padding" if is_padded else "part-loss"]
             return Comparison(in_turn, None, names, whole, notes=notes)
     elif has_norms and value_lines:
         return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])

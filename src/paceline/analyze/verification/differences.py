@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from .exchange import Exchange, Kind
+from .losses import StepLosses, step_losses
 from .relations import ROUNDINGS, Vectors, distance, epsilon, vectors
 from .replay import NOISE_FACTOR, Replay, significant
 from .steps import JointStep, parameters, shown
@@ -16,8 +18,9 @@ VISIBLE = {"gradient": 1e-5, "clipped gradient": 1e-5, "update": 1e-3, "buffer":
 
 
 class What(StrEnum):
-    """What differs, in the order in which a step computes it."""
+    """What differs."""
 
+    LOSS = "loss"
     GRADIENT = "gradient"
     USED = "clipped gradient"
     UPDATE = "update"
@@ -37,6 +40,7 @@ class Difference:
         rounding: Relative difference that rounding makes in the same tensor and step.
         against: What the ranks were compared with: "one process" or "2 ranks".
         lines: The backward and the step.
+        losses: The losses of the step; None if they are not known.
     """
 
     what: What
@@ -47,6 +51,7 @@ class Difference:
     rounding: float
     against: str
     lines: list[str]
+    losses: StepLosses | None = None
 
     @property
     def name(self) -> str:
@@ -56,8 +61,9 @@ class Difference:
     @property
     def text(self) -> str:
         """The difference as a clause."""
+        of = "" if self.what is What.LOSS else f" of {self.name}"
         return (
-            f"in step {self.index + 1}, the {self.what} of {self.name} differs by "
+            f"in step {self.index + 1}, the {self.what}{of} differs by "
             f"{percent(self.size)} from that of {self.against} with the same samples (rounding: "
             f"{percent(self.rounding)})"
         )
@@ -74,17 +80,20 @@ def percent(share: float) -> str:
 
 
 def first_difference(
-    replay: Replay, steps: Sequence[JointStep], floors: Mapping[tuple[int, int], float]
+    replay: Replay, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
 ) -> Difference | None:
     """Return the first difference; None if all compared steps are equal to rounding.
 
-    floors: By optimizer and step, the relative difference that the exchange itself makes.
+    exchanges: By optimizer and step; each has the relative difference that it makes itself.
     """
     for step in steps:
         theirs = replay.joint(step)
         if theirs is None:
             continue
-        floor = floors.get((step.optimizer, step.index), 0.0)
+        exchange = exchanges.get((step.optimizer, step.index))
+        is_known = exchange is not None and exchange.kind is not Kind.OTHER
+        floor = exchange.residual if exchange is not None and is_known else 0.0
+        losses = step_losses(replay, step, theirs, exchange)
         for what, limits, values in _compared(replay, step, theirs, floor):
             off = {n: x for n, x in values.items() if x > max(limits[n], VISIBLE[what])}
             if off:
@@ -94,7 +103,12 @@ def first_difference(
                     rounding=limits[names[0]] / NOISE_FACTOR,
                     against=replay.name + IN_TURN * replay.in_parts,
                     lines=step.lines,
+                    losses=losses,
                 )
+        if losses is not None and losses.size > NOISE_FACTOR * losses.rounding:
+            against = replay.name + IN_TURN * replay.in_parts
+            key = (What.LOSS, step.index, step.optimizer, ["the loss"], losses.size)
+            return Difference(*key, losses.rounding, against, step.lines, losses)
     return None
 
 

@@ -36,6 +36,7 @@ MEANT = {
     for one in (
         Meant("batch-norm", "batch normalization over the part of a rank", is_usual=True),
         Meant("random-numbers", "random numbers of each rank in the model or the loop", True),
+        Meant("padding", "padding of the batches of each rank to their longest sample", True),
         Meant("part-loss", "a loss or a normalization over the part of a rank", is_usual=False),
         Meant("own-loss", "a printed loss of the batches of one rank", is_usual=False),
     )
@@ -324,7 +325,7 @@ MISTAKES = {
         Mistake(
             "gradients-differ",
             "The gradient differs from that of one process",
-            "gradients, clipped gradients, updates and buffers beside those of one process",
+            "losses, gradients, clipped gradients, updates and buffers beside those of one process",
             "compare the lines between the loss and the optimizer's step on one rank and on N",
             is_gradient=True,
         ),

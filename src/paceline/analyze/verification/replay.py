@@ -14,6 +14,7 @@ NOT_COMPARED = "one rank was not compared at the same global batches"
 NOISE_FACTOR = 20.0  # a difference is one from this multiple of the measured rounding noise on
 UNMEASURED = 5e-5  # rounding noise that is not measured, relative to the gradient
 SAME_STATE = 1e-3  # relative difference of parameters up to which gradients are comparable
+AS_ROUNDED = 3.0  # times what rounding makes of the difference of parameters: as good as equal
 TINY = 1e-4  # of the largest norm of a gradient: one that is so small is rounding
 CLOSE = 0.05  # residual up to which two gradients are multiples of each other
 
@@ -171,17 +172,23 @@ class Replay:
     def _starts_equal(self, step: JointStep) -> bool:
         if step.index == 0:
             return True
-        ours = _joint(step.ranks, step.optimizer, step.index - 1)
-        theirs = self._joint(step.optimizer, step.index - 1)
+        key = (step.optimizer, step.index - 1)
+        ours, theirs = _joint(step.ranks, *key), self._joint(*key)
         first = _joint(step.ranks, step.optimizer, 0)
         if ours is None or theirs is None or first is None:
             return False
         one, two = ours.values(0), theirs.values(0)
+        twin = self._permuted and not self._peers and _joint([self._permuted], *key)
+        again = twin.values(0) if twin else {}
         # A parameter whose gradient is only rounding (a bias before a softmax) moves at random.
         gradients = first.used(0)
         moved = significant(gradients, gradients)
         both = [n for n in one if n in two and (n in moved or n not in gradients)]
-        return bool(both) and all(distance(one[name], two[name]) <= SAME_STATE for name in both)
+        return bool(both) and all(
+            distance(one[n], two[n]) <= SAME_STATE
+            or (n in again and distance(one[n], two[n]) <= AS_ROUNDED * distance(two[n], again[n]))
+            for n in both
+        )
 
     def _joint(self, optimizer: int, index: int) -> JointStep | None:
         """Return a step of all ranks of the replay."""

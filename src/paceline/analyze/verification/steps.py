@@ -139,7 +139,7 @@ class JointStep:
                 for loader in facts.loaders
                 for made in loader.passes
             }
-            batches = [facts.batches[at] for each in backwards for at in each.batches]
+            batches = [facts.batches[at] for at in sorted(trained_by(facts, backwards))]
             places.append([skipped.get((b.loader, b.pass_number), 0) for b in batches])
         return all(place == places[0] for place in places)
 

@@ -173,12 +173,18 @@ class ShardedLoader:
         shares = (split.share(p, self.rank) for p in range(start, len(split)))
         if not self._batches.fill:
             shares = (share for share in shares if not share.filler)
-        pairs = zip(self.loader, shares, strict=True)
+        pairs = self.paired(shares)
         loader: object = self.loader
         if isinstance(loader, SkippingLoader) and loader.may_skip:
             yield from self._fill_empty(pairs, loader.skipped)
         else:
             yield from pairs
+
+    def paired(self, shares: Iterator[BatchShare]) -> Iterator[tuple[Any, BatchShare]]:
+        """Pair each batch with its share. ``paceline verify`` replaces this in one process that
+        trains the batches of several ranks one after the other.
+        """
+        return zip(self.loader, shares, strict=True)
 
     def _fill_empty(
         self, pairs: Iterator[tuple[Any, BatchShare]], skipped: Sequence[Exception]

@@ -200,7 +200,8 @@ def _call(name: str, *args: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _main(spec: str, *words: str) -> None:
+def enter(spec: str) -> None:
+    """Cover the folders for this process. Exits with ``FAILED`` if that is not possible."""
     told = json.loads(spec)
     try:
         os.makedirs(told["scratch"], exist_ok=True)
@@ -210,6 +211,10 @@ def _main(spec: str, *words: str) -> None:
     except OSError as error:
         sys.stderr.write(f"paceline: the folders of the script cannot be covered: {error}\n")
         sys.exit(FAILED)
+
+
+def _main(spec: str, *words: str) -> None:
+    enter(spec)
     if words:
         os.execv(words[0], words)
 

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...security.files import open_regular
 from ...security.text import printable
+from .launcher_server import LauncherServer, LauncherServerError
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 LAST_LINES = 6  # of the output of a failed run, shown in the error
@@ -22,26 +23,49 @@ POLL_S = 0.05  # while several runs last
 END_SIGNALS = ((signal.SIGINT, 6.0), (signal.SIGTERM, 6.0), (signal.SIGKILL, 10.0))
 
 
+class Process(Protocol):
+    """What is used of a process that was started."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
 def run_processes(
-    commands: Sequence[tuple[list[str], Path]], limit_s: float | None = None
+    commands: Sequence[tuple[list[str], Path]],
+    limit_s: float | None = None,
+    server: LauncherServer | None = None,
 ) -> list[tuple[int | None, float]]:
     """Run commands at the same time, each with its output in a file.
 
     Each has its own process group, so that Ctrl-C reaches it once: from here.
 
+    Args:
+        commands: Words and output file of each.
+        limit_s: Maximum duration.
+        server: Starts the commands, if there is one.
+
     Returns:
         For each command its exit code (None after ``limit_s``), and how long it took in s.
     """
-    started: list[subprocess.Popen[bytes]] = []
-    failed: list[OSError] = []
+    started: list[Process] = []
+    failed: list[OSError | ValueError] = []
 
     def start() -> None:
         try:
             for words, log in commands:
                 with log.open("w") as file:
+                    if server is not None:
+                        started.append(server.start_command(words, str(log)))
+                        continue
                     options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
                     started.append(subprocess.Popen(words, process_group=0, **options))
-        except OSError as error:
+        except (OSError, LauncherServerError) as error:
             failed.append(error)
 
     # Signals interrupt the main thread only: a process that has started is never lost.
@@ -60,11 +84,11 @@ def run_processes(
 
 
 def _wait(
-    processes: Sequence["subprocess.Popen[bytes]"], begun: float, limit_s: float | None
+    processes: Sequence[Process], begun: float, limit_s: float | None
 ) -> list[tuple[int | None, float]]:
     """Wait until all processes have ended, or the time is over."""
     ended: dict[int, tuple[int | None, float]] = {}
-    waiting = {process.pid: process for process in processes}
+    waiting = dict(enumerate(processes))
     limited = limit_s is not None and limit_s != math.inf
     while waiting:
         left_s = begun + (limit_s or 0.0) - time.monotonic() if limited else None
@@ -75,15 +99,15 @@ def _wait(
             left_s = POLL_S if left_s is None else min(POLL_S, left_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
             first.wait(left_s)
-        for pid, process in list(waiting.items()):
+        for at, process in list(waiting.items()):
             if process.poll() is not None:
-                ended[pid] = process.returncode, time.monotonic() - begun
-                del waiting[pid]
+                ended[at] = process.returncode, time.monotonic() - begun
+                del waiting[at]
     over = None, time.monotonic() - begun
-    return [ended.get(process.pid, over) for process in processes]
+    return [ended.get(at, over) for at in range(len(processes))]
 
 
-def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def _end(processes: Sequence[Process]) -> None:
     """End the runs that still run, all together; a further Ctrl-C does so sooner."""
     for kind, timeout_s in END_SIGNALS:
         running = [process for process in processes if process.poll() is None]

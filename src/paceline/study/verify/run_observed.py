@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...launch.job import Job, check, preloads
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts_file import read_facts
 from ...record.training.run_folder import NOT_SHARED
@@ -17,6 +18,7 @@ from ...record.training.user_lines import is_users_file, place
 from ...report.numbers import elapsed
 from ...security.files import open_regular
 from ...security.shared_folder import write_token
+from ..script_runs.launcher_server import MODULES, LauncherServer
 from ..script_runs.run_process import MAX_LOG_BYTES, error_line, last_lines
 from ..trials import ScriptRequest, Trials, TrialSpec, on_first_host
 
@@ -24,6 +26,12 @@ MAX_RANKS = 1 << 16
 FIRST_GUESS = 4  # runs of a script that saves no checkpoint
 WHOLE_PASS = 1 << 30  # batches: passes are not shortened
 CALL = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+# Imported once for all runs.
+OBSERVED = (
+    "paceline.cli",
+    "paceline.record.hooks.torch_patches",
+    "paceline.record.training.observe",
+)
 # What a run prints whose rank has not enough memory: torch, the system, the launcher.
 _NO_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|MemoryError|(can't|cannot) allocate memory|signal 9\b",
@@ -65,6 +73,7 @@ class ObservedRuns(Trials):
 
     def __init__(self, asked: ScriptRequest, say: Callable[[str], None]) -> None:
         super().__init__(asked, say, "paceline-verify-")
+        self.server = LauncherServer(_modules(asked))
         self._number, self._start_s = 0, time.monotonic()
         self.rest = FIRST_GUESS
 
@@ -149,6 +158,16 @@ class ObservedRuns(Trials):
         """Remove what a failed run has left."""
         self.remove(self.folder / name)
         self.remove(self.folder / "files" / name)
+
+
+def _modules(asked: ScriptRequest) -> list[str]:
+    """Return the modules that all runs import, as far as they do not depend on the script."""
+    job = Job(name=asked.script, module="-m" in asked.options, fresh="--fresh" in asked.options)
+    try:
+        found = preloads(job, check(job))
+    except ValueError:
+        return []  # the first run has the same error
+    return [*MODULES, *found, *OBSERVED] if found else []
 
 
 def _failed_calls(log: Path) -> list[tuple[str, str]]:

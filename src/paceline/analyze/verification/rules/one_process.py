@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ..differences import Difference, What
 from ..mistakes import MISTAKES, Finding, Nature
+from ..replay import NOISE_FACTOR
 from ..view import View, listed
 from .step_gradients.weights import is_compensated
 
@@ -56,6 +57,10 @@ def _finding(
     text = one.sentence
     if len(one.names) > 1:
         text += f"; so do those of {len(one.names) - 1} other{'s' * (len(one.names) > 2)}"
+    if (losses := one.losses) is not None:
+        is_equal = losses.size <= NOISE_FACTOR * losses.rounding
+        of_both = f"{losses.ranks:.6g} on the ranks and {losses.one:.6g} in {one.against}"
+        text += f". The loss of the step is {'equal' if is_equal else of_both}"
     return Finding(
         MISTAKES["state-differs" if one.what is What.BUFFER else "gradients-differ"],
         lines,

@@ -33,6 +33,8 @@ class RankFacts:
         seeds: Calls that seeded generators, in order.
         operators: Operators of the first step, in order; empty unless they were traced.
         parts: Maximum number of parts in which a replay trains a global batch.
+        is_collated: Whether a replay let the loader's ``collate_fn`` make global batches: those of
+            the ranks are padded to other lengths.
         restores: Calls that restored states, in order.
         metrics: Values that Lightning logs, in order.
     """
@@ -55,6 +57,7 @@ class RankFacts:
     seeds: list[SeedFacts] = field(default_factory=list)
     operators: list[OperatorFacts] = field(default_factory=list)
     parts: int = 1
+    is_collated: bool = False
     restores: list[RestoreFacts] = field(default_factory=list)
     metrics: list[MetricFacts] = field(default_factory=list)
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))

@@ -32,12 +32,13 @@ class Part:
         path: File of the stored batch.
         whole: Place of the global batch in the stored run.
         weight: Number of its samples, relative to those of the global batch.
-        is_last: Whether it is the last part.
+        is_first, is_last: Whether it is the first part, and the last one.
     """
 
     path: Path
     whole: Place
     weight: float
+    is_first: bool
     is_last: bool
 
 

@@ -37,11 +37,12 @@ class Evaluations:
 
     def __init__(self, folder: Path, ranks: list[int], loaders: Loaders, joins: bool) -> None:
         self._folder, self._numbers, self._loaders = folder, ranks, loaders
-        self._joins = joins
+        self.joins = joins
         self._joined: dict[tuple[int, int], list[Any] | None] = {}
 
     @cached_property
-    def _ranks(self) -> list[RankFacts]:
+    def ranks(self) -> list[RankFacts]:
+        """The facts of the ranks that this process stands for."""
         return [read_facts(self._folder, rank) for rank in self._numbers]
 
     def install(self) -> None:
@@ -75,7 +76,7 @@ class Evaluations:
         A line can make several loaders (``accelerator.prepare``). Before its first pass, a loader
         is told from the others by the number of samples.
         """
-        stored = self._ranks[0].loaders
+        stored = self.ranks[0].loaders
         own = self._loaders.keys.get(loader)
         if own is not None:
             return next((one for one in stored if one.key == own.key), None)
@@ -90,7 +91,7 @@ class Evaluations:
             key: Of the loader.
             number: Of the pass.
         """
-        if not self._joins:
+        if not self.joins:
             return None
         if (key, number) not in self._joined:
             try:
@@ -101,11 +102,11 @@ class Evaluations:
 
     def _join(self, key: int, number: int) -> list[Any] | None:
         parts: list[list[tuple[Any, list[Key]]]] = []  # by rank: batches, and keys of their samples
-        for rank, facts in zip(self._numbers, self._ranks, strict=True):
+        for rank, facts in zip(self._numbers, self.ranks, strict=True):
             loader = next((one for one in facts.loaders if one.key == key), None)
             if loader is None or number >= len(loader.passes):
                 continue
-            if loader.line != self._ranks[0].loaders[key].line:
+            if loader.line != self.ranks[0].loaders[key].line:
                 return None
             every = [x for x in facts.batches if (x.loader, x.pass_number) == (key, number)]
             if len(every) != loader.passes[number].batches:

@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ...hooks.batch_size import samples_in
+from ..generators import kept_generators
 
 CANNOT_JOIN = "batches of several ranks can't be joined"
 
@@ -22,6 +23,38 @@ def join_batches(batches: list[Any]) -> Any:
     if all(_have_equal_tensors(batches[0], one) for one in batches[1:]):
         return batches[0]
     return _join(batches, [samples_in(one) for one in batches])
+
+
+def collate_again(loader: Any, batches: list[Any], indices: list[list[int] | None]) -> Any:
+    """Return one batch with the samples of all, as the ``collate_fn`` of a loader makes it.
+
+    Batches that are padded to their longest sample have other shapes, and can't be joined.
+
+    Args:
+        loader: The loader of one process.
+        batches: Those of the ranks.
+        indices: Positions of their samples in the dataset.
+
+    Raises:
+        ValueError: Samples that are read again are not those of the batches.
+    """
+    try:
+        with kept_generators(loader.dataset):
+            for batch, rows in zip(batches, indices, strict=True):
+                if not _have_equal_tensors(loader.collate_fn(_read(loader.dataset, rows)), batch):
+                    raise ValueError("samples that are read again are others")
+            every = [at for rows in indices for at in rows or ()]
+            return loader.collate_fn(_read(loader.dataset, every))
+    except Exception as error:  # of the user's code
+        raise ValueError(f"they can't be made again ({type(error).__name__}: {error})") from error
+
+
+def _read(dataset: Any, rows: list[int] | None) -> list[Any]:
+    """Return samples of a dataset as a DataLoader reads them."""
+    if rows is None:
+        raise ValueError("the positions of the samples are not known")
+    at_once = getattr(dataset, "__getitems__", None)
+    return list(at_once(rows)) if at_once else [dataset[at] for at in rows]
 
 
 def permute_batch(batch: Any, seed: int) -> Any:
@@ -96,12 +129,21 @@ def _rebuilt(first: Any, items: list[Any]) -> Any:
 
 def _have_equal_tensors(one: Any, other: Any) -> bool:
     """Return whether batches have equal tensors and plain values at the same places."""
-    (leaves, made), (others, like) = tree_flatten(one), tree_flatten(other)
+    (leaves, made), (others, like) = tree_flatten(_plain(one)), tree_flatten(_plain(other))
     plain = torch.Tensor | str | int | float | None
     return made == like and all(
         isinstance(a, plain) and type(a) is type(b) and _is_equal(a, b)
         for a, b in zip(leaves, others, strict=True)
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return a batch with dictionaries in place of other mappings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return _rebuilt(value, [_plain(one) for one in value])
+    return value
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -1,5 +1,6 @@
 """Train on one rank what several ranks have trained: the same global batches, step by step."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import dataloader as torch_dataloader
 
 from ...hooks.batch_size import samples_in
+from ...hooks.import_hooks import after_import
 from ..facts.ranks import RankFacts
 from ..facts.samples import PassFacts, Phase
 from ..facts.steps import StepFacts
@@ -24,7 +26,7 @@ from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
 from .evaluations import Evaluations, keep_all_results
-from .joined_batches import CANNOT_JOIN, join_batches, permute_batch
+from .joined_batches import CANNOT_JOIN, collate_again, join_batches, permute_batch
 from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
 _HOOK = "the replay"
@@ -66,6 +68,7 @@ class Replay:
         joins = not (observation.settings.accumulates or observation.settings.permutes)
         self._evaluations = Evaluations(self._folder, self._ranks, loaders, joins)
         self.accumulation: Accumulation | None = None
+        self._part: Part | None = None  # that a loader returns now
         if observation.settings.accumulates:
             self.accumulation = Accumulation(observation, steps, self._stored, self._stop_replay)
 
@@ -78,8 +81,35 @@ class Replay:
             self.accumulation.install()
         else:
             self._evaluations.install()
+        after_import({"paceline.data.sampling.shard_loader": self._share})
         self._steps.before_step.append(self._set_rates)
         self._steps.after_step.append(self._restore_rates)
+
+    def _share(self, module: Any) -> None:
+        """Let ``world.shard`` have the global batches of the ranks, and all parts of one its share.
+
+        A replay that does not join the batches of evaluations has the script's own ones there.
+        """
+        make = module.ShardedLoader.__init__
+        size, joins = self._stored.size, self._evaluations.joins
+
+        @functools.wraps(make)
+        def init(sharded: Any, *args: Any, **options: Any) -> None:
+            if joins or not options.get("every_sample_once"):
+                options["full_ranks"] = size
+            make(sharded, *args, **options)
+
+        def paired(loader: Any, shares: Iterator[Any]) -> Iterator[Any]:
+            batches, share = iter(loader.loader), None
+            if not isinstance(batches, _StoredBatches):
+                yield from zip(batches, shares, strict=True)
+                return
+            for batch in batches:
+                if self._part is not None and self._part.is_first:
+                    share = next(shares)
+                yield batch, share
+
+        module.ShardedLoader.__init__, module.ShardedLoader.paired = init, paired
 
     def set_initial(self, model: Model) -> None:
         """Set a model's parameters before its first training forward."""
@@ -156,9 +186,11 @@ class Replay:
             try:
                 if self.accumulation is None:
                     opened.is_at_end = is_last
-                    yield self._permuted(join_batches([load_batch(x)[0] for x in paths]), number)
+                    joined = self._joined(opened.source, paths, (key, one.number, number))
+                    yield self._permuted(joined, number)
                 else:
                     for part in self._parts(paths, (key, one.number, number)):
+                        self._part = part
                         self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
                         opened.is_at_end = is_last and part.is_last
                         batch, states = load_batch(part.path)
@@ -166,6 +198,26 @@ class Replay:
                         yield self._permuted(batch, number)
             except ValueError as error:
                 self._stop_replay(f"{CANNOT_JOIN}: {error}")
+
+    def _joined(self, loader: Any, paths: list[Path], place: Place) -> Any:
+        """Return a global batch. Raises ValueError: it can't be made of those of the ranks."""
+        batches = [load_batch(path)[0] for path in paths]
+        try:
+            return join_batches(batches)
+        except ValueError as error:
+            if loader.batch_sampler is None or len(batches) < len(self._ranks):
+                raise
+            shapes = error
+        found = [
+            next((x for x in facts.batches if (x.loader, x.pass_number, x.number) == place), None)
+            for facts in self._evaluations.ranks
+        ]
+        try:
+            batch = collate_again(loader, batches, [x.indices if x else None for x in found])
+        except ValueError as error:
+            raise ValueError(f"{shapes}; {error}") from None
+        self._observation.facts.is_collated = True
+        return batch
 
     def _permuted(self, batch: Any, seed: int) -> Any:
         return permute_batch(batch, seed) if self._observation.settings.permutes else batch
@@ -176,7 +228,7 @@ class Replay:
         facts.parts = max(facts.parts, len(paths))
         weights = weights_of([samples_in(load_batch(path)[0]) for path in paths])
         return [
-            Part(path, whole, weight, is_last=path == paths[-1])
+            Part(path, whole, weight, path == paths[0], path == paths[-1])
             for path, weight in zip(paths, weights, strict=True)
         ]
 

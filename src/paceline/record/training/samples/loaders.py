@@ -22,6 +22,7 @@ from .sampler_lines import lines_of_sampler, stream_lines
 _HOOK, _BATCH = "the DataLoader", "a batch of the DataLoader"
 MAX_PLANNED = 1 << 18  # samples of the rest of a pass; more are not listed
 MAX_GROUP = 64  # batches until the first step: a longer accumulation is not waited for
+WHOLE = 5  # times as many batches as are read at least: a pass that is run to its end
 MAX_SKIPPED = 1024  # batches of a stream that are read to find its end
 SKIPPING_S = 4.0  # of all streams
 
@@ -216,22 +217,38 @@ class Loaders:
     # Indices
 
     def _next_index(self, iterator: Any, opened: OpenPass, request: Callable[[Any], Any]) -> Any:
-        if opened.is_stopped:
+        if opened.rest:
+            opened.indices.append(listed(opened.rest[0]))
+            return opened.rest.pop(0)
+        if opened.is_stopped or opened.planned is not None:
             raise StopIteration
         is_stream = opened.loader.is_iterable
         if not is_stream and self._observation.guarded(_HOOK, self._is_last)(opened):
             rest = self._drain(lambda: request(iterator))
             if not rest:
                 raise StopIteration
-            opened.is_stopped = len(rest) > 1
-            opened.planned = [*known(opened.indices), *map(listed, rest)]
-            if sum(map(len, opened.planned)) > MAX_PLANNED:
-                opened.planned = None
-            index = rest[-1]
+            planned = [*known(opened.indices), *map(listed, rest)]
+            is_whole = self._ends_with_a_smaller_group(opened, len(planned))
+            opened.is_stopped = len(rest) > 1 and not is_whole
+            opened.planned = planned if sum(map(len, planned)) <= MAX_PLANNED else None
+            index, opened.rest = (rest[0], rest[1:]) if is_whole else (rest[-1], [])
         else:
             index = request(iterator)
         opened.indices.append(None if is_stream else listed(index))
         return index
+
+    def _ends_with_a_smaller_group(self, opened: OpenPass, batches: int) -> bool:
+        """Return whether a pass, the first such one, is run as a whole.
+
+        Batches are accumulated, and the last step has fewer of them than the others.
+        """
+        is_training = any(one.phase == Phase.TRAINING for one in opened.loader.passes)
+        has_rest = self._group > 1 and batches % self._group > 0
+        most = WHOLE * self._observation.settings.batches
+        if self._has_whole or not (is_training and has_rest) or batches > most:
+            return False
+        self._has_whole = True
+        return True
 
     def _drain(self, request: Callable[[], Any]) -> list[Any]:
         """Return the indices of the rest of the batches, without limit for finite samplers."""
@@ -275,6 +292,7 @@ class Loaders:
         return max(settings.evaluated, settings.batches) if is_short else settings.batches
 
     _group = 0  # batches of the first step of the training
+    _has_whole = False  # whether a pass was not shortened to reach a smaller group at its end
 
     # Batches
 

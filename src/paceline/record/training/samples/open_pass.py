@@ -31,4 +31,5 @@ class OpenPass:
     first_group: int = 0  # batches of the first step of the pass
     planned: list[list[int]] | None = None
     ahead: int | None = None  # a batch that a library has read, but not passed on yet
+    rest: list[Any] = field(default_factory=list)  # indices that were taken from the sampler before
     sampler: Any = None  # the iterator over the rest of the batches' indices

@@ -1,0 +1,89 @@
+"""The process from which runs are forked, so that torch is imported once for all of them."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from paceline.security.processes import python_command
+from paceline.study.script_runs.launcher_server import LauncherServer
+from paceline.study.script_runs.overlay import Overlay
+from paceline.study.script_runs.run_process import run_processes
+
+
+@pytest.fixture
+def server(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "execute.py").write_text("import sys; exec(sys.argv.pop(1))")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    found = LauncherServer(["json", "planted"])
+    yield found
+    found.close()
+
+
+def python(text, *words):
+    return python_command("-m", "execute", text, *words)
+
+
+def test_commands_are_forks_with_their_own_output_arguments_and_exit_codes(
+    server, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shown = "import os, sys; print(os.getppid(), 'json' in sys.modules, os.getcwd(), sys.argv[1:3])"
+    commands = [
+        (python(shown, "a", "-b"), tmp_path / "1.log"),
+        (python(shown, "a", "-b"), tmp_path / "2.log"),
+        (python("raise SystemExit(7)"), tmp_path / "3.log"),
+        (python("raise SystemExit('no data')"), tmp_path / "4.log"),
+        (python("1 / 0"), tmp_path / "5.log"),
+    ]
+    codes = [code for code, _ in run_processes(commands, 60, server)]
+    assert codes == [0, 0, 7, 1, 1]
+    first, second = ((tmp_path / f"{n}.log").read_text() for n in (1, 2))
+    assert first == second  # forks of one process
+    assert first.split(" ", 1)[1] == f"True {tmp_path} ['a', '-b']\n"
+    assert (tmp_path / "4.log").read_text() == "no data\n"
+    assert "ZeroDivisionError" in (tmp_path / "5.log").read_text()
+
+
+def test_command_below_an_overlay_changes_nothing(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("visible", "covered"):
+        (tmp_path / name).mkdir()
+    overlay = Overlay.prepare("covered/x.py", [], tmp_path / "visible")
+    if overlay is None:
+        pytest.skip("overlays cannot be mounted here")
+    words = overlay.command(tmp_path / "visible" / "changes", python("open('new', 'w').close()"))
+    assert [code for code, _ in run_processes([(words, tmp_path / "visible/log")], 60, server)] == [
+        0
+    ]
+    assert not (tmp_path / "new").exists()
+    missing = Overlay((str(tmp_path / "missing"),), ())
+    words = missing.command(tmp_path / "visible" / "other", python("pass"))
+    assert [code for code, _ in run_processes([(words, tmp_path / "log")], 60, server)] == [125]
+    assert "cannot be covered" in (tmp_path / "log").read_text()
+
+
+def test_commands_end_at_their_limit_and_with_the_server(server, tmp_path):
+    pid = tmp_path / "pid"
+    text = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    begun = time.monotonic()
+    (code, _), (other, _) = run_processes(
+        [(python(text), tmp_path / "1.log"), (python("pass"), tmp_path / "2.log")], 2.0, server
+    )
+    assert (code, other) == (None, 0)
+    assert time.monotonic() - begun < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    kill = "import os, time; os.kill(os.getppid(), 9); time.sleep(600)"
+    assert run_processes([(python(kill), tmp_path / "3.log")], 60, server)[0][0] == -signal.SIGKILL
+    with pytest.raises(ValueError, match="the process that starts the runs has ended"):
+        run_processes([(python("pass"), tmp_path / "4.log")], 60, server)
+
+
+def test_server_imports_no_module_of_the_working_directory(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planted.py").write_text("open('ran', 'w').close()")
+    assert run_processes([(python("import json"), tmp_path / "log")], 60, server)[0][0] == 0
+    assert not (tmp_path / "ran").exists()
