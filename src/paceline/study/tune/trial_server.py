@@ -51,6 +51,8 @@ class TrialStart:
         output, end_file, lock: Files of the attempt.
         hang_timeout: Same as for ``paceline run``.
         nodes: Number of nodes; of one that it shares, its part.
+        summary: File for the JSON summary.
+        stage: Packed datasets to stage.
     """
 
     number: int
@@ -66,6 +68,8 @@ class TrialStart:
     variables: dict[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     nodes: float = 1.0
+    summary: str = ""
+    stage: list[str] = field(default_factory=list)
 
 
 class TrialServerError(ValueError):
@@ -263,6 +267,8 @@ def launch(start: TrialStart) -> int:
         ranks=start.ranks,
         share=start.share,
         hang_timeout=start.hang_timeout,
+        summary=Path(start.summary),
+        stage=start.stage,
     )
     if not start.hosts:
         os.environ.update(start.variables)
