@@ -3,7 +3,10 @@ with 1,000 trials; a study of 10,000 trials opens in less than 4 s.
 
 A trial is timed from its start to the start of the next one, one at a time; the first ones, which
 wait for the import of torch, are left out. Plain Optuna is timed beside it: a fork for each trial,
-without a launcher, cores, output and failures.
+without a launcher, cores, output and failures. With ``--ray-python`` Ray Tune is timed too, one
+trial at a time, with the memory of the driver and of Ray's processes; with ``--propulate-python``
+Propulate: evaluations by one worker of MPI ranks that remain, so nothing is started for a trial,
+and a crash ends the search.
 """
 
 import itertools
@@ -34,6 +37,7 @@ from rich.table import Table
 
 TRIAL_LIMIT_S, MEMORY_LIMIT_MIB, OPEN_LIMIT_S = 0.1, 80.0, 4.0
 SKIPPED = 3
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 STUDY = """
 [study]
 command = "{script} {{x}}"
@@ -52,7 +56,7 @@ start = time.monotonic()
 from pathlib import Path
 from paceline.study.tune.tune import load_spec
 from paceline.study.tune.open_study import read_study
-from paceline.study.tune.searches import make_search
+from paceline.study.tune.searches.registry import make_search
 from paceline.study.tune.study_view import trial_row
 opened = read_study(load_spec(Path(sys.argv[1])))
 search = make_search(opened.study, opened.spec)
@@ -84,22 +88,76 @@ for number in range(int(sys.argv[2])):
 print([b - a for a, b in zip(starts, starts[1:])])
 """
 
+RAY = """
+import json, logging, os, sys, time
+import psutil, ray
+from ray import tune
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+def objective(config):
+    started = time.time()
+    tune.report({"score": -(config["x"] - 1) ** 2, "started": started})
+tuner = tune.Tuner(
+    objective,
+    param_space={"x": tune.uniform(-3, 3)},
+    tune_config=tune.TuneConfig(num_samples=int(sys.argv[2]), metric="score", mode="max",
+                                max_concurrent_trials=1),
+    run_config=tune.RunConfig(storage_path=sys.argv[1], name="ray", verbose=0),
+)
+found = tuner.fit()
+starts = sorted(one.metrics["started"] for one in found)
+me = psutil.Process()
+every = [me, *me.children(recursive=True)]
+memory = sum(one.memory_full_info().pss for one in every) / 2**20
+print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], memory]))
+"""
+PROPULATE = """
+import json, logging, random, sys, time
+from mpi4py import MPI
+from propulate import Propulator
+from propulate.utils import get_default_propagator
+logging.disable(logging.CRITICAL)
+starts = []
+def objective(individual, comm=None):
+    starts.append(time.monotonic())
+    total = comm.allreduce(1) if comm is not None else 1
+    return (individual["x"] - 1) ** 2 * total
+limits, rng = {"x": (-3.0, 3.0)}, random.Random(MPI.COMM_WORLD.rank)
+propagator = get_default_propagator(pop_size=4, limits=limits, rng=rng)
+Propulator(loss_fn=objective, propagator=propagator, rng=rng, generations=int(sys.argv[2]),
+           checkpoint_path=sys.argv[1], ranks_per_worker=MPI.COMM_WORLD.size).propulate()
+if MPI.COMM_WORLD.rank == 0:
+    print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], 0.0]))
+"""
+
 
 def main() -> None:
     parser = options("trial_cost", __doc__ or "", repeats=3)
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--memory-trials", type=int, default=1000)
     parser.add_argument("--open-trials", type=int, default=10_000)
+    parser.add_argument("--ray-python", help="Python with ray[tune]")
+    parser.add_argument("--propulate-python", help="Python with propulate and mpi4py")
     args = parser.parse_args()
     facts = machine()
     measured: dict[str, list[float]] = {"paceline_s": [], "plain_s": [], "open_s": []}
     memory: list[float] = []
+    peers = {
+        "ray": [args.ray_python, "-c", RAY] if args.ray_python else [],
+        "propulate": [*MPIRUN, args.propulate_python, "-c", PROPULATE]
+        if args.propulate_python
+        else [],
+    }
     with tempfile.TemporaryDirectory(prefix="trial-cost-") as name:
         folder = Path(name)
         for number in range(args.repeats):
             each, peak = run_study(folder / f"{number}", args.trials)
             measured["paceline_s"].append(statistics.median(each[SKIPPED:]))
             measured["plain_s"].append(plain_optuna(folder / f"plain-{number}", args.trials))
+            for name_of, words in peers.items():
+                if words:
+                    each, used = peer(words, folder / f"{name_of}-{number}", args.trials)
+                    measured.setdefault(f"{name_of}_s", []).append(each)
+                    measured.setdefault(f"{name_of}_mib", []).append(used)
         if args.memory_trials:
             _, peak = run_study(folder / "memory", args.memory_trials)
             memory.append(peak)
@@ -149,6 +207,16 @@ def plain_optuna(journal: Path, trials: int) -> float:
     words = [sys.executable, "-c", PLAIN, str(journal), str(trials)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     return statistics.median(json.loads(done.stdout)[SKIPPED:])
+
+
+def peer(words: list[str], folder: Path, trials: int) -> tuple[float, float]:
+    """Return the seconds of a trial of another program, and its memory (MiB)."""
+    folder.mkdir()
+    done = subprocess.run(
+        [*words, str(folder), str(trials)], capture_output=True, text=True, check=True
+    )
+    each, memory = json.loads(done.stdout.splitlines()[-1])
+    return statistics.median(each[SKIPPED:]), memory
 
 
 def write_trials(folder: Path, count: int) -> None:

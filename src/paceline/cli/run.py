@@ -20,7 +20,6 @@ from .common.guard_options import (
 )
 from .common.options import (
     BINDING,
-    DATA,
     FAULTS,
     NODES,
     RECORDING,
@@ -39,12 +38,14 @@ from .common.options import (
     MetricOption,
     Module,
     OnDivergence,
+    Pack,
     Ranks,
     References,
     Script,
     Seeds,
     Settings,
     Smt,
+    Stage,
     Threads,
     TuneCompression,
     TuneExchange,
@@ -205,27 +206,8 @@ def run(
             rich_help_panel=FAULTS,
         ),
     ] = None,
-    stage: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Copy this packed dataset to $PACELINE_STAGE on each node during the training "
-            "(see paceline stage). May be repeated.",
-            metavar="DATASET",
-            show_default=False,
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    pack: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Source from which the dataset of --stage is packed first if it does not exist, "
-            "with options of paceline pack: --pack 'photos/ --resize 256'. The second --pack "
-            "belongs to the second --stage.",
-            metavar="'SOURCE ...'",
-            show_default=False,
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+    stage: Stage = None,
+    pack: Pack = None,
     reference: References = None,
     metric: MetricOption = None,
     on_divergence: OnDivergence = Action.TELL,

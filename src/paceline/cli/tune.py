@@ -5,18 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..security.text import printable
 from .common.base import UNDERSTAND, app, examples, exit_on_mistake
-from .common.command import STDOUT, Command, json_output
-from .common.options import Hostfile, Hosts, Json, Launcher, can_be_written
-from .common.study_outputs import FILES
-
-if TYPE_CHECKING:
-    from ..report.tuning.tuning_view import TuningView
+from .common.command import Command
+from .common.options import Hostfile, Hosts, Json, Launcher, Pack, Stage
+from .common.stage_before_run import PackHosts, sets_of
+from .common.study_outputs import FILES, HtmlFile
+from .common.tuning_outputs import TuningOutputs
 
 
 @app.command(
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         ("paceline tune study.toml --continue", "continue it, also after kill -9"),
         ("paceline tune study.toml --show", "its trials; nothing is run"),
         ("paceline tune study.toml --best best.toml", "parameters of the best trial"),
+        ("paceline tune study.toml --show --html study.html", "its page, for any browser"),
         ("salloc -N 4 paceline tune study.toml", "trials on all nodes of an allocation"),
     ),
 )
@@ -85,6 +85,19 @@ def tune(
             rich_help_panel=FILES,
         ),
     ] = None,
+    html: HtmlFile = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the trials into this folder for TensorBoard's HParams. Needs the package "
+            "tensorboard.",
+            metavar="DIR",
+            show_default=False,
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    stage: Stage = None,
+    pack: Pack = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -104,19 +117,19 @@ def tune(
     from ..study.tune.tune import tune as run_tune
 
     with exit_on_mistake():
-        for path, option in ((best, "--best"), (csv, "--csv"), (json, "--json")):
-            if path is not None and path != STDOUT:
-                can_be_written(path, option)
+        files = TuningOutputs(json, csv, best, html, tensorboard)
+        files.check()
         if show or (best is not None and not continued and not fork and _has_study(study)):
             _check_shown(continued, fork)
-            _print(show_study(study)[1], json, csv, best)
+            files.finish(show_study(study)[1])
             return
         if continued and fork:
             raise ValueError("--continue and --fork can't be used together. HINT: leave out one")
-        options = TuneOptions(continued, fork, minutes, hosts, hostfile, launcher)
+        sets = sets_of(stage or [], pack or [], PackHosts(hosts, hostfile, launcher))
+        options = TuneOptions(continued, fork, minutes, hosts, hostfile, launcher, sets)
         with _signals() as received, TuneDisplay() as display:
             end = run_tune(study, options, display, lambda: bool(received))
-        _print(end.view, json, csv, best if end.view.best else None)
+        files.finish(end.view, is_shown=False)
     if not end.is_complete:
         why = "interrupted" if received else "the time is over"
         typer.echo(printable(f"paceline: {why}. HINT: paceline tune {study} --continue"), err=True)
@@ -153,25 +166,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)
-
-
-def _print(view: "TuningView", json: Path | None, csv: Path | None, best: Path | None) -> None:
-    """Print the study or its JSON, and write the files that were asked for. Raises ValueError."""
-    from ..report.tuning.tuning_files import best_text, csv_text, json_text
-    from ..security.outputs import write_output
-
-    written = []
-    for path, make, what in ((csv, csv_text, "all trials"), (best, best_text, "best parameters")):
-        if path is not None:
-            write_output(path, make(view))
-            written.append(f"paceline: {what}: {path}")
-    if json is not None:
-        with json_output(json):
-            typer.echo(json_text(view), nl=False)
-    else:
-        from ..report.console import PlainConsole, output_width
-        from ..report.terminal.tuning.tuning_table import tuning_panel
-
-        PlainConsole(width=output_width()).print(tuning_panel(view))
-    for line in written:
-        typer.echo(printable(line), err=True)

@@ -42,6 +42,7 @@ class TrialRequest(msgspec.Struct, frozen=True):
         metric: Name of a value that is reported without one.
         every_step: Whether the search decides at every step.
         steps: Otherwise: steps at which it decides.
+        keeps_options: Whether restored optimizers keep the options that the script has given them.
     """
 
     reports: str
@@ -49,6 +50,7 @@ class TrialRequest(msgspec.Struct, frozen=True):
     metric: Name
     every_step: bool = False
     steps: Annotated[list[Step], Meta(max_length=1000)] = []
+    keeps_options: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -216,6 +218,16 @@ def _number(value: Any) -> float | str | None:
     return number if number - number == 0 else str(number)
 
 
+def trial_request() -> TrialRequest | None:
+    """Return the request of the trial that this process belongs to, on any rank; None outside."""
+    text = os.environ.get(VARIABLE, "")
+    return _parsed(text) if text else None
+
+
+def _parsed(text: str) -> TrialRequest:
+    return parse_json(text.encode(), TrialRequest, VARIABLE, escape=False)
+
+
 _reporter: tuple[int, TrialReporter | None] | None = None  # by process: a fork is no rank
 
 
@@ -226,6 +238,6 @@ def trial_reporter() -> TrialReporter | None:
         text = os.environ.get(VARIABLE, "")
         found = None
         if text and os.environ.get("RANK", "0") == "0" and _reporter is None:
-            found = TrialReporter(parse_json(text.encode(), TrialRequest, VARIABLE, escape=False))
+            found = TrialReporter(_parsed(text))
         _reporter = os.getpid(), found
     return _reporter[1]

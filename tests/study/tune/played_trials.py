@@ -3,13 +3,16 @@
 A script is a generator: it yields (step, value) for each report, and returns its exit code.
 """
 
+import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from paceline.record.trial_reports import VARIABLE, Answer, TrialRequest, read_lines
 from paceline.report.tuning.tune_events import TuneListener
@@ -18,7 +21,7 @@ from paceline.study.tune import journal
 from paceline.study.tune.machine import Machine, Node
 from paceline.study.tune.open_study import begin_study, continue_study, fork_study, locked
 from paceline.study.tune.runner import Runner
-from paceline.study.tune.searches import make_search, search_class
+from paceline.study.tune.searches.registry import make_search, search_class
 from paceline.study.tune.tune import load_spec
 
 
@@ -206,6 +209,20 @@ def by_epochs(epochs: int) -> Callable[[Played], Generator[tuple[int, float], No
         return 0
 
     return script
+
+
+@contextlib.contextmanager
+def killed_at(writes: Writes, number: int) -> Iterator[None]:
+    """Kill the runner at a write to the journal, every second time in the middle of it."""
+    writes.count, writes.kill_at, writes.partial = 0, number, number % 2 == 0
+    with pytest.raises(KilledError):
+        yield
+    writes.kill_at = -1
+
+
+def has_study(path: Path) -> bool:
+    """Return whether the journal of a study file has a study."""
+    return b'"op_code":0' in path.with_suffix(".journal").read_bytes()
 
 
 def play(

@@ -1,12 +1,21 @@
 """Harmonica finds the terms of a sparse polynomial, and needs far fewer points than random."""
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import optuna
 import pytest
+import vizier_results
 
-from paceline.study.tune.harmonica import HarmonicaSampler, _functions, _terms, largest_terms
+from paceline.study.tune.searches.harmonica import (
+    HarmonicaSampler,
+    _functions,
+    _terms,
+    largest_terms,
+    smallest_of_terms,
+)
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 VARIABLES = 60
@@ -110,3 +119,17 @@ def test_terms_up_to_a_degree_are_complete():
         )
     assert sum(map(len, _terms(list(range(60)), 3))) == 60 + 1770 + 34220
     assert len(_terms(list(range(200)), 3)) == 2  # more than MAX_TERMS
+
+
+@pytest.mark.parametrize("number", range(vizier_results.PROBLEMS))
+def test_the_result_is_that_of_google_vizier(number):
+    """Vizier's designer has Booleans only: the same variables matter, with the same values."""
+    vizier = json.loads(Path(vizier_results.__file__).with_suffix(".json").read_text())[number]
+    terms, degree, points, values = vizier_results.problem(number)
+    data = tuple(
+        (tuple(point), -value) for point, value in zip(points.tolist(), values, strict=True)
+    )
+    found = smallest_of_terms(data, (2,) * points.shape[1], degree, len(terms))
+    assert sorted(itertools.chain(*(of for of, _ in found))) == vizier["variables"]
+    for variables, assignments in found:
+        assert tuple(vizier["suggestion"][one] for one in variables) in assignments

@@ -18,7 +18,7 @@ from played_trials import (
 
 from paceline.study.tune import runner
 from paceline.study.tune.runner import StudyStoppedError
-from paceline.study.tune.search import FAILURE, RUN_FIGURES, Search
+from paceline.study.tune.searches.search import FAILURE, RUN_FIGURES, Search
 
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 KNOWN = "[[known]]\nx = 0.5\n[[known]]\nx = 0.75\n"

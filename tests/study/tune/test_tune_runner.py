@@ -6,10 +6,11 @@ from collections import Counter
 import pytest
 from played_trials import (
     Heard,
-    KilledError,
     PlayedServer,
     Writes,
     by_epochs,
+    has_study,
+    killed_at,
     once,
     play,
     value_of,
@@ -18,7 +19,7 @@ from played_trials import (
 
 from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
-from paceline.study.tune.search import FAILURE
+from paceline.study.tune.searches.search import FAILURE
 
 PROMOTION = {"pruner": "promotion", "epochs": 9, "trials": 9}
 
@@ -78,23 +79,16 @@ def test_no_kill_loses_or_repeats_a_trial(tmp_path, monkeypatch, options):
         folder = tmp_path / str(kill_at)
         folder.mkdir()
         path = write_study(folder, **options)
-        writes.count, writes.kill_at, writes.partial = 0, kill_at, kill_at % 2 == 0
         server = PlayedServer(script)
-        with pytest.raises(KilledError):
+        with killed_at(writes, kill_at):
             play(path, server, cores=1)
-        writes.kill_at = -1
         server.running.clear()
-        again = (path.with_suffix(".journal").stat().st_size or 0) > 0
-        opened, complete = play(path, server, cores=1, continued=again and _has_study(path))
+        opened, complete = play(path, server, cores=1, continued=has_study(path))
         assert complete
         assert ranking(opened) == expected, kill_at
         whole_runs = Counter(trial for trial, code in server.ends if code == 0)
         assert set(whole_runs.values()) == {1}, kill_at
         assert len(opened.study.trials) == (9 if options else 6)
-
-
-def _has_study(path):
-    return b'"op_code":0' in path.with_suffix(".journal").read_bytes()
 
 
 def test_promotion_continues_the_best_from_their_checkpoints(tmp_path):
@@ -252,6 +246,24 @@ def test_the_mean_of_repeats_is_the_value(tmp_path):
     opened, _ = play(path, PlayedServer(script), cores=1)
     for one in opened.study.trials:
         assert one.value == pytest.approx(one.params["x"] + 11)
+
+
+def test_only_the_best_trials_are_repeated(tmp_path):
+    def script(played):
+        yield 1, value_of(played)
+        return 0
+
+    keys = {"command": "train.py --x {x} --seed {seed}", "trials": 20, "repeats": 3}
+    server = PlayedServer(script)
+    opened, _ = play(write_study(tmp_path, repeat="best", **keys), server, cores=1)
+    runs = Counter(trial for trial, *_ in server.log)
+    seen = []
+    for one in opened.study.trials:
+        rank = sum(value > one.value for value in seen)
+        assert runs[one.number] == (3 if rank < max((len(seen) + 1) / 4, 1) else 1)
+        seen.append(one.value)
+    assert 3 in runs.values()
+    assert 1 in runs.values()
 
 
 def test_a_budget_of_epochs_ends_the_study(tmp_path):

@@ -31,6 +31,27 @@ Args = Annotated[
         metavar="ARGS",
     ),
 ]
+Stage = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Copy this packed dataset to $PACELINE_STAGE on each node during the training "
+        "(see paceline stage). May be repeated.",
+        metavar="DATASET",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
+]
+Pack = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Source from which the dataset of --stage is packed first if it does not exist, "
+        "with options of paceline pack: --pack 'photos/ --resize 256'. The second --pack "
+        "belongs to the second --stage.",
+        metavar="'SOURCE ...'",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
+]
 Ranks = Annotated[
     int | None,
     typer.Option(

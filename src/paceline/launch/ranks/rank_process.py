@@ -32,6 +32,7 @@ from ...knobs import tuning
 from ...knobs.apply import apply_knobs
 from ...record import trial_reports
 from ...record.attach import attach, detach
+from ...record.hooks import script_options
 from ...record.hooks.error_messages import EXIT_CODE, format_error, is_peer_gone, summarize_error
 from ...record.hooks.group_shutdown import patch_destroy_process_group
 from ...record.hooks.import_hooks import after_import
@@ -201,6 +202,9 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
                 "horovod.common.basics": check_horovod,
             }
         )
+        request = trial_reports.trial_request()
+        if request is not None and request.keeps_options:
+            after_import({"torch.optim": script_options.install})
         if os.environ.get("PACELINE_ATTACH"):
             attach()
         apply_knobs()

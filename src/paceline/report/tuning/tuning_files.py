@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ...cost.machine.write_toml import dumps
@@ -12,7 +13,10 @@ from .tuning_view import TrialRow, TuningView
 
 FORMAT, VERSION = "paceline-tune", 1
 _FIXED = ("trial", "state")
-_LAST = ("step", "last", "rung", "ranks", "seconds", "node_hours", "known", "failure", "reason")
+_LAST = (
+    *("step", "last", "rung", "generation", "parent", "ranks", "seconds", "node_hours", "known"),
+    *("failure", "reason"),
+)
 
 
 def csv_text(view: TuningView) -> str:
@@ -48,6 +52,7 @@ def json_text(view: TuningView) -> str:
         "best": list(view.best),
         "best_command": view.best_command,
         "importances": view.importances,
+        "gain": asdict(view.gain) if view.gain is not None else None,
         "trials": [_trial(row) for row in view.rows],
         "notes": list(view.notes),
     }
@@ -74,7 +79,19 @@ def best_text(view: TuningView) -> str:
     ]
     if view.best_command:
         lines.append(f"# paceline run {view.best_command}")
-    return "\n".join(lines) + "\n" + dumps(dict(row.parameters))
+    if row.generation is None:
+        return "\n".join(lines) + "\n" + dumps(dict(row.parameters))
+    lines.append("# It changed its parameters during the training: first and last epoch of each.")
+    schedule = [
+        {
+            "first": one.first_step + 1,
+            "last": one.step or 0,
+            "trial": one.number,
+            "parameters": one.parameters,
+        }
+        for one in view.ancestry(row.number)
+    ]
+    return "\n".join(lines) + "\n" + dumps({"schedule": schedule})
 
 
 def _trial(row: TrialRow) -> dict[str, Any]:
@@ -85,12 +102,17 @@ def _trial(row: TrialRow) -> dict[str, Any]:
         "values": list(row.values),
         "intermediate": [[step, value] for step, value in sorted(row.intermediate.items())],
         "rung": row.rung,
+        "generation": row.generation,
+        "parent": row.parent,
         "ranks": row.ranks,
         "seconds": row.seconds,
         "node_hours": row.node_hours,
         "failure": row.failure,
         "reason": row.reason,
         "known": row.known,
+        "waits_for": row.waits_for,
+        "waits": row.waits,
+        "noise_scale": list(row.noise) or None,
         "started": row.started,
     }
 

@@ -32,6 +32,12 @@ class TrialRow:
         known: Whether it is a point that the user gave.
         started: When it started (s since 1970); None if it has not.
         intermediate: Values of the first metric by step.
+        first_step: Step of the checkpoint from which it began.
+        generation: Its generation in a population, from 0; None if there is none.
+        parent: Trial from whose checkpoint it began; None if there is none.
+        waits_for: What its last run waited for longest: "input", "exchange", "cores", or "".
+        waits: Share of its time that it waited.
+        noise: Gradient noise scale of its last run (samples) with its interval, or ().
     """
 
     number: int
@@ -49,6 +55,43 @@ class TrialRow:
     known: bool = False
     started: float | None = None
     intermediate: dict[int, float] = field(default_factory=dict)
+    first_step: int = 0
+    generation: int | None = None
+    parent: int | None = None
+    waits_for: str = ""
+    waits: float = 0.0
+    noise: Sequence[float] = ()
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that it has trained itself."""
+        return max((self.step or 0) - self.first_step, 0)
+
+
+@dataclass(frozen=True)
+class SearchGain:
+    """What a search has gained over random points at the same budget.
+
+    Attributes:
+        reason: Why it can't be told, or "".
+        count: Number of trials of that budget.
+        random, searched: Numbers of trials that are compared.
+        best_random, best_searched: Expected best value of ``count`` of them.
+        difference: Gain, above 0 where the search is better.
+        low, high: Its 95 % interval.
+        decided: Whether it is more than chance.
+    """
+
+    reason: str
+    count: int = 0
+    random: int = 0
+    searched: int = 0
+    best_random: float = 0.0
+    best_searched: float = 0.0
+    difference: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    decided: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +114,7 @@ class TuningView:
         next_text: What the search does next, or "".
         left_s: Time until the end of the budget; None without a limit.
         elapsed_s: Time since this call began.
+        gain: What the search has gained over random points; None if it was not determined.
         running: Seconds since the start of each running trial, by number.
         notes: Sentences about the study.
     """
@@ -90,6 +134,7 @@ class TuningView:
     next_text: str = ""
     left_s: float | None = None
     elapsed_s: float = 0.0
+    gain: SearchGain | None = None
     running: dict[int, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -100,6 +145,13 @@ class TuningView:
     def row(self, number: int) -> TrialRow:
         """Return a trial by its number."""
         return self.rows[number]
+
+    def ancestry(self, number: int) -> list[TrialRow]:
+        """Return the trials that trained a trial's model one after the other; itself is last."""
+        found = [self.rows[number]]
+        while (parent := found[0].parent) is not None and parent < found[0].number:
+            found.insert(0, self.rows[parent])
+        return found
 
     @property
     def parameters(self) -> list[str]:

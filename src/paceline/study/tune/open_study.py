@@ -16,7 +16,8 @@ from ...plurals import counted
 from ...security.run_lock import RunLock
 from .journal import open_journal
 from .parameters import is_active
-from .search import KNOWN
+from .searches.population import POPULATION
+from .searches.search import KNOWN
 from .study_file import MAX, StudySpec, changes
 from .trial_folder import TrialFolder
 
@@ -143,8 +144,8 @@ def fork_study(spec: StudySpec, say: Callable[[str], None]) -> OpenStudy:
     opened = _create(spec, storage, f"{spec.name}-{number}")
     if not _same_meaning(old.study.user_attrs.get(IDENTITY, {}), spec.identity):
         say(
-            f"the study {opened.study.study_name} begins without the trials of {last}: the command "
-            "or the metric has changed, so they can't be compared"
+            f"the study {opened.study.study_name} begins without the trials of {last}: "
+            "with another command, metric or pruner they can't be compared"
         )
         return opened
     copied = sum(COPIED in one.user_attrs for one in opened.study.get_trials(deepcopy=False))
@@ -177,6 +178,8 @@ def _complete(study: "Study") -> "list[FrozenTrial]":
 def _same_meaning(old: dict[str, Any], new: dict[str, Any]) -> bool:
     if old.get("patterns") != new.get("patterns"):
         return False
+    if POPULATION in (old.get("study", {}).get("pruner"), new["study"].get("pruner")):
+        return False  # its trials are parts of trainings
     return all(old.get("study", {}).get(key) == new["study"].get(key) for key in MEANING)
 
 

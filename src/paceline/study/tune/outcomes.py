@@ -5,12 +5,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...record.trial_reports import Report, read_from
 from ...security.text import printable
 from ..script_runs.run_process import error_line, last_lines
-from .search import RUN_FIGURES, Failure
+from .searches.search import RUN_FIGURES, Failure
 from .study_file import BEST, MAX, NODE_HOURS, SECONDS, StudySpec
 from .trial_folder import Attempt, End, TrialFolder
 
@@ -199,17 +199,25 @@ def good_attempts(folder: TrialFolder) -> list[Attempt]:
     return [one for one, end in ends if end is not None and end.code == 0]
 
 
-def add_figures(trial: "Trial", added: dict[str, list[float]], ranks: int | None = None) -> None:
+def add_figures(
+    trial: "Trial",
+    added: dict[str, list[float]],
+    ranks: int | None = None,
+    facts: dict[str, Any] | None = None,
+) -> None:
     """Store seconds and node-hours of attempts; those that are stored already count once.
 
     Args:
         trial: The trial.
         added: The figures by the number of the attempt.
         ranks: Number of ranks of the last attempt; None: as before.
+        facts: What the summary of the last attempt tells; None: as before.
     """
     before = trial.user_attrs.get(RUN_FIGURES, {})
     attempts = {**added, **before.get("attempts", {})}
     figures = {
+        **before,
+        **(facts or {}),
         "ranks": ranks or before.get("ranks", 1),
         "seconds": sum(one[0] for one in attempts.values()),
         "node_hours": sum(one[1] for one in attempts.values()),

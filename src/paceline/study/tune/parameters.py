@@ -106,6 +106,40 @@ class Parameter:
             )
         return value
 
+    def at(self, share: float) -> Value:
+        """Return the value at a place of the range, from 0 to 1, on the scale that is drawn on."""
+        if self.choices:
+            return self.choices[min(int(share * len(self.choices)), len(self.choices) - 1)]
+        if self.log:
+            return self._rounded(self.low * (self.high / self.low) ** share)
+        return self._rounded(self.low + share * (self.high - self.low))
+
+    def near(self, value: Value, factor: float) -> Value:
+        """Return another value near one: a number times the factor, or a neighbouring choice.
+
+        In a range that begins at 0 or below, the number moves by that part of the range instead.
+        """
+        if self.choices:
+            at = next(i for i, one in enumerate(self.choices) if one == value)
+            at += 1 if factor > 1 else -1
+            return self.choices[min(max(at, 0), len(self.choices) - 1)]
+        number = float(value)
+        moved = number * factor if self.low > 0 else number + (factor - 1) * (self.high - self.low)
+        found = self._rounded(moved)
+        step = self.step or (1 if self.is_int else None)
+        if found == value and step is not None:
+            found = self._rounded(number + (step if factor > 1 else -step))
+        return found
+
+    def _rounded(self, number: float) -> int | float:
+        """Return the nearest number that the parameter may have."""
+        step = self.step or (1 if self.is_int else None)
+        if step is not None:
+            most = int((self.high - self.low) / step + 1e-9)
+            number = self.low + min(max(round((number - self.low) / step), 0), most) * step
+        number = min(max(number, self.low), self.high)
+        return int(number) if self.is_int else number
+
     def grid(self) -> list[Value] | None:
         """Return all values, or None if there are infinitely many."""
         if self.choices:

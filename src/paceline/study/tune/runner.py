@@ -6,11 +6,10 @@ checkpoint if it has one; one that had ended meanwhile is not.
 """
 
 import os
-import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,7 +17,7 @@ import msgspec
 from ...launch.remote.forwarded_env import parse_env_options
 from ...record.trial_reports import VARIABLE, LineReader, Report, TrialRequest, read_lines
 from ...report.tuning.tune_events import TuneListener
-from ...report.tuning.tuning_view import COMPLETE, TrialRow, TuningView
+from ...report.tuning.tuning_view import COMPLETE, MAX, TrialRow, TuningView
 from ..script_runs.deadline import MINUTE_S, Deadline
 from .command import CHECKPOINT, EPOCHS, FOLDER, RANKS, SEED, TRIAL
 from .machine import Machine, Seat
@@ -42,9 +41,10 @@ from .outcomes import (
     missing_metric,
     values_of,
 )
-from .search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
+from .searches.search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
 from .study_view import best_numbers, study_view, trial_row
 from .trial_folder import Attempt, TrialFolder
+from .trial_losses import summary_facts
 from .trial_server import TrialServer, TrialStart
 
 # Between two looks at the reports of the trials: not more often than a shared file system bears.
@@ -54,6 +54,7 @@ OLD_ATTEMPT_TIMEOUT_S = 5.0  # for the processes of a runner that was killed
 MAX_REPORTS_BYTES = 256 << 20
 SAME_FAILURES = 3  # of the first trials: the study stops
 SAME_DIVERGED = 10  # the same for diverged trials: many points of a wide range may
+REPEATED_SHARE = 0.25  # of the trials, by the rule "best" for repeats
 MAX_ATTEMPTS = 2  # at a trial that hung, or lost a node
 INTERRUPTED_CODES = (STOPPED_EARLY, 129, 130, 143)  # Paceline or a scheduler has ended it
 
@@ -97,6 +98,7 @@ class Runner:
         listener: Receives what happens.
         minutes: Time budget; None: no limit.
         interrupted: Returns whether the user asks to end.
+        stage: Packed datasets that each node stages once, for all trials.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Runner:
         listener: TuneListener,
         minutes: float | None,
         interrupted: Callable[[], bool],
+        stage: Sequence[str] = (),
     ) -> None:
+        self.stage = stage
         self.opened, self.search, self.machine = opened, search, machine
         self.spec, self.study, self.table = opened.spec, opened.study, opened.spec.table
         self.server, self.listener, self.interrupted = server, listener, interrupted
@@ -170,7 +174,7 @@ class Runner:
         hours, epochs = self.table.node_hours, self.table.total_epochs
         if hours is not None and self._node_hours() >= hours:
             return True
-        return epochs is not None and sum(row.step or 0 for row in self._rows) >= epochs
+        return epochs is not None and sum(row.steps for row in self._rows) >= epochs
 
     def _fill(self) -> None:
         """Start trials while there is room."""
@@ -205,15 +209,15 @@ class Runner:
                 failure = Failure(NO_CHECKPOINT, f"{text}none in {other.checkpoint}")
                 self._tell(work, Outcome("failed", failure=failure))
                 return
-            shutil.copytree(
-                other.checkpoint,
-                folder.checkpoint,
-                ignore=shutil.ignore_patterns(".*"),
-                dirs_exist_ok=True,
-            )
+            folder.take_checkpoint(other)
         every, steps = self.search.decides_at()
         request = TrialRequest(
-            str(attempt.reports), str(attempt.answers), self.spec.reported[0], every, list(steps)
+            str(attempt.reports),
+            str(attempt.answers),
+            self.spec.reported[0],
+            every,
+            list(steps),
+            self.search.exchanges,
         )
         self._started += 1
         start = TrialStart(
@@ -230,6 +234,8 @@ class Runner:
             {**self._variables, VARIABLE: msgspec.json.encode(request).decode()},
             self.table.hang_timeout,
             self.machine.share_of_nodes(seat),
+            str(attempt.summary),
+            list(self.stage),
         )
         self.search.running.add(work.number)
         self.server.start(start)
@@ -300,7 +306,8 @@ class Runner:
             decision = self.search.report(run.work, step, value)
             self._refresh(run.work.number)
             self.listener.progress(self.view())
-        if run.ending:  # it writes a checkpoint and ends, for which rank 0 must go on
+        ends_here = self.search.exchanges and decision == Decision.PAUSE
+        if run.ending and not ends_here:  # it writes a checkpoint and ends: rank 0 must go on
             decision = Decision.CONTINUE
         if is_asked:
             run.attempt.answer(step, decision)
@@ -362,11 +369,12 @@ class Runner:
     ) -> Outcome | None:
         """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
         good = good_attempts(folder)
-        if code == 0 and len(good) < self.table.repeats:
-            self._waiting.append(work)
-            return None
         if code == 0:
-            return self._complete(work, folder, good)
+            outcome = self._complete(work, folder, good)
+            if len(good) < self.table.repeats and self._is_worth_repeating(outcome):
+                self._waiting.append(work)
+                return None
+            return outcome
         failure = failure_of(attempt, code, self._reported(folder, [attempt]))
         if failure.kind == FULL_DISK:
             raise StudyStoppedError(
@@ -387,6 +395,18 @@ class Runner:
             self._waiting.append(work)
             return None
         return Outcome("failed", failure=failure)
+
+    def _is_worth_repeating(self, outcome: Outcome) -> bool:
+        """Return whether a trial that is noisy is run once more.
+
+        By the rule "best" it is, as long as the mean of its runs is among the best complete trials.
+        """
+        if self.table.repeat == "all" or outcome.state != "complete":
+            return self.table.repeat == "all"
+        sign = -1 if self.spec.goals[0] == MAX else 1
+        others = [sign * row.values[0] for row in self._rows if row.state == COMPLETE]
+        better = sum(value < sign * outcome.values[0] for value in others)
+        return better < max((len(others) + 1) * REPEATED_SHARE, 1)
 
     def _complete(self, work: Work, folder: TrialFolder, good: list[Attempt]) -> Outcome:
         figures = work.trial.user_attrs.get(RUN_FIGURES, {})
@@ -417,6 +437,8 @@ class Runner:
         self.search.tell(work, outcome)
         self._ended_here += 1
         self.listener.trial_ended(self._refresh(work.number), self.view())
+        for number in self.search.unneeded():
+            self.opened.trial(number).remove_checkpoint()
         self._check_first(work, outcome)
 
     def _check_first(self, work: Work, outcome: Outcome) -> None:
@@ -450,7 +472,8 @@ class Runner:
     def _store_figures(self, run: TrialRun) -> None:
         seconds = time.monotonic() - run.begun
         figures = [seconds, self._hours(run.seat, seconds)]
-        add_figures(run.work.trial, {str(run.attempt.number): figures}, run.work.ranks)
+        facts = summary_facts(run.attempt)
+        add_figures(run.work.trial, {str(run.attempt.number): figures}, run.work.ranks, facts)
         self._refresh(run.work.number)
 
     def _hours(self, seat: Seat, seconds: float) -> float:
@@ -511,7 +534,24 @@ class Runner:
             if decision == Decision.STOP:
                 return Outcome("stopped")
             if decision == Decision.PAUSE:
-                return Outcome("paused")
+                return self._paused(work, folder, attempts[-1])
+        return None
+
+    def _paused(self, work: Work, folder: TrialFolder, last: Attempt) -> Outcome | None:
+        """Return the outcome of a trial that reached the step at which it pauses, without a runner.
+
+        Other trials may begin from its checkpoint, which must be that of this step. One that has
+        not ended by itself may have written it or not: it is trained again from its beginning.
+        """
+        end = last.end()
+        if not self.search.exchanges or (end is not None and end.code in INTERRUPTED_CODES):
+            return Outcome("paused")
+        if not folder.remove_checkpoint():
+            raise StudyStoppedError(
+                f"the checkpoint of trial {work.number} can't be removed, and it is not known of "
+                f"which step it is. HINT: rm -r {folder.checkpoint}, then paceline tune "
+                f"{self.spec.path} --continue"
+            )
         return None
 
     def _end_all(self, why: str) -> None:
@@ -574,7 +614,8 @@ class Runner:
     def _left_s(self) -> float | None:
         """Return the time until the budget is used, as far as it is known."""
         limits = [] if self.deadline is None else [self.deadline.left_s]
-        more = self.table.trials - self.search.count + len(self._running)
+        most = min(self.table.trials, self.search.points or self.table.trials)
+        more = most - self.search.count + len(self._running)
         if self._ended_here and more > 0:
             limits.append((time.monotonic() - self._began) / self._ended_here * more)
         return min(limits, default=None)

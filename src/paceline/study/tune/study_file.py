@@ -49,7 +49,8 @@ class StudyTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         total_epochs, minutes, node_hours: Budget of all trials.
         trial_minutes: Maximum duration of a trial.
         value: Which report is the value of a trial: the last or the best one.
-        repeats: Runs of each trial with different seeds, whose mean is its value.
+        repeats: Runs of a trial with different seeds, whose mean is its value.
+        repeat: Whether all trials are repeated, or only those that are among the best.
         seed: Seed of the search; {seed} of the first run of each trial.
         hang_timeout: Same as for ``paceline run``.
         env: Same as for ``paceline run``.
@@ -72,6 +73,7 @@ class StudyTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     trial_minutes: Positive | None = None
     value: Literal["last", "best"] = "last"
     repeats: Annotated[int, Meta(ge=1, le=100)] = 1
+    repeat: Literal["all", "best"] = "all"
     seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
     hang_timeout: Annotated[float, Meta(ge=0)] | None = None
     env: Annotated[list[Text], Meta(max_length=100)] = []
@@ -298,6 +300,12 @@ def _check_metrics(spec: StudySpec) -> None:
         raise ValueError(
             f'study.repeats = {table.repeats} can\'t be combined with pruner = "{table.pruner}": '
             "the mean of a trial is known after its last run. HINT: leave out one of them"
+        )
+    if table.repeat == "best" and (table.repeats == 1 or len(metrics) > 1):
+        raise ValueError(
+            f'study.repeat = "best" needs repeats above 1 and one metric; repeats is '
+            f"{table.repeats}, and the study has {counted(len(metrics), 'metric')}. HINT: "
+            "repeats = 3"
         )
     if table.repeats > 1 and "seed" not in spec.command.placeholders and table.function is None:
         raise ValueError(

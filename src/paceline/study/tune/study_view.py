@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ...report.tuning.advice import batch_notes, wait_notes
 from ...report.tuning.tuning_view import (
     COMPLETE,
     FAILED,
@@ -17,9 +18,10 @@ from ...report.tuning.tuning_view import (
     TrialRow,
     TuningView,
 )
-from .open_study import OpenStudy
-from .search import FAILURE, KNOWN, RUN_FIGURES, Search
-from .searches import make_search
+from .open_study import COPIED, OpenStudy
+from .searches.gain import search_gain
+from .searches.registry import make_search
+from .searches.search import FAILURE, KNOWN, RUN_FIGURES, Search
 from .study_file import StudySpec
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def trial_row(trial: "FrozenTrial", search: Search) -> TrialRow:
     step = trial.last_step
     last = trial.intermediate_values[step] if step is not None else None
     values = tuple(trial.values or ()) if state == COMPLETE else ()
+    generation, parent = search.lineage(trial)
     return TrialRow(
         trial.number,
         state,
@@ -62,6 +65,12 @@ def trial_row(trial: "FrozenTrial", search: Search) -> TrialRow:
         bool(attributes.get(KNOWN)),
         trial.datetime_start.timestamp() if trial.datetime_start else None,
         dict(trial.intermediate_values),
+        search.first_step(trial),
+        generation,
+        parent,
+        str(figures.get("waits", {}).get("kind", "")),
+        float(figures.get("waits", {}).get("share", 0.0)),
+        tuple(figures.get("noise", ())),
     )
 
 
@@ -91,6 +100,7 @@ def study_view(opened: OpenStudy, rows: list[TrialRow], best: list[int]) -> Tuni
         table.command or table.function or "",
         best_command(opened.spec, rows, best),
         table.search + pruner,
+        notes=[*wait_notes(rows), *batch_notes(rows)],
     )
 
 
@@ -99,15 +109,23 @@ def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
     search = make_search(opened.study, opened.spec)
     rows = [trial_row(one, search) for one in opened.study.get_trials(deepcopy=False)]
     importances, note = _importances(opened.study, rows) if with_importances else ({}, "")
-    best = best_numbers(opened.study, rows)
-    return replace(study_view(opened, rows, best), importances=importances, importance_note=note)
+    view = study_view(opened, rows, best_numbers(opened.study, rows))
+    trials = opened.study.get_trials(deepcopy=False)
+    copied = {one.number for one in trials if COPIED in one.user_attrs}
+    gain = search_gain(opened.spec, rows, copied) if with_importances else None
+    return replace(view, importances=importances, importance_note=note, gain=gain)
 
 
 def best_command(spec: StudySpec, rows: list[TrialRow], best: list[int]) -> str:
-    """Return the command of the best trial, without ``paceline run``; "" if there is none."""
+    """Return the command of the best trial, without ``paceline run``; "" if there is none.
+
+    A trial that began from the checkpoint of another one has none: its parameters have changed.
+    """
     if len(best) != 1 or spec.command.function:
         return ""
     row = rows[best[0]]
+    if row.generation is not None:
+        return ""
     own = {
         "checkpoint": "checkpoint",
         "folder": ".",
@@ -126,6 +144,8 @@ def _importances(study: "Study", rows: list[TrialRow]) -> tuple[dict[str, float]
     complete = sum(row.state == COMPLETE for row in rows)
     if len(study.directions) > 1:
         return {}, ""
+    if any(row.generation is not None for row in rows):
+        return {}, "values of different generations can't be compared, so there are no importances"
     if complete < MIN_FOR_IMPORTANCES:
         return {}, f"importances need {MIN_FOR_IMPORTANCES} complete trials; there are {complete}"
     note = ""

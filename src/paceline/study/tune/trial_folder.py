@@ -7,6 +7,7 @@ does not write into those of the next one.
 import fcntl
 import os
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ from msgspec import Meta
 
 from ...record.trial_reports import Answer
 from ...security.files import InvalidFileError, open_regular
+from ...security.folders import open_folder
+from ...security.removal import TemporaryFolder, remove_from_marked, write_mark
 from ...security.schema import read_json
 
 CHECKPOINT = "checkpoint"
+MARK = "trial of a study"
 MAX_END_BYTES = 1 << 16
 POLL_S = 0.02
 _ATTEMPT = re.compile(r"attempt-(\d{1,6})\.lock")
@@ -65,6 +69,10 @@ class Attempt:
     @property
     def answers(self) -> Path:
         return self._file("answers")
+
+    @property
+    def summary(self) -> Path:
+        return self._file("summary")
 
     @property
     def end_file(self) -> Path:
@@ -126,6 +134,26 @@ class TrialFolder:
         except OSError:
             return False
 
+    def take_checkpoint(self, other: "TrialFolder") -> None:
+        """Begin with a copy of another trial's checkpoint: all of it, or none. Raises OSError."""
+        with TemporaryFolder(".checkpoint-", self.path) as new:
+            copy = shutil.copytree(
+                other.checkpoint, new / CHECKPOINT, ignore=shutil.ignore_patterns(".*")
+            )
+            os.replace(copy, self.checkpoint)
+
+    def remove_checkpoint(self) -> bool:
+        """Remove the checkpoint if Paceline has created the trial's folder.
+
+        Return whether there is none now.
+        """
+        if self.checkpoint.exists():
+            try:
+                remove_from_marked(self.checkpoint, MARK)
+            except OSError:
+                pass
+        return not self.checkpoint.exists()
+
     def attempts(self) -> list[Attempt]:
         """Return the attempts, the last one at the end."""
         try:
@@ -137,9 +165,20 @@ class TrialFolder:
 
     def begin_attempt(self) -> Attempt:
         """Create the files of the next attempt. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._create()
         last = self.attempts()
         attempt = Attempt(self.path, last[-1].number + 1 if last else 1)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         os.close(open_regular(attempt.lock, flags, follow_links=False, mode=0o666))
         return attempt
+
+    def _create(self) -> None:
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            return
+        fd = open_folder(self.path)
+        try:
+            write_mark(fd, MARK)
+        finally:
+            os.close(fd)

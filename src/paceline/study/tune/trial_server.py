@@ -31,6 +31,8 @@ class TrialStart:
         output, end_file, lock: Files of the attempt.
         hang_timeout: Same as for ``paceline run``.
         nodes: Number of nodes; of one that it shares, its part.
+        summary: File for the JSON summary.
+        stage: Packed datasets to stage.
     """
 
     number: int
@@ -46,6 +48,8 @@ class TrialStart:
     variables: dict[str, str] = field(default_factory=dict)
     hang_timeout: float | None = None
     nodes: float = 1.0
+    summary: str = ""
+    stage: list[str] = field(default_factory=list)
 
 
 class TrialServer(LauncherServer):
@@ -95,6 +99,8 @@ def launch(start: TrialStart) -> int:
         ranks=start.ranks,
         share=start.share,
         hang_timeout=start.hang_timeout,
+        summary=Path(start.summary),
+        stage=start.stage,
     )
     if not start.hosts:
         os.environ.update(start.variables)

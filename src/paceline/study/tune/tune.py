@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from .journal import check_installed, full_disk_in_words
 from .machine import Machine, find_machine
 from .open_study import OpenStudy, begin_study, continue_study, fork_study, locked, read_study
 from .runner import Runner, environment_is_clean
-from .searches import check_search, make_search, search_class
+from .searches.registry import check_search, make_search, search_class
 from .study_file import StudySpec, read_study_file
 from .study_view import read_view
 from .trial_server import TrialServer
@@ -27,6 +27,7 @@ class TuneOptions:
         continued, forked: Whether to continue the study, or to begin a fork.
         minutes: Time budget, instead of that of the file.
         hosts, hostfile, launcher: Same as for ``paceline run``.
+        stage: Absolute paths of the packed datasets to stage.
     """
 
     continued: bool = False
@@ -35,6 +36,7 @@ class TuneOptions:
     hosts: str | None = None
     hostfile: Path | None = None
     launcher: str | None = None
+    stage: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def _run(
 ) -> bool:
     search = make_search(opened.study, opened.spec)
     minutes = options.minutes or opened.spec.table.minutes
-    runner = Runner(opened, search, machine, server, listener, minutes, interrupted)
+    stage = options.stage
+    runner = Runner(opened, search, machine, server, listener, minutes, interrupted, stage)
     return runner.run()
 
 

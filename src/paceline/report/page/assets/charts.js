@@ -323,7 +323,116 @@
     })];
   }
 
+  // A study of paceline tune
+  const BINS = 8; // colours of the lines of trials
+  function mixed(one, two, share) { // between two colours #rrggbb
+    const parts = (name) => [1, 3, 5].map((i) => parseInt(css(name).slice(i, i + 2), 16));
+    const [a, b] = [parts(one), parts(two)];
+    return `rgb(${a.map((v, i) => Math.round(v + share * (b[i] - v))).join(",")})`;
+  }
+
+  function tuningHistory() {
+    const { metric, numbers, values, best, text } = data.tuning.history;
+    const line = { type: "scatter", x: numbers };
+    return [[
+      { ...line, mode: "markers", y: values, text, marker: { color: css("checkpoint") }, name: metric,
+        hovertemplate: "trial %{x}: %{y:.6~g}<br>%{text}<extra></extra>" },
+      { ...line, mode: "lines", y: best, line: { color: css("wait"), shape: "hv" }, name: "best until then",
+        hovertemplate: "best after trial %{x}: %{y:.6~g}<extra></extra>" },
+    ], layout(320, {
+      showlegend: true, legend: { orientation: "h", y: 1.12 },
+      xaxis: { title: { text: "trial" } }, yaxis: { title: { text: metric } },
+    })];
+  }
+
+  function tuningParallel() {
+    const { axes, lines, good } = data.tuning.parallel;
+    const bins = Array.from({ length: BINS }, () => []);
+    for (const line of lines) {
+      const share = good ? line.score : 1 - line.score;
+      bins[Math.min(BINS - 1, Math.floor(share * BINS))].push(line);
+    }
+    const at = axes.map((_, i) => i);
+    const trace = (some, colour, width, name) => ({
+      type: "scatter", mode: "lines", name, connectgaps: false, line: { color: colour, width },
+      x: some.flatMap(() => [...at, null]), y: some.flatMap((line) => [...line.y, null]),
+      text: some.flatMap((line) => [...at.map(() => `trial ${line.trial}`), ""]),
+      hovertemplate: "%{text}<extra></extra>",
+    });
+    const traces = bins.map((some, i) => trace(some, mixed("line", "map2", (i + 1) / BINS), 1, `group ${i}`));
+    traces.push(trace(lines.filter((line) => line.best), css("validation"), 3, "best"));
+    const annotations = axes.flatMap((axis, i) => axis.ticks.map(([y, text]) => ({
+      x: i, y, text: text.replace(/</g, "&lt;"), showarrow: false, xanchor: "left", xshift: 4, font: { size: 11, color: css("soft") },
+    })));
+    return [traces, layout(380, {
+      annotations, margin: { l: 40, r: 60, t: 10, b: 60 },
+      xaxis: { tickvals: at, ticktext: axes.map((axis) => axis.name.replace(/</g, "&lt;")), range: [-0.2, axes.length - 0.6] },
+      yaxis: { range: [-0.06, 1.06], showticklabels: false, showgrid: false, zeroline: false },
+    })];
+  }
+
+  function tuningImportances() {
+    const { names, values } = data.tuning.importances;
+    return [[{
+      type: "bar", orientation: "h", y: names, x: values, marker: { color: css("validation") },
+      hovertemplate: "%{y}: %{x:.1%}<extra></extra>",
+    }], layout(Math.max(160, 30 * names.length + 80), {
+      xaxis: { title: { text: "share of the differences" }, tickformat: ".0%", rangemode: "tozero" },
+      yaxis: { type: "category", autorange: "reversed" },
+    })];
+  }
+
+  function tuningCurves() {
+    const { metric, lines, rungs } = data.tuning.curves;
+    const traces = [...lines].reverse().map((line, i) => ({
+      type: "scatter", mode: "lines+markers", name: line.name, x: line.x, y: line.y, marker: { size: 4 },
+      line: line.best ? { color: css("validation"), width: 3 }
+        : { color: mixed("line", "map2", (i + 1) / lines.length), width: 1 },
+      text: line.x.map(() => line.state), hovertemplate: "%{fullData.name}, step %{x}<br>%{y:.6~g} (%{text})<extra></extra>",
+    }));
+    const shapes = rungs.map((x) => ({
+      type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: css("soft"), width: 1, dash: "dot" },
+    }));
+    return [traces, layout(380, { shapes, xaxis: { title: { text: "step" } }, yaxis: { title: { text: metric } } })];
+  }
+
+  function tuningPareto() {
+    const { metrics, x, y, best, text } = data.tuning.pareto;
+    const some = (which) => x.map((_, i) => i).filter((i) => best[i] === which);
+    const trace = (of, name, marker) => ({
+      type: "scatter", mode: "markers", name, x: of.map((i) => x[i]), y: of.map((i) => y[i]),
+      text: of.map((i) => text[i]), marker, hovertemplate: "%{text}<br>%{x:.6~g}, %{y:.6~g}<extra></extra>",
+    });
+    return [[
+      trace(some(false), "other trials", { color: css("checkpoint") }),
+      trace(some(true), "Pareto front", { color: css("wait"), size: 10, symbol: "diamond" }),
+    ], layout(380, {
+      showlegend: true, legend: { orientation: "h", y: 1.12 },
+      xaxis: { title: { text: metrics[0] } }, yaxis: { title: { text: metrics[1] } },
+    })];
+  }
+
+  function tuningLineage() {
+    const { points, edges } = data.tuning.lineage;
+    const lines = (which, colour, width) => {
+      const some = edges.filter((edge) => edge.best === which);
+      return { type: "scatter", mode: "lines", hoverinfo: "skip", line: { color: colour, width }, name: "continued from",
+        x: some.flatMap((edge) => [...edge.x, null]), y: some.flatMap((edge) => [...edge.y, null]) };
+    };
+    const marks = {
+      type: "scatter", mode: "markers", name: "trials", x: points.map((p) => p.x + 1), y: points.map((p) => p.y + 1),
+      text: points.map((p) => p.text), hovertemplate: "%{text}<extra></extra>",
+      marker: { size: 9, color: points.map((p) => css(p.failed ? "low" : p.best ? "validation" : "checkpoint")) },
+    };
+    const traces = [lines(false, css("line"), 1.5), lines(true, css("validation"), 3)];
+    for (const one of traces) for (const axis of ["x", "y"]) one[axis] = one[axis].map((v) => (v === null ? v : v + 1));
+    return [[...traces, marks], layout(360, {
+      xaxis: { title: { text: "generation" }, dtick: 1 }, yaxis: { title: { text: "member" }, dtick: 1, autorange: "reversed" },
+    })];
+  }
+
   const DRAW = {
+    tuningHistory, tuningParallel, tuningImportances, tuningCurves, tuningPareto, tuningLineage,
     samples, layers, rates,
     roofline, states, steps, waiting, late, pairs, runs, courses,
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),

@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...numbers import counted, duration, elapsed
+from ...numbers import counted, duration, elapsed, percent
 from ...tuning.tuning_view import (
     COMPLETE,
     FAILED,
@@ -36,6 +36,11 @@ def tuning_panel(view: TuningView, most: int = SHOWN_TRIALS) -> Panel:
         parts += [Text(line) for line in importance_lines(view)]
     elif view.importance_note:
         parts.append(Text(f"\n{view.importance_note}", style="bright_black"))
+    if view.gain is not None:
+        parts.append(Text(f"\n{gain_sentence(view)}"))
+    if lineage := lineage_lines(view):
+        parts.append(Text(f"\nhow trial {view.best[0]} was trained:", style="bold"))
+        parts += [Text(line) for line in lineage]
     if view.best_command:
         parts.append(Text(f"\nbest: paceline run {view.best_command}"))
     parts += [Text(f"note: {note}", style="yellow") for note in view.notes]
@@ -85,7 +90,9 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     has_rungs = any(row.rung for row in view.rows)
     has_steps = any(row.step is not None for row in view.rows)
+    has_parents = any(row.generation is not None for row in view.rows)
     headings = ["trial", *view.metrics, *["step"] * has_steps, *["rung"] * has_rungs]
+    headings += ["generation", "from"] * has_parents
     for heading in [*headings, "time", *view.parameters]:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
@@ -97,10 +104,14 @@ def trials_table(view: TuningView, rows: Sequence[TrialRow]) -> Table:
         cells = [f"{mark}{row.number}", *values]
         cells += ["-" if row.step is None else str(row.step)] * has_steps
         cells += [str(row.rung)] * has_rungs
+        if has_parents:
+            cells += ["-" if one is None else str(one) for one in (row.generation, row.parent)]
         cells.append(duration(row.seconds + view.running.get(row.number, 0.0)))
         cells += [parameter_text(row.parameters.get(name)) for name in view.parameters]
         note = row.failure or ("" if row.state == COMPLETE else row.state)
         note += " (known point)" * row.known
+        if row.waits_for:
+            note += f" waits for {row.waits_for}: {percent(row.waits)}"
         table.add_row(*cells, note, style=_STYLES.get(row.state))
     return table
 
@@ -124,6 +135,43 @@ def importance_lines(view: TuningView) -> list[str]:
         f"  {name:{width}}  {share:6.1%}  {'━' * round(30 * share)}"
         for name, share in sorted(view.importances.items(), key=lambda item: -item[1])
     ]
+
+
+def gain_sentence(view: TuningView) -> str:
+    """Return what the search has gained over random points."""
+    gain = view.gain
+    if gain is None or gain.reason:
+        reason = "it was not determined" if gain is None else gain.reason
+        return f"gain over random points at the same budget: can't be told: {reason}"
+    metric = view.metrics[0]
+    interval = f"95 % interval {value_text(gain.low)} to {value_text(gain.high)}"
+    values = (
+        f"expected best of {gain.count} trials: {metric} {value_text(gain.best_searched)} "
+        f"searched, {value_text(gain.best_random)} random"
+    )
+    verdict = f"{value_text(gain.difference)} better ({interval})"
+    if not gain.decided:
+        verdict = f"no difference can be told ({interval})"
+    elif gain.difference < 0:
+        verdict = f"{value_text(-gain.difference)} worse than random points ({interval})"
+    return f"gain over random points at the same budget: {verdict}; {values}"
+
+
+def lineage_lines(view: TuningView) -> list[str]:
+    """Return the trials that trained the best model one after the other, in a population."""
+    if len(view.best) != 1 or view.row(view.best[0]).generation is None:
+        return []
+    lines = []
+    for row in view.ancestry(view.best[0]):
+        parameters = ", ".join(
+            f"{name} = {parameter_text(value)}" for name, value in row.parameters.items()
+        )
+        last = "-" if row.step is None else str(row.step)
+        value = f"{view.metrics[0]} {value_text(row.last)}"
+        lines.append(
+            f"  steps {row.first_step + 1} to {last}: trial {row.number}: {parameters}: {value}"
+        )
+    return lines
 
 
 def trial_sentence(row: TrialRow, view: TuningView) -> str:

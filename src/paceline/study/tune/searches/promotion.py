@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .command import CHECKPOINT
+from ..command import CHECKPOINT
+from ..study_file import StudySpec
 from .search import Decision, MakeSampler, Outcome, Search, Work
-from .study_file import StudySpec
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...record.trial_reports import CONTINUE, PAUSE, STOP
-from .parameters import Value
-from .study_file import StudySpec
+from ....record.trial_reports import CONTINUE, PAUSE, STOP
+from ..parameters import Value
+from ..study_file import StudySpec
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -106,9 +106,12 @@ class Search:
         running: Numbers of the trials that run now, set by the runner. A trial that is to pause is
             one of them until it has ended.
         interrupted: Trials that ran when the runner ended, and are run again.
+        exchanges: Whether trials begin from checkpoints of others, with other parameters. A trial
+            that has paused is then complete.
     """
 
     rungs: Sequence[int] = ()
+    exchanges = False
 
     def __init__(self, study: "Study", spec: StudySpec, make_sampler: MakeSampler) -> None:
         self.study, self.spec, self.make_sampler = study, spec, make_sampler
@@ -140,6 +143,18 @@ class Search:
     def rung_of(self, trial: "FrozenTrial") -> int:
         """Return the number of rungs that a trial has reached."""
         return 0
+
+    def lineage(self, trial: "FrozenTrial") -> tuple[int | None, int | None]:
+        """Return the generation of a trial, and the trial from whose checkpoint it began."""
+        return None, None
+
+    def first_step(self, trial: "FrozenTrial") -> int:
+        """Return the step of the checkpoint from which a trial began."""
+        return 0
+
+    def unneeded(self) -> Sequence[int]:
+        """Return the numbers of trials whose checkpoints are not needed any more."""
+        return ()
 
     def ask(self, may_begin: bool) -> Work | None:
         """Return what to run next, or None if there is nothing now.

@@ -7,10 +7,11 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .parameters import nearest
+from ..parameters import nearest
+from ..study_file import StudySpec
+from .population import POPULATION, PopulationSearch
 from .promotion import PromotionSearch
 from .search import MakeSampler, Search
-from .study_file import StudySpec
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -29,6 +30,7 @@ class Sampler:
         several: Whether it can search with several metrics.
         conditional: Whether parameters may depend on others.
         package: A package that it needs.
+        random: Option with the number of points that it draws at random first; "": none.
     """
 
     name: str
@@ -36,17 +38,23 @@ class Sampler:
     several: bool = True
     conditional: bool = True
     package: str = ""
+    random: str = ""
 
 
 SAMPLERS = {
     "grid": Sampler("GridSampler", conditional=False),
     "random": Sampler("RandomSampler", reseeds=True),
     "qmc": Sampler("QMCSampler"),
-    "tpe": Sampler("TPESampler", reseeds=True),
+    "tpe": Sampler("TPESampler", reseeds=True, random="n_startup_trials"),
     "cmaes": Sampler("CmaEsSampler", several=False, package="cmaes"),
-    "nsga2": Sampler("NSGAIISampler", reseeds=True),
+    "nsga2": Sampler("NSGAIISampler", reseeds=True, random="population_size"),
     HARMONICA: Sampler(
-        "HarmonicaSampler", reseeds=True, several=False, conditional=False, package="sklearn"
+        "HarmonicaSampler",
+        reseeds=True,
+        several=False,
+        conditional=False,
+        package="sklearn",
+        random="samples",
     ),
 }
 PRUNERS = {
@@ -59,6 +67,7 @@ PRUNERS = {
 # Searches of Paceline, by the name of the pruner.
 SEARCHES: dict[str, type[Search]] = {
     "promotion": PromotionSearch,
+    POPULATION: PopulationSearch,
 }
 
 
@@ -67,7 +76,8 @@ def make_search(study: "Study", spec: StudySpec) -> Search:
     make_sampler = sampler_maker(spec)
     study.pruner = make_pruner(spec)
     search = search_class(spec)(study, spec, make_sampler)
-    search.points = grid_size(spec)
+    if (points := grid_size(spec)) is not None:
+        search.points = points
     return search
 
 
@@ -83,10 +93,20 @@ def search_class(spec: StudySpec) -> type[Search]:
     return SEARCHES.get(spec.table.pruner, Search)
 
 
+def random_trials(spec: StudySpec, count: int) -> range:
+    """Return which of the first trials are drawn at random, without a look at others."""
+    name = spec.table.search
+    if name == "random":
+        return range(count)
+    option = SAMPLERS[name].random
+    if not option:
+        return range(0)
+    default = inspect.signature(_kind(name)).parameters[option].default
+    return range(min(int(spec.search_options.get(option, default)), count))
+
+
 def sampler_maker(spec: StudySpec) -> MakeSampler:
     """Return the function that makes the sampler of each trial. Raises ValueError."""
-    import optuna
-
     name = spec.table.search
     if name not in SAMPLERS:
         near = nearest(name, SAMPLERS) or ", ".join(SAMPLERS)
@@ -94,11 +114,7 @@ def sampler_maker(spec: StudySpec) -> MakeSampler:
     sampler = SAMPLERS[name]
     _check_fit(spec, name, sampler)
     options = dict(spec.search_options)
-    kind: Any
-    if name == HARMONICA:
-        from .harmonica import HarmonicaSampler as kind  # noqa: N813  # it imports Optuna
-    else:
-        kind = getattr(optuna.samplers, sampler.name)
+    kind = _kind(name)
     if name == "grid":
         if options:
             raise ValueError(f"the key search.{next(iter(options))} is not known for grid")
@@ -113,6 +129,17 @@ def sampler_maker(spec: StudySpec) -> MakeSampler:
             return _construct(kind, {**options, "seed": seed}, "search")
 
     return make
+
+
+def _kind(name: str) -> Any:
+    """Return the class of a sampler."""
+    import optuna
+
+    if name == HARMONICA:
+        from .harmonica import HarmonicaSampler  # it imports Optuna
+
+        return HarmonicaSampler
+    return getattr(optuna.samplers, SAMPLERS[name].name)
 
 
 def make_pruner(spec: StudySpec) -> Any:

@@ -1,0 +1,1 @@
+"""The searches of ``paceline tune``: samplers and pruners of Optuna, and those of Paceline."""

@@ -1,0 +1,127 @@
+"""Optimizers and schedulers that are restored with the options of the script."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from paceline.record.hooks import script_options
+
+MAKERS = {
+    "none": None,
+    "step": partial(schedulers.StepLR, step_size=2),
+    "cosine": partial(schedulers.CosineAnnealingLR, T_max=10),
+    "lambda": partial(schedulers.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
+    "restarts": partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
+    "polynomial": partial(schedulers.PolynomialLR, total_iters=12, power=2.0),
+    "sequential": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [
+            schedulers.LinearLR(optimizer, 0.1, total_iters=5),
+            schedulers.ExponentialLR(optimizer, 0.8),
+        ],
+        [5],
+    ),
+    "chained": lambda optimizer: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer, 0.5, 4), schedulers.ExponentialLR(optimizer, 0.9)]
+    ),
+    "one cycle": lambda optimizer: schedulers.OneCycleLR(
+        optimizer, max_lr=10 * optimizer.param_groups[0]["lr"], total_steps=12
+    ),
+    "cyclic": lambda optimizer: schedulers.CyclicLR(
+        optimizer, optimizer.param_groups[0]["lr"], 4 * optimizer.param_groups[0]["lr"], 3
+    ),
+}
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Install the hooks for a test."""
+    for kind in (torch.optim.Optimizer, *vars(schedulers).values()):
+        if isinstance(kind, type) and "load_state_dict" in vars(kind):
+            monkeypatch.setattr(kind, "load_state_dict", vars(kind)["load_state_dict"])
+    script_options.install(torch.optim)
+
+
+class Run:
+    def __init__(self, maker, lr, **options):
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.SGD([self.weight], lr=lr, **options)
+        self.scheduler = maker(self.optimizer) if maker else None
+
+    def steps(self, count):
+        """Return the rates of some steps."""
+        rates = []
+        for _ in range(count):
+            rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            self.weight.grad = torch.ones(2)
+            self.optimizer.step()
+            if self.scheduler:
+                self.scheduler.step()
+        return rates
+
+    def save(self):
+        state = [self.optimizer.state_dict(), self.scheduler and self.scheduler.state_dict()]
+        return copy.deepcopy(state)
+
+    def load(self, state, scheduler_first=False):
+        parts = [self.optimizer, self.scheduler]
+        pairs = list(zip(parts, state, strict=True))
+        for part, saved in reversed(pairs) if scheduler_first else pairs:
+            if part is not None:
+                part.load_state_dict(copy.deepcopy(saved))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["optimizer first", "scheduler first"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_schedule_continues_with_the_rate_of_the_script(kept, name, first):
+    whole = Run(MAKERS[name], 0.2, momentum=0.9)
+    rates = whole.steps(11)
+    source = Run(MAKERS[name], 0.2, momentum=0.9)
+    source.steps(3)
+    other = Run(MAKERS[name], 0.05, momentum=0.9)
+    other.load(source.save(), first)
+    assert other.steps(8) == pytest.approx([rate / 4 for rate in rates[3:]], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_equal_options_change_no_bit(kept, name):
+    source = Run(MAKERS[name], 0.2, momentum=0.9)
+    source.steps(3)
+    state = source.save()
+    other = Run(MAKERS[name], 0.2, momentum=0.9)
+    other.load(state)
+    assert repr(other.save()) == repr(state)
+
+
+def test_all_options_are_those_of_the_script(kept, capfd):
+    source = Run(None, 0.2, momentum=0.9, weight_decay=0.1)
+    source.steps(3)
+    other = Run(None, 0.25, momentum=0.8, weight_decay=0.2)
+    other.load(source.save())
+    group = other.optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.25, 0.8, 0.2)
+    assert other.optimizer.state[other.weight]["momentum_buffer"].tolist() == pytest.approx(
+        source.optimizer.state[source.weight]["momentum_buffer"].tolist()
+    )
+    said = "lr 0.25 instead of 0.2, momentum 0.8 instead of 0.9, weight_decay 0.2 instead of 0.1"
+    assert said in capfd.readouterr().err
+
+
+def test_arguments_of_a_scheduler_are_those_of_the_script(kept):
+    source = Run(partial(schedulers.StepLR, step_size=2, gamma=0.1), 0.2)
+    source.steps(3)
+    other = Run(partial(schedulers.StepLR, step_size=2, gamma=0.5), 0.2)
+    other.load(source.save())
+    assert other.steps(3) == pytest.approx([0.02, 0.01, 0.01])
+
+
+def test_a_rate_that_is_a_tensor_remains_one(kept):
+    source = Run(None, torch.tensor(0.2), foreach=False)
+    other = Run(None, torch.tensor(0.1), foreach=False)
+    other.load(source.save())
+    rate = other.optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor)
+    assert rate.item() == pytest.approx(0.1)
