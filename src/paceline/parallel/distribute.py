@@ -18,6 +18,7 @@ from .replicated.data_parallel import DataParallel
 from .sharded.replication import broadcast_model
 from .sharded.strategy import FullySharded
 from .strategy.distributed_model import DistributedModel
+from .strategy.divided_optimizer import check_divided
 from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 
 # In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
@@ -97,4 +98,6 @@ def distribute_model(
         distributed = strategy.apply(distributed, optimizer)
     if is_later:
         forget_recordings()
+    if optimizer is not None and request.layout.divided_axes:
+        check_divided(distributed, optimizer)
     return distributed
