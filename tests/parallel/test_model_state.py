@@ -4,8 +4,10 @@ import copy
 import re
 
 import pytest
+import thread_ranks
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline.checkpoint.shard_copies import ShardDigests, name_copies
 from paceline.checkpoint.sharded_tensor import PieceError, whole
@@ -202,3 +204,35 @@ def test_value_that_ranks_have_saved_differently_is_an_error():
     own = [{"owned": {"models": [{"scale": torch.tensor(float(n))}]}} for n in (0, 1)]
     with pytest.raises(PieceError, match="it differs"):
         merge_owned({"models": [{}]}, own)
+
+
+def test_shards_of_parts_are_joined():
+    """The data ranks hold shards of what a rank has on the tensor axis."""
+
+    def split(world):
+        mesh = world.mesh
+        mesh.arrange(Layout.parse("dp2 x tp2"), ["node"] * 4)
+        model, _ = trained()
+        owned = OwnedState(mesh, [])
+        before = WholeModel.of(model)
+        rows = slice(2 * mesh.place["tensor"], 2 * mesh.place["tensor"] + 2)
+        over = mesh.device_mesh("cpu")["data"]
+        part = distribute_tensor(model.weight.data[rows], over, [Shard(0)], src_data_rank=None)
+        model.weight = nn.Parameter(part)
+        owned.models = [Rows(model, mesh)]
+        owned.note_model(owned.models[0], before)
+        shared, own = owned.split(model)
+        assert model.weight.to_local().shape == (1, 3)
+        pieces.append({"owned": {"models": [copy.deepcopy(own)]}})
+        world.any(False)  # all ranks have split
+        together = {"models": [dict(shared)]}
+        merge_owned(together, pieces)
+        weight = model.weight.to_local().clone()
+        model.weight.to_local().data.zero_()
+        load_part(model, together["models"][0], "models", owned)
+        assert torch.equal(model.weight.to_local(), weight)
+        return whole(together["models"][0]["weight"])
+
+    pieces = []
+    for found in thread_ranks.run(split, 4):
+        assert torch.equal(found, trained()[0].weight)
