@@ -173,6 +173,7 @@ INTERFACES = {
     "scheduled._opt_called": "schedulers see that an offloaded optimizer has stepped",
     "scheduled.step._wrapped_by_lr_sched": "schedulers accept an offloaded optimizer's step",
     f"{BOUND}._broadcast_coalesced": "broadcast of buffers and parameters",
+    "torch.nn.utils.clip_grad._get_total_norm": "wrapped: the norm of a divided model is refused",
     "torch.distributed.utils._sync_module_states": "rank 0's parameters and buffers",
     # Parameters (parallel/distribution_check.py)
     "parameter._backward_hooks": "whether the script handles the gradient itself",
@@ -186,6 +187,9 @@ INTERFACES = {
     "torch.nn.init._no_grad_trunc_normal_": "draws as one operator while a model is deferred",
     # Loss scaling (optim/loss_scaling.py)
     "torch.amp.GradScaler._found_inf_per_device": "whether a step was skipped",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "gradients of float16, whole and shards",
+    "scaler._device": "device of the scale",
+    "scaler._per_optimizer_states": "ranks agree on a step that is skipped",
     "scaler._scale": "scale of the losses of a step",
     # Facts for verify (record/training)
     "torch.nn.modules.batchnorm._BatchNorm": "layers with statistics of a batch",

@@ -1,6 +1,9 @@
 """Counts, ordinal numbers and lists of ranks in messages: "4 ranks", "2nd step", "ranks 0-3, 7"."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+
+# Of ranks: the position along each axis of a mesh (parallel/mesh.py)
+Places = Mapping[int, Mapping[str, int]]
 
 
 def counted(number: float, noun: str, plural: str = "") -> str:
@@ -41,15 +44,35 @@ def parse_ranges(text: str) -> list[int]:
     return numbers
 
 
-def named_ranks(ranks: Collection[int], limit: int = 8) -> str:
+def named_ranks(
+    ranks: Collection[int], limit: int = 8, places: Places | None = None, host: str = ""
+) -> str:
     """Format ranks as ranges: "rank 3", "ranks 0-3, 7", "ranks 0-3, 7 and 12 more".
 
-    limit: Maximum number of ranges; the ranks of the others are counted.
+    Args:
+        limit: Maximum number of ranges; the ranks of the others are counted.
+        places: What all the ranks share of them is added: "rank 5 (data 1, stage 0)",
+            "ranks 4-7 (stage 1)".
+        host: Their host, which is added: "rank 5 (data 1, stage 0, node7)".
     """
     parts = format_ranges(list(ranks)).split(",")
     more = len(ranks) - sum(map(_length, parts[:limit]))
     text = ", ".join(parts[:limit]) + (f" and {more:,} more" if more else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    details = ", ".join(filter(None, (shared_place(ranks, places or {}), host)))
+    where = f" ({details})" if details else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{where}"
+
+
+def shared_place(ranks: Collection[int], places: Places) -> str:
+    """Return the positions that all these ranks share: "data 1, stage 0"; "" for none."""
+    each = [places.get(rank, {}) for rank in ranks]
+    shared = [
+        (axis, at)
+        for axis, at in (each[0].items() if each else ())
+        if all(place.get(axis) == at for place in each)
+    ]
+    shared.sort(key=lambda one: one[0] != "data")
+    return ", ".join(f"{axis} {at}" for axis, at in shared)
 
 
 def _length(numbers: str) -> int:

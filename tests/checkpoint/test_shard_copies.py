@@ -80,8 +80,8 @@ def test_rank_parameter_and_block_of_a_copy_that_differs_are_named(tmp_path):
         "models[0]: parameter layers.1.0.weight (block layers.1)",
         "optimizers[0]: exp_avg of parameter last.bias",
     ):
-        assert f"rank 3's shard of {label} differs from rank 1's" in result.stderr
+        assert f"rank 3's copy of {label} differs from rank 1's" in result.stderr
     assert "checkpoints contain that of rank 1. HINT: find code" in result.stderr
-    error = "error: rank 2's shard of kept[average]: weight differs from rank 0's"
+    error = "error: rank 2's copy of kept[average]: weight differs from rank 0's"
     assert any(line.startswith(error) for line in ranks.untagged(result.stdout))
     assert (tmp_path / "ckpt/step-00000002/manifest.json").exists()

@@ -1,17 +1,22 @@
 """States of models of which ranks hold different parts: saved by owners, whole when merged."""
 
 import copy
+import re
 
 import pytest
+import thread_ranks
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from paceline.checkpoint.shard_copies import ShardDigests, name_copies
 from paceline.checkpoint.sharded_tensor import PieceError, whole
 from paceline.checkpoint.shared_state import merge_owned
 from paceline.cost.layout import Layout
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.strategy.distributed_model import DistributedModel, Part
-from paceline.parallel.strategy.model_state import OwnedState
+from paceline.parallel.strategy.model_state import OwnedState, WholeModel
+from paceline.world.restoring import load_part
 
 
 class Rows(DistributedModel):
@@ -46,6 +51,7 @@ def divided(rank):
     model, optimizer = trained()
     owned = OwnedState(mesh, [])
     owned.note_optimizer(optimizer, model)
+    before = WholeModel.of(model)
     rows = slice(2 * mesh.place["tensor"], 2 * mesh.place["tensor"] + 2)
     part = nn.Parameter(model.weight.data[rows].clone())
     state = optimizer.state.pop(model.weight)
@@ -53,6 +59,7 @@ def divided(rank):
     optimizer.param_groups[0]["params"][1] = part
     model.weight = part
     owned.models = [Rows(model, mesh)]
+    owned.note_model(owned.models[0], before)
     return owned, model, optimizer
 
 
@@ -113,3 +120,119 @@ def test_optimizer_of_several_models_is_refused():
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     with pytest.raises(ValueError, match=r"the SGD holds parameters that the Linear .*HINT: one"):
         OwnedState(mesh, []).note_optimizer(optimizer, first)
+
+
+def refusals(change, of_optimizer=False):
+    """Return the messages of the four ranks and of one process for a changed state."""
+    shared = saved()
+    number = int(of_optimizer)
+    state = shared["optimizers" if number else "models"][0]
+    change(state)
+    found = []
+    for owned, *parts in [(None, *trained()), *map(divided, range(4))]:
+        before = copy.deepcopy(parts[number].state_dict())
+        with pytest.raises(ValueError, match="HINT") as error:
+            load_part(parts[number], copy.copy(state), "parts", owned)
+        found.append(str(error.value))
+        assert repr(parts[number].state_dict()) == repr(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.update(extra=torch.zeros(2)), "extra of the checkpoint is unknown"),
+        (lambda s: s.pop("weight"), "weight is missing in the checkpoint"),
+        (lambda s: s.update(weight=torch.zeros(5, 3)), r"has shape \(5, 3\) .* and \(4, 3\) in"),
+        (lambda s: s.update(weight=torch.zeros(2, 3)), r"has shape \(2, 3\) .* and \(4, 3\) in"),
+        (lambda s: s.update(bias=torch.zeros(2)), r"has shape \(2,\) .* and \(4,\) in"),
+    ],
+)
+def test_state_of_another_model_is_refused_on_all_ranks_alike(change, said):
+    found = refusals(change)
+    assert len(set(found)) == 1
+    assert re.search(f"this script's parts: .*{said}.*HINT: ", found[0])
+
+
+def second_group(state):
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+
+
+def other_shape(state):
+    state["state"][1]["exp_avg"] = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (second_group, r"are \[2, 0\] in the checkpoint and \[2\] in the script"),
+        (lambda s: s["param_groups"][0]["params"].append(2), r"are \[3\] in the checkpoint"),
+        (lambda s: s["state"].update({7: {}}), "a state of parameter 7 .*, which has 2 parameters"),
+        (other_shape, r"parameter 1 has shape \(2, 3\) in the checkpoint, and .* \(4, 3\) in"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused_on_all_ranks_alike(change, said):
+    found = refusals(change, of_optimizer=True)
+    assert len(set(found)) == 1
+    assert re.search(f"this script's parts: .*{said}.*HINT: ", found[0])
+
+
+def test_state_that_the_ranks_parts_do_not_form_is_refused():
+    owned, model, optimizer = divided(0)
+    optimizer.state[model.weight]["row_var"] = torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"row_var of weight has shape \(2, 1\).*HINT: torch.opt"):
+        owned.split(optimizer)
+
+
+def test_copies_that_differ_are_found():
+    digests = []
+    for rank in range(4):
+        owned, model, optimizer = divided(rank)
+        if rank == 3:
+            model.weight.data[1] += 1
+            optimizer.state[model.weight]["exp_avg"] += 1
+        digests.append(ShardDigests())
+        owned.add_digests(digests[-1], ("models", 0), model)
+        owned.add_digests(digests[-1], ("optimizers", 0), optimizer)
+    assert name_copies([one.of_tensors for one in digests]) == [
+        (("models", 0), ("weight",), 3, 1),
+        (("optimizers", 0), ("state", "weight", "exp_avg"), 3, 1),
+    ]
+
+
+def test_value_that_ranks_have_saved_differently_is_an_error():
+    own = [{"owned": {"models": [{"scale": torch.tensor(float(n))}]}} for n in (0, 1)]
+    with pytest.raises(PieceError, match="it differs"):
+        merge_owned({"models": [{}]}, own)
+
+
+def test_shards_of_parts_are_joined():
+    """The data ranks hold shards of what a rank has on the tensor axis."""
+
+    def split(world):
+        mesh = world.mesh
+        mesh.arrange(Layout.parse("dp2 x tp2"), ["node"] * 4)
+        model, _ = trained()
+        owned = OwnedState(mesh, [])
+        before = WholeModel.of(model)
+        rows = slice(2 * mesh.place["tensor"], 2 * mesh.place["tensor"] + 2)
+        over = mesh.device_mesh("cpu")["data"]
+        part = distribute_tensor(model.weight.data[rows], over, [Shard(0)], src_data_rank=None)
+        model.weight = nn.Parameter(part)
+        owned.models = [Rows(model, mesh)]
+        owned.note_model(owned.models[0], before)
+        shared, own = owned.split(model)
+        assert model.weight.to_local().shape == (1, 3)
+        pieces.append({"owned": {"models": [copy.deepcopy(own)]}})
+        world.any(False)  # all ranks have split
+        together = {"models": [dict(shared)]}
+        merge_owned(together, pieces)
+        weight = model.weight.to_local().clone()
+        model.weight.to_local().data.zero_()
+        load_part(model, together["models"][0], "models", owned)
+        assert torch.equal(model.weight.to_local(), weight)
+        return whole(together["models"][0]["weight"])
+
+    pieces = []
+    for found in thread_ranks.run(split, 4):
+        assert torch.equal(found, trained()[0].weight)

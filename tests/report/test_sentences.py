@@ -261,3 +261,21 @@ def test_no_message_has_an_ordinal_of_its_own():
     files = [path for path in source.rglob("*.py") if path.name != "plurals.py"]
     pattern = re.compile(r"\}(st|nd|rd|th)\b")
     assert not [path for path in files if pattern.search(path.read_text())]
+
+
+def test_ranks_have_their_place_in_the_mesh(tmp_path):
+    axes = [["data", 1], ["tensor", 2]]
+    meshes = [{"axes": axes, "place": [0, i]} for i in range(2)]
+    ranks = [Rank(tmp_path, i, 2, mesh=mesh) for i, mesh in enumerate(meshes)]
+    for i, rank in enumerate(ranks):
+        rank.step(0, 10)
+        for step in range(20):
+            begin, late = 10 + 20 * step, 8 * i
+            rank.was(State.FORWARD, begin, begin + 4 + late)
+            rank.collective(begin + 4 + late, begin + 4 + late, begin + 18)
+            rank.step(begin, begin + 20, samples=4, number=step + 1)
+    report = report_of(ranks)
+    assert report.mesh == {0: {"data": 0, "tensor": 0}, 1: {"data": 0, "tensor": 1}}
+    assert json.loads(report.to_json())["mesh"]["1"] == {"data": 0, "tensor": 1}
+    wait = next(one for one in report.losses if one.kind == "wait" and one.rank is not None)
+    assert sentence(wait, report).startswith("waiting for rank 1 (data 0, tensor 1), which")

@@ -128,6 +128,10 @@ def test_last_output_lines_of_failed_rank_are_printable():
     text = describe_failure(dead, [f"line {HOSTILE}"], 3)
     assert clean(text)
     assert text.count("\n") == 4
+    dead.take_message({"place": f"data 1, stage 0{HOSTILE}"}, float)
+    placed = describe_failure(dead, [], 3)
+    assert clean(placed)
+    assert "rank 0 (data 1, stage 0" in placed
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ def install():
     STRATEGIES[:0] = [Columns, TwoStages]
 
 
+def uninstall():
+    """Remove both layouts."""
+    STRATEGIES[:] = [one for one in STRATEGIES if one not in (Columns, TwoStages)]
+
+
 class Stage(nn.ModuleDict):
     """One of the two parts of a Sequential, under its name there."""
 
@@ -66,7 +71,7 @@ class TwoStages(ParallelStrategy):
     def apply(self, model, optimizer):
         stage = Stage(model.module, self.request.mesh.place["stage"])
         own = set(stage.parameters())
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if optimizer is not None else ():
             group["params"] = [p for p in group["params"] if p in own]
         return TwoStagesModel(stage, model, self.request.mesh)
 
@@ -114,7 +119,8 @@ class TwoStagesModel(DistributedModel):
             with step.backward(None):
                 gradient = torch.empty_like(out)
                 dist.recv(gradient, group=group, group_src=1)
-                out.backward(gradient)
+                if out.requires_grad:
+                    out.backward(gradient)
         else:
             x = _received(group).requires_grad_()
             mean, weight = step.loss_of(step.call(inputs=x))
@@ -193,7 +199,8 @@ class Columns(ParallelStrategy):
                     shards[id(getattr(layer, name))] = shard
                     setattr(layer, name, shard)
                 layer.forward = _Column(layer, mesh.group("tensor"))
-        replace_parameters(optimizer, shards)
+        if optimizer is not None:
+            replace_parameters(optimizer, shards)
         assert whole.keys() == dict(module.named_parameters()).keys()
         return ColumnsModel(module, model, mesh)
 
@@ -226,8 +233,8 @@ class ColumnsModel(DistributedModel):
         self._sync = enabled
 
     def _average(self, parameter):
-        assert isinstance(parameter.grad, DTensor)
         if self._sync:
-            local = parameter.grad.to_local()
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self.mesh.data_group)
             local /= self.mesh.data_size

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from paceline.parallel.mesh import Mesh
 from paceline.record.hooks import error_messages
 from paceline.world.loops import loop_log
 from paceline.world.loops.loop_log import LoopLog
@@ -298,7 +299,7 @@ class Ranks:
 
 def test_rank_that_is_ahead_is_not_taken_for_a_validation_alone(monkeypatch):
     store, said = dist.HashStore(), []
-    log, ahead = (LoopLog(rank, 2, store, True, said.append) for rank in range(2))
+    log, ahead = (LoopLog(Mesh(rank, 2), store, True, said.append) for rank in range(2))
     for each in (log, ahead):
         each.begin_pass("validation", "loader")
     ahead.begin_pass("unsharded", "list")
@@ -313,7 +314,7 @@ def test_store_that_is_gone_does_not_end_a_comparison(monkeypatch):
         def __getattr__(self, name):
             raise RuntimeError("connection reset")
 
-    log, other = (LoopLog(rank, 2, Gone(), True, print) for rank in range(2))
+    log, other = (LoopLog(Mesh(rank, 2), Gone(), True, print) for rank in range(2))
     other.begin_pass("validation", "loader")
     Ranks(monkeypatch, log, other)
     with pytest.raises(ValueError, match="only rank 1 iterated over loader"):

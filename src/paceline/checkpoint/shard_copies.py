@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .sharded_tensor import Copies, copies_in_mesh
+import torch
+
+from .sharded_tensor import Copies, copies_in_mesh, is_sharded
 from .tensor_digest import DIGEST_BYTES, add_tensor
 
 if TYPE_CHECKING:
@@ -37,15 +39,9 @@ class DifferentCopy(NamedTuple):
     source: int
 
 
-def shard_of(tensor: "DTensor", copies: Copies = copies_in_mesh) -> str | None:
-    """Return which shard this rank holds; None for a shard without copies.
-
-    It is equal on the ranks that hold copies of the same shard, and only on these.
-    """
-    ranks = copies(tensor)
-    if len(ranks) < 2:
-        return None
-    return f"{len(ranks)} copies {zlib.crc32(repr(ranks).encode()):08x}"
+def _held_by(ranks: list[int]) -> str:
+    """Return a text that is equal on the ranks that hold copies of a shard, and only on these."""
+    return f"{len(ranks)} copies {zlib.crc32(repr(sorted(ranks)).encode()):08x}"
 
 
 class ShardDigests:
@@ -61,12 +57,19 @@ class ShardDigests:
         self.of_tensors: dict[ShardKey, dict[TensorPath, bytes]] = {}
 
     def add(self, part: PartPath, path: TensorPath, tensor: "DTensor") -> None:
-        """Add a tensor, unless no other rank holds a copy of its shard."""
-        shard = shard_of(tensor, self._copies)
-        if shard is not None:
+        """Add the shard of a DTensor, unless no other rank holds a copy of it."""
+        self.add_copies(part, path, tensor, self._copies(tensor))
+
+    def add_copies(
+        self, part: PartPath, path: TensorPath, tensor: torch.Tensor, ranks: list[int]
+    ) -> None:
+        """Add a tensor of which these ranks hold copies, of a DTensor those of this shard."""
+        if len(ranks) > 1:
             content = hashlib.blake2b(digest_size=DIGEST_BYTES)
-            add_tensor(tensor.to_local().detach(), content.update)
-            self.of_tensors.setdefault((part, shard), {})[path] = content.digest()
+            own = tensor.to_local() if is_sharded(tensor) else tensor
+            add_tensor(own.detach(), content.update)
+            of_shard = self.of_tensors.setdefault((part, _held_by(ranks)), {})
+            of_shard[path] = content.digest()
 
     @property
     def of_shards(self) -> dict[ShardKey, bytes]:

@@ -233,10 +233,20 @@ def _joined_each(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
 
 
 def _joined(values: list[Any]) -> Any:
-    """Return the whole tensor of pieces; another value as it is."""
+    """Return the whole tensor of pieces; another value as it is, which must be equal on all."""
     first = values[0]
     if not isinstance(first, dict):
+        if not all(_is_equal(first, one) for one in values[1:]):
+            raise PieceError("several ranks have saved the same value, and it differs")
         return first
     if not all(map(is_piece, values)):
         raise PieceError("a part of a tensor is invalid")
     return SavedTensor.of(values)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # nan is equal to nan

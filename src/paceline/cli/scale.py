@@ -169,6 +169,16 @@ def scale(
             rich_help_panel=MEASUREMENT,
         ),
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Layout of the models of world.distribute at every size, such as 'zero3' or "
+            "'dp x tp2': the data ranks grow. Default: that of the script.",
+            metavar="LAYOUT",
+            show_default=False,
+            rich_help_panel=MEASUREMENT,
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -301,7 +311,13 @@ def scale(
     from ..launch.job import check as check_job
     from ..report.terminal.scaling.live_study import StudyDisplay
     from ..study.scale.jobs import has_jobs
-    from ..study.scale.request import new_folder, parse_precision, parse_sizes, parse_target
+    from ..study.scale.request import (
+        new_folder,
+        parse_layout,
+        parse_precision,
+        parse_sizes,
+        parse_target,
+    )
     from ..study.scale.run_study import new_study, run_study
 
     where, options = launch_options(
@@ -376,6 +392,7 @@ def scale(
                 side_by_side=beside,
                 weak_if_time=not weak and not strong,
                 efficiency=efficiency,
+                layout=parse_layout(layout),
                 **goal_options,
             )
             check_job(Job(name=script, args=args or [], module=module))

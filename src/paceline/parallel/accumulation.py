@@ -165,6 +165,16 @@ class Accumulations:
         self.models: list[Accumulation] = []
         self._running: list[Batch] = []  # the last one is the innermost loop's
         self._owners: dict[tuple[int, int, int], list[Accumulation]] = {}
+        self._of_optimizer: dict[int, Accumulation] = {}  # by id of an optimizer
+
+    def add(self, accumulation: Accumulation, optimizer: Optimizer | None) -> None:
+        """Add the accumulation of a model.
+
+        optimizer: The model's, which may hold no parameter on this rank.
+        """
+        self.models.append(accumulation)
+        if optimizer is not None:
+            self._of_optimizer[id(optimizer)] = accumulation
 
     @property
     def batch(self) -> Batch | None:
@@ -237,7 +247,12 @@ class Accumulations:
 
     def _find_owners(self, optimizer: Optimizer) -> list[Accumulation]:
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        found = [m for m in self.models if any(id(p) in ids for p in m.model.parameters().values())]
+        found = [
+            m
+            for m in self.models
+            if m is self._of_optimizer.get(id(optimizer))
+            or any(id(p) in ids for p in m.model.parameters().values())
+        ]
         numbers = sorted({model.every for model in found})
         if len(numbers) > 1:
             kind = type(optimizer).__name__

@@ -1,11 +1,14 @@
 """Clipping by the norm of the whole gradient, of which ranks may hold parts."""
 
+import functools
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from ..comm.group_device import exchangeable
 from ..optim.whole_norms import holds_shards, local_part, whole_norms
@@ -43,6 +46,31 @@ def clip_gradients(
     for gradient in gradients:
         part = local_part(gradient)
         part.mul_(factor.to(part.device, part.dtype))
+
+
+def refuse_local_norms(models: Sequence[DistributedModel]) -> None:
+    """Let PyTorch's ``clip_grad_norm_`` raise ValueError where this rank's norm is not the whole
+    one: for gradients of which other ranks hold parts.
+
+    models: Those of the world, also later ones.
+    """
+    original = clip_grad._get_total_norm
+
+    @functools.wraps(original)
+    def total_norm(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
+        tensors = list(tensors) if not isinstance(tensors, torch.Tensor) else [tensors]
+        given = set(map(id, tensors))
+        for model in models:
+            for name, parameter in model.parameters().items():
+                if id(parameter.grad) in given and model.parted_axes(name):
+                    raise ValueError(
+                        f"clip_grad_norm_: the layout divides the model, and this rank has a part "
+                        f"of the gradients, such as that of {name}: it would clip by the norm of "
+                        "its part. HINT: world.step(optimizer, clip=1.0)"
+                    )
+        return original(tensors, *args, **options)
+
+    clip_grad._get_total_norm = total_norm
 
 
 def _sum_over_parts(

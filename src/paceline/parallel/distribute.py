@@ -19,6 +19,7 @@ from .sharded.replication import broadcast_model
 from .sharded.strategy import FullySharded
 from .spatial.strategy import SpatialParallel
 from .strategy.distributed_model import DistributedModel
+from .strategy.divided_optimizer import check_divided
 from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 
 # In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
@@ -98,4 +99,6 @@ def distribute_model(
         distributed = strategy.apply(distributed, optimizer)
     if is_later:
         forget_recordings()
+    if optimizer is not None and request.layout.divided_axes:
+        check_divided(distributed, optimizer)
     return distributed

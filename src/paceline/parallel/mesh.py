@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.sharded_tensor import copies_in_mesh, is_sharded
 from ..cost.layout import AXIS_WORDS, Layout
-from ..plurals import named_ranks
+from ..plurals import Places, named_ranks
 
 DATA = "data"
 AXES = tuple(AXIS_WORDS.values())
@@ -49,14 +49,15 @@ class Mesh:
         self.shape = {DATA: size}
         self.is_arranged = False
         self._ranks: list[int] = list(range(size))  # by place, the last axis first
+        self._numbers: dict[int, int] = {}  # of ranks in that list
         self._groups: dict[frozenset[str], Any] = {}
-        self._device_meshes: dict[tuple[str, int | None], DeviceMesh] = {}
+        self._device_meshes: dict[str, DeviceMesh] = {}
 
     # places
 
     def place_of(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along each axis."""
-        number, place = self._ranks.index(rank) if self.is_divided else rank, {}
+        number, place = self._numbers.get(rank, rank), {}
         for axis, extent in reversed(self.shape.items()):
             number, place[axis] = divmod(number, extent)
         return {axis: place[axis] for axis in self.shape}
@@ -130,13 +131,17 @@ class Mesh:
 
     def name(self, rank: int | None = None) -> str:
         """Return a rank with its place, for messages: "rank 5 (data 1, stage 0)"."""
-        rank = self.rank if rank is None else rank
-        if not self.is_divided:
-            return f"rank {rank}"
-        place = self.place_of(rank)
-        first = {DATA: place.pop(DATA)}
-        shown = ", ".join(f"{axis} {at}" for axis, at in (first | place).items())
-        return f"rank {rank} ({shown})"
+        return self.named([self.rank if rank is None else rank])
+
+    def named(self, ranks: Collection[int]) -> str:
+        """Return ranks with the place that they share: "ranks 4-7 (stage 1)"."""
+        places = {rank: self.place_of(rank) for rank in ranks} if self.is_divided else None
+        return named_ranks(ranks, places=places)
+
+    @property
+    def places(self) -> Places:
+        """The places of all ranks; empty where "data" is the only axis."""
+        return {rank: self.place_of(rank) for rank in range(self.size) if self.is_divided}
 
     # groups
 
@@ -179,11 +184,11 @@ class Mesh:
 
     def device_mesh(self, device: str) -> DeviceMesh:
         """Return the mesh for PyTorch, with the same axes. Collective where it is new."""
-        key = (device, id(dist.group.WORLD))
-        if key not in self._device_meshes:
+        if device not in self._device_meshes:
             ranks = torch.tensor(self._ranks).view(*self.shape.values())
-            self._device_meshes[key] = DeviceMesh(device, ranks, mesh_dim_names=tuple(self.shape))
-        return self._device_meshes[key]
+            made = DeviceMesh(device, ranks, mesh_dim_names=tuple(self.shape))
+            self._device_meshes[device] = made
+        return self._device_meshes[device]
 
     # a layout
 
@@ -215,6 +220,7 @@ class Mesh:
         self.is_arranged, self.shape = True, shape
         order = {node: number for number, node in reversed([*enumerate(nodes)])}
         self._ranks = sorted(range(self.size), key=lambda rank: (order[nodes[rank]], rank))
+        self._numbers = {rank: number for number, rank in enumerate(self._ranks)}
         return [line for axis in _FREQUENT_AXES if (line := self._crossing(axis, nodes))]
 
     def _crossing(self, axis: str, nodes: Sequence[str]) -> str:

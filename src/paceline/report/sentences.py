@@ -12,7 +12,6 @@ from ..analyze.figures.report import Report
 from ..analyze.figures.stalls import STALLED, STILL, Stall, Standstill
 from ..analyze.figures.steps import Outlier
 from ..analyze.figures.window_steps import Occurrence
-from ..plurals import named_ranks
 from .numbers import counted, duration, ordinal
 
 _LATE_BECAUSE = {
@@ -95,7 +94,8 @@ def doing(loss: Loss, report: Report) -> str:
 
 def _rank_in_words(loss: Loss, report: Report) -> str:
     several = len(set(report.hosts)) > 1
-    return f"rank {loss.rank}" + (f" ({loss.host})" if several else "")
+    assert loss.rank is not None
+    return report.named([loss.rank], host=str(loss.host) if several else "")
 
 
 def _collective_in_words(loss: Loss) -> str:
@@ -160,11 +160,10 @@ def place(line: dict[str, object]) -> str:
 
 def troubles(report: Report) -> list[str]:
     """Explain each standstill and stall, the longest first; count those beyond MAX_TROUBLES."""
-    several = len(set(report.hosts)) > 1
     troubles: list[Standstill | Stall] = [*report.stood_still, *report.stalled]
     troubles.sort(key=lambda one: -one.seconds)
     lines = [
-        _standstill_sentence(one, several) if isinstance(one, Standstill) else _stall_sentence(one)
+        _standstill_sentence(one, report) if isinstance(one, Standstill) else _stall_sentence(one)
         for one in troubles[:MAX_TROUBLES]
     ]
     more = troubles[MAX_TROUBLES:]
@@ -182,10 +181,11 @@ def troubles(report: Report) -> list[str]:
     return lines
 
 
-def _standstill_sentence(one: Standstill, several: bool) -> str:
-    ranks = named_ranks(one.ranks)
-    who = ranks.capitalize()
-    who += f" ({one.host})" if several else ""
+def _standstill_sentence(one: Standstill, report: Report) -> str:
+    several = len(set(report.hosts)) > 1
+    ranks = report.named(one.ranks)
+    who = report.named(one.ranks, host=one.host if several else "")
+    who = who[0].upper() + who[1:]
     evidence = f"none of {'its' if len(one.ranks) == 1 else 'their'} threads ran"
     as_when = "a process is stopped or swapped out"
     if one.whole:
@@ -225,23 +225,23 @@ def outliers(report: Report) -> list[str]:
             continue
         causes.setdefault((one.state, one.rank), []).append(one)
     order = sorted(causes.values(), key=lambda ones: -sum(o.longer_s for o in ones))
-    return [_outliers_sentence(ones) for ones in order]
+    return [_outliers_sentence(ones, report) for ones in order]
 
 
-def _outliers_sentence(ones: list[Outlier]) -> str:
+def _outliers_sentence(ones: list[Outlier], report: Report) -> str:
     steps = [one.step for one in ones]
     longer = duration(float(np.median([one.longer_s for one in ones])))
     about = "about " if len(ones) > 1 else ""
-    return f"{_steps_named(steps)}: {cause(ones[0])}, {about}{longer} longer than usual"
+    return f"{_steps_named(steps)}: {cause(ones[0], report)}, {about}{longer} longer than usual"
 
 
-def cause(one: Outlier) -> str:
+def cause(one: Outlier, report: Report) -> str:
     """Say which rank did what longer than usual in an outlier step."""
     if one.state is None:
         return "no rank and no state explains it alone"
     if one.state == STALLED:
         return "a collective stalled"
-    who = "the ranks" if one.rank is None else f"rank {one.rank}"
+    who = "the ranks" if one.rank is None else report.named([one.rank])
     return f"{who} {_DID_LONGER.get(one.state, one.state)}"
 
 

@@ -150,9 +150,10 @@ class World(ModelDistribution):
         about = (self.mesh, self.device, self._dtype)
         self._training = OptimizerSteps(*about, phases, nonfinite, replicas, warn)
         self._state = TrainingState(self._training, Position())
-        self._log = LoopLog(self.rank, self.size, self._store, replicas != "ignore", warn)
+        self._log = LoopLog(self.mesh, self._store, replicas != "ignore", warn)
         self._collectives = Collectives(self.mesh, self._log.go_on)
-        self._training.sum_over_data = self._collectives.sum
+        self._training.sum_over_data = self._collectives.sum_over_data
+        self._training.any_rank = self._collectives.any
         known = [self._training.explain, out_of_memory.explain]
         explain = self._training.explain_missing_gradient
         error_messages.explanations += [self._log.explain, *known, explain]
@@ -444,8 +445,9 @@ class World(ModelDistribution):
         is much larger gains little. It is measured in sampled steps.
 
         Returns:
-            None with one rank, with less than 8 sampled steps, and where gradients are not
-            exchanged by DDP or FSDP2. ``samples`` is None if it is undetermined.
+            None with one rank, with less than 8 sampled steps, in layouts that divide models, and
+            where gradients are not exchanged by DDP or FSDP2. ``samples`` is None if it is
+            undetermined.
         """
         noise = self._recorder.gradient_noise
         kept = [[step, *values] for step, values in noise.kept.items()] if noise else []
@@ -498,6 +500,7 @@ class World(ModelDistribution):
         args = (inputs, build, bounds, fields, backends, tolerance)
         result, error = None, None
         try:
+            self._state.owned.check_whole(model, "world.export")
             result = export_from_world(model, Path(path), self.rank, *args)
         except Exception as failed:
             error = failed

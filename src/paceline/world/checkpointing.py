@@ -36,7 +36,6 @@ from ..checkpoint.shard_copies import (
     shards_that_differ,
 )
 from ..checkpoint.shared_state import Difference, SharedState, differences
-from ..plurals import named_ranks
 from ..record.ring.launcher_messages import send_to_launcher
 from ..record.ring.recorder import Recorder
 from ..record.ring.states import State
@@ -101,13 +100,16 @@ class Checkpointer:
             state_tree.flatten(self.state.rank_state(), OWN_STATE)
         except ValueError as error:
             problem = error
-        reasons = self.collectives.gather(str(problem or ""), str)
-        if failed := [rank for rank, reason in enumerate(reasons) if reason]:
-            raise problem or ValueError(
-                f"{named_ranks(failed)} can't save checkpoints: {reasons[failed[0]]}"
-            )
+        self._raise_together(problem, "save checkpoints")
         if self.saver.size > 1:
             self._check_shared_folder()
+
+    def _raise_together(self, problem: ValueError | None, what: str) -> None:
+        """Raise ValueError on all ranks where one has a problem. Collective."""
+        reasons = self.collectives.gather(str(problem or ""), str)
+        if failed := [rank for rank, reason in enumerate(reasons) if reason]:
+            named = self.collectives.mesh.named(failed)
+            raise problem or ValueError(f"{named} can't {what}: {reasons[failed[0]]}")
 
     def _check_shared_folder(self) -> None:
         """Raise ValueError on all ranks where one does not see the folder of rank 0."""
@@ -155,13 +157,27 @@ class Checkpointer:
         return chosen
 
     def load(self, folder: Path) -> Callable[[], Position]:
-        """Read a checkpoint; return a function that restores its state whenever it is called."""
+        """Read a checkpoint; return a function that restores its state whenever it is called.
+
+        It raises ValueError on all ranks where the state does not fit one of them. Collective.
+        """
         shared, own, manifest = load_checkpoint(folder)
         self._saved_step = manifest["step"]
         rank, size = self.saver.rank, self.saver.size
         for line in self.state.restore_warnings(shared, own, size):
             self.saver.warn(line)
-        return lambda: self.state.load(shared, own, rank, size)
+
+        def restore() -> Position:
+            problem = position = None
+            try:
+                position = self.state.load(shared, own, rank, size)
+            except ValueError as error:
+                problem = error
+            self._raise_together(problem, "restore the checkpoint")
+            assert position is not None
+            return position
+
+        return restore
 
     def after_batch(self) -> None:
         """Save if a checkpoint is due, and exit early if that was requested. Called between
@@ -262,7 +278,7 @@ class Checkpointer:
         """
         shared = self.state.shared_state()
         if self.saver.size > 1:
-            held = shared.shard_digests()
+            held = self.state.shard_digests(shared)
             digests = digests_to_json(shared.digests()), digests_to_json(held.of_shards)
             gathered = self.collectives.gather(digests, tuple[Digests, Digests])
             parts = [digests_from_json(one) for one, _ in gathered]

@@ -1,6 +1,6 @@
 """Collectives on a few numbers, for decisions that are the same on all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,14 +22,37 @@ class Collectives:
         self._before = before
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Add the numbers of all data ranks in place, and return them.
+        """Add the numbers of all data ranks in place, and return them, equal on all ranks.
 
-        Ranks that share samples have the same numbers, which count once.
+        Of ranks that share samples the first one's count. The others' may differ in rounding, on
+        which no decision of a script may depend.
+        """
+        self._before()
+        if self.mesh.size > 1:
+            if self.mesh.rank not in self._counted_ranks():
+                numbers.zero_()
+            self._add(numbers, dist.group.WORLD)
+        return numbers
+
+    def _counted_ranks(self) -> Collection[int]:
+        return self.mesh.first_of_data_ranks if self.mesh.is_divided else (self.mesh.rank,)
+
+    def sum_over_data(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Add the numbers of the data ranks that hold copies of this rank's part, in place.
+
+        Only these call it: in a pipeline the ranks of the last stage.
         """
         self._before()
         if self.mesh.data_size > 1:
             self._add(numbers, self.mesh.data_group)
         return numbers
+
+    def largest(self, numbers: torch.Tensor) -> None:
+        """Replace numbers by the largest ones of all ranks."""
+        sent = exchangeable(numbers)
+        dist.all_reduce(sent, dist.ReduceOp.MAX)
+        if sent is not numbers:
+            numbers.copy_(sent)
 
     def _add(self, numbers: torch.Tensor, group: Any) -> None:
         sent = exchangeable(numbers, group)

@@ -43,7 +43,8 @@ def per_rank(thing: Any) -> KeptState:
 
     Checkpoints then contain the state of each rank, and each rank restores the state of its number.
     If the number of ranks changes, new ranks keep their initial state, the states of missing ranks
-    are not restored, and a warning names the object.
+    are not restored, and a warning names the object. Where a layout lets ranks share samples, and
+    the number of data ranks stays, each rank restores the state of one with its samples.
     """
     return KeptState(thing, Scope.PER_RANK)
 

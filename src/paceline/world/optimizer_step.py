@@ -67,6 +67,8 @@ class OptimizerSteps:
         self._factor: float | None = None  # of the losses of the current backward
         # adds numbers of the data ranks; the world replaces it
         self.sum_over_data: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
+        # whether something is true on any rank; the world replaces it
+        self.any_rank: Callable[[bool], bool] = lambda flag: flag
         self.evaluation_share: BatchShare | None = None  # of the current batch of an evaluation
         self.validation_loop = ""  # the innermost validation pass that has not ended, for messages
         self.last_loss: torch.Tensor | float | None = None
@@ -88,15 +90,20 @@ class OptimizerSteps:
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.loss_scaling.scaler if self.loss_scaling is not None else None
 
-    def add_model(self, model: DistributedModel, accumulate: int) -> None:
-        """Add a model that steps once for ``accumulate`` batches."""
+    def add_model(
+        self, model: DistributedModel, accumulate: int, optimizer: Optimizer | None = None
+    ) -> None:
+        """Add a model that steps once for ``accumulate`` batches.
+
+        optimizer: Its optimizer, which may hold no parameter on this rank.
+        """
         if model.is_distributed:
             watch_parameters(model)
         self.phases.watch_model(model.module)
         self.models.append(model)
         accept_prefixed_keys(model.plain)
         self._distribution_check.add_model(model)
-        self.accumulations.models.append(Accumulation(model, accumulate))
+        self.accumulations.add(Accumulation(model, accumulate), optimizer)
 
     def add_optimizer(self, optimizer: Optimizer, in_step: bool = False) -> bool:
         """Add an optimizer, and return whether it was unknown.
@@ -108,7 +115,7 @@ class OptimizerSteps:
             return False
         parameters = set(map(id, parameters_of(optimizer)))
         same = [o for o in self.optimizers if set(map(id, parameters_of(o))) == parameters]
-        replaced = same[-1] if same else None
+        replaced = same[-1] if same and parameters else None
         if in_step and replaced is not None and id(replaced) not in self._stepped:
             kind, known = type(optimizer).__name__, type(replaced).__name__
             raise ValueError(
@@ -357,7 +364,7 @@ class OptimizerSteps:
         accumulations = self.accumulations.of(optimizer)
         if not all(model.is_complete for model in accumulations):
             return False
-        if not has_gradients(parameters_of(optimizer)):
+        if not self._has_gradients(optimizer):
             self._report_no_gradient(optimizer)
             return False
         self.unstepped_loop = ""
@@ -379,6 +386,21 @@ class OptimizerSteps:
         # From clipping to zeroing; the hooks' event of the step itself lies inside.
         self.phases.recorder.event(State.OPTIMIZER, start, now())
         return has_stepped
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        """Return whether a step would change parameters on any rank.
+
+        Where a layout divides models, an optimizer may train parameters of other ranks only: then
+        this rank takes part in clipping, and its schedulers advance. It is collective there, in the
+        optimizer's first step.
+        """
+        found = has_gradients(parameters_of(optimizer))
+        if not self.mesh.is_divided:
+            return found
+        if id(optimizer) not in self._stepped:
+            return self.any_rank(found)
+        is_elsewhere = any(model.is_parted for model in self.models)
+        return found or is_elsewhere or not parameters_of(optimizer)
 
     def _report_no_gradient(self, optimizer: Optimizer) -> None:
         """Report a step without a backward; raises ValueError in the optimizer's first step."""

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..checkpoint.sharded_tensor import held_part, is_sharded
+from ..checkpoint.sharded_tensor import is_sharded
 from ..comm.group_device import exchangeable
 from ..comm.members.exchange_objects import all_gather_objects
 from ..optim.whole_norms import local_part
 from ..parallel.mesh import DATA, Mesh
 from ..parallel.strategy.distributed_model import DistributedModel
-from ..plurals import named_ranks
 from ..record.pending_value import is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
@@ -61,7 +60,7 @@ class ReplicaDivergenceCheck:
         self._equal_at: int | None = None  # step of the last comparison without difference
 
     def _compare_shards(self) -> None:
-        """Compare the shards that several ranks hold (shard_over="host"). Collective.
+        """Compare the shards that several ranks hold (such as shard_over="host"). Collective.
 
         Raises ValueError on all ranks where they differ.
         """
@@ -71,9 +70,8 @@ class ReplicaDivergenceCheck:
             held = [(n, p) for n, p in model.parameters().items() if is_sharded(p)]
             names = [name for name, _ in held]
             sums = _on_host([_bit_sum(local_part(shard)) for _, shard in held])
-            # ranks that hold the same parts hold copies
-            parts = [(name, tuple(shard.shape), *held_part(shard)) for name, shard in held]
-            own = torch.cat([_digest(repr(parts).encode()), sums])
+            copies = [(n, self.mesh.copies_of(p, model.parted_axes(n))) for n, p in held]
+            own = torch.cat([_digest(repr(copies).encode()), sums])
             rows = [torch.tensor(row) for row in all_gather_objects(own.tolist(), list[int])]
             first = {int(row[0]): (rank, row) for rank, row in reversed([*enumerate(rows)])}
             for rank, row in enumerate(rows):
@@ -85,8 +83,8 @@ class ReplicaDivergenceCheck:
 
     def _report_shard(self, name: str, rank: int, source: int) -> None:
         message = (
-            f"{self.mesh.name(rank)}'s shard of {name} differs from rank {source}'s at step "
-            f"{self.recorder.step}, and both should be equal with shard_over='host'. {_HINT}"
+            f"{self.mesh.name(rank)}'s shard of {name} differs from {self.mesh.name(source)}'s "
+            f"at step {self.recorder.step}, and both should be equal. {_HINT}"
         )
         if self.mode == "raise":
             raise ValueError(message)
@@ -101,6 +99,10 @@ class ReplicaDivergenceCheck:
             self._exchanging = True
 
     def after_backward(self) -> None:
+        mesh = self.mesh
+        # one data rank exchanges no gradients, and its ranks may hold copies
+        if mesh.is_divided and mesh.data_size == 1:
+            self._exchanging = True
         if not self._exchanging or self.mode == "ignore" or is_capturing():
             return
         self._exchanging = False
@@ -224,7 +226,7 @@ class ReplicaDivergenceCheck:
         return f"{message}{difference:.2g}. {_HINT}", False
 
     def _ranks_text(self, ranks: list[int], source: int, size: int) -> str:
-        named = self.mesh.name(ranks[0]) if len(ranks) == 1 else named_ranks(ranks)
+        named = self.mesh.named(ranks)
         owners = f"{named}'s parameters" if len(ranks) == 1 else f"the parameters of {named}"
         others = f"{self.mesh.name(source)}'s" if size - len(ranks) == 1 else "the other ranks'"
         return f"{owners} differ from {others}"

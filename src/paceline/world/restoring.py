@@ -7,6 +7,7 @@ Modules and optimizers are restored in their own memory, tensor by tensor, so th
 part of the state twice.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 from ..checkpoint.sharded_tensor import SavedTensor, copy_into, is_sharded, placed_like
 from ..optim.gradients import parameters_of
 from ..parallel.offload import placed_on_host
+from ..parallel.strategy.model_state import OwnedState, Shape, WholeModel, WholeOptimizer
+from ..plurals import counted
 
 MAX_SHOWN_DIFFERENCES = 3
 
@@ -27,24 +30,34 @@ _NOT_OF_OPTIMIZERS = {"params", "param_names", "initial_lr", "max_lr", "min_lr"}
 _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum"}
 
 
-def load_part(part: Any, state: Any, name: str) -> None:
+def load_part(part: Any, state: Any, name: str, owned: OwnedState | None = None) -> None:
     """Restore the state of one object.
 
     Args:
         part: The object, with ``load_state_dict``.
         state: Its saved state.
         name: Name of the object in error messages.
+        owned: Knows what the objects are that a layout divides.
 
     Raises:
-        ValueError: The state does not fit the object; the message names what differs first.
+        ValueError: The state does not fit the object; the message names what differs first. Where a
+            layout divides the object, it is the same on all ranks.
     """
-    problem = _optimizer_difference(part, state) if isinstance(part, Optimizer) else ""
+    whole = owned.whole_of(part) if owned is not None else None
+    problem = ""
+    if isinstance(part, Optimizer):
+        shapes = whole.shapes if isinstance(whole, WholeOptimizer) else _shapes_of(part)
+        problem = _optimizer_difference(part, shapes, state)
+    elif isinstance(whole, WholeModel):
+        problem = _difference(whole.shapes, state)
     try:
         if not problem:
-            part.load_state_dict(placed_for(part, state))
+            own = state if owned is None else owned.local(part, state)
+            part.load_state_dict(placed_for(part, own))
             return
     except (RuntimeError, ValueError, KeyError) as error:
-        problem = _difference(part, state) or " ".join(str(error).split())[:300]
+        found = isinstance(part, nn.Module) and _difference(WholeModel.of(part).shapes, state)
+        problem = found or " ".join(str(error).split())[:300]
     raise ValueError(
         f"the checkpoint does not fit this script's {name}: {problem}. HINT: resume with the "
         "script that saved it, or set another checkpoint folder"
@@ -131,11 +144,10 @@ def _placed_like_parameter(value: Any, parameter: Any) -> Any:
     return placed
 
 
-def _difference(part: Any, state: Any) -> str:
+def _difference(own: Mapping[str, Shape], state: Any) -> str:
     """Return the first names and shapes in which a saved model differs from the script's."""
-    if not isinstance(part, nn.Module) or not isinstance(state, dict):
+    if not isinstance(state, dict):
         return ""
-    own = part.state_dict()
     found = [
         line
         for name in dict.fromkeys([*own, *state])
@@ -146,26 +158,36 @@ def _difference(part: Any, state: Any) -> str:
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def _difference_of(name: str, saved: Any, own: Any) -> str:
+def _difference_of(name: str, saved: Any, own: Shape | None) -> str:
     if saved is None and own is not None:
         return f"{name} is missing in the checkpoint"
-    if own is None and saved is not None:
-        return f"{name} of the checkpoint is unknown to the model"
-    shapes = tuple(getattr(saved, "shape", ())), tuple(getattr(own, "shape", ()))
-    if shapes[0] == shapes[1]:
+    if own is None:
+        return f"{name} of the checkpoint is unknown to the model" if saved is not None else ""
+    shape = tuple(getattr(saved, "shape", ()))
+    if shape == own:
         return ""
-    return f"{name} has shape {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+    return f"{name} has shape {shape} in the checkpoint and {own} in the model"
 
 
-def _optimizer_difference(optimizer: Optimizer, state: Any) -> str:
+def _shapes_of(optimizer: Optimizer) -> list[list[Shape]]:
+    """Return the shapes of an optimizer's parameters, for each group."""
+    return [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer_difference(
+    optimizer: Optimizer, shapes: Sequence[Sequence[Shape]], state: Any
+) -> str:
     """Return how a saved optimizer differs from the script's; "" if it fits.
 
     ``load_state_dict`` of PyTorch takes the options and states of any optimizer.
+
+    Args:
+        shapes: Of each group, those of its parameters in the whole model.
     """
     if not isinstance(state, dict) or not state.get("param_groups"):
         return ""
     groups = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
+    own = [len(group) for group in shapes]
     kind = type(optimizer).__name__
     if groups != own:
         return (
@@ -180,13 +202,21 @@ def _optimizer_difference(optimizer: Optimizer, state: Any) -> str:
             f"the {kind} has no option {', '.join(unknown)} of the checkpoint, which has no "
             f"{', '.join(missing)}"
         )
-    for key, parameter in enumerate(parameters_of(optimizer)):
-        states = state.get("state", {}).get(key, {})
-        for name, value in states.items() if isinstance(states, dict) else ():
-            shapes = tuple(getattr(value, "shape", ())), tuple(parameter.shape)
-            if name in _LIKE_PARAMETERS and shapes[0] != shapes[1]:
+    states = state.get("state", {})
+    for key, of in enumerate(shape for group in shapes for shape in group):
+        values = states.get(key, {})
+        for name, value in values.items() if isinstance(values, dict) else ():
+            found = tuple(getattr(value, "shape", ()))
+            if name in _LIKE_PARAMETERS and found != of:
                 return (
-                    f"{name} of the {kind}'s parameter {key} has shape {shapes[0]} in the "
-                    f"checkpoint, and the parameter {shapes[1]} in the script"
+                    f"{name} of the {kind}'s parameter {key} has shape {found} in the "
+                    f"checkpoint, and the parameter {of} in the script"
                 )
+    # PyTorch would keep them
+    extra = [key for key in states if isinstance(key, int) and not 0 <= key < sum(own)]
+    if extra:
+        return (
+            f"the checkpoint has a state of parameter {extra[0]} of the {kind}, which has "
+            f"{counted(sum(own), 'parameter')}"
+        )
     return ""

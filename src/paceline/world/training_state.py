@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.shard_copies import DifferentCopy, PartPath, TensorPath
+from ..checkpoint.shard_copies import DifferentCopy, PartPath, ShardDigests, TensorPath
 from ..checkpoint.shared_state import OWNED, Difference, SharedState
 from ..optim.gradients import parameters_of
 from ..parallel.mesh import DATA
@@ -140,53 +140,54 @@ class TrainingState:
         Raises ValueError, the same on all ranks, where a kept object differs, or ranks have
         different models.
         """
+        named = self.training.mesh.named
         for path, (ranks, absent) in found.items():
             if path[0] == "kept":
-                raise ValueError(_difference_of_kept(path[1], ranks, absent))
+                raise ValueError(_difference_of_kept(path[1], named(ranks), len(ranks), absent))
             is_different = path in others and not absent
             if path[0] == "models" and is_different:
                 raise ValueError(
-                    f"{_label(path)} has other parameters on {named_ranks(ranks)} than on rank 0 "
+                    f"{_label(path)} has other parameters on {named(ranks)} than on rank 0 "
                     "(names, shapes or dtypes), and no layout divides it. HINT: give the same "
                     "model to world.distribute on every rank; world.keep(NAME=paceline.per_rank("
                     "...)) saves different models"
                 )
             if path[0] == "optimizers" and is_different and self.training.mesh.is_divided:
                 raise ValueError(
-                    f"{_label(path)} has the state of other parameters on {named_ranks(ranks)} "
+                    f"{_label(path)} has the state of other parameters on {named(ranks)} "
                     "than on rank 0. HINT: model, optimizer = world.distribute(model, optimizer, "
                     "layout=...), so that each rank saves its part"
                 )
             if absent:
                 raise ValueError(
-                    f"{_label(path)} does not exist on all ranks: {named_ranks(ranks)} "
+                    f"{_label(path)} does not exist on all ranks: {named(ranks)} "
                     f"{'differs' if len(ranks) == 1 else 'differ'} from rank 0. HINT: call "
                     "world.distribute, world.step and world.scale_learning_rate on every rank"
                 )
         shared.take_from_rank_0(found)
         return [
-            f"the state of {_label(path)} differs on {named_ranks(ranks)} from rank 0, and "
+            f"the state of {_label(path)} differs on {named(ranks)} from rank 0, and "
             "checkpoints contain that of rank 0. HINT: world.keep(NAME=paceline.per_rank(...)) if "
             "it is meant to differ"
             for path, (ranks, _) in found.items()
         ]
 
     def settle_copies(self, found: list[DifferentCopy]) -> list[str]:
-        """Return warnings about copies of a shard that differ, one for each part of the state.
+        """Return warnings about copies of one tensor that differ, one for each part of the state.
 
         Raises ValueError, the same on all ranks, where the copies of a kept object differ.
         """
         first = {copy.part: copy for copy in reversed(found)}
-        lines = []
+        lines, name = [], self.training.mesh.name
         for part, copy in first.items():
             line = (
-                f"rank {copy.rank}'s shard of {self._tensor_label(part, copy.tensor)} differs from "
-                f"rank {copy.source}'s, and both should be equal with shard_over='host'"
+                f"{name(copy.rank)}'s copy of {self._tensor_label(part, copy.tensor)} differs from "
+                f"{name(copy.source)}'s, and both should be equal"
             )
             if part[0] == "kept":
                 raise ValueError(f"{line}. HINT: update {part[1]} in the same way on every rank")
             lines.append(
-                f"{line}; checkpoints contain that of rank {copy.source}. HINT: find code that "
+                f"{line}; checkpoints contain that of {name(copy.source)}. HINT: find code that "
                 "only one rank runs on the model or the optimizer (a step, load_state_dict)"
             )
         return lines
@@ -199,6 +200,8 @@ class TrainingState:
                 f"{_label(part)}: {self._parameter_label(shared['models'][part[1]], str(keys[0]))}"
             )
         if part[0] == "optimizers" and len(keys) == 3 and keys[0] == "state":
+            if isinstance(keys[1], str):  # of a model that a layout divides
+                return f"{_label(part)}: {keys[2]} of parameter {keys[1]}"
             each = parameters_of(shared["optimizers"][part[1]])
             for model in self.training.models:
                 for name, parameter in model.parameters().items():
@@ -210,6 +213,15 @@ class TrainingState:
     def _parameter_label(self, plain: nn.Module, name: str) -> str:
         block = next((m.block_of(name) for m in self.training.models if m.plain is plain), "")
         return f"parameter {name} (block {block})" if block else f"parameter {name}"
+
+    def shard_digests(self, shared: SharedState) -> ShardDigests:
+        """Return digests of what this rank and others hold copies of, in parts of the state."""
+        found = shared.shard_digests()
+        parts = self._shared_parts()
+        for name in ("models", "optimizers"):
+            for number, part in enumerate(parts[name]):
+                self.owned.add_digests(found, (name, number), part)
+        return found
 
     def _buffer_addresses(self) -> frozenset[int]:
         """Return the addresses of the models' buffers.
@@ -248,7 +260,7 @@ class TrainingState:
         for name, parts in self._shared_parts().items():
             _check_count(name, len(shared[name]), len(parts))
             for part, state in zip(parts, shared[name], strict=True):
-                load_part(part, self.owned.local(part, state), name)
+                load_part(part, state, name, self.owned)
         self._check_kept(shared["kept"], _kept_per_rank(own))
         source = self._source_of(own, rank, size)
         of_rank = source if source is not None else own[rank] if rank < len(own) else None
@@ -313,11 +325,13 @@ class TrainingState:
                     "each rank restores it"
                 )
             elif len(own) != size:
-                others = (
-                    f"the initial state of {named_ranks(range(len(own), size))} remains"
-                    if size > len(own)
-                    else f"the states of {named_ranks(range(size, len(own)))} are not restored"
-                )
+                others = "each rank restores that of a rank which trained its samples"
+                if self._source_of(own, self.training.mesh.rank, size) is None:
+                    others = (
+                        f"the initial state of {named_ranks(range(len(own), size))} remains"
+                        if size > len(own)
+                        else f"the states of {named_ranks(range(size, len(own)))} are not restored"
+                    )
                 warnings.append(
                     f"the checkpoint contains the state of world.keep({name}=...) for "
                     f"{counted(len(own), 'rank')}, and this run has {counted(size, 'rank')}: "
@@ -346,15 +360,15 @@ def _label(path: PartPath) -> str:
     return f"{path[0]}[{path[1]}]" if len(path) > 1 else str(path[0])
 
 
-def _difference_of_kept(name: str, ranks: list[int], absent: bool) -> str:
+def _difference_of_kept(name: str, ranks: str, count: int, absent: bool) -> str:
     if absent:
         return (
             f"world.keep({name}=...) was called on some ranks only, or with another scope: "
-            f"{named_ranks(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank 0. "
+            f"{ranks} {'differs' if count == 1 else 'differ'} from rank 0. "
             "HINT: call world.keep with the same names and scopes on every rank"
         )
     return (
-        f"the state of world.keep({name}=...) differs on {named_ranks(ranks)} from rank 0. "
+        f"the state of world.keep({name}=...) differs on {ranks} from rank 0. "
         f"HINT: {name}=paceline.per_rank({name}) saves each rank's state, "
         f"paceline.from_rank_0({name}) only rank 0's; an average of a model starts equal on all "
         "ranks if it is created after world.distribute"

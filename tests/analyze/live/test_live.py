@@ -13,6 +13,7 @@ from paceline.record.ring.ring import LAST_BEGUN, LAST_BEGUN_OFFSET
 from paceline.record.ring.states import Op, State
 from paceline.record.ring.tail import Tail, read_tail
 from paceline.report.numbers import elapsed
+from paceline.report.terminal.hang import hang_report
 from paceline.report.terminal.top import render
 
 
@@ -89,6 +90,24 @@ def test_missing_rank_is_reported_with_its_last_event(tmp_path):
     ) in plain(found)
     assert "ranks 0-2: in all-reduce 11 for 12 s" in plain(found)
     assert "until 12 s ago, steps 1 to 9" in plain(found)
+
+
+def test_ranks_have_their_place_in_the_mesh(tmp_path):
+    axes = [["stage", 2], ["data", 2]]
+    ranks = [
+        trained(tmp_path, i, 4, late=2 * (i == 3), mesh={"axes": axes, "place": [i // 2, i % 2]})
+        for i in range(4)
+    ]
+    for rank in ranks[:3]:
+        begins(rank, State.BLOCKED, 106, seq=11, op=Op.ALL_REDUCE, step=10)
+    found = view([seen(r, 12_106, "T" if r is ranks[3] else "S") for r in ranks], [])
+    assert found.as_dict()["mesh"][2] == {"stage": 1, "data": 0}
+    said = plain(found, 200)
+    assert "Rank 3 (data 1, stage 1) has not entered it" in said
+    assert "rank 0 (data 0, stage 0) for rank 3 (data 1, stage 1): 20 % of its time" in said
+    assert "2 data 0, stage 1" in said
+    told = hang_report(found, {}, {3}, 12.0)
+    assert "rank 3 (data 1, stage 1): stopped by a signal" in told
 
 
 def test_clocks_of_hosts_are_not_compared(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from fake_gpu import fake_gpu
 from paceline.parallel import memory_budget
-from paceline.parallel.blocks import find_blocks
+from paceline.parallel.blocks import recomputed_blocks
 from paceline.parallel.recompute import plan
 from paceline.parallel.recompute.buffers import ReplayedBuffers
 from paceline.parallel.recompute.choice import Way, choose_ways, least_bytes, peak_bytes
@@ -189,18 +189,17 @@ def test_choice_equals_exhaustive_search():
             assert choose_ways(blocks, budget).cost == pytest.approx(best)
 
 
-def test_blocks_are_repeated_modules_named_modules_or_large_ones():
+def test_blocks_are_repeated_or_named_modules():
     net = Net(2)
-    assert [name for name, _ in find_blocks(net)] == ["layers.0", "layers.1"]
-    assert [name for name, _ in find_blocks(net, ["layers", "last"])] == [
+    assert [name for name, _ in recomputed_blocks(net)] == ["layers.0", "layers.1"]
+    assert [name for name, _ in recomputed_blocks(net, ["layers", "last"])] == [
         *("layers.0", "layers.1", "last")
     ]
-    assert [name for name, _ in find_blocks(net, ["Block"])] == ["layers.0", "layers.1"]
+    assert [name for name, _ in recomputed_blocks(net, ["Block"])] == ["layers.0", "layers.1"]
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    assert [name for name, _ in find_blocks(plain)] == ["0", "2"]
-    assert find_blocks(plain, by_size=False) == []
+    assert recomputed_blocks(plain) == []
     with pytest.raises(ValueError, match=r"'layer.0'.*HINT: recomputed_blocks=\['layers.0'\]"):
-        find_blocks(net, ["layer.0"])
+        recomputed_blocks(net, ["layer.0"])
 
 
 def test_buffers_of_a_gpu_are_not_compared_in_forward(monkeypatch):

@@ -1,99 +1,27 @@
 """Every layout gives the result of one process with the same global batch size, to rounding."""
 
+import shutil
+from pathlib import Path
+
+import layout_training
 import pytest
 import ranks
+import thread_ranks
 import torch
 
 SCRIPT = """
     import itertools, sys
     import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.utils.data import DataLoader, TensorDataset
     import paceline
-    from paceline.optim import LAMB, LARS
+    from layout_training import train
 
     out, layouts, models, optimizers = sys.argv[1], *(a.split(",") for a in sys.argv[2:5])
-    dropout = float(sys.argv[5])
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(43, 6, 8, generator=g)
-    y = (x[:, 0, :2].sum(1) > 0).long()
-
-    class Transformer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(8, 16)
-            self.layers = nn.ModuleList(
-                nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
-                for _ in range(2)
-            )
-            self.last = nn.Linear(16, 2)
-        def forward(self, x):
-            x = self.first(x)
-            for layer in self.layers:
-                x = layer(x)
-            return self.last(x.mean(1))
-
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True)
-            self.last = nn.Linear(12, 2)
-        def forward(self, x):
-            return self.last(self.lstm(x)[0][:, -1])
-
-    def convolutional():
-        def stage(a, b):
-            return nn.Sequential(nn.Conv1d(a, b, 3, padding=1), nn.ReLU())
-        return nn.Sequential(stage(6, 7), stage(7, 7), nn.Flatten(), nn.Linear(56, 2))
-
-    MODELS = {"transformer": Transformer, "lstm": Recurrent, "cnn": convolutional}
-    OPTIMIZERS = {
-        "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-4, foreach=True),
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
-        "lars": lambda p: LARS(p, lr=1.0, weight_decay=0.01, trust_coefficient=0.02),
-        "lamb": lambda p: LAMB(p, lr=1e-2, eps=1e-4, weight_decay=0.01),
-        "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
-    }
     world = paceline.init(seed=5, progress=False)
-    loader = world.shard(DataLoader(TensorDataset(x, y), shuffle=True), global_batch=12)
-    validation = world.shard(DataLoader(TensorDataset(x[:13], y[:13]), batch_size=3),
-                             every_sample_once=True)
-
-    def train(layout, kind, name):
-        torch.manual_seed(world.rank)  # rank 0's parameters count
-        model = MODELS[kind]()
-        optimizer = OPTIMIZERS[name](model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        accumulate = 1 if name == "momentum" else 2
-        model, same = world.distribute(model, optimizer, accumulate=accumulate, layout=layout)
-        assert same is optimizer
-        losses = []
-        for epoch in world.epochs(2):
-            for images, labels in world.batches(loader):
-                loss = F.cross_entropy(model(images), labels)
-                world.backward(loss)
-                world.step(optimizer, clip=None if name == "fused" else 0.2)
-                losses.append(world.mean(loss * len(labels), len(labels)))
-            scheduler.step()
-            score = world.meter()
-            for images, labels in world.batches(validation):
-                score.add(sum=F.cross_entropy(model(images), labels, reduction="sum"),
-                          count=len(labels))
-            assert score.sum("count") == (13,)
-            losses.append(score.ratio("sum", "count"))
-        if layout != "data" and world.size > 1:
-            states = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-            held = sum(t.to_local().numel() for t in states)
-            assert held <= sum(t.numel() for t in states) / world.size + 100 * len(states)
-        random = world._collectives.gather(torch.get_rng_state().tolist(), list[int])
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(getattr(model, "module", model), options=options)
-        return losses, state, random
-
     combinations = itertools.product(layouts, models, optimizers)
-    results = {f"{l} {m} {o}": train(l, m, o) for l, m, o in combinations}
+    results = {
+        f"{l} {m} {o}": train(world, l, m, o, dropout=float(sys.argv[5]))
+        for l, m, o in combinations
+    }
     if world.rank == 0:
         torch.save(results, out)
 """
@@ -101,7 +29,9 @@ SHARDED = ("zero1", "zero2", "zero3")
 
 
 def train(folder, number, layouts, models, optimizers, dropout=0.0, launcher="paceline"):
+    """Train on processes."""
     script = ranks.write(folder, SCRIPT)
+    shutil.copy(Path(layout_training.__file__), folder)
     out = folder / f"{number}-{layouts}.pt"
     words = [out, layouts, models, optimizers, dropout]
     ranks.run(script, *words, ranks=number, launcher=launcher)
@@ -127,12 +57,22 @@ def compare(combination, result, reference):
     assert random[: len(reference[2])] == reference[2], combination
 
 
-def test_layouts_equal_one_process(tmp_path):
-    check(tmp_path, [3], SHARDED, "transformer", "adam")
+def check_threads(number, layouts, model, optimizer):
+    alone = thread_ranks.alone(lambda w: layout_training.train(w, "data", model, optimizer), seed=5)
+    for layout in layouts:
+        found = thread_ranks.run(
+            lambda w, one=layout: layout_training.train(w, one, model, optimizer), number, seed=5
+        )
+        compare(f"{layout} {model} {optimizer}", found[0], alone)
 
 
-def test_norms_of_lars_and_lamb_are_those_of_whole_layers(tmp_path):
-    check(tmp_path, [3], ("data", *SHARDED), "transformer", "lars,lamb")
+def test_layouts_equal_one_process():
+    check_threads(3, SHARDED, "transformer", "adam")
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+def test_norms_of_lars_and_lamb_are_those_of_whole_layers(optimizer):
+    check_threads(3, ("data", *SHARDED), "transformer", optimizer)
 
 
 def test_momentum_and_lstm_equal_one_process(tmp_path):
@@ -148,6 +88,13 @@ def test_dropout_draws_the_same_numbers_in_every_layout(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_all_models_and_optimizers_equal_one_process(tmp_path, number):
-    check(tmp_path, [number], SHARDED, "transformer,lstm,cnn", "adam,momentum,fused")
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "fused"])
+@pytest.mark.parametrize("model", list(layout_training.MODELS))
+@pytest.mark.parametrize("number", [2, 4])
+def test_all_models_and_optimizers_equal_one_process(number, model, optimizer):
+    check_threads(number, SHARDED, model, optimizer)
+
+
+@pytest.mark.long
+def test_ranks_of_several_models_equal_one_process(tmp_path):
+    check(tmp_path, [3], SHARDED, "transformer,lstm,cnn", "adam,fused")

@@ -11,6 +11,7 @@ from paceline.analyze.scaling.study_model import (
     STRONG,
     TEMPLATE,
     WEAK,
+    BatchSource,
     RunFigures,
     Setup,
     Spread,
@@ -18,6 +19,7 @@ from paceline.analyze.scaling.study_model import (
     StudyRequest,
 )
 from paceline.study.scale import run_setup, run_study
+from paceline.study.scale.plan import plan_points
 from paceline.study.scale.run_folders import FIRST, new_run_folder
 from paceline.study.script_runs.deadline import Deadline
 from paceline.study.trials import Trial
@@ -32,6 +34,7 @@ class Accumulating:
 
     def __init__(self, folder, batches=4):
         self.folder, self.batches, self.set, self.folders = folder, batches, [], []
+        self.layouts, self.recorded = [], None  # a script that has a layout of its own
         self.deadline = Deadline.after(600)
         folder.mkdir(exist_ok=True)
 
@@ -54,7 +57,10 @@ class Accumulating:
         self.folders.append(spec.record.parent)
         samples = self.batches * (given or SCRIPT_BATCH * spec.ranks)
         step = [0.01] * 20, samples, samples, StateSeconds(useful=0.01), {}, Spread()
-        return RunFigures(2, 1, True, *step, batches_per_step=self.batches)
+        layout = spec.settings.get("layout", "")
+        self.layouts.append(layout)
+        layout = layout if self.recorded is None else self.recorded
+        return RunFigures(2, 1, True, *step, batches_per_step=self.batches, layout=layout)
 
 
 @pytest.fixture
@@ -136,3 +142,52 @@ def test_study_whose_runs_all_failed_is_continued_without_a_run(tmp_path, trials
     again = run_study.run_study(tmp_path / "study", StudyListener()).study
     assert not trials.set
     assert {point.failure for point in again.points} == {"RuntimeError: no memory"}
+
+
+def test_layout_is_set_at_every_size_and_is_in_the_study(tmp_path, trials):
+    found = study(tmp_path, layout="zero3")
+    assert set(trials.layouts) == {"dp1 x zero3", "dp2 x zero3"}
+    assert [(one.ranks, one.layout) for one in found.points if one.kind == STRONG] == [
+        (1, "dp1 x zero3"),
+        (2, "dp2 x zero3"),
+    ]
+    assert not any(one.failure for one in found.points)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [("data", "trains in 'data' instead of the layout 'dp1 x zero3'"), ("", "without world.dist")],
+)
+def test_script_that_does_not_use_the_layout_fails(tmp_path, trials, recorded, said):
+    trials.recorded = recorded
+    with pytest.raises(ValueError, match=f"the study can't begin: the script {said}|{said}"):
+        study(tmp_path, layout="zero3")
+
+
+def test_layout_of_the_script_is_in_the_study(tmp_path, trials):
+    trials.recorded = "zero1 + recompute"
+    found = study(tmp_path)
+    assert [one.layout for one in found.points if one.kind == STRONG] == [
+        "dp1 x zero1 + recompute",
+        "dp2 x zero1 + recompute",
+    ]
+
+
+def test_batch_of_a_layout_is_divided_over_its_data_ranks():
+    request = StudyRequest("train.py", [], ".", [STRONG, WEAK], [2, 4, 8], layout="tp2")
+    points = plan_points(request, BatchSource.of(KNOB, 64))
+    assert [(p.kind, p.setup.layout, p.setup.global_batch, p.setup.rank_batch) for p in points] == [
+        (STRONG, "dp1 x tp2", 64, 64),
+        (STRONG, "dp2 x tp2", 64, 32),
+        (STRONG, "dp4 x tp2", 64, 16),
+        (WEAK, "dp1 x tp2", 64, 64),
+        (WEAK, "dp2 x tp2", 128, 64),
+        (WEAK, "dp4 x tp2", 256, 64),
+    ]
+    with pytest.raises(ValueError, match=r"batch of 6 can't be divided by 4 data ranks. HINT"):
+        plan_points(request, BatchSource.of(KNOB, 6))
+
+
+def test_sizes_that_do_not_fit_the_layout_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--layout and -n do not fit: .*needs a multiple of 2 ra"):
+        study(tmp_path, layout="tp2")

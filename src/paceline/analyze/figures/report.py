@@ -3,6 +3,7 @@
 See docs/reference/measures.md."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..records.core_waits import OtherThreads, other_threads
 from ..records.data_axis import DataAxis, find_data_axis
 from ..records.load_run import Run
 from ..records.match_collectives import MatchedCommunication, match_collectives
+from ..records.mesh_places import mesh_places
 from ..records.read_record import Record
 from ..records.state_timeline import (
     COMMUNICATION,
@@ -123,6 +125,12 @@ class Report:
     peaks: list[MemoryPeak] = field(default_factory=list)  # of each rank, the largest first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
+    # of each rank along the axes of the mesh; empty where "data" is the only one
+    mesh: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def named(self, ranks: Sequence[int], host: str = "") -> str:
+        """Format ranks with the place in the mesh that they share, and their host."""
+        return named_ranks(ranks, places=self.mesh, host=host)
 
     def to_json(self, **more: Any) -> str:
         """Return the report as JSON text. more: Further keys, in front of the figures."""
@@ -205,6 +213,7 @@ def analyse_with_window(
         memory=find_growth(records),
         noise_scale=noise_scale_of(records, axis.shards if axis else None),
         peaks=find_peaks(records),
+        mesh=mesh_places(records),
     )
     return RunAnalysis(report, measured)
 

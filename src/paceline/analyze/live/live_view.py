@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ...plurals import named_ranks
 from ...record.ring.states import BESIDE_STATES, State
 from ...record.ring.tail import Tail
 from ..figures.report import TABLES_DIFFER, analyse_with_window
 from ..figures.wait_matrix import WaitPair, longest_waits, wait_matrix
 from ..records.load_run import Run
+from ..records.mesh_places import mesh_places
 from ..records.read_record import Record, parse_record
 from ..records.script_lines import command_words
 from .current_states import (
@@ -72,6 +74,12 @@ class View:
     silent_hosts: list[str]
     notes: list[str] = field(default_factory=list)
     slowest_real: bool | None = None  # whether the slowest rank is slower by more than chance
+    # of each rank along the axes of the mesh; empty where "data" is the only one
+    mesh: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def named(self, ranks: Sequence[int]) -> str:
+        """Format ranks with the place in the mesh that they share."""
+        return named_ranks(ranks, places=self.mesh)
 
     def as_dict(self) -> dict[str, Any]:
         return {"format": "paceline-live", "version": 1, **asdict(self)}
@@ -117,6 +125,7 @@ def view(
         missing_ranks=missing,
         silent_hosts=command_words(list(silent)),
         notes=notes,
+        mesh=mesh_places(records),
     )
 
 

@@ -156,11 +156,12 @@ def store_predictions(folder: Path, predictions: list[Prediction]) -> None:
         ValueError: The existing file can't be read.
     """
     known = read_predictions(folder)
-    measured = {run.setup for run in read_runs(folder)[0]}
+    setups = (run.setup for run in read_runs(folder)[0])
+    measured = {(one.ranks, one.global_batch) for one in setups}
     new = [
         replace(one, made=one.made or time.time())
         for one in predictions
-        if Setup(one.ranks, one.global_batch) not in measured
+        if (one.ranks, one.global_batch) not in measured
     ]
     if new:
         rows = [asdict(one) for one in (*known, *new)]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from ...cost.layout import MAX_TEXT_CHARS, Layout
 from ...security.schema import Count, Size
 
 STRONG, WEAK = "strong", "weak"
@@ -30,6 +31,7 @@ Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Amount = Annotated[float, Meta(ge=0, le=1e300)]
 Factor = Annotated[float, Meta(ge=0, le=1 + 1e-6)]
 Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+LayoutText = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,7 @@ class RunFigures:
         wall_s: Of the whole run, with start-up.
         recording_share: Share of the time that recording took, on the rank where it is largest.
         noise: Gradient noise scale; None with one rank, or too few sampled steps.
+        layout: Layouts of the models, as the record has them; "" without world.distribute.
         confidence: Of the record, in [0, 1], with the reasons in ``doubts``.
     """
 
@@ -236,6 +239,7 @@ class RunFigures:
     wall_s: Seconds = 0.0
     recording_share: Amount = 0.0
     noise: NoiseFigures | None = None
+    layout: str = ""
     confidence: Factor = 1.0
     doubts: list[str] = field(default_factory=list)
 
@@ -254,19 +258,46 @@ class Setup:
     """One configuration that is run: a number of ranks and a global batch.
 
     The points of both kinds of scaling may share a setup, and then its runs.
+
+    Attributes:
+        layout: The layout over these ranks; "": as the script says.
     """
 
     ranks: Ranks
     global_batch: Size
+    layout: LayoutText = ""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that train different samples."""
+        return data_ranks(self.layout, self.ranks)
 
     @property
     def rank_batch(self) -> int:
-        return self.global_batch // self.ranks
+        """Samples of a rank, which others may share."""
+        return self.global_batch // self.data_ranks
 
     @property
     def name(self) -> str:
         """Name in the study's folder."""
         return f"n{self.ranks}-b{self.global_batch}"
+
+
+def data_ranks(layout: str, ranks: int) -> int:
+    """Return how many of the ranks train different samples.
+
+    Raises:
+        ValueError: The layout does not fit the number of ranks.
+    """
+    return Layout.parse(layout).over(ranks).dp or 1 if layout else ranks
+
+
+def layout_over(text: str, ranks: int) -> str:
+    """Return a recorded layout with all extents; of several models as it is recorded."""
+    try:
+        return str(Layout.parse(text).over(ranks)) if text else ""
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)
@@ -348,6 +379,12 @@ class SizePoint:
         return max((run.hosts for run in self.runs), default=1)
 
     @property
+    def layout(self) -> str:
+        """The layout of its runs over all ranks; "" if they do not call world.distribute."""
+        recorded = (layout_over(one.layout, self.ranks) for one in self.figures)
+        return self.setup.layout or next(recorded, "")
+
+    @property
     def figures(self) -> list[RunFigures]:
         return [run.figures for run in self.runs if run.figures is not None]
 
@@ -384,6 +421,7 @@ class StudyRequest:
         cwd: Working directory of the runs.
         where, options: Options of ``paceline run`` for all runs: hosts, and others.
         settings: Knobs that are set in all runs.
+        layout: Layout of all sizes, which fits each of them; "": as the script says.
         kinds: STRONG, WEAK or both.
         sizes: Numbers of ranks, ascending.
         global_batch: Batch of all ranks at the smallest size; None: that of the script.
@@ -418,6 +456,7 @@ class StudyRequest:
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     until: str = ""
     metric: str = ""
+    layout: LayoutText = ""
     seeds: Size = 1
 
 

@@ -18,6 +18,7 @@ CRITICAL = "Critical batch"
 # Parameters of ``paceline scale`` that a measurement of the critical batch does not have
 OF_STUDIES = {
     *("strong", "weak", "until", "precision", "efficiency", "oversubscribe", "beside", "compare"),
+    "layout",
     *("csv", "svg", "latex", "extrap", "talp", "submit", "dry_run", "node_hours", "only"),
     *("ranks_per_node", "gpus_per_node", "memory", "queue", "account", "scheduler", "setup"),
     "option",

@@ -5,6 +5,8 @@ from typing import ClassVar
 from ...cost.layout import Layout
 from ..apply import KnobResult
 
+NAME = "layout"
+
 
 class _Requested:
     """The layout that was requested for this process."""

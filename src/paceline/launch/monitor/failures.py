@@ -18,6 +18,7 @@ class RankStatus:
     Attributes:
         rank: Global rank.
         host: Name of its host if the job has several, else "".
+        place: Its place along the axes of a mesh: "data 1, stage 0"; "" if unknown.
         exit_code: Exit code of the process, or minus the signal that killed it; None while it runs.
         ended_at: When it ended, on the launcher's monotonic clock.
         exception: One-line text of an uncaught exception.
@@ -53,6 +54,7 @@ class RankStatus:
     )
     exit_overdue: bool = False
     left_others: bool = False
+    place: str = ""
 
     def take_message(
         self, message: dict[str, Any], to_local_time: Callable[[float], float]
@@ -74,6 +76,8 @@ class RankStatus:
             self.makes_room = bool(message["makes_room"])
         elif "left" in message:
             self.stopped_at_step = int(message["left"])
+        elif "place" in message:
+            self.place = message["place"]
 
     @property
     def running(self) -> bool:
@@ -177,7 +181,8 @@ def describe_failure(
         what = f"was killed by {signal_name(-failed_rank.exit_code)}"
     else:
         what = f"ended with exit code {failed_rank.exit_code}"
-    where = f" on {printable(failed_rank.host)}" if failed_rank.host else ""
+    where = f" ({printable(failed_rank.place)})" if failed_rank.place else ""
+    where += f" on {printable(failed_rank.host)}" if failed_rank.host else ""
     lines = [f"paceline: rank {failed_rank.rank}{where} {what}"]
     if tail:
         lines.append(f"  last lines of rank {failed_rank.rank}:")

@@ -15,6 +15,7 @@ from ..guard.rows import Row
 
 MAX_MESSAGE_BYTES = 64 << 20  # the longest is a report, of some KB per rank
 MAX_PARSED_MESSAGE_BYTES = 1 << 30
+MAX_PLACE_CHARS = 200
 
 # Asks ranks that have sent "makes_room" to keep their state and end, for a node that has returned.
 # Not SIGUSR1: schedulers send that before a job ends, and the state lasts as long as the job.
@@ -47,6 +48,7 @@ class RankMessage(TypedDict, total=False):
     makes_room: bool
     ending: bool
     left: Count
+    place: Annotated[str, msgspec.Meta(max_length=MAX_PLACE_CHARS)]
     summary: str
     steps: list[Row]
     model: ModelMessage

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...cost.layout import Layout
 from ...optim.gradients import parameters_of
-from ..blocks import find_blocks
+from ..blocks import recomputed_blocks
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelSetup:
     def has_recomputable_blocks(self) -> bool:
         """Return whether recomputation would change what the model holds."""
         names = self.recomputed_blocks
-        return not self.recomputes and bool(find_blocks(self.model, names, by_size=False))
+        return not self.recomputes and bool(recomputed_blocks(self.model, names))
 
 
 @dataclass(frozen=True)

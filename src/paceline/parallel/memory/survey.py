@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...cost.layout import Layout
 from ...cost.layout_memory import LAYOUTS, LayoutMemory, StepMemory, predict_layouts
-from ..blocks import find_blocks, nbytes_of
+from ..blocks import nbytes_of, recomputed_blocks
 from ..memory_budget import available_bytes, budget_bytes
 from ..placement import Autocast
 from ..recompute.recomputation import recompute_blocks
@@ -213,7 +213,7 @@ class MemorySurvey:
         found = False
         for entry in self._entries:
             names = entry.setup.recomputed_blocks
-            if find_blocks(entry.setup.model, names, by_size=False):
+            if recomputed_blocks(entry.setup.model, names):
                 found = True
                 recompute_blocks(entry.setup.model, self._way, None, names, lambda _: None)
         return found

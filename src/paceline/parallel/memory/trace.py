@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...cost.layout_memory import MemoryByCategory, MemorySample, Phase, StepMemory
 from ...record.hooks.error_messages import script_line
-from ..sharded.blocks import find_blocks
+from ..blocks import gathered_blocks
 
 # MemTracker's names of categories; others ("Other": the step's inputs) count as activations.
 FIELDS = {
@@ -123,7 +123,7 @@ def blocks_of(model: torch.nn.Module, names: Sequence[str] | None = None) -> dic
     """
     blocks: dict[str, int] = {}
     inside: set[torch.nn.Parameter] = set()
-    for name in find_blocks(model, names):
+    for name in gathered_blocks(model, names):
         own = set(model.get_submodule(name).parameters()) - inside
         inside |= own
         blocks[name] = sum(p.nbytes for p in own)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from ...record.hooks.phases import UncopiedHook
-from ..blocks import find_blocks
+from ..blocks import recomputed_blocks
 from .buffers import ReplayedBuffers
 from .host_activations import activations_on_host
 from .plan import Plan
@@ -51,7 +51,7 @@ def recompute_blocks(
     _check_options(model, recompute, memory_budget)
     if recompute is None:
         return
-    blocks = find_blocks(model, names, by_size=False)
+    blocks = recomputed_blocks(model, names)
     if not blocks:
         say_once(
             f"recompute={recompute!r} has no effect: the {type(model).__name__} has no repeated "

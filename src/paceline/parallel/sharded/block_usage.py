@@ -23,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ...comm.group_device import exchangeable
 from ...comm.members.exchange_objects import all_gather_objects
-from ...plurals import named_ranks
 from ...record.hooks.sharded.whole_gradients import whole_gradient
+from ...record.rank_places import placed_ranks
 from ..blocks import WITHOUT_FORWARD
 
 MAX_KEPT_CALLS = 4096  # gathers and reductions that an error can name
@@ -169,7 +169,7 @@ class BlockUsage:
             what = f"{_KINDS[kind]} {self._describe(block)}" if block >= 0 else "runs no block"
             sides.setdefault(what, []).append(rank)
             blocks += [block] if block >= 0 else []
-        shown = ", ".join(f"{named_ranks(ranks)} {what}" for what, ranks in sides.items())
+        shown = ", ".join(f"{placed_ranks(ranks)} {what}" for what, ranks in sides.items())
         # inner blocks are those that a rank may leave out
         names = [str(self._groups[block]._module_fqn or "") for block in blocks]
         inner = max(names, key=lambda name: name.count(".") + bool(name), default="")

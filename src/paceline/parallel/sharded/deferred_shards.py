@@ -15,7 +15,7 @@ from torch import nn
 
 from ...comm.members.exchange_objects import all_gather_objects
 from ...optim.whole_norms import local_part
-from ...plurals import named_ranks
+from ...record.rank_places import placed_ranks
 from ..deferred import is_deferred
 from ..materialization import DeferredStorage, Finish, Materialization, give_values
 
@@ -37,9 +37,11 @@ def plan_shards(model: nn.Module, group: dist.ProcessGroup | None = None) -> Mat
     if plan is None or None in found:
         return None
     if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         raise ValueError(
             f"world.distribute: the {type(model).__name__} of world.deferred() has other tensors "
-            f"on {named_ranks(others)} than on rank 0. HINT: build the same model on each rank"
+            f"on {placed_ranks([ranks[i] for i in others])} than on "
+            f"{placed_ranks(ranks[:1])}. HINT: build the same model on each rank"
         )
     for storage in plan.storages:
         _check_buffers(storage)

@@ -17,11 +17,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
 from ...record.hooks.sharded.whole_gradients import whole_gradient
+from ..blocks import gathered_blocks
 from ..materialization import Materialization
 from ..mesh import Mesh
 from ..strategy.distributed_model import DistributedModel
 from .block_usage import BlockUsage, groups_of
-from .blocks import find_blocks
 from .deferred_shards import compute_shards
 from .errors import explain
 from .forward_methods import wrap_methods
@@ -175,7 +175,7 @@ def shard_model(
     """
     model = inner.module
     whole = dict(model.named_parameters(remove_duplicate=False))
-    blocks = [*find_blocks(model, request.blocks), ""]
+    blocks = [*gathered_blocks(model, request.blocks), ""]
     mesh, group = data_mesh(device, request.layout, ranks), ranks.data_group
     broadcast_model(model, group)
     _shard_blocks(model, blocks, mesh, request)

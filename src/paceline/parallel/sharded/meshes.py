@@ -1,6 +1,7 @@
 """The mesh of ranks over which a model is sharded."""
 
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,9 @@ from ...comm.shared.memory import sharing_domain
 from ...cost.layout import Layout
 from ..mesh import DATA, Mesh
 
-# one for all models, with its groups
-_meshes: dict[tuple[str, int | str | None, int], DeviceMesh] = {}
+# By the ranks of a world: one for all its models, with its groups
+_meshes: WeakKeyDictionary[Mesh, dict[tuple[str, int | str | None], DeviceMesh]]
+_meshes = WeakKeyDictionary()
 
 
 def data_mesh(device: torch.device, layout: Layout, mesh: Mesh) -> DeviceMesh:
@@ -23,10 +25,10 @@ def data_mesh(device: torch.device, layout: Layout, mesh: Mesh) -> DeviceMesh:
     """
     if mesh.is_divided:
         return mesh.device_mesh(device.type)[DATA]
-    key = (device.type, layout.shards, id(dist.group.WORLD))
-    if key not in _meshes:
-        _meshes[key] = _new_mesh(device, layout.shards)
-    return _meshes[key]
+    known, key = _meshes.setdefault(mesh, {}), (device.type, layout.shards)
+    if key not in known:
+        known[key] = _new_mesh(device, layout.shards)
+    return known[key]
 
 
 def _new_mesh(device: torch.device, shards: int | str | None) -> DeviceMesh:

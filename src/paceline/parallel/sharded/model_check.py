@@ -8,7 +8,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from ...record.hooks.phases import has_users_hooks
-from .blocks import find_blocks
+from ..blocks import gathered_blocks
 from .layouts import ShardingRequest
 from .optimizer_check import check_optimizer
 
@@ -19,7 +19,7 @@ def check_sharding(model: nn.Module, optimizer: Optimizer | None, request: Shard
     if problem is not None:
         what, hint = problem
         raise ValueError(f"world.distribute: layout={request.name!r}: {what}. HINT: {hint}")
-    for block in [*find_blocks(model, request.blocks), ""]:
+    for block in [*gathered_blocks(model, request.blocks), ""]:
         _check_dtypes(block, model.get_submodule(block))
     if optimizer is not None:
         check_optimizer(model, optimizer, request.name)

@@ -4,23 +4,45 @@ A checkpoint has a section that is equal on all ranks, which they write together
 the ranks. Where a layout gives ranks other parameters (``DistributedModel.parted_axes``), each part
 is in the section of the first rank that holds it: a model's by name, an optimizer's by the place of
 its parameter in the optimizer of the whole model. Any layout restores the merged state.
+
+A rank of a divided model can't see that another rank's part does not fit a checkpoint. So every
+rank notes names and shapes of the whole model before it is divided, and compares all of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...checkpoint.sharded_tensor import SavedTensor, held_part, is_sharded
+from ...checkpoint.shard_copies import PartPath, ShardDigests
+from ...checkpoint.sharded_tensor import SavedTensor, is_sharded, piece_of
 from ...checkpoint.shared_state import new_piece
 from ...optim.gradients import parameters_of
 from ..mesh import Mesh
 from .distributed_model import DistributedModel, Part
 
 Tree = dict[int, Any]  # states by the number of their parameter
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a checkpoint has of a model that a layout divides.
+
+    Attributes:
+        shapes: Shape of each entry of ``state_dict``, by name; () for other values than tensors.
+    """
+
+    shapes: Mapping[str, Shape]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WholeModel":
+        """Return names and shapes before a layout divides the model."""
+        return cls({name: _shape(value) for name, value in model.state_dict().items()})
 
 
 @dataclass(frozen=True)
@@ -29,9 +51,11 @@ class WholeOptimizer:
 
     Attributes:
         names: Of each group, the names of its parameters.
+        shapes: Of each group, their shapes in the whole model.
     """
 
     names: tuple[tuple[str, ...], ...]
+    shapes: tuple[tuple[Shape, ...], ...]
 
     @classmethod
     def of(cls, optimizer: Optimizer, model: nn.Module) -> "WholeOptimizer":
@@ -48,7 +72,10 @@ class WholeOptimizer:
                 f"{type(model).__name__} does not have, which a layout that divides models does "
                 "not support. HINT: one optimizer for each model"
             )
-        return cls(tuple(tuple(known[id(p)] for p in group) for group in groups))
+        return cls(
+            tuple(tuple(known[id(p)] for p in group) for group in groups),
+            tuple(tuple(tuple(p.shape) for p in group) for group in groups),
+        )
 
     def numbers(self) -> dict[str, int]:
         """Return the number of each parameter in ``state_dict`` of the whole optimizer."""
@@ -63,15 +90,42 @@ class OwnedState:
         mesh: The ranks.
         models: The models of the world.
         optimizers: By the id of an optimizer of a divided model, its places.
+        wholes: By the id of a divided model, what it was before.
     """
 
     def __init__(self, mesh: Mesh, models: Sequence[DistributedModel]) -> None:
         self.mesh, self.models = mesh, models
         self.optimizers: dict[int, WholeOptimizer] = {}
+        self.wholes: dict[int, WholeModel] = {}
 
     def note_optimizer(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Note the places of an optimizer's parameters before a layout divides the model."""
         self.optimizers[id(optimizer)] = WholeOptimizer.of(optimizer, model)
+
+    def note_model(self, model: DistributedModel, whole: WholeModel) -> None:
+        """Note what a model was before a layout divided it."""
+        self.wholes[id(model)] = whole
+
+    def whole_of(self, plain: Any) -> WholeModel | WholeOptimizer | None:
+        """Return what a checkpoint has of a module or optimizer that is divided, else None."""
+        model = self.divided(plain)
+        if model is None:
+            return None
+        return (
+            self.optimizers[id(plain)] if isinstance(plain, Optimizer) else self.wholes[id(model)]
+        )
+
+    def check_whole(self, module: nn.Module, call: str) -> None:
+        """Raise ValueError for a model of which ranks hold different parts.
+
+        call: What the script calls, for the message.
+        """
+        for model in self.models:
+            if module in (model.called, model.plain) and self.divided(model.plain) is not None:
+                raise ValueError(
+                    f"{call}: the layout divides the model, and no rank has all of it. HINT: "
+                    "paceline export, with a checkpoint of world.epochs(..., checkpoint=DIR)"
+                )
 
     def divided(self, plain: Any) -> DistributedModel | None:
         """Return the model of a module or optimizer, if ranks hold different parts of it."""
@@ -92,7 +146,11 @@ class OwnedState:
     # saving
 
     def split(self, part: Any) -> tuple[Any, Any]:
-        """Return the state of a module or optimizer that is equal on all ranks, and this rank's."""
+        """Return the state of a module or optimizer that is equal on all ranks, and this rank's.
+
+        Raises:
+            ValueError: A state of an optimizer can't be joined from the ranks' parts.
+        """
         model, state = self.divided(part), part.state_dict()
         if model is None:
             return state, None
@@ -103,19 +161,29 @@ class OwnedState:
             axes = model.parted_axes(name)
             if not axes:
                 shared[name] = value
-            elif (found := self._owned(value, axes, model.part_of(name))) is not None:
+            elif (found := self._owned(value, axes, model.part_of(name), name)) is not None:
                 own[name] = found
         return shared, own
 
-    def _owned(self, value: Any, axes: frozenset[str], part: Part | None) -> Any:
+    def _owned(self, value: Any, axes: frozenset[str], part: Part | None, name: str) -> Any:
         """Return what this rank saves of a value of which ranks hold different parts, or None."""
+        if is_sharded(value):
+            piece = piece_of(value, name, lambda one: self.mesh.copies_of(one, axes))
+            if piece is None or part is None:
+                return piece
+            # a shard of this rank's part
+            place = zip(part.offset, piece["offset"], strict=True)
+            return new_piece(part.whole, (a + b for a, b in place), piece["tensor"])
         if min(self.mesh.copies_of(value, axes)) != self.mesh.rank:
             return None
-        if is_sharded(value):
-            offset, _ = held_part(value)
-            return new_piece(value.shape, offset, value.to_local())
-        if part is None or not _is_like(value, part):
+        if part is None or not isinstance(value, torch.Tensor) or not value.dim():
             return value
+        if tuple(value.shape) != part.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)} on this rank, whose part of the parameter "
+                f"has {part.shape}: a layout that divides models can only save states of the "
+                "parameter's shape. HINT: torch.optim.AdamW, or another optimizer with such states"
+            )
         return new_piece(part.whole, part.offset, value)
 
     def _split_optimizer(
@@ -131,13 +199,39 @@ class OwnedState:
             if not axes:
                 shared[numbers[name]] = values
                 continue
-            each = {k: self._owned(v, axes, model.part_of(name)) for k, v in values.items()}
+            place = model.part_of(name)
+            each = {k: self._owned(v, axes, place, f"{k} of {name}") for k, v in values.items()}
             own[numbers[name]] = {key: value for key, value in each.items() if value is not None}
         groups = [
             {**group, "params": [numbers[name] for name in of]}
             for group, of in zip(state["param_groups"], whole.names, strict=True)
         ]
         return {**state, "state": shared, "param_groups": groups}, {"state": own}
+
+    def add_digests(self, found: ShardDigests, path: PartPath, part: Any) -> None:
+        """Add digests of the parts of a module or optimizer that other ranks hold too.
+
+        Buffers are left out: ranks differ in running statistics between forwards.
+        """
+        model = self.divided(part)
+        if model is None:
+            return
+        state, names = part.state_dict(), self._names_in_state(part, model)
+        values = [((name,), name, value) for name, value in state.items()]
+        if isinstance(part, Optimizer):
+            values = [
+                (("state", names[number], key), names[number], value)
+                for number, of in state["state"].items()
+                for key, value in of.items()
+            ]
+        for keys, name, value in values:
+            axes = model.parted_axes(name)
+            if axes and name in names and isinstance(value, torch.Tensor):
+                found.add_copies(path, keys, value, self.mesh.copies_of(value, axes))
+
+    def _names_in_state(self, part: Any, model: DistributedModel) -> Any:
+        is_optimizer = isinstance(part, Optimizer)
+        return self._names(part, model) if is_optimizer else model.parameters().keys()
 
     def _names(self, optimizer: Optimizer, model: DistributedModel) -> list[str]:
         known = {id(p): name for name, p in model.parameters().items()}
@@ -146,12 +240,12 @@ class OwnedState:
     # restoring
 
     def local(self, part: Any, state: Any) -> Any:
-        """Return this rank's part of the whole state of a module or optimizer."""
+        """Return this rank's part of the whole state of a module or optimizer, which fits it."""
         model = self.divided(part)
         if model is None:
             return state
         if not isinstance(part, Optimizer):
-            names = [name for name in part.state_dict() if name in state]
+            names = [name for name in part.state_dict() if name in state]  # see ``whole_of``
             return {name: _cut(state[name], model.part_of(name)) for name in names}
         numbers, names = self.optimizers[id(part)].numbers(), self._names(part, model)
         found = {}
@@ -168,8 +262,8 @@ class OwnedState:
         return {**state, "state": found, "param_groups": groups}
 
 
-def _is_like(value: Any, part: Part) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == part.shape
+def _shape(value: Any) -> Shape:
+    return () if is_lazy(value) else tuple(getattr(value, "shape", ()))
 
 
 def _cut(value: Any, part: Part | None) -> Any:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ...plurals import named_ranks
+from ..rank_places import placed_ranks
 from ..ring.launcher_messages import notify
 from ..ring.states import ROOTED_OPS, Op
 from .error_messages import is_internal_file
@@ -305,7 +305,7 @@ def describe_mismatch(rows: _ROWS, differing: list[int], number: int, group: Any
     sides: dict[str, list[int]] = {}
     for rank, row in zip(members, rows, strict=True):
         sides.setdefault(_describe_call(row, members, differing), []).append(rank)
-    parts = ", ".join(f"{named_ranks(ranks)} {what}" for what, ranks in sides.items())
+    parts = ", ".join(f"{placed_ranks(ranks)} {what}" for what, ranks in sides.items())
     of = f" of group {name}" if name else ""
     return f"ranks disagree about collective {number}{of}: {parts}. HINT: {_hint(differing, rows)}"
 

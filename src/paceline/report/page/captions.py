@@ -35,7 +35,8 @@ def _states(report: Report) -> str:
         return f"Useful time is {percent(useful[0])} of the rank's time."
     least = report.ranks[useful.index(min(useful))]
     most = percent(max(useful))
-    return f"Useful time is {percent(min(useful))} (rank {least}) to {most} of a rank's time."
+    named = report.named([least])
+    return f"Useful time is {percent(min(useful))} ({named}) to {most} of a rank's time."
 
 
 def _steps(times: StepTimes) -> str:
@@ -75,5 +76,5 @@ def _most(report: Report) -> str:
         return "No rank waited for another rank"
     first = report.waited_for[0]
     share = percent(first.share)
-    waited = f"rank {first.rank} waited for rank {first.waited_for}"
+    waited = f"{report.named([first.rank])} waited for {report.named([first.waited_for])}"
     return f"Largest wait: {waited} during {share} of its time"

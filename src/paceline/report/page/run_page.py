@@ -74,7 +74,7 @@ def _data(report: Report) -> dict[str, Any]:
     if report.step_times is not None:
         found["medianStep"] = report.step_times.median_s
         found["outliers"] = [
-            {"step": one.step, "seconds": one.seconds, "text": cause(one)}
+            {"step": one.step, "seconds": one.seconds, "text": cause(one, report)}
             for one in report.step_times.outliers
         ]
     if report.roofline is not None:

@@ -132,7 +132,7 @@ def late(examined: RunAnalysis) -> dict[str, Any]:
             doing = shares.setdefault(loss.rank, {})
             doing[loss.doing] = doing.get(loss.doing, 0.0) + loss.share
     order = sorted(shares, key=lambda rank: -sum(shares[rank].values()))
-    names = [f"rank {rank}" for rank in order[:LATE]]
+    names = [examined.report.named([rank]) for rank in order[:LATE]]
     bars = [shares[rank] for rank in order[:LATE]]
     if rest := order[LATE:]:
         names.append(f"{len(rest)} others")

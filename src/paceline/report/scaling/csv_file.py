@@ -42,7 +42,7 @@ def columns() -> list[str]:
         *FACTORS,
         *(f"{state}_s" for state in STATE_COLUMNS),
         *("memory_bytes", "device_bytes", "joules_per_sample", "energy_is_estimate"),
-        *("node_hours_per_million_samples", "failure"),
+        *("node_hours_per_million_samples", "failure", "layout"),
     ]
 
 
@@ -62,6 +62,7 @@ def _cells(row: SizeRow) -> dict[str, object]:
         "device_bytes": row.device_bytes,
         "node_hours_per_million_samples": row.node_hours_per_million,
         "failure": _first_line(point.failure),
+        "layout": point.layout,
     }
     for figure in ESTIMATES:
         found: Estimate | None = getattr(row, figure)

@@ -72,6 +72,7 @@ def _size(row: SizeRow, end: SizeTarget | None) -> dict[str, Any]:
         "scaling": point.kind,
         "ranks": point.ranks,
         "nodes": point.hosts,
+        "layout": point.layout or None,
         "global_batch": point.setup.global_batch,
         "rank_batch": point.setup.rank_batch,
         "runs": len(point.runs),

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ...analyze.live.current_states import BlockedCollective, RankState
+from ...analyze.live.current_states import BlockedCollective
 from ...analyze.live.live_view import View
 from ...analyze.records.stacks import STACK_NOT_PERMITTED, innermost_user_frame
 from ...plurals import named_ranks
@@ -33,13 +33,15 @@ def hang_report(
     lines += [f"  {line}" for line in likely_causes(view, silent)]
     ranks = view.ranks if view is not None else sorted(stacks)
     now = {one.rank: one for one in view.now} if view is not None else {}
+    places = view.mesh if view is not None else {}
     several = bool(silent) or (view is not None and len(set(view.hosts)) > 1)
     for rank in _ordered_ranks(ranks, view)[:MAX_LISTED_RANKS]:
         what = doing_in_words(now[rank]) if rank in now else "no record"
         using = ", using CPU time" if rank in busy else ""
         where = _position(stacks.get(rank, ""))
-        host = f" ({now[rank].host})" if several and rank in now else ""
-        lines.append(f"    rank {rank}{host}: {what}{using}{where}")
+        host = now[rank].host if several and rank in now else ""
+        named = named_ranks([rank], places=places, host=host)
+        lines.append(f"    {named}: {what}{using}{where}")
     if len(ranks) > MAX_LISTED_RANKS:
         lines.append(f"    ... and {counted(len(ranks) - MAX_LISTED_RANKS, 'more rank')}")
     return "\n".join(map(printable, lines)) + "\n"
@@ -64,7 +66,7 @@ def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
             "Paceline knows only the stacks: the script does not call paceline.init() and is not "
             "recorded. HINT: paceline run --record DIR also shows each rank's operation",
         ]
-    mismatches = _mismatches(view.standing)
+    mismatches = _mismatches(view)
     found += mismatches
     if not mismatches:
         found += [standing_in_words(one, view) for one in view.standing[:3]]
@@ -73,13 +75,17 @@ def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
         why = "." if silent else f": {has} not joined the job."
         found.append(f"Paceline has no record of {named_ranks(view.missing_ranks)}{why}")
     if not found:
-        found += [_stopped_sentence(now) for now in view.now if now.process == "stopped"]
+        found += [
+            f"{view.named([now.rank]).capitalize()} is stopped by a signal (SIGSTOP)."
+            for now in view.now
+            if now.process == "stopped"
+        ]
     if not found and all(now.doing == "input" for now in view.now):
         found.append("Every rank waits for a batch: the data loaders return none.")
     waits = [now for now in view.now if now.doing == "input" and now.for_s is not None]
     if not found and waits:
         verb = "waits" if len(waits) == 1 else "wait"
-        found.append(f"{named_ranks([now.rank for now in waits])} {verb} for a batch.".capitalize())
+        found.append(f"{view.named([now.rank for now in waits])} {verb} for a batch.".capitalize())
     if view.standing and all(not one.absent for one in view.standing) and not silent:
         complete = [one for one in view.standing if len(one.inside) == len(view.ranks)]
         if complete and not mismatches:
@@ -90,22 +96,19 @@ def likely_causes(view: View | None, silent: Sequence[str]) -> list[str]:
     return found or ["No rank is known to wait in a collective. See the line of each rank below."]
 
 
-def _mismatches(standing: Sequence[BlockedCollective]) -> list[str]:
+def _mismatches(view: View) -> list[str]:
     """Name the ranks that are in different collectives with the same number in one group."""
     return [
-        f"Ranks disagree about collective {one.number}: {_are_in(one)}, {_are_in(other)}."
-        for one, other in itertools.combinations(standing, 2)
+        f"Ranks disagree about collective {one.number}: {_are_in(one, view)}, "
+        f"{_are_in(other, view)}."
+        for one, other in itertools.combinations(view.standing, 2)
         if (one.group, one.number) == (other.group, other.number)
     ]
 
 
-def _are_in(one: BlockedCollective) -> str:
+def _are_in(one: BlockedCollective, view: View) -> str:
     are = "is" if len(one.inside) == 1 else "are"
-    return f"{named_ranks(one.inside)} {are} in {one.collective}"
-
-
-def _stopped_sentence(now: RankState) -> str:
-    return f"Rank {now.rank} is stopped by a signal (SIGSTOP)."
+    return f"{view.named(one.inside)} {are} in {one.collective}"
 
 
 def find_computing_ranks(view: View | None, busy: set[int]) -> list[int]:

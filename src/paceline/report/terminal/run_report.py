@@ -152,7 +152,7 @@ def _states(report: Report, explained: bool) -> Table:
             table.add_column(heading, justify="right")
     else:
         for rank in report.ranks if len(report.ranks) > 1 else []:
-            table.add_column(f"rank {rank}", justify="right")
+            table.add_column(report.named([rank]), justify="right")
     table.add_column("", min_width=BAR_COLUMNS)
     table.add_column("", style="bright_black", no_wrap=True)
     rows = [(name, [rank[name] for rank in report.states]) for name in STATES]
@@ -218,8 +218,8 @@ def _slowest(report: Report) -> str:
     if report.slowest_real is False:
         return "no rank is slower than the others by more than chance"
     return (
-        f"slowest: rank {report.slowest_rank}, {100 * (report.slowest_excess or 0):.1f} % more "
-        "time outside communication than the mean"
+        f"slowest: {report.named([report.slowest_rank])}, "
+        f"{100 * (report.slowest_excess or 0):.1f} % more time outside communication than the mean"
     )
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from ...analyze.live.current_states import BlockedCollective, RankState
 from ...analyze.live.live_view import View
 from ...analyze.records.state_timeline import STATES
-from ...plurals import named_ranks
+from ...plurals import named_ranks, shared_place
 from ..numbers import amount, counted, elapsed
 from ..state_names import STATE_NAMES
 from .run_report import COLOURS
@@ -133,7 +133,11 @@ def _table(view: View, width: int, most: int) -> Table:
 def _rows(view: View, most: int) -> list[tuple[str, dict[str, float]]]:
     several = len(set(view.hosts)) > 1
     names = {
-        rank: f"{rank} {_short(host)}" if several else str(rank)
+        rank: " ".join(
+            filter(
+                None, [str(rank), shared_place([rank], view.mesh), _short(host) if several else ""]
+            )
+        )
         for rank, host in zip(view.ranks, view.hosts, strict=True)
     }
     shares = dict(zip(view.ranks, view.states, strict=True))
@@ -184,12 +188,13 @@ def _slowest(view: View) -> list[str]:
     if view.slowest_rank is None or view.slowest_real is False or excess < _SLOWER:
         return []
     more = f"{100 * excess:.0f} % more time outside communication than the mean"
-    return [f"rank {view.slowest_rank} spends {more}"]
+    return [f"{view.named([view.slowest_rank])} spends {more}"]
 
 
 def _waits(view: View) -> list[str]:
     return [
-        f"rank {pair.rank} for rank {pair.waited_for}: {100 * pair.share:.0f} % of its time"
+        f"{view.named([pair.rank])} for {view.named([pair.waited_for])}: "
+        f"{100 * pair.share:.0f} % of its time"
         for pair in view.waited_for
         if pair.share >= _LONG_WAIT
     ]
@@ -202,17 +207,17 @@ def standing_in_words(one: BlockedCollective, view: View) -> str:
     waiting = [rank for rank in one.inside if rank not in halted] or one.inside
     have = "has" if len(waiting) == 1 else "have"
     where = f"{one.collective} {one.number}{_of(one.group)}"
-    said = [f"{named_ranks(waiting)} {have} waited in {where} for {elapsed(one.for_s)}."]
+    said = [f"{view.named(waiting)} {have} waited in {where} for {elapsed(one.for_s)}."]
     said += [
-        f"rank {rank}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}."
+        f"{view.named([rank])}{_at(now[rank], view)} has not entered it: {_absent(now[rank])}."
         for rank in one.absent[:3]
     ]
     if len(one.absent) > 3:
         have = "has" if len(one.absent) == 4 else "have"
-        said.append(f"{named_ranks(one.absent[3:])} {have} not entered it either.")
+        said.append(f"{view.named(one.absent[3:])} {have} not entered it either.")
     if halted:
         are = "is" if len(halted) == 1 else "are"
-        said.append(f"{named_ranks(halted)} {are} in it, but stopped by a signal (SIGSTOP).")
+        said.append(f"{view.named(halted)} {are} in it, but stopped by a signal (SIGSTOP).")
     if one.unseen:
         said.append(f"Paceline has no record of {counted(one.unseen, 'other member')}.")
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in said)
@@ -248,7 +253,7 @@ def _doing(view: View) -> list[str]:
     lines = []
     for kind, ranks in same.items():
         longest = max(ranks, key=lambda now: now.for_s or 0.0)
-        lines.append(f"{named_ranks([now.rank for now in ranks])}: {_told(kind, longest)}")
+        lines.append(f"{view.named([now.rank for now in ranks])}: {_told(kind, longest)}")
     more = len(lines) - LINES
     return [*lines[:LINES], f"... {counted(more, 'more line')} (--json)"] if more > 0 else lines
 

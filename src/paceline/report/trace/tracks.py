@@ -21,6 +21,7 @@ from ...analyze.records.match_collectives import (
     launch_states,
     split_by_record,
 )
+from ...analyze.records.mesh_places import mesh_places
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
@@ -100,7 +101,8 @@ class Tracks:
         """
         record = self.m.records[i]
         process = Process(record.rank, within, put)
-        process.write_name(f"rank {record.rank} ({record.host})", record.host, order)
+        named = named_ranks([record.rank], places=mesh_places([record]), host=record.host)
+        process.write_name(named, record.host, order)
         line = self.m.timelines[i]
         names = _state_names(self.m.clocks_unaligned)
         process.slices(

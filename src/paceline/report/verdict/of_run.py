@@ -123,7 +123,9 @@ def _lost_to(topic: _Topic, report: Report) -> str:
     """Return a noun phrase that continues "is lost to"."""
     if topic.key in ("rank", STILL):
         does = "stood still" if topic.key == STILL else "computes longer"
-        return f"waiting for rank {topic.losses[0].rank}, which {does}"
+        rank = topic.losses[0].rank
+        assert rank is not None
+        return f"waiting for {report.named([rank])}, which {does}"
     return _LOST_TO.get(topic.key, topic.key)
 
 

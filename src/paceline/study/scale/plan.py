@@ -11,7 +11,9 @@ from ...analyze.scaling.study_model import (
     BatchSource,
     Setup,
     StudyRequest,
+    data_ranks,
 )
+from ...cost.layout import Layout
 
 PER_RANK, GLOBAL, RANKS, SEED = "{per_rank}", "{global}", "{ranks}", "{seed}"
 FIRST_STEPS = 12  # of the first run, which measures the duration of a step
@@ -68,27 +70,43 @@ def plan_points(request: StudyRequest, batch: BatchSource, parts: int = 1) -> li
         ValueError: The sizes do not divide the batch.
     """
     sizes = sorted(set(request.sizes))
-    smallest, base = sizes[0], batch.base
-    divisor = parts * math.lcm(*(sizes if STRONG in request.kinds else sizes[:1]))
+    base = batch.base
+    shares = {size: data_ranks(request.layout, size) for size in sizes}
+    first = shares[sizes[0]]
+    divisor = parts * math.lcm(*(shares.values() if STRONG in request.kinds else (first,)))
     if base % divisor:
-        bad = [size for size in sizes if base % (parts * size)] or sizes
+        bad = [n for n in dict.fromkeys(shares.values()) if base % (parts * n)] or [first]
+        who = "data ranks" if request.layout else "ranks"
         split = f", in {parts} batches a step," if parts > 1 else ""
         below = base // divisor * divisor
         near = " or ".join(str(one) for one in (below, below + divisor) if one)
         raise ValueError(
             f"a global batch of {base}{split} can't be divided by {', '.join(map(str, bad))} "
-            f"ranks. HINT: --global-batch {below + divisor} (nearest that all sizes divide: {near})"
+            f"{who}. HINT: --global-batch {below + divisor} (nearest that all sizes divide: {near})"
         )
     points = []
     for kind in (STRONG, WEAK):
         if kind in request.kinds:
-            per_rank = base // smallest
-            batches = [base if kind == STRONG else per_rank * size for size in sizes]
             points += [
-                PlannedPoint(kind, Setup(size, samples))
-                for size, samples in zip(sizes, batches, strict=True)
+                PlannedPoint(
+                    kind,
+                    new_setup(
+                        request, size, base if kind == STRONG else base // first * shares[size]
+                    ),
+                )
+                for size in sizes
             ]
     return points
+
+
+def new_setup(request: StudyRequest, ranks: int, global_batch: int) -> Setup:
+    """Return a setup in the study's layout.
+
+    Raises:
+        ValueError: The layout does not fit the number of ranks.
+    """
+    layout = str(Layout.parse(request.layout).over(ranks)) if request.layout else ""
+    return Setup(ranks, global_batch, layout)
 
 
 def setups_of(points: Sequence[PlannedPoint]) -> list[Setup]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...analyze.reference.goal import parse_goal
 from ...analyze.scaling.study_model import MAX_RANKS, MAX_SIZES
+from ...cost.layout import Layout
 from ...launch.guard.request import parse_metric
 
 DEFAULT_SEEDS = 3
@@ -37,6 +38,14 @@ def parse_precision(text: str) -> float:
     if not 0 < share <= 1:
         raise ValueError(f"--precision {text!r} is no share of the throughput. HINT: 3% or 0.03")
     return share
+
+
+def parse_layout(text: str | None) -> str:
+    """Return ``--layout`` as a layout is printed; "" without it. Raises ValueError."""
+    try:
+        return str(Layout.parse(text)) if text is not None else ""
+    except ValueError as error:
+        raise ValueError(f"--layout: {error}") from None
 
 
 def new_folder(script: str) -> Path:

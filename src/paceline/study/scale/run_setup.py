@@ -19,8 +19,10 @@ from ...analyze.scaling.study_model import (
     StudyRequest,
     StudyRun,
     TargetResult,
+    layout_over,
 )
 from ...cluster.energy.meter import EnergyMeter
+from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
 from ...knobs.loading.batch import NAME as BATCH_KNOB
 from ...plurals import counted
 from ...record.experiments.protected_run import STEP_LIMIT_VARIABLE, StepLimit
@@ -167,6 +169,7 @@ class SetupRunner:
         options = ["--env", f"{STEP_LIMIT_VARIABLE}={limit.to_json()}"]
         options += [] if plan.steps else target_options(request, one.repeat)
         settings = dict(request.settings)
+        settings |= {LAYOUT_KNOB: setup.layout} if setup.layout else {}
         if plan.sets_batch and not uses_template(request.args):
             settings[BATCH_KNOB] = setup.global_batch // self.parts
         return TrialSpec(
@@ -212,6 +215,8 @@ class SetupRunner:
         figures = replace(figures, machine=machine, seed=seed, wall_s=trial.took_s, to_target=end)
         energy, notes = measured_energy(meter, record, figures, one.first_host + run.hosts)
         figures = replace(figures, energy=energy, energy_notes=notes)
+        if why := _other_layout(run.setup, figures):
+            return SetupResult(replace(run, failure=why))
         parts = self._parts(run.setup, plan, figures)
         how, why = self._check_batch(run.setup, plan, record, figures, parts)
         if why:
@@ -255,6 +260,17 @@ class SetupRunner:
                 f"({how}). {NO_BATCH_HINT}"
             )
         return how, ""
+
+
+def _other_layout(setup: Setup, figures: RunFigures) -> str:
+    """Return why a run was not in the layout of its setup, or ""."""
+    if not setup.layout or layout_over(figures.layout, setup.ranks) == setup.layout:
+        return ""
+    found = f"in {figures.layout!r}" if figures.layout else "without world.distribute"
+    return (
+        f"the script trains {found} instead of the layout {setup.layout!r}, which is set for "
+        "world.distribute. HINT: model, optimizer = world.distribute(model, optimizer)"
+    )
 
 
 def is_near(found: float, wanted: int) -> bool:

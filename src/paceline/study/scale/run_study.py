@@ -47,6 +47,7 @@ from .plan import (
     FIRST_STEPS,
     Cost,
     choose_steps,
+    new_setup,
     plan_points,
     setups_of,
     total_steps,
@@ -98,6 +99,11 @@ def new_study(folder: Path, request: StudyRequest) -> StoredStudy:
 
 def check_request(request: StudyRequest) -> None:
     """Raise ValueError for a request that cannot be measured anywhere."""
+    for size in request.sizes:
+        try:
+            new_setup(request, size, size)
+        except ValueError as error:
+            raise ValueError(f"--layout and -n do not fit: {error}, or other sizes") from None
     if uses_template(request.args) and request.global_batch is None:
         raise ValueError(
             "the script's arguments contain the batch of a size, and the batch is not given. HINT: "
@@ -242,9 +248,10 @@ class _StudyRun:
         """
         smallest = min(self._sizes())
         known = self.stored.batch is not None
+        first = new_setup(self.request, smallest, smallest)
         what = "the duration of a step" if known else "the duration of a step and the batch"
         failures = []
-        for setup in self._setups() if known else [Setup(smallest, smallest)]:
+        for setup in self._setups() if known else [first]:
             self.listener.message(
                 f"first run: {counted(setup.ranks, 'rank')}, {FIRST_STEPS} steps, to measure {what}"
             )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ...comm.shared.memory import sharing_domain
 from ...cost.layout import Layout
 from ...optim.norms import convert_norms
+from ...parallel.clipping import refuse_local_norms
 from ...parallel.deferred import deferred
 from ...parallel.distribute import distribute_model, strategies_for
 from ...parallel.memory.out_of_memory import skeleton_of, watch_model
@@ -23,7 +24,9 @@ from ...parallel.offload import check_offload, offload_states
 from ...parallel.placement import check_accumulate
 from ...parallel.recompute.recomputation import recompute_blocks
 from ...parallel.strategy.distributed_model import DistributedModel
+from ...parallel.strategy.model_state import WholeModel
 from ...plurals import counted
+from ...record.rank_places import set_places
 from ...record.ring.header_schema import MAX_LAYOUT_CHARS
 from ...record.ring.memory_sampler import MemorySampler
 from ...record.ring.recorder import Recorder, now
@@ -208,12 +211,17 @@ class ModelDistribution(SampleParts):
         is_sharded = bool(layout.zero) and self.mesh.data_size > 1
         setup = replace(setup, recomputes=layout.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
-        if layout.divided_axes and optimizer is not None:
-            self._state.owned.note_optimizer(optimizer, model)
+        owned, whole = self._state.owned, None
+        if layout.divided_axes:
+            whole = WholeModel.of(model)
+            if optimizer is not None:
+                owned.note_optimizer(optimizer, model)
         distributed = distribute_model(
             *(model, optimizer, self._dtype, request),
             recomputing if layout.divided_axes else None,
         )
+        if whole is not None:
+            owned.note_model(distributed, whole)
         if layout.offload == "optimizer" and optimizer is not None:
             offload_states(optimizer, self.device)
         self._layouts.append(memory)
@@ -234,17 +242,16 @@ class ModelDistribution(SampleParts):
                 "world.shard has divided them over all ranks already. HINT: call "
                 "world.distribute before world.shard"
             )
-        if self._training.scaler is not None:
-            raise ValueError(
-                f"world.distribute: layout={str(layout)!r} does not support precision='fp16' yet. "
-                "HINT: paceline.init(precision='bf16')"
-            )
         is_new = not mesh.is_arranged
         nodes = self._collectives.gather(sharing_domain(), str)
         for line in self._arranged(layout, nodes):
             self._progress.warn_once(line)
         mesh.create_groups()
         if is_new:
+            set_places(mesh.places, mesh.rank)
+            refuse_local_norms(self._training.models)
+            if self._training.loss_scaling is not None:
+                self._training.loss_scaling.largest = self._collectives.largest
             share_random_states(mesh)
 
     def _arranged(self, layout: Layout, nodes: list[str]) -> list[str]:
@@ -294,7 +301,7 @@ class ModelDistribution(SampleParts):
 
     def _add(self, setup: ModelSetup, distributed: DistributedModel) -> Any:
         """Add a distributed model and its optimizer; return what ``distribute`` returns."""
-        self._training.add_model(distributed, setup.accumulate)
+        self._training.add_model(distributed, setup.accumulate, setup.optimizer)
         if setup.optimizer is None:
             return distributed.called
         self._training.add_optimizer(setup.optimizer)

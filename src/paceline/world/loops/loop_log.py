@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...comm.members.exchange_objects import all_gather_objects
-from ...plurals import named_ranks
+from ...parallel.mesh import Mesh
 from ...record.hooks.error_messages import find_peer_gone, script_line
 from ...security.schema import parse_json
 
@@ -40,11 +40,10 @@ class LoopLog:
         passes: For "validation" and "unsharded" loaders: number of passes, and the last one.
     """
 
-    def __init__(
-        self, rank: int, size: int, store: Any, compares: bool, warn: Callable[[str], None]
-    ) -> None:
-        self.rank, self.size, self.compares, self.warn = rank, size, compares, warn
-        self._store = store if size > 1 else None
+    def __init__(self, mesh: Mesh, store: Any, compares: bool, warn: Callable[[str], None]) -> None:
+        self.mesh, self.compares, self.warn = mesh, compares, warn
+        self.rank, self.size = mesh.rank, mesh.size
+        self._store = store if mesh.size > 1 else None
         self.left = ("", "")
         self._leaving: tuple[str, str] | None = None
         self._warnings: list[str] = []  # about the loop that is being left
@@ -94,10 +93,10 @@ class LoopLog:
             return
         # From the ranks themselves: in the store, those ahead may have begun the next epoch's pass.
         entries = all_gather_objects((self.left, self.passes), _Entry)
-        said = _describe_left(entries) or _describe_passes(entries, "validation")
+        said = self._describe_left(entries) or self._describe_passes(entries, "validation")
         if said:
             raise ValueError(said)
-        said = _describe_passes(entries, "unsharded")
+        said = self._describe_passes(entries, "unsharded")
         if said:
             self.warn(said)
 
@@ -116,9 +115,9 @@ class LoopLog:
             return None
         # A rank that is gone may have failed in the loop that this rank has just left.
         has_left = bool(entries[self.rank][0][0])
-        said = _describe_left(entries) if is_disagreement or not has_left else ""
+        said = self._describe_left(entries) if is_disagreement or not has_left else ""
         if is_disagreement:
-            said = said or _describe_passes(entries, "validation")
+            said = said or self._describe_passes(entries, "validation")
         return f"{said}\n{text.strip().splitlines()[0]}" if said else None
 
     def _read(self) -> list[Any]:
@@ -136,33 +135,31 @@ class LoopLog:
             return []
         return entries
 
+    def _describe_left(self, entries: list[Any]) -> str:
+        left = [entry[0][0] for entry in entries]
+        first = next((text for text in left if text and left.count(text) < len(left)), "")
+        if not first:
+            return ""
+        ranks = [rank for rank, text in enumerate(left) if text == first]
+        others = [rank for rank in range(len(left)) if rank not in ranks]
+        line = entries[ranks[0]][0][1]
+        return (
+            f"{self.mesh.named(ranks)} left {first} ({line}), {self.mesh.named(others)} did not. "
+            "HINT: `if world.any(condition): break` makes the same decision on all ranks"
+        )
 
-def _describe_left(entries: list[Any]) -> str:
-    left = [entry[0][0] for entry in entries]
-    first = next((text for text in left if text and left.count(text) < len(left)), "")
-    if not first:
-        return ""
-    ranks = [rank for rank, text in enumerate(left) if text == first]
-    others = [rank for rank in range(len(left)) if rank not in ranks]
-    line = entries[ranks[0]][0][1]
-    return (
-        f"{named_ranks(ranks)} left {first} ({line}), {named_ranks(others)} did not. HINT: "
-        "`if world.any(condition): break` makes the same decision on all ranks"
-    )
-
-
-def _describe_passes(entries: list[Any], kind: str) -> str:
-    passes = [entry[1].get(kind, (0, "")) for entry in entries]
-    most, text = max((number, text) for number, text in passes)
-    ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
-    if len(ranks) == len(passes):
-        return ""
-    effect = (
-        "although each rank has a part of its samples"
-        if kind == "validation"
-        else "while the other ranks wait"
-    )
-    return (
-        f"only {named_ranks(ranks)} iterated over {text} with world.batches, {effect}. "
-        f"HINT: {_WAY_OUT[kind]}"
-    )
+    def _describe_passes(self, entries: list[Any], kind: str) -> str:
+        passes = [entry[1].get(kind, (0, "")) for entry in entries]
+        most, text = max((number, text) for number, text in passes)
+        ranks = [rank for rank, (number, _) in enumerate(passes) if number == most]
+        if len(ranks) == len(passes):
+            return ""
+        effect = (
+            "although each rank has a part of its samples"
+            if kind == "validation"
+            else "while the other ranks wait"
+        )
+        return (
+            f"only {self.mesh.named(ranks)} iterated over {text} with world.batches, {effect}. "
+            f"HINT: {_WAY_OUT[kind]}"
+        )

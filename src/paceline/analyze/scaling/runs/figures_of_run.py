@@ -100,6 +100,7 @@ def _figures(run: Run, analysed: RunAnalysis, warm_up: WarmUp) -> RunFigures:
         device_bytes=_largest(m.records, Memory.DEVICE),
         flops_per_step=report.work.flops if report.work is not None else None,
         recording_share=report.recording_cost,
+        layout=str(m.records[0].meta.get("layout", "")),
         confidence=_clipped(report.confidence) or 0.0,
         doubts=report.doubts,
     )
