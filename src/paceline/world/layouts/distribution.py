@@ -187,6 +187,7 @@ class ModelDistribution:
         )
         assert memory.layout is not None
         request = arguments.request(memory.layout)
+        request = replace(request, example_inputs=example_inputs, say=say)
         layout = request.layout
         self._arrange(layout)
         memory = replace(memory, layout=layout)
