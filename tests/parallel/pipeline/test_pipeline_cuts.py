@@ -61,7 +61,10 @@ def test_skips_are_relayed_and_inputs_are_not():
 
 def test_without_an_example_a_wrong_order_is_refused_with_the_line():
     model, x, _, _ = pipelined_models.CASES["unet"](2)
-    with pytest.raises(ValueError, match=r"layer\(torch.cat.*uses up.0.weight of stage 0 after.*HINT: world.distribute\(.*example_inputs"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer\(torch.cat.*uses up.0.weight of stage 0 after.*HINT: world.distribute\(.*example_inputs",
+    ):
         plan(model, x, 2, example=False)
 
 

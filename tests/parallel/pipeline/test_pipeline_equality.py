@@ -96,8 +96,21 @@ def check(script, layout, cases, schedules, count, dp=1):
 
 
 def test_every_model_on_two_stages(script):
-    check(script, "pp2", ALL, "gpipe,1f1b", 2)
+    check(script, "pp2", ALL, "1f1b", 2)
 
 
-def test_skips_ties_and_norms_on_four_stages(script):
-    check(script, "pp4", "tied,unet,resnet,heads", "1f1b", 4)
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
+def test_every_model_on_two_stages_in_other_schedules(script, schedule):
+    check(script, "pp2", ALL, schedule, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [3, 4])
+def test_skips_ties_and_norms_on_more_stages(script, stages):
+    check(script, f"pp{stages}", "tied,unet,resnet,heads", "1f1b,zero-bubble", stages)
+
+
+@pytest.mark.long
+def test_replicas_of_stages(script):
+    check(script, "pp2 x dp2", "chain,tied,weighted,unet,heads", "1f1b,zero-bubble", 4, dp=2)

@@ -1,6 +1,7 @@
 """What ``world`` promises holds in a pipeline: loops, clipping, meters, checkpoints, errors."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import ranks
 import torch
 
 from paceline import Layout
-from paceline.parallel.distribute import strategies_for
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.pipeline.lanes import Lane
+from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.strategy.parallel_strategy import DistributionRequest
 
 LOOP = """
@@ -86,7 +88,7 @@ def test_one_training_moves_through_layouts_and_equals_one_process(folder):
         done = ranks.run(script, layout, epochs, "out.pt", 0, ranks=count, launcher=report)
         lines += torch.load(folder / "out.pt")
         assert "warning" not in done.stderr
-        assert ("pipeline: stage 0: " in done.stdout) == layout.startswith("pp")
+        assert ("pipeline: stage 0: " in done.stderr) == layout.startswith("pp")
     expected = torch.load(alone / "out.pt")
     for found, wanted in zip(lines, expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-3)
@@ -164,6 +166,7 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
     ("layout", "text"),
     [
         ("pp2 x tp2", "pp together with tp is not implemented yet. HINT: layout='pp2'"),
+        ("pp2 x h2", "pp together with h is not implemented yet. HINT: layout='pp2'"),
         ("pp2 x zero1", "pp together with zero1 is not implemented yet. HINT: layout='pp2'"),
         ("pp2 + recompute=auto", "recompute='auto' is not implemented yet. HINT: recompute="),
     ],
@@ -171,7 +174,7 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
 def test_other_axes_are_refused(layout, text):
     request = DistributionRequest(Layout.parse(layout), Mesh(0, 4), torch.device("cpu"))
     with pytest.raises(ValueError, match=text.replace(".", r"\.")):
-        strategies_for(request)
+        Pipeline(request)
 
 
 KILLED = """
@@ -199,8 +202,22 @@ KILLED = """
 
 
 def test_a_rank_that_dies_is_named_with_its_stage(folder):
+    """Here by the launcher, which ends the other ranks."""
     done = ranks.run(ranks.write(folder, KILLED), ranks=3, check=False, timeout=60)
     assert done.returncode
-    assert "lost rank 1 (data 0, stage 1), with which it exchanges activations" in (
-        done.stdout + done.stderr
-    )
+    assert re.search(r"rank 1( \(.*stage 1\))? .*killed", done.stderr)
+
+
+def test_a_stage_whose_connection_breaks_is_named():
+    """Here by its neighbour, where no launcher watches."""
+
+    class Broken:
+        def wait(self):
+            raise RuntimeError("Connection closed by peer")
+
+    mesh = Mesh(0, 2)
+    mesh.arrange(Layout(pp=2), ["a", "a"])
+    lane = Lane(mesh, None, 1, 0)
+    lane._expected.append(([], [Broken()]))
+    with pytest.raises(RuntimeError, match=r"rank 0 \(data 0, stage 0\) lost rank 1 \(data 0, s"):
+        lane.receive()

@@ -29,6 +29,7 @@ class Batch:
     Attributes:
         inputs, targets, sizes, plans: Of each micro-batch.
         schedule: Name of the schedule.
+        forwards_first: Whether all forwards come before the first backward, in any schedule.
     """
 
     inputs: Sequence[Any]
@@ -36,6 +37,7 @@ class Batch:
     sizes: Sequence[int]
     plans: Sequence[ForwardPlan]
     schedule: str
+    forwards_first: bool = False
 
 
 @dataclass(eq=False)
@@ -125,7 +127,8 @@ class Executor:
         return self._share_loss(run)
 
     def _actions(self, batch: Batch) -> Sequence[Action]:
-        return list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
+        found = list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
+        return sorted(found, key=lambda one: one.kind != "F") if batch.forwards_first else found
 
     def _forward(self, run: _Run, virtual: int, m: int) -> None:
         plan = run.batch.plans[m]
@@ -224,12 +227,7 @@ class Executor:
         return run.step.scaled(mean, weight, self._part(run, m))
 
     def _total_weight(self, run: _Run) -> torch.Tensor:
-        if len(run.losses) < len(run.batch.plans):
-            raise ValueError(
-                "world.forward_backward: the loss returns a sum and a weight, and how much one "
-                "micro-batch counts is known only after the forwards of all. HINT: "
-                "layout='... + schedule=gpipe'"
-            )
+        assert len(run.losses) == len(run.batch.plans)  # because of forwards_first
         return sum((w for _, w in run.losses.values()), start=torch.zeros(()))
 
     def _part(self, run: _Run, m: int) -> float:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cost.layout import Layout
 from ..memory.setup import empty_as
 from ..mesh import Mesh
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
-from ..strategy.training_step import TrainingStep
+from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
 from .deferred_norms import DeferredNorms
 from .executor import STAGE, Batch, Executor
@@ -208,26 +208,26 @@ class PipelineModel(DistributedModel):
             )
         return self._plans[key]
 
-    def _agree(self, plans: Mapping[int, ForwardPlan], sizes: Any, schedule: str) -> None:
+    def _agree(self, plans: Mapping[int, ForwardPlan], *others: Any) -> None:
         """Check that all stages have the same batch; raises ValueError on all of them. Collective.
 
         Otherwise they would wait for messages that nobody sends.
         """
         wires = [(n, plan.wires) for n, plan in plans.items()]
-        content = repr((wires, sizes, schedule)).encode()
+        content = repr((wires, others)).encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         device = self.skeleton.device
         own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
         every = [torch.empty_like(own) for _ in range(self._stages)]
         dist.all_gather(every, own, group=self._executor.group)
-        others = [
+        differing = [
             self.mesh.name(rank)
             for rank, one in zip(self._executor.ranks, every, strict=True)
             if not torch.equal(one, every[0])
         ]
-        if others:
+        if differing:
             raise ValueError(
-                f"pipeline: {' and '.join(others)} has another batch or model than "
+                f"pipeline: {' and '.join(differing)} has another batch or model than "
                 f"{self.mesh.name(self._executor.ranks[0])}: other shapes, dtypes, modes or "
                 "requires_grad. HINT: world.shard, which gives all stages the same samples; set "
                 "requires_grad before world.distribute"
@@ -245,12 +245,14 @@ class PipelineModel(DistributedModel):
         inputs, targets = split(step.inputs, sizes), split(step.targets, sizes)
         with torch.enable_grad():
             plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
-            schedule = self._schedule_for(step, plans[sizes[0]], targets[0])
-        self._agree(plans, sizes, schedule)
+            is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
+        self._agree(plans, sizes, is_weighted)
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
                 self._buffers.broadcast()
-        batch = Batch(inputs, targets, sizes, [plans[size] for size in sizes], schedule)
+        # how much a micro-batch counts is known after the forwards of all
+        each = [plans[size] for size in sizes]
+        batch = Batch(inputs, targets, sizes, each, self.schedule, forwards_first=is_weighted)
         with step.backward(None):
             tied = [p for _, of in self._tie_groups for p in of]
             before = [p.grad for p in tied]
@@ -271,19 +273,14 @@ class PipelineModel(DistributedModel):
                 reduce_gradients(trained, self.mesh.data_group, self.mesh.data_size)
         return mean
 
-    def _schedule_for(self, step: TrainingStep, plan: ForwardPlan, targets: Any) -> str:
-        """Return the schedule; "gpipe" where weights of losses are known after all forwards."""
-        if self.schedule in ("gpipe", "interleaved"):
-            return self.schedule
-        key = getattr(step.loss, "__code__", step.loss)
-        if key not in self._weighted:
-            self._weighted[key] = self._is_weighted(step, plan, targets)
-        return "gpipe" if self._weighted[key] else self.schedule
-
     def _is_weighted(self, step: TrainingStep, plan: ForwardPlan, targets: Any) -> bool:
         """Return whether a loss returns a sum and a weight, or can't be asked without data."""
-        from torch.utils._pytree import tree_map_only
+        key = getattr(step.loss, "__code__", step.loss)
+        if key not in self._weighted:
+            self._weighted[key] = self._returns_pair(step.loss, plan, targets)
+        return self._weighted[key]
 
+    def _returns_pair(self, loss: Loss, plan: ForwardPlan, targets: Any) -> bool:
         device = self.skeleton.device
         try:
             with self.skeleton.mode:
@@ -295,7 +292,7 @@ class PipelineModel(DistributedModel):
                     plan.spec,
                 )
                 fakes = tree_map_only(torch.Tensor, lambda t: empty_as(t, device), targets)
-                return isinstance(step.loss(outputs, fakes), tuple)
+                return isinstance(loss(outputs, fakes), tuple)
         except Exception:  # of any code of the user's loss, which then runs with data
             return True
 
@@ -304,5 +301,5 @@ class PipelineModel(DistributedModel):
     @torch.no_grad()
     def _evaluate(self, inputs: Any) -> Any:
         plan = self._plan(inputs)
-        self._agree({0: plan}, 0, "")
+        self._agree({0: plan})
         return tree_unflatten(self._executor.evaluate(inputs, plan), plan.spec)
