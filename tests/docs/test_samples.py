@@ -35,6 +35,12 @@ PREAMBLES = {
     "docs/how-to/run/use-the-python-api.md": DATA,
     "docs/explanation/layouts.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
+    "docs/explanation/pipelines.md": WORLD
+    + """
+    layers = [torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    """,
     "docs/how-to/run/average-weights.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD

@@ -45,7 +45,7 @@ class Sleeper(nn.Module):
 
 def main() -> None:
     what = json.loads(sys.argv[1])
-    world = paceline.init(progress=False, record=False)
+    world = paceline.init(progress=False, record=what.get("record", False))
     times = {}
     for schedule in what["schedules"]:
         virtual = world.size * (2 if schedule == "interleaved" else 1)

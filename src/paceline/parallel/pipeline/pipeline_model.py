@@ -37,6 +37,8 @@ class PipelinedModule(nn.Module):
     part.
     """
 
+    is_stage = True  # for world.export
+
     def __init__(self, module: nn.Module, evaluate: Callable[[Any], Any]) -> None:
         super().__init__()
         self.module = module
@@ -65,6 +67,14 @@ class PipelinedModule(nn.Module):
             if module is None or name.startswith("_"):
                 raise
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
+        if module is not None and not is_own and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         plain: nn.Module = copy.deepcopy(self.module, memo)
@@ -195,7 +205,7 @@ class PipelineModel(DistributedModel):
         )
         device = self.skeleton.device.type
         key = (
-            *(repr(spec), leaves, self.skeleton.glue_modes(self.module), torch.is_grad_enabled()),
+            *(repr(spec), leaves, self.skeleton.modes(self.module), torch.is_grad_enabled()),
             *(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
         if key not in self._plans:

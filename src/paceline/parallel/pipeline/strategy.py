@@ -18,7 +18,7 @@ from .pipeline_model import PipelineModel
 from .schedules import DEFAULT, MICRO_BATCHES_OF_STAGE, chunks_of, idle_share
 from .trace import Skeleton
 
-_OPTIONS = ("balance",)
+PIPELINE_OPTIONS = ("balance",)
 _WHOLE_BATCH_NORMS = (nn.SyncBatchNorm, GlobalBatchNorm, GhostBatchNorm)
 
 
@@ -45,7 +45,7 @@ class Pipeline(ParallelStrategy):
                 f"world.distribute: blocks needs a layout that shards, and layout is {text!r}. "
                 "HINT: balance=['NAME'], the modules with which the later stages begin"
             )
-        unknown = [name for name in request.options if name not in _OPTIONS]
+        unknown = [name for name in request.options if name not in PIPELINE_OPTIONS]
         if unknown:
             raise ValueError(
                 f"world.distribute: layout={text!r} has no option {unknown[0]!r}. HINT: "

@@ -130,6 +130,7 @@ class Skeleton:
         atoms: Which modules are events.
         constants: Tensors that modules hold as plain attributes, by name.
         mode: The fake mode of its tensors.
+        by_name: Its parameters, buffers and constants.
     """
 
     def __init__(self, model: nn.Module, atoms: Atoms, device: torch.device) -> None:
@@ -155,10 +156,24 @@ class Skeleton:
             if isinstance(module, _BatchNorm) and module.momentum is None:
                 module.momentum = 0.1  # None reads the number of batches, and changes no shape
         self._modules = dict(self.model.named_modules(remove_duplicate=False))
+        inside = tuple(f"{name}." for name in atoms.names)
+        self._glue = [
+            name
+            for name in self._modules
+            if name not in atoms.names and not name.startswith(inside)
+        ]
+        self.by_name = {ref.key: memo[id(named[ref.key])] for ref in self._refs.values()}
 
-    def glue_modes(self, model: nn.Module) -> tuple[bool, ...]:
-        """Return the modes of the modules whose forward is traced."""
-        return tuple(m.training for n, m in model.named_modules() if n not in self.atoms.names)
+    def modes(self, model: nn.Module) -> tuple[Any, ...]:
+        """Return what decides, beside its inputs, what the traced forward does.
+
+        That are the modes and the simple attributes of the modules that are no atoms.
+        """
+        found = []
+        for name in self._glue:
+            attributes = _simple_attributes(model.get_submodule(name))
+            found.append(tuple((k, repr(v)) for k, v in attributes.items()))
+        return tuple(found)
 
     def trace(self, model: nn.Module, inputs: Any) -> Trace:
         """Trace a forward with the modes of a model.
@@ -171,13 +186,16 @@ class Skeleton:
         """
         for name, module in model.named_modules(remove_duplicate=False):
             self._modules[name].training = module.training
+        for name in self._glue:
+            vars(self._modules[name]).update(_simple_attributes(model.get_submodule(name)))
         flat, spec = tree_flatten(inputs)
+        _check_leaves(flat)
         with preserve_random_states(), self.mode, FlopCounterMode(display=False) as flops:
             fakes = [empty_as(t, self.device) if torch.is_tensor(t) else t for t in flat]
             recording = _Recording(self, self._refs, fakes, flops.get_total_flops)
             before = random.getstate()
             try:
-                with self._intercepted(recording), recording:
+                with self._unchanged(), self._intercepted(recording), recording:
                     outputs = _call(self.model, tree_unflatten(fakes, spec))
                 if random.getstate() != before:
                     raise _TraceError("draws from Python's random outside of a module", "", "")
@@ -186,6 +204,40 @@ class Skeleton:
                 raise ValueError(error.text(type(model).__name__)) from None
             except Exception as error:  # of any code of the user's model
                 raise ValueError(_explain(error, type(model).__name__)) from error
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Restore the attributes of the copy; raise _TraceError for a change that would be lost.
+
+        A tensor that the forward keeps as an attribute is a cache or for inspection: allowed.
+        """
+        before = [
+            (m, dict(vars(m)), dict(m._parameters), dict(m._buffers))
+            for m in self._modules.values()
+        ]
+        try:
+            yield
+            of_names = dict(zip(self._modules, before, strict=True))
+            for name in self._glue:
+                self._check_unchanged(*of_names[name])
+        finally:
+            for module, attributes, parameters, buffers in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    def _check_unchanged(
+        self, module: nn.Module, attributes: Any, parameters: Any, buffers: Any
+    ) -> None:
+        for key, value in {**parameters, **buffers}.items():
+            if module._parameters.get(key, module._buffers.get(key)) is not value:
+                hint = f"self.{key}.copy_(...), or assign it inside of a module"
+                raise _TraceError(f"assigns self.{key}", "", hint)
+        for key, value in _simple_attributes(module).items():
+            if key not in attributes or attributes[key] != value:
+                hint = "change attributes outside of the forward, or inside of a module"
+                raise _TraceError(f"changes self.{key}", "", hint)
 
     @contextlib.contextmanager
     def _intercepted(self, recording: "_Recording") -> Iterator[None]:
@@ -286,7 +338,11 @@ class _Recording(TorchFunctionMode):
         named: dict[str, torch.Tensor] = {}
         if isinstance(target, str):
             named = self.skeleton.module_tensors(target)
-        tensors = [*named, *(r.key for r in refs if isinstance(r, Ref) and r.kind == "tensor")]
+        named |= {
+            r.key: self.skeleton.by_name[r.key]
+            for r in refs
+            if isinstance(r, Ref) and r.kind == "tensor"
+        }
         buffers = {n: t._version for n, t in named.items() if not isinstance(t, nn.Parameter)}
         device, before = self.skeleton.device.type, self.flops()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -302,7 +358,7 @@ class _Recording(TorchFunctionMode):
         numbers = [self._result(one, number) for one in results]
         self.events.append(
             Event(
-                *(target, spec, tuple(refs), tuple(numbers), tuple(dict.fromkeys(tensors))),
+                *(target, spec, tuple(refs), tuple(numbers), tuple(named)),
                 tuple(n for n, version in buffers.items() if named[n]._version != version),
                 *(with_grad, device, autocast, line, self.flops() - before),
             )
@@ -355,6 +411,30 @@ class _Recording(TorchFunctionMode):
             for t, made in zip(self._tensors, self._made_by, strict=True)
         ]
         return Trace(tuple(self.events), tuple(values), tuple(self.changes), spec, refs)
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_LEAVES = (*_SIMPLE, torch.Tensor, torch.dtype, torch.device)
+
+
+def _simple_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are numbers or texts, or lists or tuples of them."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, _SIMPLE)
+        or (isinstance(value, (list, tuple)) and all(isinstance(one, _SIMPLE) for one in value))
+    }
+
+
+def _check_leaves(leaves: list[Any]) -> None:
+    """Raise ValueError for inputs whose values a plan could not follow from batch to batch."""
+    for leaf in leaves:
+        if not isinstance(leaf, _LEAVES):
+            raise ValueError(
+                f"pipeline: the inputs contain a {type(leaf).__name__}. HINT: tensors, numbers and "
+                "texts, in tuples, lists and dicts, such as dict(batch)"
+            )
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
