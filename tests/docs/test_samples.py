@@ -46,6 +46,12 @@ PREAMBLES = {
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     volume = target = np.ones((1, 4, 6, 5), np.float32)
     """,
+    "docs/explanation/pipelines.md": WORLD
+    + """
+    layers = [torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    """,
     "docs/how-to/run/average-weights.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD

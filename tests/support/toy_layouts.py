@@ -11,14 +11,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.parallel.distribute import STRATEGIES
+from paceline.parallel.replicated.data_parallel import DataParallel
 from paceline.parallel.sharded.optimizer_parameters import replace_parameters
+from paceline.parallel.sharded.strategy import FullySharded
 from paceline.parallel.strategy.distributed_model import DistributedModel
 from paceline.parallel.strategy.parallel_strategy import ParallelStrategy
 
 
 def install():
-    """Add both layouts, before the strategies of the data ranks."""
-    STRATEGIES[:0] = [Columns, TwoStages]
+    """Put both layouts in the place of those that divide models, before those of the data ranks."""
+    STRATEGIES[:] = [Columns, TwoStages, DataParallel, FullySharded]
 
 
 def uninstall():

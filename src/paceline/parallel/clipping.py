@@ -86,14 +86,13 @@ def _sum_over_parts(
     """
     axes = [axis for axis in MODEL_AXES if axis in mesh.shape]
     sets = [frozenset(one) for n in range(len(axes) + 1) for one in combinations(axes, n)]
-    parted = {
-        id(parameter): model.parted_axes(name)
-        for model in models
-        for name, parameter in model.parameters().items()
-    }
+    named = [(model, *of) for model in models for of in model.parameters().items()]
+    parted = {id(parameter): model.parted_axes(name) for model, name, parameter in named}
+    counted = {id(parameter): model.is_first_copy(name) for model, name, parameter in named}
     sums = squares.new_zeros(len(sets))
     for square, parameter in zip(squares, parameters, strict=True):
-        sums[sets.index(parted.get(id(parameter), frozenset()) & frozenset(axes))] += square
+        if counted.get(id(parameter), True):
+            sums[sets.index(parted.get(id(parameter), frozenset()) & frozenset(axes))] += square
     for axis in axes:
         at = [i for i, one in enumerate(sets) if axis in one]
         group = mesh.group(axis)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..cost.layout import AXIS_WORDS, Layout
 from .deferred import forget_recordings, is_deferred
 from .materialization import Materialization
+from .pipeline.strategy import Pipeline
 from .placement import place_model
 from .replicated.data_parallel import DataParallel
 from .sharded.replication import broadcast_model
@@ -24,7 +25,12 @@ from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 
 # In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
 # (after recomputation) shards or replicas.
-STRATEGIES: list[type[ParallelStrategy]] = [SpatialParallel, DataParallel, FullySharded]
+STRATEGIES: list[type[ParallelStrategy]] = [
+    SpatialParallel,
+    Pipeline,
+    DataParallel,
+    FullySharded,
+]
 
 
 def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:

@@ -65,6 +65,9 @@ class OptimizerSteps:
             LossScaling(device.type, self.optimizers) if precision is torch.float16 else None
         )
         self._factor: float | None = None  # of the losses of the current backward
+        self._has_parts = False  # whether the parts of the current backward are recorded
+        self._has_checked_loss = False  # whether this rank has the loss of the current backward
+        self._backwards_of: dict[int, int] = {}  # by id of an optimizer: backwards at its last step
         # adds numbers of the data ranks; the world replaces it
         self.sum_over_data: Callable[[torch.Tensor], torch.Tensor] = lambda numbers: numbers
         # whether something is true on any rank; the world replaces it
@@ -206,9 +209,16 @@ class OptimizerSteps:
             loss,
             lambda mean: self._backward_of(mean, name),
             self._scaled,
+            self._exchanging,
+            self._note_part,
         )
         mean = distributed.run_step(step)
-        self.last_loss = mean if mean.device.type != "cpu" else float(mean)
+        if self._has_checked_loss:
+            self.last_loss = mean if mean.device.type != "cpu" else float(mean)
+        else:  # it was computed on another rank, or in parts
+            self.last_loss = self._finite_check.check_loss(mean)
+            if self._watch is not None:
+                self._watch.note_loss(mean)
         return mean
 
     def _backward_of(self, loss: torch.Tensor | None, call: str) -> "_Backward":
@@ -224,6 +234,7 @@ class OptimizerSteps:
         if loss is not None and not loss.requires_grad:
             raise ValueError(f"{call}: {self._describe_missing_gradient()}")
         self.backwards += 1
+        self._has_parts, self._has_checked_loss = False, loss is not None
         if loss is not None:
             self._distribution_check.check_loss(loss)
         if self.accumulations.batch is None and not self._is_outside_checked:
@@ -243,7 +254,8 @@ class OptimizerSteps:
         return start
 
     def _end_backward(self, start: int, is_complete: bool) -> None:
-        self.phases.recorder.event(State.BACKWARD, start, now())
+        if not self._has_parts:
+            self.phases.recorder.event(State.BACKWARD, start, now())
         if self._watch is not None:
             self._watch.ignores_backward = False
         if not is_complete:
@@ -252,6 +264,11 @@ class OptimizerSteps:
             self.accumulations.weigh_backward()
         self._distribution_check.after_backward()
         self.replicas.after_backward()
+
+    def _note_part(self, state: State, start: int) -> None:
+        """Record the forward or the backward of a part of a batch, which ends now."""
+        self._has_parts = True
+        self.phases.recorder.event(state, start, now())
 
     def _scaled(
         self, loss: torch.Tensor, weight: torch.Tensor | None = None, part: float = 1.0
@@ -367,6 +384,7 @@ class OptimizerSteps:
         if not self._has_gradients(optimizer):
             self._report_no_gradient(optimizer)
             return False
+        self._backwards_of[id(optimizer)] = self.backwards
         self.unstepped_loop = ""
         start = now()
         correction = max(accumulations, key=lambda m: m.every).correction if accumulations else 1.0
@@ -400,7 +418,7 @@ class OptimizerSteps:
         if id(optimizer) not in self._stepped:
             return self.any_rank(found)
         is_elsewhere = any(model.is_parted for model in self.models)
-        return found or is_elsewhere or not parameters_of(optimizer)
+        return found or (is_elsewhere and self.backwards > self._backwards_of.get(id(optimizer), 0))
 
     def _report_no_gradient(self, optimizer: Optimizer) -> None:
         """Report a step without a backward; raises ValueError in the optimizer's first step."""

@@ -72,6 +72,13 @@ class DistributedModel:
         """
         return frozenset() if self.inner is None else self.inner.parted_axes(name)
 
+    def is_first_copy(self, name: str) -> bool:
+        """Return whether this rank counts for a parameter of ``parted_axes``.
+
+        False where an earlier rank along these axes holds a copy, as of tied parameters.
+        """
+        return True if self.inner is None else self.inner.is_first_copy(name)
+
     @property
     def is_parted(self) -> bool:
         """Whether ranks hold other parameters than this one. The same on all ranks."""

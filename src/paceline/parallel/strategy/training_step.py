@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...record.ring.states import State
+
 Loss = Callable[[Any, Any], Any]
 
 
@@ -24,6 +26,10 @@ class TrainingStep:
             loss, or None on a rank that computes no loss.
         scaled: Returns what to call ``backward()`` of, for a mean loss and the weight of its
             samples. A part of the batch (micro-batch) has its share of it as a third argument.
+        note_exchange: Called with a group and gradients that are about to be averaged over it
+            outside of a backward.
+        note_part: Called with the state and the start (ns) of a part of the step that has ended;
+            they take the place of the backward of the whole batch in the record.
     """
 
     module: nn.Module
@@ -32,6 +38,8 @@ class TrainingStep:
     loss: Loss
     backward: Callable[[torch.Tensor | None], AbstractContextManager[None]]
     scaled: Callable[..., torch.Tensor]
+    note_exchange: Callable[[Any, Any], None] = lambda group, gradients: None
+    note_part: Callable[[State, int], None] = lambda state, start: None
 
     def call(self, module: nn.Module | None = None, inputs: Any = None) -> Any:
         """Run a forward; default: of the whole module with all inputs."""

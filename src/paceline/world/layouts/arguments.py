@@ -11,6 +11,7 @@ from ...knobs.layouts.requested import requested_layout
 from ...parallel.distribute import strategies_for
 from ...parallel.memory.setup import ModelSetup
 from ...parallel.mesh import Mesh
+from ...parallel.pipeline.strategy import PIPELINE_OPTIONS
 from ...parallel.sharded.layouts import FULLY_SHARD_OPTIONS
 from ...parallel.strategy.layout_arguments import parse_layout, with_arguments
 from ...parallel.strategy.parallel_strategy import DistributionRequest
@@ -43,7 +44,8 @@ class LayoutArguments:
         if requested is None:
             return self
         shards = bool(requested.zero)
-        has = [name for name in self.options if (name in FULLY_SHARD_OPTIONS) == shards]
+        kind = "shards" if shards else "pipeline" if requested.pp != 1 else "replicas"
+        has = [name for name in self.options if _kind_of_option(name) == kind]
         return replace(
             self,
             layout=requested,
@@ -80,6 +82,13 @@ class LayoutArguments:
         """Whether each node holds a replica."""
         known = self.known
         return self.shard_over == HOST or (known is not None and known.shards == HOST)
+
+
+def _kind_of_option(name: str) -> str:
+    """Return which layouts have an option."""
+    if name in PIPELINE_OPTIONS:
+        return "pipeline"
+    return "shards" if name in FULLY_SHARD_OPTIONS else "replicas"
 
 
 def check_ranks(layout: Layout, ranks: int) -> None:

@@ -129,12 +129,14 @@ class ModelDistribution(SampleParts):
             recomputed_blocks: Names of modules or classes. Default: repeated modules.
             example_inputs: For layout="auto": arguments of a forward in a training step, as a
                 tensor, a tuple or a dict. Only shapes and dtypes are used. Default: activations
-                are left out of the prediction.
+                are left out of the prediction. For a pipeline: stages follow the order of the
+                forward. Default: the order in which modules were registered.
             norm: Statistics of batch normalization: "local" (of a rank's batch), "sync" (of all
                 ranks' batches, on CPUs too: the result is that of one process), "ghost:N" (of each
                 N samples of a rank), or "group:N": a group normalization with N groups.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
-                ``mp_policy`` of ``fully_shard`` for the other layouts.
+                ``mp_policy`` of ``fully_shard`` for the sharded layouts; ``balance`` for
+                pipelines: names of the modules with which the stages after the first one begin.
 
         Raises:
             ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
@@ -192,6 +194,7 @@ class ModelDistribution(SampleParts):
         )
         assert memory.layout is not None
         request = arguments.request(memory.layout)
+        request = replace(request, example_inputs=example_inputs, say=say)
         layout = request.layout
         self._arrange(layout)
         memory = replace(memory, layout=layout)

@@ -1,0 +1,87 @@
+"""Claim: none of the cases of pipelines is wrong in silence.
+
+Two stages on two ranks train each case with Paceline and with torch.distributed.pipelining (traced,
+GPipe, four micro-batches): right, wrong (without an error), or an error. It takes a minute.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import BIN, SCRIPTS, console, finish, machine, options, run, spread, target
+from rich.table import Table
+
+CASES = {
+    "plain": "two batches of 8 samples",
+    "skip": "a skip connection across the stages",
+    "tied": "weights that both stages use",
+    "norm": "batch normalization",
+    "uneven": "7 samples in 4 micro-batches",
+    "changing": "8 samples, then 6",
+    "dictionary": "two inputs by name",
+    "frozen": "a stage without trained parameters",
+    "evaluation": "an evaluation before training",
+}
+SIDES = ("paceline", "torch")
+LIMIT_S = 90
+
+
+def main() -> None:
+    parser = options("pipeline_cases", __doc__ or "", repeats=1)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    args = parser.parse_args()
+    facts = machine()
+    found: dict[str, Any] = {
+        case: {side: outcome(side, case) for side in SIDES} for case in args.cases
+    }
+    table = Table(title="Cases of pipelines")
+    for heading in ("case", *SIDES):
+        table.add_column(heading)
+    for case, sides in found.items():
+        table.add_row(CASES[case], *(sides[side]["outcome"] for side in SIDES))
+    console.print(table)
+    wrong = [float(sides["paceline"]["outcome"] != "right") for sides in found.values()]
+    ratios = {"cases that are not right": {"rounds": wrong, **spread(wrong)}}
+    targets = [
+        target("cases that Paceline does not train right", 0.0, ratios["cases that are not right"])
+    ]
+    finish(
+        "pipeline_cases",
+        args,
+        facts,
+        measurements=found,
+        medians={},
+        ratios=ratios,
+        targets=targets,
+    )
+
+
+def outcome(side: str, case: str) -> dict[str, str]:
+    """Return how a case ends, and the last line of an error."""
+    script = str(SCRIPTS / "layouts/pipeline_case.py")
+    launcher = {
+        "paceline": [str(BIN / "paceline"), "run", "-n", "2"],
+        "torch": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+    }[side]
+    try:
+        done = subprocess.run(
+            [*launcher, script, side, case],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return {"outcome": "hangs"}
+    for line in done.stdout.splitlines():
+        if "outcome " in line and not done.returncode:
+            return {"outcome": line.split("outcome ", 1)[1].strip()}
+    errors = [one for one in done.stderr.splitlines() if "Error: " in one and "Child" not in one]
+    return {"outcome": "error", "error": errors[-1].strip()[:200] if errors else ""}
+
+
+if __name__ == "__main__":
+    run(main)

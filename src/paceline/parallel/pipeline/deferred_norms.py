@@ -1,0 +1,79 @@
+"""Batch normalization in a pipeline: by micro-batch, with running statistics of the whole batch.
+
+As torchgpipe's deferred batch normalization. Normalizing with the whole batch would need all
+micro-batches at a layer before the first one could leave it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...optim.norms import next_factor
+from ...record.hooks.phases import UncopiedHook
+
+
+class DeferredNorms:
+    """The batch normalization layers of a stage.
+
+    Attributes:
+        is_collecting: Whether a forward of a training step runs, and not its recomputation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [
+            one
+            for one in module.modules()
+            if isinstance(one, _BatchNorm) and one.track_running_stats
+        ]
+        self.is_collecting = False
+        self._sums: dict[_BatchNorm, _Sums] = {}
+        for layer in self._layers:
+            layer.register_forward_pre_hook(UncopiedHook(self._collect))
+
+    def begin(self) -> None:
+        """Begin a batch: layers in training leave their running statistics unchanged."""
+        self._sums = {layer: _Sums() for layer in self._layers if layer.training}
+        for layer in self._sums:
+            layer.track_running_stats = False
+
+    def end(self, is_complete: bool) -> None:
+        """Update the running statistics with those of the batch, if all of it was computed."""
+        for layer, sums in self._sums.items():
+            layer.track_running_stats = True
+            if is_complete and sums.count:
+                sums.update(layer)
+        self._sums = {}
+
+    def _collect(self, layer: Any, inputs: Any, *_: Any) -> None:
+        if self.is_collecting and layer in self._sums:
+            self._sums[layer].add(inputs[0])
+
+
+class _Sums:
+    """Number, mean and squared deviations of the values of each channel."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Any = 0.0
+        self.squares: Any = 0.0
+
+    @torch.no_grad()
+    def add(self, values: torch.Tensor) -> None:
+        """Add the values of a micro-batch: pairwise, which loses no digits (Chan et al.)."""
+        own = values.detach().double().transpose(0, 1).flatten(1)
+        count, mean = own.size(1), own.mean(1)
+        squares = (own - mean[:, None]).square().sum(1)
+        total, delta = self.count + count, mean - self.mean
+        self.squares = self.squares + squares + delta.square() * (self.count * count / total)
+        self.mean = self.mean + delta * (count / total)
+        self.count = total
+
+    @torch.no_grad()
+    def update(self, layer: _BatchNorm) -> None:
+        factor = next_factor(layer)
+        variance = self.squares / max(self.count - 1, 1)
+        for running, new in ((layer.running_mean, self.mean), (layer.running_var, variance)):
+            if running is not None:
+                running.lerp_(new.to(running.dtype), factor)

@@ -1,0 +1,298 @@
+"""Run the schedule of one batch on one rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...record.ring.recorder import now
+from ...record.ring.states import State
+from ..mesh import Mesh
+from ..strategy.training_step import TrainingStep
+from .deferred_norms import DeferredNorms
+from .lanes import Lane
+from .random_streams import RandomStreams
+from .schedules import SCHEDULES, Action, chunks_of
+from .split_backward import SplitBackward
+from .stage_plan import ForwardPlan, Wire
+from .stage_runner import Activations, StageModule, run_backward, run_forward
+
+STAGE = "stage"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch, divided into micro-batches.
+
+    Attributes:
+        inputs, targets, sizes, plans: Of each micro-batch.
+        schedule: Name of the schedule.
+        forwards_first: Whether all forwards come before the first backward, in any schedule.
+    """
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    sizes: Sequence[int]
+    plans: Sequence[ForwardPlan]
+    schedule: str
+    forwards_first: bool = False
+
+
+@dataclass(eq=False)
+class _Run:
+    """The state of one batch."""
+
+    batch: Batch
+    step: Any  # a TrainingStep; None in evaluation
+    held: dict[tuple[int, int], Activations] = field(default_factory=dict)
+    split: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    losses: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+
+
+class Executor:
+    """The stages of this rank.
+
+    Attributes:
+        mesh: The ranks; ``stage`` is one of its axes.
+        ranks: Global rank of each stage, of the ranks that share this one's samples.
+        stage: Number of this rank's stage.
+    """
+
+    def __init__(self, mesh: Mesh, stage: StageModule, norms: DeferredNorms, device: Any) -> None:
+        self.mesh, self.module, self.norms, self.device = mesh, stage, norms, device
+        self.ranks = mesh.ranks_along((STAGE,))
+        self.stage, self.stages = mesh.place[STAGE], len(self.ranks)
+        self.group = mesh.group(STAGE)
+        self.random = RandomStreams(device)
+        self._lanes: dict[tuple[int, bool], Lane] = {}
+
+    # lanes
+
+    def _lane(self, border: int, is_backward: bool) -> Lane:
+        """Return this rank's side of the lane over the border after a virtual stage."""
+        key = (border, is_backward)
+        if key not in self._lanes:
+            before, after = border % self.stages, (border + 1) % self.stages
+            peer = self.ranks[after if before == self.stage else before]
+            self._lanes[key] = Lane(self.mesh, self.group, peer, 2 * border + is_backward + 1)
+        return self._lanes[key]
+
+    def _expect(self, run: _Run, virtual: int, micro_batch: int, is_backward: bool) -> None:
+        """Post the receives of a micro-batch in a virtual stage, if there is one."""
+        if micro_batch >= len(run.batch.plans):
+            return
+        border = virtual if is_backward else virtual - 1
+        if border < 0:
+            return
+        plan = run.batch.plans[micro_batch]
+        if border >= len(plan.wires):
+            return
+        wires = plan.wires[border]
+        if is_backward:
+            wires = _with_grad(wires)
+        buffers = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in wires]
+        if is_backward and len(wires) > 1:
+            buffers.append(torch.empty(len(wires), dtype=torch.uint8, device=self.device))
+        self._lane(border, is_backward).expect(buffers)
+
+    # a batch in training
+
+    def train(self, batch: Batch, step: TrainingStep) -> torch.Tensor:
+        """Run forwards and backwards of a batch; return its mean loss. Collective."""
+        run = _Run(batch, step)
+        chunks = chunks_of(batch.schedule)
+        virtual = [self.stage + self.stages * chunk for chunk in range(chunks)]
+        for one in virtual:
+            self._expect(run, one, 0, is_backward=False)
+            self._expect(run, one, 0, is_backward=True)
+        actions: dict[str, Callable[[_Run, int, int], None]] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_of_inputs,
+            "W": self._backward_of_parameters,
+        }
+        self.norms.begin()
+        is_complete = False
+        try:
+            with self.random.of_step(self.stage):
+                for kind, chunk, micro_batch in self._actions(batch):
+                    actions[kind](run, virtual[chunk], micro_batch)
+            is_complete = True
+        finally:
+            self.norms.end(is_complete)
+        for lane in self._lanes.values():
+            lane.settle()
+        return self._share_loss(run)
+
+    def _actions(self, batch: Batch) -> Sequence[Action]:
+        found = list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
+        return sorted(found, key=lambda one: one.kind != "F") if batch.forwards_first else found
+
+    def _forward(self, run: _Run, virtual: int, m: int) -> None:
+        plan = run.batch.plans[m]
+        received = self._receive(run, virtual, m, is_backward=False)
+        start = now()
+        self.norms.is_collecting = True
+        try:
+            found = run_forward(
+                *(self.module, plan, virtual, run.batch.inputs[m], received),
+                lambda event: self.random.seed_event(m, event),
+            )
+        finally:
+            self.norms.is_collecting = False
+        run.held[virtual, m] = found
+        if virtual == len(plan.stages) - 1:
+            run.losses[m] = run.step.loss_of(found.outputs, run.batch.targets[m])
+            found.outputs = None
+        run.step.note_part(State.FORWARD, start)
+        if found.sent:
+            self._lane(virtual, is_backward=False).send(found.sent)
+
+    def _receive(self, run: _Run, virtual: int, m: int, is_backward: bool) -> list[torch.Tensor]:
+        border = virtual if is_backward else virtual - 1
+        if border < 0 or border >= len(run.batch.plans[m].wires):
+            return []
+        found = self._lane(border, is_backward).receive()
+        self._expect(run, virtual, m + 1, is_backward)
+        return found
+
+    def _gradients(self, run: _Run, virtual: int, m: int) -> list[torch.Tensor | None]:
+        """Return the gradients of what a stage has sent; None where it has none."""
+        wires = run.batch.plans[m].stages[virtual].sent
+        with_grad = _with_grad(wires)
+        received = self._receive(run, virtual, m, is_backward=True)
+        if with_grad:
+            self._lane(virtual, is_backward=False).settle_oldest()
+        has = received[-1].tolist() if len(with_grad) > 1 else [1] * len(with_grad)
+        found = iter([g if h else None for g, h in zip(received, has, strict=False)])
+        return [next(found) if wire in with_grad else None for wire in wires]
+
+    def _send_gradients(self, run: _Run, virtual: int, m: int, leaves: Sequence[Any]) -> None:
+        wires = run.batch.plans[m].stages[virtual].received
+        pairs = [(w, leaf) for w, leaf in zip(wires, leaves, strict=True) if w.requires_grad]
+        if not pairs:
+            return
+        each = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for _, leaf in pairs]
+        if len(pairs) > 1:
+            has = [leaf.grad is not None for _, leaf in pairs]
+            each.append(torch.tensor(has, dtype=torch.uint8, device=self.device))
+        lane = self._lane(virtual - 1, is_backward=True)
+        lane.send(each)
+        if chunks_of(run.batch.schedule) == 1:  # else ranks also wait for each other in a circle
+            lane.settle(unfinished=self.stages)
+
+    def _backward(self, run: _Run, virtual: int, m: int) -> None:
+        held = run.held.pop((virtual, m))
+        is_last = virtual == len(run.batch.plans[m].stages) - 1
+        gradients = [] if is_last else self._gradients(run, virtual, m)
+        start = now()
+        if is_last:
+            self._loss(run, m).backward()  # type: ignore[no-untyped-call]
+        else:
+            run_backward(held, gradients)
+        run.step.note_part(State.BACKWARD, start)
+        self._send_gradients(run, virtual, m, held.received)
+
+    def _backward_of_inputs(self, run: _Run, virtual: int, m: int) -> None:
+        held = run.held.pop((virtual, m))
+        is_last = virtual == len(run.batch.plans[m].stages) - 1
+        gradients = [None] if is_last else self._gradients(run, virtual, m)
+        start = now()
+        outputs = [self._loss(run, m)] if is_last else held.sent
+        split = SplitBackward(outputs, gradients, held.received)
+        split.of_inputs(self.module.module.parameters())
+        run.split[virtual, m] = split
+        run.step.note_part(State.BACKWARD, start)
+        self._send_gradients(run, virtual, m, held.received)
+
+    def _backward_of_parameters(self, run: _Run, virtual: int, m: int) -> None:
+        start = now()
+        run.split.pop((virtual, m)).of_parameters(self.module.module.parameters())
+        run.step.note_part(State.BACKWARD, start)
+
+    # losses
+
+    def _loss(self, run: _Run, m: int) -> torch.Tensor:
+        """Return what the backward of a micro-batch begins with, on the last stage."""
+        mean, weight = run.losses[m]
+        if not mean.requires_grad:
+            raise ValueError(
+                "world.forward_backward: the loss depends on no parameter with requires_grad. "
+                "HINT: compute it from the outputs, without detach() and torch.no_grad()"
+            )
+        if weight is not None:
+            weight = self._total_weight(run)
+        return run.step.scaled(mean, weight, self._part(run, m))
+
+    def _total_weight(self, run: _Run) -> torch.Tensor:
+        assert len(run.losses) == len(run.batch.plans)  # because of forwards_first
+        return sum((w for _, w in run.losses.values()), start=torch.zeros(()))
+
+    def _part(self, run: _Run, m: int) -> float:
+        """Return the share of a micro-batch of its batch's loss."""
+        weight = run.losses[m][1]
+        if weight is None:
+            return run.batch.sizes[m] / sum(run.batch.sizes)
+        total = float(self._total_weight(run))
+        return float(weight) / total if total else 0.0
+
+    def _share_loss(self, run: _Run) -> torch.Tensor:
+        """Return the mean loss of the batch, on all ranks that share it. Collective."""
+        mean = torch.zeros((), dtype=torch.float64, device=self.device)
+        for m, (loss, _) in run.losses.items():
+            mean += loss.detach().double().reshape(()) * self._part(run, m)
+        dist.broadcast(mean, self._last_rank(run.batch.plans[0]), self.group)
+        return mean.float()
+
+    def _last_rank(self, plan: ForwardPlan) -> int:
+        return self.ranks[(len(plan.stages) - 1) % self.stages]
+
+    # evaluation
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, plan: ForwardPlan) -> list[Any]:
+        """Run a forward of a batch; return the leaves of the outputs, on all ranks. Collective."""
+        run = _Run(Batch([inputs], [None], [1], [plan], "gpipe"), None)
+        outputs: Any = None
+        for virtual in range(self.stage, len(plan.stages), self.stages):
+            self._expect(run, virtual, 0, is_backward=False)
+            received = self._receive(run, virtual, 0, is_backward=False)
+            found = run_forward(self.module, plan, virtual, inputs, received, None)
+            if found.sent:
+                self._lane(virtual, is_backward=False).send(found.sent)
+            outputs = found.outputs
+        for lane in self._lanes.values():
+            lane.settle()
+        return self._spread(outputs, plan)
+
+    def _spread(self, outputs: Any, plan: ForwardPlan) -> list[Any]:
+        """Send the outputs of the last stage to the others."""
+        last = self._last_rank(plan)
+        if self.mesh.rank == last:
+            leaves = torch.utils._pytree.tree_leaves(outputs)
+            others = [Lane(self.mesh, self.group, r, 0) for r in self.ranks if r != last]
+            tensors = [t for t in leaves if torch.is_tensor(t)]
+            for lane in others:
+                lane.send(tensors)
+            for lane in others:
+                lane.settle()
+            return leaves
+        lane = Lane(self.mesh, self.group, last, 0)
+        lane.expect(
+            [
+                torch.empty(of[0], dtype=of[1], device=self.device)
+                for of in plan.output_values
+                if of is not None
+            ]
+        )
+        received = iter(lane.receive())
+        return [
+            next(received) if of is not None else leaf
+            for leaf, of in zip(plan.leaves, plan.output_values, strict=True)
+        ]
+
+
+def _with_grad(wires: Sequence[Wire]) -> tuple[Wire, ...]:
+    return tuple(wire for wire in wires if wire.requires_grad)

@@ -1,0 +1,219 @@
+"""Which stage holds which parameters and buffers: consecutive units of a model, evenly divided.
+
+A unit is an event that uses parameters, with the events without parameters that follow. Where no
+example inputs are given, it is an atom of the model, in order of registration. Stages are cut
+before units only, so that where an operation without parameters runs follows from them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ...plurals import counted
+from .atoms import Atoms, tensor_names, tensors_by_name
+from .trace import Trace
+
+MAX_SHOWN_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive parts of a model that stay on one stage.
+
+    Attributes:
+        name: Of its first part.
+        tensors: Parameters and buffers that it uses.
+        cost: Operations of its forward, or bytes of its parameters.
+        can_begin: Whether a stage may begin with it.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    cost: float
+    can_begin: bool = True
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The division of a model into stages.
+
+    Attributes:
+        units: Of each stage.
+        held: Stages that hold a parameter or buffer, by its name; several for tied ones.
+    """
+
+    units: tuple[tuple[Unit, ...], ...]
+    held: Mapping[str, frozenset[int]]
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of each stage of the cost of all."""
+        costs = [sum(unit.cost for unit in stage) for stage in self.units]
+        return [cost / (sum(costs) or 1) for cost in costs]
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"stage {number}: {_range_text(stage)} ({share:.0%})"
+            for number, (stage, share) in enumerate(zip(self.units, self.shares, strict=True))
+        )
+
+
+def _range_text(units: Sequence[Unit]) -> str:
+    names = list(dict.fromkeys(unit.name for unit in units))
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def units_of_trace(trace: Trace, model: nn.Module) -> list[Unit]:
+    """Return the units in the order in which a forward runs them."""
+    tensors = tensors_by_name(model)
+    parts: list[list[int]] = []
+    for number, event in enumerate(trace.events):
+        is_first = any(isinstance(tensors[n], nn.Parameter) for n in event.tensors)
+        if is_first or event.changes or not parts:
+            parts.append([])
+        parts[-1].append(number)
+    flops = sum(event.flops for event in trace.events)
+    seen: set[str] = set()
+    units = []
+    for part in parts:
+        events = [trace.events[number] for number in part]
+        names = tuple(dict.fromkeys(n for event in events for n in event.tensors))
+        new = [n for n in names if n not in seen and isinstance(tensors[n], nn.Parameter)]
+        seen.update(new)
+        cost = sum(event.flops for event in events) if flops else _nbytes(tensors, new)
+        first = next((event for event in events if event.tensors), events[0])
+        units.append(Unit(_unit_name(first.target, names), names, cost, _can_begin(trace, part[0])))
+    unused = [n for n in tensors if not any(n in unit.tensors for unit in units)]
+    if unused and units:
+        first_unit = units[0]
+        units[0] = Unit(first_unit.name, (*first_unit.tensors, *unused), first_unit.cost)
+    return units
+
+
+def _unit_name(target: object, tensors: Sequence[str]) -> str:
+    return target if isinstance(target, str) else tensors[0] if tensors else "inputs"
+
+
+def _can_begin(trace: Trace, number: int) -> bool:
+    """Return whether no later event changes a value in place that an earlier one has made."""
+    return not any(
+        change.event >= number and any((trace.values[v].event or 0) < number for v in change.values)
+        for change in trace.changes
+    )
+
+
+def units_of_modules(model: nn.Module, atoms: Atoms) -> list[Unit]:
+    """Return the units in order of registration."""
+    tensors, names = tensors_by_name(model), tensor_names(model)
+    owned: list[tuple[str, str]] = []  # name of the unit, name of a parameter
+    for full in names:
+        atom = next((a for a in atoms.names if full.startswith(f"{a}.")), None)
+        if isinstance(tensors[names[full]], nn.Parameter) or _is_norm(model, full):
+            owned.append((full.rpartition(".")[0] if atom is None else atom, full))
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    owned.sort(key=lambda one: order.get(one[0], 0))
+    units, seen = [], set[str]()
+    for name, group in groupby(owned, key=lambda one: one[0]):
+        held = tuple(dict.fromkeys(names[full] for _, full in group))
+        new = [n for n in held if n not in seen]
+        seen.update(new)
+        units.append(Unit(name, held, _nbytes(tensors, new)))
+    return units
+
+
+def _is_norm(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), _NormBase)
+
+
+def _nbytes(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> int:
+    return sum(tensors[name].nbytes for name in names)
+
+
+def divide(
+    units: Sequence[Unit], stages: int, names: Sequence[str], begins: Sequence[str] | None = None
+) -> Partition:
+    """Divide units into stages: the largest is as small as possible, then all as even as possible.
+
+    Args:
+        names: All parameters and buffers; those of no unit are on every stage.
+        begins: Names of modules with which the stages after the first one begin.
+
+    Raises:
+        ValueError: There are not enough places to cut, or a name is unknown.
+    """
+    cuts = _named_cuts(units, stages, begins) if begins is not None else _best_cuts(units, stages)
+    ends = [*cuts, len(units)]
+    firsts = [0, *cuts]
+    parts = tuple(tuple(units[a:b]) for a, b in zip(firsts, ends, strict=True))
+    held: dict[str, set[int]] = {}
+    for stage, part in enumerate(parts):
+        for unit in part:
+            for name in unit.tensors:
+                held.setdefault(name, set()).add(stage)
+    every = frozenset(range(stages))
+    return Partition(parts, {n: frozenset(held[n]) if n in held else every for n in names})
+
+
+def _best_cuts(units: Sequence[Unit], stages: int) -> list[int]:
+    sums = [0.0, *accumulate(unit.cost for unit in units)]
+    places = [i for i, unit in enumerate(units) if i and unit.can_begin]
+    if len(places) < stages - 1:
+        if not places:
+            raise ValueError(
+                f"the model can't be cut: it is one part ({_unit_names(units)}). HINT: "
+                "layout='data'"
+            )
+        raise ValueError(
+            f"the model can be cut in {counted(len(places), 'place')}, and "
+            f"{counted(stages, 'stage')} need {stages - 1}: {_unit_names(units)}. HINT: "
+            f"layout='pp{len(places) + 1}'"
+        )
+    # of each place: the best division of all before it, as its cost and its cuts
+    best: dict[int, tuple[tuple[float, float], list[int]]] = {
+        end: ((sums[end], sums[end] ** 2), []) for end in (*places, len(units))
+    }
+    for _ in range(stages - 1):
+        found: dict[int, tuple[tuple[float, float], list[int]]] = {}
+        for end in (*places, len(units)):
+            for cut in places:
+                if cut >= end or cut not in best:
+                    continue
+                (largest, squares), cuts = best[cut]
+                own = sums[end] - sums[cut]
+                cost = (max(largest, own), squares + own * own)
+                if end not in found or cost < found[end][0]:
+                    found[end] = (cost, [*cuts, cut])
+        best = found
+    return best[len(units)][1]
+
+
+def _named_cuts(units: Sequence[Unit], stages: int, begins: Sequence[str]) -> list[int]:
+    cuts = []
+    for name in begins:
+        at = next(
+            (i for i, u in enumerate(units) if u.name == name or u.name.startswith(f"{name}.")), 0
+        )
+        if not at or (cuts and at <= cuts[-1]) or not units[at].can_begin:
+            raise ValueError(
+                f"balance={list(begins)!r}: no stage can begin with {name!r}. HINT: names of "
+                f"modules in the order in which they run: {_unit_names(units[1:])}"
+            )
+        cuts.append(at)
+    if len(cuts) != stages - 1:
+        raise ValueError(
+            f"balance={list(begins)!r} has {counted(len(cuts), 'name')}, and "
+            f"{counted(stages, 'stage')} begin after the first one with {stages - 1}. HINT: "
+            f"balance={[u.name for u in units[1:stages]]!r}"
+        )
+    return cuts
+
+
+def _unit_names(units: Sequence[Unit]) -> str:
+    names = [unit.name or "the model" for unit in units]
+    more = len(names) - MAX_SHOWN_NAMES
+    shown = ", ".join(names[:MAX_SHOWN_NAMES])
+    return f"{shown} and {more} more" if more > 0 else shown

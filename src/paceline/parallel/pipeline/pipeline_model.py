@@ -1,0 +1,315 @@
+"""A model in a pipeline: what the training loop may ask of it, and what the script calls."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ...cost.layout import Layout
+from ..memory.setup import empty_as
+from ..mesh import Mesh
+from ..sharded.replication import BufferSync
+from ..strategy.distributed_model import DistributedModel
+from ..strategy.training_step import Loss, TrainingStep
+from .atoms import tensor_names
+from .deferred_norms import DeferredNorms
+from .executor import STAGE, Batch, Executor
+from .gradient_exchange import reduce_gradients
+from .micro_batches import check_count, samples_of, sizes_of, split
+from .partition import Partition
+from .schedules import DEFAULT, MICRO_BATCHES_OF_STAGE, chunks_of
+from .stage_plan import ForwardPlan, plan_forward
+from .stage_runner import StageModule
+from .trace import Skeleton
+
+MAX_PLANS = 256  # of different shapes and modes; then all are planned again
+
+
+class PipelinedModule(nn.Module):
+    """What the script calls: outputs on all ranks in evaluation, an error in training.
+
+    Keys of ``state_dict`` and attributes are those of the plain model, of which each rank has a
+    part.
+    """
+
+    is_stage = True  # for world.export
+
+    def __init__(self, module: nn.Module, evaluate: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._evaluate = evaluate
+        self.training = module.training
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        if self.training:
+            raise ValueError(
+                f"the {type(self.module).__name__} is a pipeline, which can't be called in "
+                "training. HINT: loss = world.forward_backward(model, inputs, targets, loss=...); "
+                "for an evaluation model.eval()"
+            )
+        if args and options:
+            raise ValueError(
+                "a pipeline is called with positional or with keyword arguments, not with both. "
+                "HINT: model(**inputs)"
+            )
+        return self._evaluate(options or args)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_"):
+                raise
+            return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = name in self.__dict__ or name == "module" or hasattr(type(self), name)
+        if module is not None and not is_own and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        plain: nn.Module = copy.deepcopy(self.module, memo)
+        return plain
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(*args, **options)
+
+
+class PipelineModel(DistributedModel):
+    """A model whose stages are on the ranks of the axis ``stage``, with replicas along ``data``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: DistributedModel,
+        mesh: Mesh,
+        layout: Layout,
+        partition: Partition,
+        skeleton: Skeleton,
+        has_example: bool,
+    ) -> None:
+        super().__init__(module, inner)
+        self.mesh, self.partition, self.skeleton = mesh, partition, skeleton
+        self.schedule = layout.schedule or DEFAULT
+        self.micro_batches = layout.micro_batches
+        self._has_example = has_example
+        self._called = PipelinedModule(module, self._evaluate)
+        self._aliases = tensor_names(skeleton.model)
+        self._plans: dict[Any, ForwardPlan] = {}
+        self._weighted: dict[Any, bool] = {}
+        self._syncs = True
+        self._stages = mesh.shape[STAGE]
+        self._tie_groups = self._create_tie_groups()
+        self._buffers = BufferSync(module, mesh.data_group)
+        stage = StageModule(module, self._tensor, skeleton.constants)
+        self._executor = Executor(mesh, stage, DeferredNorms(module), skeleton.device)
+
+    # names and parameters
+
+    @property
+    def called(self) -> nn.Module:
+        return self._called
+
+    @property
+    def plain(self) -> nn.Module:
+        return self.module
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        owner, _, key = name.rpartition(".")
+        module = self.module.get_submodule(owner)
+        found = module._parameters.get(key)
+        tensor = found if found is not None else module._buffers[key]
+        assert tensor is not None
+        return tensor
+
+    def _ranks_of(self, name: str) -> frozenset[int]:
+        """Return the ranks (by stage) that hold a tensor."""
+        held = self.partition.held.get(self._aliases.get(name, name))
+        every = range(self._stages)
+        return frozenset(every if held is None else (v % self._stages for v in held))
+
+    def parted_axes(self, name: str) -> frozenset[str]:
+        is_everywhere = len(self._ranks_of(name)) == self._stages
+        return frozenset() if is_everywhere else frozenset({STAGE})
+
+    @property
+    def is_parted(self) -> bool:
+        return True
+
+    def is_first_copy(self, name: str) -> bool:
+        ranks = self._ranks_of(name)
+        return len(ranks) == self._stages or self.mesh.place[STAGE] == min(ranks)
+
+    # gradients and buffers
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        self._syncs = enabled
+
+    def set_buffer_sync(self, enabled: bool) -> None:
+        if self.mesh.data_size > 1:
+            self._buffers.set(enabled)
+
+    def _create_tie_groups(self) -> list[tuple[Any, list[nn.Parameter]]]:
+        """Return the tied parameters of this rank with the groups of the ranks that hold them."""
+        own, found = self.parameters(), []
+        names = {name for name, _ in self.skeleton.model.named_parameters()}
+        for stages in sorted({tuple(sorted(self._ranks_of(name))) for name in names}):
+            if len(stages) == 1:
+                continue
+            group = self._group_of(stages)
+            if self.mesh.place[STAGE] in stages:
+                tied = [p for name, p in own.items() if self._ranks_of(name) == set(stages)]
+                found.append((group, tied))
+        return found
+
+    def _group_of(self, stages: Collection[int]) -> Any:
+        """Return the group of these stages of this rank's data rank. Collective."""
+        if len(stages) == self._stages:
+            return self.mesh.group(STAGE)
+        found = None
+        for first in self.mesh.first_of_data_ranks:
+            ranks = self.mesh.ranks_along((STAGE,), first)
+            chosen = [ranks[stage] for stage in stages]
+            made = dist.new_group(chosen)
+            if self.mesh.rank in chosen:
+                found = made
+        return found
+
+    # plans
+
+    def _plan(self, inputs: Any) -> ForwardPlan:
+        """Return the plan for inputs of these shapes, in the present modes."""
+        flat, spec = tree_flatten(inputs)
+        leaves = tuple(
+            (tuple(t.shape), t.dtype, t.requires_grad) if torch.is_tensor(t) else repr(t)
+            for t in flat
+        )
+        device = self.skeleton.device.type
+        key = (
+            *(repr(spec), leaves, self.skeleton.modes(self.module), torch.is_grad_enabled()),
+            *(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+        )
+        if key not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            trace = self.skeleton.trace(self.module, inputs)
+            chunks = chunks_of(self.schedule)
+            self._plans[key] = plan_forward(
+                trace, self.partition.held, self._stages * chunks, self._has_example
+            )
+        return self._plans[key]
+
+    def _agree(self, plans: Mapping[int, ForwardPlan], *others: Any) -> None:
+        """Check that all stages have the same batch; raises ValueError on all of them. Collective.
+
+        Otherwise they would wait for messages that nobody sends.
+        """
+        wires = [(n, plan.wires) for n, plan in plans.items()]
+        content = repr((wires, others)).encode()
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        device = self.skeleton.device
+        own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+        every = [torch.empty_like(own) for _ in range(self._stages)]
+        dist.all_gather(every, own, group=self._executor.group)
+        differing = [
+            self.mesh.name(rank)
+            for rank, one in zip(self._executor.ranks, every, strict=True)
+            if not torch.equal(one, every[0])
+        ]
+        if differing:
+            raise ValueError(
+                f"pipeline: {' and '.join(differing)} has another batch or model than "
+                f"{self.mesh.name(self._executor.ranks[0])}: other shapes, dtypes, modes or "
+                "requires_grad. HINT: world.shard, which gives all stages the same samples; set "
+                "requires_grad before world.distribute"
+            )
+
+    # a step
+
+    def run_step(self, step: TrainingStep) -> torch.Tensor:
+        samples = samples_of(step.inputs, step.targets)
+        asked = self.micro_batches
+        if asked is not None and not self._plans:
+            check_count(samples, asked)
+        count = asked or MICRO_BATCHES_OF_STAGE * self._stages
+        sizes = sizes_of(samples, count)
+        inputs, targets = split(step.inputs, sizes), split(step.targets, sizes)
+        with torch.enable_grad():
+            plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
+            is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
+        self._agree(plans, sizes, is_weighted)
+        if self.mesh.data_size > 1 and self._buffers.enabled:
+            with torch.no_grad():
+                self._buffers.broadcast()
+        # how much a micro-batch counts is known after the forwards of all
+        each = [plans[size] for size in sizes]
+        batch = Batch(inputs, targets, sizes, each, self.schedule, forwards_first=is_weighted)
+        with step.backward(None):
+            tied = [p for _, of in self._tie_groups for p in of]
+            before = [p.grad for p in tied]
+            for parameter in tied:  # copies sum the gradients of this batch only
+                parameter.grad = None
+            mean = self._executor.train(batch, step)
+            for group, parameters in self._tie_groups:
+                reduce_gradients(parameters, group, 1)
+            for parameter, gradient in zip(tied, before, strict=True):
+                if gradient is not None:
+                    own = parameter.grad
+                    parameter.grad = gradient if own is None else gradient.add_(own)
+            if self._syncs and self.mesh.data_size > 1:
+                trained = [p for p in self.module.parameters() if p.requires_grad]
+                step.note_exchange(
+                    self.mesh.data_group, [p.grad for p in trained if p.grad is not None]
+                )
+                reduce_gradients(trained, self.mesh.data_group, self.mesh.data_size)
+        return mean
+
+    def _is_weighted(self, step: TrainingStep, plan: ForwardPlan, targets: Any) -> bool:
+        """Return whether a loss returns a sum and a weight, or can't be asked without data."""
+        key = getattr(step.loss, "__code__", step.loss)
+        if key not in self._weighted:
+            self._weighted[key] = self._returns_pair(step.loss, plan, targets)
+        return self._weighted[key]
+
+    def _returns_pair(self, loss: Loss, plan: ForwardPlan, targets: Any) -> bool:
+        device = self.skeleton.device
+        try:
+            with self.skeleton.mode:
+                outputs = tree_unflatten(
+                    [
+                        leaf if of is None else torch.empty(of[0], dtype=of[1], device=device)
+                        for leaf, of in zip(plan.leaves, plan.output_values, strict=True)
+                    ],
+                    plan.spec,
+                )
+                fakes = tree_map_only(torch.Tensor, lambda t: empty_as(t, device), targets)
+                return isinstance(loss(outputs, fakes), tuple)
+        except Exception:  # of any code of the user's loss, which then runs with data
+            return True
+
+    # evaluation
+
+    @torch.no_grad()
+    def _evaluate(self, inputs: Any) -> Any:
+        plan = self._plan(inputs)
+        self._agree({0: plan})
+        return tree_unflatten(self._executor.evaluate(inputs, plan), plan.spec)

@@ -1,0 +1,149 @@
+"""Forward and backward of one micro-batch in one (virtual) stage of this rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .stage_plan import ForwardPlan, StagePlan, Wire
+from .trace import Event, Ref
+
+Seed = Callable[[int], None]  # called with the number of an event
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """What a rank has of a model.
+
+    Attributes:
+        tensors: Parameters and buffers by name.
+        constants: Tensors that modules hold as plain attributes.
+    """
+
+    module: nn.Module
+    tensors: Callable[[str], torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Activations:
+    """What a stage holds of a micro-batch between its forward and its backward.
+
+    Attributes:
+        received: Leaves of the stage's graph.
+        sent: Tensors that the next stage has.
+        outputs: Of the last stage.
+    """
+
+    received: list[torch.Tensor]
+    sent: list[torch.Tensor]
+    outputs: Any = None
+
+
+def run_forward(
+    stage: StageModule,
+    plan: ForwardPlan,
+    number: int,
+    inputs: Any,
+    received: Sequence[torch.Tensor],
+    seed: Seed | None,
+) -> Activations:
+    """Run the events of a stage.
+
+    Args:
+        number: Of the stage; the last one returns outputs.
+        inputs: The micro-batch.
+        received: Values of ``plan.stages[number].received``.
+        seed: Called before each event; None to draw from the global generators.
+    """
+    own: StagePlan = plan.stages[number]
+    values: dict[int, Any] = dict(enumerate(tree_flatten(inputs)[0]))
+    leaves = []
+    for wire, tensor in zip(own.received, received, strict=True):
+        if wire.requires_grad and torch.is_grad_enabled():
+            tensor.requires_grad_()
+        leaves.append(tensor)
+        # a leaf can't be changed in place
+        values[wire.value] = tensor.clone() if wire.is_changed else tensor
+    for (event_number, event), unneeded in zip(own.events, own.last_use, strict=True):
+        if seed is not None:
+            seed(event_number)
+        _run(stage, event, values)
+        for value in unneeded:
+            values.pop(value, None)
+    sent = [_checked(wire, values[wire.value], own) for wire in own.sent]
+    found = Activations(leaves, sent)
+    if number == len(plan.stages) - 1:
+        outputs = [values[leaf.key] if isinstance(leaf, Ref) else leaf for leaf in plan.leaves]
+        found.outputs = tree_unflatten(outputs, plan.spec)
+    return found
+
+
+def _run(stage: StageModule, event: Event, values: dict[int, Any]) -> None:
+    leaves = [_value(stage, leaf, values) for leaf in event.leaves]
+    args, options = tree_unflatten(leaves, event.spec)
+    target: Any = event.target
+    if isinstance(target, str):
+        target = stage.module.get_submodule(target)
+    with _context(event, stage):
+        out = target(*args, **options)
+    results, _ = tree_flatten(out)
+    if len(results) != len(event.results):
+        raise ValueError(_changed_outputs(event, f"{len(results)} results"))
+    pairs = zip(event.results, results, strict=True)
+    values.update((number, result) for number, result in pairs if number is not None)
+
+
+def _value(stage: StageModule, leaf: Any, values: Mapping[int, Any]) -> Any:
+    if not isinstance(leaf, Ref):
+        return leaf
+    if leaf.kind == "value":
+        return values[leaf.key]
+    return stage.tensors(leaf.key) if leaf.kind == "tensor" else stage.constants[leaf.key]
+
+
+def _context(event: Event, stage: StageModule) -> ExitStack:
+    """Return the context of gradients and autocast in which the model runs an event."""
+    contexts = ExitStack()
+    if event.with_grad != torch.is_grad_enabled():
+        contexts.enter_context(torch.set_grad_enabled(event.with_grad))
+    kind = event.device
+    now = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    if event.autocast != now:
+        enabled, dtype = event.autocast
+        contexts.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+    return contexts
+
+
+def _checked(wire: Wire, tensor: torch.Tensor, own: StagePlan) -> torch.Tensor:
+    if tuple(tensor.shape) != wire.shape or tensor.dtype != wire.dtype:
+        made = [event for _, event in own.events if wire.value in event.results]
+        found = f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+        raise ValueError(_changed_outputs(made[-1], found) if made else found)
+    return tensor
+
+
+def _changed_outputs(event: Event, found: str) -> str:
+    return (
+        f"pipeline: {event.name} has returned {found}, and something else without data. HINT: "
+        "outputs whose number, shapes and dtypes depend on the shapes of the inputs only"
+    )
+
+
+def run_backward(activations: Activations, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Run the backward of a stage that is not the last one; leaves have their gradients then.
+
+    Args:
+        gradients: Of each tensor of ``activations.sent``; None: it has none.
+    """
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(activations.sent, gradients, strict=True)
+        if gradient is not None and tensor.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])

@@ -1,0 +1,469 @@
+"""What a model's forward does, in order: calls of its modules, and operations between them.
+
+The forward runs once on tensors without data, in a copy of the model. Modules that are not divided
+(atoms) are one event each; of the others, every function of PyTorch is an event. So control flow
+that depends on shapes, modes or attributes works, and one that depends on data is an error.
+"""
+
+import contextlib
+import copy
+import linecache
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...data.sampling.sample_order import preserve_random_states
+from ..memory.setup import empty_as
+from ..memory.trace import READS_VALUES, OneFakeMode
+from .atoms import Atoms, tensors_by_name
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of an event.
+
+    Attributes:
+        kind: "value" (made by an event, or an input), "tensor" (a parameter or buffer of the model)
+            or "constant" (a tensor that a module holds as a plain attribute).
+        key: Number of the value, or name of the tensor.
+    """
+
+    kind: str
+    key: Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """A call of a module or of a function.
+
+    Attributes:
+        target: Name of the module, or the function.
+        spec, leaves: Arguments and keyword arguments; tensors are ``Ref``.
+        results: Of each leaf of the result, the number of its value; None for others than tensors.
+        tensors: Names of the parameters and buffers that it uses.
+        changes: Names of buffers that it changes.
+        with_grad: Whether gradients were enabled.
+        device, autocast: Type of device; whether autocast was enabled for it, and its dtype.
+        line: Line of the script or library that calls it.
+        flops: Operations of its forward.
+    """
+
+    target: str | Callable[..., Any]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    results: tuple[int | None, ...]
+    tensors: tuple[str, ...]
+    changes: tuple[str, ...]
+    with_grad: bool
+    device: str
+    autocast: tuple[bool, torch.dtype]
+    line: str
+    flops: int = 0
+
+    @property
+    def name(self) -> str:
+        """What is called, for messages."""
+        if isinstance(self.target, str):
+            return self.target or "the model"
+        return str(getattr(self.target, "__name__", self.target))
+
+    @property
+    def values(self) -> list[int]:
+        """The values among its arguments."""
+        return [r.key for r in self.leaves if isinstance(r, Ref) and r.kind == "value"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that an event has made; ``event`` is None for inputs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    event: int | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Values that an event changes in place: one tensor and its views."""
+
+    event: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward.
+
+    Attributes:
+        events: In order.
+        values: Inputs first, one for each leaf of the inputs, which may be no tensor.
+        changes: In-place operations.
+        spec, leaves: The outputs.
+    """
+
+    events: tuple[Event, ...]
+    values: tuple[Value, ...]
+    changes: tuple[Change, ...]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class Skeleton:
+    """A copy of a whole model without data, whose forward can be traced at any time.
+
+    Attributes:
+        atoms: Which modules are events.
+        constants: Tensors that modules hold as plain attributes, by name.
+        mode: The fake mode of its tensors.
+        by_name: Its parameters, buffers and constants.
+    """
+
+    def __init__(self, model: nn.Module, atoms: Atoms, device: torch.device) -> None:
+        self.atoms, self.device = atoms, device
+        self.constants = {
+            f"{name}.{key}" if name else key: value
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        self.mode = OneFakeMode(allow_non_fake_inputs=True)
+        named = tensors_by_name(model) | self.constants
+        with self.mode, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            memo: dict[int, Any] = {id(t): empty_as(t, device) for t in named.values()}
+            self._refs = {
+                id(memo[id(t)]): Ref("constant" if name in self.constants else "tensor", name)
+                for name, t in reversed(named.items())
+            }
+            self.model: nn.Module = copy.deepcopy(model, memo)
+        self._fakes = memo  # keeps the ids valid
+        for module in self.model.modules():
+            if isinstance(module, _BatchNorm) and module.momentum is None:
+                module.momentum = 0.1  # None reads the number of batches, and changes no shape
+        self._modules = dict(self.model.named_modules(remove_duplicate=False))
+        inside = tuple(f"{name}." for name in atoms.names)
+        self._glue = [
+            name
+            for name in self._modules
+            if name not in atoms.names and not name.startswith(inside)
+        ]
+        self.by_name = {ref.key: memo[id(named[ref.key])] for ref in self._refs.values()}
+
+    def modes(self, model: nn.Module) -> tuple[Any, ...]:
+        """Return what decides, beside its inputs, what the traced forward does.
+
+        That are the modes and the simple attributes of the modules that are no atoms.
+        """
+        found = []
+        for name in self._glue:
+            attributes = _simple_attributes(model.get_submodule(name))
+            found.append(tuple((k, repr(v)) for k, v in attributes.items()))
+        return tuple(found)
+
+    def trace(self, model: nn.Module, inputs: Any) -> Trace:
+        """Trace a forward with the modes of a model.
+
+        Args:
+            inputs: As for ``TrainingStep``; shapes and dtypes matter, values do not.
+
+        Raises:
+            ValueError: The forward can't be traced; the message has the line.
+        """
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._modules[name].training = module.training
+        for name in self._glue:
+            vars(self._modules[name]).update(_simple_attributes(model.get_submodule(name)))
+        flat, spec = tree_flatten(inputs)
+        _check_leaves(flat)
+        with preserve_random_states(), self.mode, FlopCounterMode(display=False) as flops:
+            fakes = [empty_as(t, self.device) if torch.is_tensor(t) else t for t in flat]
+            recording = _Recording(self, self._refs, fakes, flops.get_total_flops)
+            before = random.getstate()
+            try:
+                with self._unchanged(), self._intercepted(recording), recording:
+                    outputs = _call(self.model, tree_unflatten(fakes, spec))
+                if random.getstate() != before:
+                    raise _TraceError("draws from Python's random outside of a module", "", "")
+                return recording.trace(outputs)
+            except _TraceError as error:
+                raise ValueError(error.text(type(model).__name__)) from None
+            except Exception as error:  # of any code of the user's model
+                raise ValueError(_explain(error, type(model).__name__)) from error
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Restore the attributes of the copy; raise _TraceError for a change that would be lost.
+
+        A tensor that the forward keeps as an attribute is a cache or for inspection: allowed.
+        """
+        before = [
+            (m, dict(vars(m)), dict(m._parameters), dict(m._buffers))
+            for m in self._modules.values()
+        ]
+        try:
+            yield
+            of_names = dict(zip(self._modules, before, strict=True))
+            for name in self._glue:
+                self._check_unchanged(*of_names[name])
+        finally:
+            for module, attributes, parameters, buffers in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    def _check_unchanged(
+        self, module: nn.Module, attributes: Any, parameters: Any, buffers: Any
+    ) -> None:
+        for key, value in {**parameters, **buffers}.items():
+            if module._parameters.get(key, module._buffers.get(key)) is not value:
+                hint = f"self.{key}.copy_(...), or assign it inside of a module"
+                raise _TraceError(f"assigns self.{key}", "", hint)
+        for key, value in _simple_attributes(module).items():
+            if key not in attributes or attributes[key] != value:
+                hint = "change attributes outside of the forward, or inside of a module"
+                raise _TraceError(f"changes self.{key}", "", hint)
+
+    @contextlib.contextmanager
+    def _intercepted(self, recording: "_Recording") -> Iterator[None]:
+        """Let the atoms of the copy tell the recording of their calls."""
+        changed = []
+        for name in self.atoms.names:
+            module = self._modules[name]
+            if module.__class__.__dict__.get("is_intercepted"):
+                continue  # the same module under another name
+            changed.append((module, module.__class__))
+            module.__class__ = _intercepting(module.__class__, name, recording)
+        try:
+            yield
+        finally:
+            for module, kind in changed:
+                module.__class__ = kind
+
+    def module_tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of a module of the copy, by name in the model."""
+        module = self._modules[name]
+        tensors = [*module.parameters(), *module.buffers()]
+        return {self._refs[id(t)].key: t for t in tensors}
+
+
+def _intercepting(kind: type, name: str, recording: "_Recording") -> type:
+    def call(self: nn.Module, *args: Any, **options: Any) -> Any:
+        inner = super(subclass, self).__call__  # type: ignore[misc]
+        return recording.call_module(name, inner, args, options)
+
+    subclass = type(kind.__name__, (kind,), {"__call__": call, "is_intercepted": True})
+    return subclass
+
+
+class _TraceError(Exception):
+    """The model can't be traced: what it does, where, and a hint."""
+
+    def __init__(self, what: str, line: str, hint: str) -> None:
+        super().__init__(what)
+        self.what, self.line, self.hint = what, line, hint
+
+    def text(self, kind: str) -> str:
+        where = f" at {self.line}" if self.line else ""
+        hint = self.hint or "move it into a module with parameters, or layout='data'"
+        return f"pipeline: the forward of the {kind} {self.what}{where}. HINT: {hint}"
+
+
+@dataclass(eq=False)
+class _Recording(TorchFunctionMode):
+    """Notes events while the forward runs."""
+
+    skeleton: Skeleton
+    refs: Mapping[int, Ref]
+    inputs: list[Any]
+    flops: Callable[[], int]
+    events: list[Event] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._is_inside = False
+        self._numbers: dict[int, int] = {}
+        self._tensors: list[Any] = []  # by number; keeps the ids valid
+        self._versions: list[int] = []
+        self._made_by: list[int | None] = []
+        for leaf in self.inputs:
+            self._add(leaf, None)
+
+    def _add(self, tensor: Any, event: int | None) -> int:
+        number = len(self._tensors)
+        self._tensors.append(tensor)
+        self._made_by.append(event)
+        is_tensor = torch.is_tensor(tensor)
+        self._versions.append(tensor._version if is_tensor else 0)
+        if is_tensor:
+            self._numbers.setdefault(id(tensor), number)
+        return number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self._is_inside:
+            return func(*args, **options)
+        return self._run(func, func, args, options)
+
+    def call_module(self, name: str, call: Any, args: Any, options: Any) -> Any:
+        if self._is_inside:
+            return call(*args, **options)
+        self._is_inside = True
+        try:
+            with preserve_random_states():  # its own draws are repeated when it runs
+                return self._run(name, call, args, options)
+        finally:
+            self._is_inside = False
+
+    def _run(self, target: Any, call: Any, args: Any, options: Any) -> Any:
+        line = _line_of(sys._getframe(2))
+        leaves, spec = tree_flatten((args, options))
+        refs = [self._ref(leaf, line) for leaf in leaves]
+        named: dict[str, torch.Tensor] = {}
+        if isinstance(target, str):
+            named = self.skeleton.module_tensors(target)
+        named |= {
+            r.key: self.skeleton.by_name[r.key]
+            for r in refs
+            if isinstance(r, Ref) and r.kind == "tensor"
+        }
+        buffers = {n: t._version for n, t in named.items() if not isinstance(t, nn.Parameter)}
+        device, before = self.skeleton.device.type, self.flops()
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with_grad = torch.is_grad_enabled()
+        out = call(*args, **options)
+        results, _ = tree_flatten(out)
+        changed = self._changed()
+        if not changed and not any(torch.is_tensor(one) for one in results):
+            return out
+        number = len(self.events)
+        if changed:
+            self.changes.append(Change(number, tuple(changed)))
+        numbers = [self._result(one, number) for one in results]
+        self.events.append(
+            Event(
+                *(target, spec, tuple(refs), tuple(numbers), tuple(named)),
+                tuple(n for n, version in buffers.items() if named[n]._version != version),
+                *(with_grad, device, autocast, line, self.flops() - before),
+            )
+        )
+        return out
+
+    def _ref(self, leaf: Any, line: str) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        known = self.refs.get(id(leaf))
+        if known is not None:
+            return known
+        if id(leaf) in self._numbers:
+            return Ref("value", self._numbers[id(leaf)])
+        shape = tuple(leaf.shape)
+        raise _TraceError(
+            f"uses a tensor of shape {shape} that is neither an input nor a parameter or buffer, "
+            "and that no function of PyTorch has made in it",
+            line,
+            "register_buffer, or compute it inside of a module",
+        )
+
+    def _result(self, leaf: Any, event: int) -> int | None:
+        if not torch.is_tensor(leaf) or id(leaf) in self.refs:
+            return None
+        if id(leaf) in self._numbers:  # in place, or returned unchanged
+            return self._numbers[id(leaf)]
+        return self._add(leaf, event)
+
+    def _changed(self) -> list[int]:
+        """Return the values that have changed since the last event."""
+        found = []
+        for number, tensor in enumerate(self._tensors):
+            if torch.is_tensor(tensor) and tensor._version != self._versions[number]:
+                self._versions[number] = tensor._version
+                found.append(number)
+        return found
+
+    def trace(self, outputs: Any) -> Trace:
+        leaves, spec = tree_flatten(outputs)
+        refs = tuple(self._ref(leaf, "its return") for leaf in leaves)
+        for leaf in leaves:
+            if not torch.is_tensor(leaf) and hasattr(leaf, "__dict__"):
+                hint = "return tensors, or tuples, lists and dicts of them"
+                raise _TraceError(f"returns a {type(leaf).__name__}", "", hint)
+        values = [
+            Value(tuple(t.shape), t.dtype, t.requires_grad, made)
+            if torch.is_tensor(t)
+            else Value((), torch.uint8, False, made)
+            for t, made in zip(self._tensors, self._made_by, strict=True)
+        ]
+        return Trace(tuple(self.events), tuple(values), tuple(self.changes), spec, refs)
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_LEAVES = (*_SIMPLE, torch.Tensor, torch.dtype, torch.device)
+
+
+def _simple_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are numbers or texts, or lists or tuples of them."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, _SIMPLE)
+        or (isinstance(value, (list, tuple)) and all(isinstance(one, _SIMPLE) for one in value))
+    }
+
+
+def _check_leaves(leaves: list[Any]) -> None:
+    """Raise ValueError for inputs whose values a plan could not follow from batch to batch."""
+    for leaf in leaves:
+        if not isinstance(leaf, _LEAVES):
+            raise ValueError(
+                f"pipeline: the inputs contain a {type(leaf).__name__}. HINT: tensors, numbers and "
+                "texts, in tuples, lists and dicts, such as dict(batch)"
+            )
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _line_of(frame: Any) -> str:
+    """Return file, line and code of the first frame outside of PyTorch and Paceline."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return _text_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+
+def _text_of(file: str, number: int) -> str:
+    code = linecache.getline(file, number).strip()
+    return f"{Path(file).name}:{number}{f' ({code})' if code else ''}"
+
+
+def _explain(error: Exception, kind: str) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+    where = _text_of(own[-1].filename, own[-1].lineno or 0) if own else ""
+    if isinstance(error, READS_VALUES):
+        what = "reads the value of a tensor, and stages can't depend on data"
+        hint = "torch.where in place of if, or layout='data'"
+    else:
+        first = (str(error).strip().splitlines() or [""])[0]
+        what = f"can't be traced without data: {type(error).__name__}: {first:.200}"
+        hint = "check the shapes of the inputs; layout='data' does not trace"
+    return _TraceError(what, where, hint).text(kind)

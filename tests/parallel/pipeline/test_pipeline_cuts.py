@@ -1,0 +1,177 @@
+"""Where a model is cut, what crosses the borders, and models that can't be cut there."""
+
+import pipelined_models
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
+from paceline.parallel.pipeline.micro_batches import samples_of, sizes_of, split
+from paceline.parallel.pipeline.partition import divide, units_of_modules, units_of_trace
+from paceline.parallel.pipeline.stage_plan import plan_forward
+from paceline.parallel.pipeline.trace import Skeleton
+
+CPU = torch.device("cpu")
+
+
+def plan(model, inputs, stages, example=True, begins=None):
+    """Return the partition of a model, and its plan for these inputs."""
+    skeleton = Skeleton(model, Atoms.of(model), CPU)
+    units = (
+        units_of_trace(skeleton.trace(model, inputs), model)
+        if example
+        else units_of_modules(model, skeleton.atoms)
+    )
+    partition = divide(units, stages, list(tensors_by_name(model)), begins)
+    return partition, plan_forward(skeleton.trace(model, inputs), partition.held, stages, example)
+
+
+def test_equal_blocks_are_divided_evenly():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.ReLU()) for _ in range(24)))
+    for example in (True, False):
+        partition, found = plan(model, torch.ones(2, 9), 4, example)
+        assert partition.shares == [0.25] * 4
+        assert [len(stage.events) for stage in found.stages] == [6] * 4
+        assert str(partition).startswith("stage 0: 0")
+
+
+def test_stages_begin_with_named_modules():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    partition, _ = plan(model, torch.ones(2, 4), 3, begins=["1", "5"])
+    assert [len(units) for units in partition.units] == [1, 4, 1]
+    with pytest.raises(ValueError, match=r"balance=\['7', '5'\]: no stage can begin with '7'"):
+        plan(model, torch.ones(2, 4), 3, begins=["7", "5"])
+    with pytest.raises(ValueError, match="has 1 name, and 3 stages begin"):
+        plan(model, torch.ones(2, 4), 3, begins=["5"])
+
+
+def test_skips_are_relayed_and_inputs_are_not():
+    model, x, _, _ = pipelined_models.CASES["unet"](2)
+    _, found = plan(model, x, 4)
+    assert max(len(wires) for wires in found.wires) > 1
+    for before, after in zip(found.wires, found.wires[1:], strict=False):
+        relayed = {w.value for w in before} & {w.value for w in after}
+        assert relayed or len(after) == 1
+    model = pipelined_models.Transformer(tied=False)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    _, found = plan(model, (torch.ones(2, 5, dtype=torch.int64), mask), 3)
+    assert [len(wires) for wires in found.wires] == [1, 1]  # and not the mask
+
+
+def test_without_an_example_a_wrong_order_is_refused_with_the_line():
+    model, x, _, _ = pipelined_models.CASES["unet"](2)
+    with pytest.raises(
+        ValueError,
+        match=r"layer\(torch.cat.*uses up.0.weight of stage 0 after.*HINT: world.distribute\(.*example_inputs",
+    ):
+        plan(model, x, 2, example=False)
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ValueError, match="can be cut in 1 place, and 4 stages need 3"):
+        plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2), 4)
+    with pytest.raises(ValueError, match="the model can't be cut: it is one part"):
+        plan(nn.Linear(2, 2), torch.ones(1, 2), 2)
+
+
+class Model(nn.Module):
+    """Two layers with a function between."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.between = nn.Linear(3, 3), nn.Linear(3, 3), between
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x)))
+
+
+def depends_on_data(x):
+    return x * 2 if x.sum() > 0 else x
+
+
+def reads_a_value(x):
+    return x * x.mean().item()
+
+
+MADE_ELSEWHERE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("between", "text"),
+    [
+        (depends_on_data, r"reads the value of a tensor.*if x.sum\(\) > 0"),
+        (reads_a_value, r"reads the value of a tensor.*x.mean\(\).item\(\)"),
+        (lambda x: x + MADE_ELSEWHERE, "neither an input nor a parameter.*MADE_ELSEWHERE"),
+        (lambda x: torch.from_numpy(x.detach().numpy()), "can't be traced without data"),
+        (lambda x: x[x > 0], "reads the value of a tensor"),
+    ],
+)
+def test_forwards_that_depend_on_data_are_refused_with_the_line(between, text):
+    with pytest.raises(ValueError, match=text) as failed:
+        plan(Model(between), torch.ones(2, 3), 2)
+    assert "HINT: " in str(failed.value)
+
+
+def test_control_flow_of_shapes_and_modes_is_followed():
+    def between(x):
+        return F.relu(x) if len(x) > 1 else x.exp().sin()
+
+    model = Model(between)
+    skeleton = Skeleton(model, Atoms.of(model), CPU)
+    lengths = [len(skeleton.trace(model, torch.ones(n, 3)).events) for n in (2, 1)]
+    assert lengths == [3, 4]
+
+
+def test_random_control_flow_is_refused():
+    import random
+
+    with pytest.raises(ValueError, match="draws from Python's random"):
+        plan(Model(lambda x: x * random.random()), torch.ones(2, 3), 2)
+
+
+class SharedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.norm(self.b(self.norm(self.a(x))))
+
+
+def test_a_shared_module_with_statistics_on_two_stages_is_refused():
+    with pytest.raises(
+        ValueError, match=r"forward changes norm\.num_batches_tracked, which stages 0 and 1"
+    ):
+        plan(SharedNorm(), torch.ones(2, 3), 2, begins=["b"])
+
+
+class SharedMemory(nn.Module):
+    """The second layer changes a view of what the third one uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.a(x)
+        left = x[:, :2]
+        y = self.b(x)
+        left.mul_(2)
+        return self.c(x + y)
+
+
+def test_a_change_of_memory_that_two_values_share_is_refused():
+    with pytest.raises(ValueError, match=r"left.mul_\(2\).*changes a tensor in place"):
+        plan(SharedMemory(), torch.ones(2, 4), 2, example=False, begins=["b"])
+
+
+def test_sizes_of_micro_batches():
+    assert sizes_of(7, 4) == [2, 2, 2, 1]
+    assert sizes_of(3, 4) == [1, 1, 1]
+    assert samples_of({"x": torch.ones(7, 2), "scale": torch.tensor(2.0)}, torch.ones(7)) == 7
+    parts = split({"x": torch.arange(7), "flag": True}, [2, 2, 2, 1])
+    assert [one["x"].tolist() for one in parts] == [[0, 1], [2, 3], [4, 5], [6]]
+    with pytest.raises(ValueError, match="have 7 and 5 there"):
+        samples_of(torch.ones(7, 2), torch.ones(5))
+    assert split((), [1, 2]) == [(), ()]
