@@ -13,7 +13,7 @@ RETRY := --reruns 1 -raR
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
+.PHONY: demo test test-chosen test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch]) \
@@ -50,10 +50,20 @@ $(TF_VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 demo: $(VENV)/installed
 	@$(BIN)/python examples/demo.py
 
-# Three at a time, as many wait, and then by themselves those that judge measured times.
+# Three at a time, as many wait, and then by themselves those that judge measured times. FILES names
+# test files or folders; only files with an `alone` mark are imported again.
+QUICK := not soak and not long and not bench and not gpu
+FILES ?= tests
 test: $(VENV)/frameworks
-	$(BIN)/pytest $(RETRY) -n 3 --dist worksteal --durations=10 -m "not soak and not long and not bench and not alone and not gpu"
-	$(BIN)/pytest $(RETRY) --durations=10 -m "alone and not soak and not long and not bench and not gpu"
+	$(BIN)/pytest $(RETRY) -n 3 --dist worksteal -m "$(QUICK) and not alone" $(FILES)
+	@alone=$$(grep -rl --include='test_*.py' 'mark\.alone' $(FILES)); [ -z "$$alone" ] || \
+	  $(BIN)/pytest $(RETRY) -m "$(QUICK) and alone" $$alone || [ $$? = 5 ]
+
+# The quick tests that tests/choice/select_quick.py chooses for a CI run.
+test-chosen: $(VENV)/frameworks
+	@mkdir -p run
+	@$(BIN)/python tests/choice/select_quick.py choose run/quick-chosen.txt
+	@$(MAKE) --no-print-directory test FILES="$$(cat run/quick-chosen.txt)"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
@@ -82,18 +92,19 @@ soak: $(VENV)/installed
 	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --dist worksteal --durations=20 --junitxml=run/soak.xml -m "soak and not alone"
 	$(COLD) $(BIN)/pytest $(RETRY) --durations=20 --junitxml=run/soak-alone.xml -m "soak and alone"
 
-# The part of the benchmark, long and soak tests that tests/select_slow.py chooses for a CI run.
+# The part of the benchmark, long and soak tests that tests/choice/select_slow.py chooses for a CI run.
 # pytest exits with 5 where none of the chosen tests has the mark.
 test-slow: $(VENV)/installed
 	@mkdir -p run
-	@$(BIN)/pytest -q --collect-only -m "bench or long or soak" > run/slow-ids.txt
-	@$(BIN)/python tests/select_slow.py choose run/slow-ids.txt run/slow-chosen.txt
+	@$(BIN)/pytest -q --collect-only -m "bench or long or soak" \
+	  $$(grep -rlE --include='test_*.py' 'mark\.(bench|long|soak)' tests) > run/slow-ids.txt
+	@$(BIN)/python tests/choice/select_slow.py choose run/slow-ids.txt run/slow-chosen.txt
 	$(COLD) $(BIN)/pytest $(RETRY) -n 2 --dist worksteal --durations=10 -m "not alone" @run/slow-chosen.txt || [ $$? = 5 ]
 	$(COLD) $(BIN)/pytest $(RETRY) --durations=10 -m alone @run/slow-chosen.txt || [ $$? = 5 ]
 
 # All tiers. Each prints its longest tests; the durations are the base of test-slow's choice.
 everything: test test-benchmarks test-long soak
-	$(BIN)/python tests/select_slow.py measure run/*.xml
+	$(BIN)/python tests/choice/select_slow.py measure run/*.xml
 
 # Every GPU path on one GPU, and five measurements, in eight minutes: results.jsonl and JSON in RESULTS.
 # Without a GPU it prints what it would run; DEVICE=cpu rehearses it. OFFLINE=FOLDER installs from a

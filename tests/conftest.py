@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import flood
+from durations import Durations
 from needs import need
 
 import bed
@@ -24,6 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Soak tests draw from this seed, which differs between runs. xdist workers inherit it.
 os.environ.setdefault("PACELINE_SEED", str(int(time.time()) % 1_000_000))
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Durations(config))
 
 
 def pytest_report_header():

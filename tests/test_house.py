@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from imports import modules_imported
+from imports import modules_imported, statements
 
 import paceline
 
@@ -131,7 +131,7 @@ def test_names_that_scripts_import_from_paceline_exist():
     missing = {
         f"{script.relative_to(root)}: {node.module}.{alias.name}"
         for script in scripts
-        for node in ast.walk(ast.parse(script.read_bytes()))
+        for node in statements(ast.parse(script.read_bytes()))
         if isinstance(node, ast.ImportFrom) and not node.level and node.module
         if node.module.partition(".")[0] == "paceline"
         for alias in node.names

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from imports import texts
 from torch.distributed._tools import mem_tracker
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -318,10 +319,10 @@ def private_names():
 
     A name is the last part of a dotted name.
     """
-    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
     own = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    used = defaultdict(set)
+    for file, text in texts(SOURCE):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -333,13 +334,13 @@ def private_names():
                 and node.value.id in ("self", "cls")
             ):
                 own.add(node.attr)
-    found = defaultdict(set)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
             for name in names_in(node):
-                if name not in own and not name.startswith("_paceline"):
-                    found[name].add(str(path.relative_to(SOURCE)))
-    return found
+                used[name].add(file)
+    return {
+        name: files
+        for name, files in used.items()
+        if name not in own and not name.startswith("_paceline")
+    }
 
 
 def names_in(node):
@@ -349,7 +350,9 @@ def names_in(node):
     if isinstance(node, ast.ImportFrom) and not node.level:
         private = any(map(is_private, (node.module or "").split(".")))
         return [alias.name for alias in node.names if private or is_private(alias.name)]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return []
+    if node.func.id in ("getattr", "hasattr", "setattr"):
         name = getattr(node.args[1], "value", None)
         return [name] if isinstance(name, str) and is_private(name) else []
     return []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from imports import texts
 
 import paceline
 from paceline.security import processes
@@ -43,6 +44,7 @@ NO_STARTS = {
 # What starts Python without naming the interpreter.
 HIDDEN = re.compile(r"\bpython[\d.]*['\"]? -\w*[cm] \w|^(spawn|forkserver)$|^ -m paceline")
 PYTHON = re.compile(r"(.*/)?python[\d.]*")  # first word of a command
+PYTHON_WORDS = re.compile("executable|python|spawn|forkserver|-m paceline")  # of all these
 
 
 def starts(tree: ast.AST) -> list[str]:
@@ -75,11 +77,10 @@ def starts(tree: ast.AST) -> list[str]:
 
 
 def test_python_is_started_only_by_python_command():
-    for path in sorted(SOURCE.rglob("*.py")):
-        name = str(path.relative_to(SOURCE))
-        if name == "security/processes.py":
+    for name, text in texts(SOURCE):
+        if name == "security/processes.py" or not PYTHON_WORDS.search(text):
             continue
-        others = set(starts(ast.parse(path.read_text()))) - NO_STARTS.get(name, set())
+        others = set(starts(ast.parse(text))) - NO_STARTS.get(name, set())
         assert not others, f"{name}: {others}. HINT: paceline.security.processes.python_command"
 
 
@@ -170,6 +171,7 @@ STARTERS = {"run", "Popen", "call", "check_call", "check_output"}
 SEARCHERS = {
     *("os.system", "os.popen", "os.execvp", "os.execlp", "os.posix_spawnp", "shutil.which"),
 }
+PROGRAM_WORDS = re.compile("subprocess|" + "|".join(name.rpartition(".")[2] for name in SEARCHERS))
 NAMED = ("program_command(", "python_command(")
 # Other first arguments of a start, by module.
 RIGHT_PROGRAMS = {
@@ -192,22 +194,22 @@ def program_starts(tree: ast.AST) -> list[str]:
     """Return what starts a program that ``security.processes`` did not find."""
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in SEARCHERS:
-            found.append(ast.unparse(node))
-        if not isinstance(node, ast.Call):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in SEARCHERS:
+                found.append(name)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        text = ast.unparse(node.func)
-        if text in {f"subprocess.{name}" for name in STARTERS}:
+        if node.func.attr in STARTERS and ast.unparse(node.func.value) == "subprocess":
             found.append(ast.unparse(node.args[0]))
     return [one for one in found if not one.startswith(NAMED)]
 
 
 def test_programs_are_started_only_by_program_command():
-    for path in sorted(SOURCE.rglob("*.py")):
-        name = str(path.relative_to(SOURCE))
-        if name == "security/processes.py":
+    for name, text in texts(SOURCE):
+        if name == "security/processes.py" or not PROGRAM_WORDS.search(text):
             continue
-        others = set(program_starts(ast.parse(path.read_text()))) - RIGHT_PROGRAMS.get(name, set())
+        others = set(program_starts(ast.parse(text))) - RIGHT_PROGRAMS.get(name, set())
         assert not others, f"{name}: {others}. HINT: paceline.security.processes.program_command"
 
 

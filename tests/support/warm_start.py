@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -67,12 +68,12 @@ def at_import(environment: dict[str, str]) -> dict[str, str]:
 def fits(command: list[str], environment: dict[str, str]) -> bool:
     """Return whether a command may be started by the server.
 
-    The command has to be ``paceline run`` or a Python script that imports torch. Environment
+    The command has to be one of ``paceline`` or a Python script that imports torch. Environment
     variables that libraries read when they are loaded need the same values as in the server.
     """
     if os.environ.get("PACELINE_TESTS_WARM") == "0":
         return False
-    if command[:2] != [str(BIN / "paceline"), "run"]:
+    if command[0] != str(BIN / "paceline"):
         script = Path(command[1]) if len(command) > 1 and command[1].endswith(".py") else None
         if command[0] != sys.executable or script is None or not script.exists():
             return False
@@ -131,7 +132,10 @@ class Process:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = int(self._status.readline())
+            global cpu_s
+            code, used_s = self._status.readline().split()
+            self.returncode = int(code)
+            cpu_s += float(used_s)
             self._status.close()
         return self.returncode
 
@@ -179,6 +183,7 @@ def run(
     return subprocess.CompletedProcess(command, process.wait(), out, err)
 
 
+cpu_s = 0.0  # CPU time of all commands that have ended, and of processes that they waited for
 _lock = threading.Lock()
 _servers: dict[int, socket.socket] = {}  # by PID: a forked process starts a separate server
 
@@ -229,7 +234,9 @@ def _wait_for_command(request: dict, fds: list[int]) -> NoReturn:
         os.close(fd)
     os.write(fds[3], f"{pid}\n".encode())
     _, status = os.waitpid(pid, 0)
-    os.write(fds[3], f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    line = f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime:.3f}\n"
+    os.write(fds[3], line.encode())
     os._exit(0)
 
 

@@ -1,8 +1,9 @@
 """Choose the slow tests (bench, long, soak) of one CI run: those that the change can affect, and
 one tenth of all. Tests in REQUIRED always run if a file that they use has changed.
 
-    python tests/select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
-    python tests/select_slow.py measure XML ...     write tests/durations.json from JUnit reports
+    select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
+    select_slow.py measure XML ...     write durations.json from JUnit reports
+    select_slow.py number              print the number of this CI run
 
 The tenth is ``crc32(salt and test id) % 10 == run number % 10``, so ten consecutive run numbers run
 every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
@@ -20,12 +21,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from zlib import crc32
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from imports import modules_imported
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "paceline"
-DURATIONS = ROOT / "tests" / "durations.json"
+DURATIONS = Path(__file__).with_name("durations.json")
 
 SLICES = 10
 SALT = 3092  # of the hash, chosen so that the tenths take about the same time
@@ -53,11 +54,17 @@ def git(*words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def changed_files() -> list[str]:
-    """Return the paths changed since the base commit; none if the history is missing."""
+def given_base() -> str:
+    """Return the commit PACELINE_CI_BASE, or ""."""
     base = os.environ.get("PACELINE_CI_BASE", "")
     if base and not git("rev-parse", "--verify", "-q", f"{base}^{{commit}}"):
         sys.exit(f"PACELINE_CI_BASE={base} is not a commit. HINT: fetch more of the history")
+    return base
+
+
+def changed_files() -> list[str]:
+    """Return the paths changed since the base commit; none if the history is missing."""
+    base = given_base()
     if not base:
         since = f"--since={int(git('log', '-1', '--format=%ct') or 0) - 86400}"
         recent = git("rev-list", "--first-parent", f"-n{MAX_COMMITS}", since, "HEAD").split()
@@ -68,12 +75,15 @@ def changed_files() -> list[str]:
     return git("diff", "--name-only", f"{base}...HEAD").splitlines()
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
 def run_number() -> int:
     """Return the number of this CI run: one more than the previous run's."""
     if given := os.environ.get("PACELINE_CI_RUN"):
         return int(given)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    counter = cache / "paceline" / "ci-run"
+    counter = cache_folder() / "ci-run"
     try:
         number = int(counter.read_text()) + 1
     except (OSError, ValueError):
@@ -182,6 +192,9 @@ def measure(reports: list[Path]) -> None:
 def main(command: str, *paths: str) -> None:
     if command == "measure":
         measure([Path(path) for path in paths])
+        return
+    if command == "number":
+        print(run_number())
         return
     ids = [line for line in Path(paths[0]).read_text().splitlines() if "::" in line]
     durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}

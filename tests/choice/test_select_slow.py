@@ -1,7 +1,6 @@
 """select_slow.py: the choice of slow tests for a CI run."""
 
 import pytest
-
 import select_slow
 
 IDS = [f"tests/{f}/test_a.py::test_{i}" for f in ("launch", "record", "soak") for i in range(20)]
@@ -96,15 +95,14 @@ def test_run_number_increases(tmp_path, monkeypatch):
 
 
 def test_durations_are_read_from_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(select_slow, "DURATIONS", select_slow.ROOT / "tests" / "durations.json")
     report = tmp_path / "report.xml"
+    module = "tests.choice.test_select_slow"
     report.write_text(
-        '<testsuite><testcase classname="tests.test_select_slow" name="test_x[a b]" time="1.26"/>'
-        '<testcase classname="tests.test_select_slow" name="test_y" time="2"><skipped/></testcase>'
-        "</testsuite>"
+        f'<testsuite><testcase classname="{module}" name="test_x[a b]" time="1.26"/>'
+        f'<testcase classname="{module}" name="test_y" time="2"><skipped/></testcase></testsuite>'
     )
     written = []
     monkeypatch.setattr(type(report), "write_text", lambda _, text: written.append(text))
     select_slow.measure([report])
-    assert '"tests/test_select_slow.py::test_x[a b]": 1.3' in written[0]
+    assert '"tests/choice/test_select_slow.py::test_x[a b]": 1.3' in written[0]
     assert "test_y" not in written[0]

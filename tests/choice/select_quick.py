@@ -1,0 +1,224 @@
+"""Choose the quick tests of one CI run: the test files that a change can affect, or all of them.
+
+    python tests/choice/select_quick.py choose OUT      write the chosen test files, one per line
+    python tests/choice/select_quick.py passed          note that this commit has passed
+
+A test file is chosen if a changed file is among those that it uses: what it imports, also through
+helpers and inside functions, what its text names ("paceline.data", the imports of scripts), and
+the modules of the commands that it starts. All tests run in every fifth run, if a file of
+EVERYTHING has changed, if no test is known to use a changed file, and if it is not known which
+files have changed.
+
+Changed files are those since the commit PACELINE_CI_BASE, else since the last commit that passed
+(noted in the user's cache directory), and those that are not committed.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import select_slow
+from imports import statements
+from select_slow import ROOT, git
+
+FULL_EVERY = 5
+EVERYTHING = re.compile(
+    r"(.*/)?conftest\.py|tests/(support|bed|choice)/(?!test_).*|tests/durations\.py"
+    r"|pyproject\.toml|Makefile|constraints\.txt|hatch_build\.py|\.ci/.*"
+    r"|src/.*\.(c|h|sh|cmake)|src/paceline/__init__\.py"
+)
+NO_TEST = re.compile(r"(CHANGELOG|LICENSE|NOTICE).*|\.gitignore")
+PACKAGE = "src/paceline"
+API = {"BatchSchedule", "Layout", "World", "from_rank_0", "init", "per_rank", "tune"}
+NAMED = re.compile(r"\bpaceline((?:\.\w+)+)")
+FROM = re.compile(r"\bfrom paceline((?:\.\w+)*) import ([\w, ]+)")
+REFERENCE = re.compile(r"[\"']([a-z_]+(?:\.[a-z_]+)+):\w+[\"']")  # "knobs.loading.batch:accumulate"
+ANY_BESIDE = re.compile(r"import_module\(f[\"']\.")
+STARTS = re.compile(r"\bPACELINE\b|[\"']paceline[\"']|\bpaceline\.cli\b")
+SOURCE_STARTS = re.compile(r"\"-m\", \"paceline\"")
+QUOTED = re.compile(r"[\"']([^\"'\n]*)[\"']")
+READS_SOURCE = re.compile(r"\br?glob\(|\btexts\(|\bgetsource\w*\(")
+
+
+class Graph:
+    """Which files of the repository each test file uses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._texts: dict[str, str] = {}
+        self.modules = set(self._files(PACKAGE))
+        self.helpers: dict[str, set[str]] = {}
+        for file in self._files("tests"):
+            self.helpers.setdefault(PurePath(file).stem, set()).add(file)
+        self.tests = sorted(
+            file
+            for name, files in self.helpers.items()
+            if name.startswith("test_")
+            for file in files
+        )
+        self.commands = {
+            PurePath(file).stem: file
+            for file in self.modules
+            if file.startswith(f"{PACKAGE}/cli/") and "/common/" not in file
+        }
+        self._found: dict[tuple[str, bool], set[tuple[str, bool]]] = {}
+        self.used = {test: self._closure(test) for test in self.tests}
+
+    def text(self, file: str) -> str:
+        if file not in self._texts:
+            self._texts[file] = (self.folder / file).read_text()
+        return self._texts[file]
+
+    def _files(self, below: str) -> Iterator[str]:
+        for path in sorted((self.folder / below).rglob("*.py")):
+            yield str(path.relative_to(self.folder))
+
+    def _closure(self, test: str) -> set[str]:
+        seen: set[tuple[str, bool]] = set()
+        waiting = {(test, True)}
+        while waiting:
+            step = waiting.pop()
+            seen.add(step)
+            if step not in self._found:
+                self._found[step] = self._uses(*step)
+            waiting |= self._found[step] - seen
+        return {file for file, _ in seen}
+
+    def _uses(self, file: str, whole: bool) -> set[tuple[str, bool]]:
+        """Return the files that one file uses, each with whether its functions may be called.
+
+        The packages above a module are imported as well, but their functions need not be called:
+        without ``whole``, only what a file imports outside of functions counts.
+        """
+        text = self.text(file)
+        names = set(_imports(ast.parse(text), file, whole))
+        found: set[tuple[str, bool]] = set()
+        if whole:
+            names |= set(_names(text, own=file.startswith(PACKAGE)))
+        if whole and (SOURCE_STARTS if file.startswith(PACKAGE) else STARTS).search(text):
+            words = {word for quoted in QUOTED.findall(text) for word in quoted.split()}
+            found |= {(self.commands[word], True) for word in words & self.commands.keys()}
+        place = PurePath(file).parent
+        if whole and ANY_BESIDE.search(text):
+            found |= {(one, True) for one in self.modules if place in PurePath(one).parents}
+        if file.startswith("tests/"):
+            fixtures = self.helpers.get("conftest", set()) - {"tests/conftest.py"}
+            above = {place, *place.parents}
+            found |= {(one, True) for one in fixtures if PurePath(one).parent in above}
+        for name in names:
+            found |= set(self._files_of(name, whole))
+        return found
+
+    def _files_of(self, name: str, whole: bool) -> Iterator[tuple[str, bool]]:
+        """Yield the file of a module, or of the module that has an object, and packages above."""
+        parts = name.split(".")
+        yield from ((file, True) for file in self.helpers.get(parts[0], ()))
+        if parts[0] != "paceline":
+            return
+        folders = ["/".join(["src", *parts[:end]]) for end in range(1, len(parts) + 1)]
+        files = [f"{at}{end}" for at in folders for end in (".py", "/__init__.py")]
+        known = [file for file in files if file in self.modules]
+        for file in known:
+            called = len(known) > 1 or (len(parts) > 1 and parts[1] in API)
+            yield file, whole and called and file == known[-1]
+
+
+def _imports(tree: ast.AST, file: str, whole: bool) -> Iterator[str]:
+    """Yield the dotted names that a file imports; those inside functions only with ``whole``."""
+    package = PurePath(file).parts[1:-1] if file.startswith("src/") else ()
+    for node in statements(tree, called=whole):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _names(text: str, own: bool) -> Iterator[str]:
+    """Yield the modules of paceline that a text names; ``own``: a text of the package itself."""
+    for name in NAMED.findall(text):
+        if not own or name.split(".")[1] not in API:  # its messages name what users call
+            yield f"paceline{name}"
+    yield from (f"paceline.{name}" for name in REFERENCE.findall(text))
+    for module, imported in FROM.findall(text):
+        yield from (f"paceline{module}.{name.strip()}" for name in imported.split(","))
+
+
+def affected(changed: Iterable[str], graph: Graph) -> tuple[set[str], str]:
+    """Return the test files that a change can affect, and why these are all of them, or ""."""
+    chosen = {test for test in graph.tests if READS_SOURCE.search(graph.text(test))}
+    for file in changed:
+        if EVERYTHING.fullmatch(file):
+            return set(graph.tests), f"{file} has changed"
+        if NO_TEST.fullmatch(file):
+            continue
+        users = tests_of(file, graph)
+        if not users and file.startswith(("src/", "examples/")):
+            return set(graph.tests), f"{file} has changed, and no test is known to use it"
+        chosen |= users
+    return chosen, ""
+
+
+def tests_of(file: str, graph: Graph) -> set[str]:
+    """Return the test files that use a file by import, or whose texts name it or its folder."""
+    path = PurePath(file)
+    if file.startswith(PACKAGE):
+        files = {file}
+        if file not in graph.modules:  # a template, or a module that is gone: those beside it
+            place = path.parent
+            while not (files := {m for m in graph.modules if PurePath(m).parent == place}):
+                place = place.parent
+        return {test for test, used in graph.used.items() if used & files}
+    names = {path.name} if file.startswith("tests/") else {path.name, path.parts[0]}
+    named = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    return {
+        test
+        for test, used in graph.used.items()
+        if file in used
+        or (file.startswith("tests/") and PurePath(test).parent in path.parents[:-2])
+        or any(named.search(graph.text(own)) for own in used if own.startswith("tests/"))
+    }
+
+
+def passed_file() -> Path:
+    return select_slow.cache_folder() / "ci-passed"
+
+
+def changed_files() -> list[str] | None:
+    """Return the paths changed since the base commit; None if that commit is not known."""
+    base = select_slow.given_base()
+    if not base and passed_file().exists():
+        base = passed_file().read_text().strip()
+    if not base or git("merge-base", "HEAD", base) != git("rev-parse", base):
+        return None
+    own = [line[3:] for line in git("status", "--porcelain", "--untracked-files=all").splitlines()]
+    return sorted({*git("diff", "--name-only", "--no-renames", base, "HEAD").splitlines(), *own})
+
+
+def choose(number: int, changed: list[str] | None, graph: Graph) -> tuple[set[str], str]:
+    """Return the test files of a CI run, and why these are all of them, or ""."""
+    if number % FULL_EVERY == 0:
+        return set(graph.tests), f"every {FULL_EVERY}th run is complete"
+    if changed is None:
+        return set(graph.tests), "the last commit that passed is not known"
+    return affected(changed, graph)
+
+
+def main(command: str, *paths: str) -> None:
+    if command == "passed":
+        passed_file().parent.mkdir(parents=True, exist_ok=True)
+        passed_file().write_text(git("rev-parse", "HEAD") + "\n")
+        return
+    number, changed, graph = select_slow.run_number(), changed_files(), Graph(ROOT)
+    chosen, why_all = choose(number, changed, graph)
+    Path(paths[0]).write_text("\n".join(sorted(chosen)) + "\n")
+    why = f"all, because {why_all}" if why_all else f"for {len(changed or ())} changed files"
+    print(f"quick tests, CI run {number}: {len(chosen)} of {len(graph.tests)} test files, {why}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
