@@ -14,7 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class Attention(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        # a bias of keys has no gradient but rounding, which Adam would scale up
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x, mask=None):
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))

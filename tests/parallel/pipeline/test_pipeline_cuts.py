@@ -63,7 +63,7 @@ def test_without_an_example_a_wrong_order_is_refused_with_the_line():
     model, x, _, _ = pipelined_models.CASES["unet"](2)
     with pytest.raises(
         ValueError,
-        match=r"layer\(torch.cat.*uses up.0.weight of stage 0 after.*HINT: world.distribute\(.*example_inputs",
+        match=r"layer\(torch.cat.*uses up.0.weight of stage 0 after.*HINT: .*example_inputs",
     ):
         plan(model, x, 2, example=False)
 
@@ -121,6 +121,47 @@ def test_control_flow_of_shapes_and_modes_is_followed():
     skeleton = Skeleton(model, Atoms.of(model), CPU)
     lengths = [len(skeleton.trace(model, torch.ones(n, 3)).events) for n in (2, 1)]
     assert lengths == [3, 4]
+
+
+class Stateful(nn.Module):
+    """Two layers; ``change`` is called with the model and the values between them."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.change, self.scale = nn.Linear(3, 3), nn.Linear(3, 3), change, 1.0
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.a(x)
+        self.change(self, x)
+        return self.b(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda model, x: setattr(model, "scale", model.scale + 1), r"changes self\.scale"),
+        (lambda model, x: setattr(model, "mean", x.mean(0)), r"assigns self\.mean"),
+    ],
+)
+def test_changes_of_the_model_that_would_be_lost_are_refused(change, text):
+    with pytest.raises(ValueError, match=f"the forward of the Stateful {text}. HINT: "):
+        plan(Stateful(change), torch.ones(2, 3), 2)
+
+
+def test_caches_and_attributes_that_the_script_changes_are_followed():
+    model = Stateful(lambda model, x: setattr(model, "seen", x))
+    skeleton = Skeleton(model, Atoms.of(model), CPU)
+    before = skeleton.modes(model)
+    assert skeleton.trace(model, torch.ones(2, 3)).events[1].leaves[1] == 1.0
+    model.scale = 0.5
+    assert skeleton.modes(model) != before
+    assert skeleton.trace(model, torch.ones(2, 3)).events[1].leaves[1] == 0.5
+
+
+def test_inputs_that_are_neither_tensors_nor_simple_are_refused():
+    with pytest.raises(ValueError, match=r"the inputs contain a ndarray\. HINT: tensors"):
+        plan(Model(torch.relu), (torch.ones(2, 3).numpy(),), 2)
 
 
 def test_random_control_flow_is_refused():

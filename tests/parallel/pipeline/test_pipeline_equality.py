@@ -114,3 +114,8 @@ def test_skips_ties_and_norms_on_more_stages(script, stages):
 @pytest.mark.long
 def test_replicas_of_stages(script):
     check(script, "pp2 x dp2", "chain,tied,weighted,unet,heads", "1f1b,zero-bubble", 4, dp=2)
+
+
+@pytest.mark.long
+def test_recomputation_in_stages(script):
+    check(script, "pp2 + recompute", "tied,resnet", "1f1b,zero-bubble", 2)
