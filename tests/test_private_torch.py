@@ -125,6 +125,12 @@ INTERFACES = {
     "torch.utils._pytree.tree_map": "tensors of nested batches",
     "torch.utils._pytree.tree_map_only": "tensors of nested arguments",
     "torch.utils._pytree.tree_leaves": "tensors of nested batches",
+    "torch.utils._pytree.TreeSpec": "type of the structure of arguments",
+    # Pipelines (parallel/pipeline)
+    "torch.distributed.pipelining._backward.stage_backward_input": "backward in two parts",
+    "torch.distributed.pipelining._backward.stage_backward_weight": "backward in two parts",
+    "parameter._is_view": "outputs of a stage that cannot be detached in place",
+    "torch.nn.modules.batchnorm._NormBase": "layers with running statistics",
     # DistributedDataParallel (parallel/replicated, comm/tune/buckets.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
     "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",

@@ -189,7 +189,7 @@ class Executor:
         gradients = [] if is_last else self._gradients(run, virtual, m)
         start = now()
         if is_last:
-            self._loss(run, m).backward()  # type: ignore[no-untyped-call]
+            self._loss(run, m).backward()
         else:
             run_backward(held, gradients)
         run.step.note_part(State.BACKWARD, start)
@@ -224,7 +224,8 @@ class Executor:
             )
         if weight is not None:
             weight = self._total_weight(run)
-        return run.step.scaled(mean, weight, self._part(run, m))
+        scaled: torch.Tensor = run.step.scaled(mean, weight, self._part(run, m))
+        return scaled
 
     def _total_weight(self, run: _Run) -> torch.Tensor:
         assert len(run.losses) == len(run.batch.plans)  # because of forwards_first

@@ -15,7 +15,7 @@ def samples_of(*trees: Any) -> int:
     Raises:
         ValueError: Tensors differ in it, or there is none.
     """
-    sizes = dict.fromkeys(t.size(0) for tree in trees for t in _divisible(tree))
+    sizes: dict[int, None] = dict.fromkeys(t.size(0) for tree in trees for t in _divisible(tree))
     if len(sizes) == 1:
         return next(iter(sizes))
     if not sizes:

@@ -192,7 +192,7 @@ def _best_cuts(units: Sequence[Unit], stages: int) -> list[int]:
 
 
 def _named_cuts(units: Sequence[Unit], stages: int, begins: Sequence[str]) -> list[int]:
-    cuts = []
+    cuts: list[int] = []
     for name in begins:
         at = next(
             (i for i, u in enumerate(units) if u.name == name or u.name.startswith(f"{name}.")), 0

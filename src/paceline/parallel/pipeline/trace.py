@@ -7,6 +7,7 @@ that depends on shapes, modes or attributes works, and one that depends on data 
 
 import contextlib
 import copy
+import functools
 import linecache
 import random
 import sys
@@ -187,7 +188,7 @@ class Skeleton:
         for name, module in model.named_modules(remove_duplicate=False):
             self._modules[name].training = module.training
         for name in self._glue:
-            vars(self._modules[name]).update(_simple_attributes(model.get_submodule(name)))
+            self._modules[name].__dict__.update(_simple_attributes(model.get_submodule(name)))
         flat, spec = tree_flatten(inputs)
         _check_leaves(flat)
         with preserve_random_states(), self.mode, FlopCounterMode(display=False) as flops:
@@ -222,8 +223,8 @@ class Skeleton:
                 self._check_unchanged(*of_names[name])
         finally:
             for module, attributes, parameters, buffers in before:
-                vars(module).clear()
-                vars(module).update(attributes)
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
 
@@ -264,11 +265,10 @@ class Skeleton:
 
 def _intercepting(kind: type, name: str, recording: "_Recording") -> type:
     def call(self: nn.Module, *args: Any, **options: Any) -> Any:
-        inner = super(subclass, self).__call__  # type: ignore[misc]
+        inner = functools.partial(kind.__call__, self)
         return recording.call_module(name, inner, args, options)
 
-    subclass = type(kind.__name__, (kind,), {"__call__": call, "is_intercepted": True})
-    return subclass
+    return type(kind.__name__, (kind,), {"__call__": call, "is_intercepted": True})
 
 
 class _TraceError(Exception):
