@@ -42,7 +42,9 @@ def divide_model(
     if optimizer is not None:
         keep_parameters(optimizer, module)
     has_example = request.example_inputs is not None
-    return PipelineModel(module, model, mesh, request.layout, partition, skeleton, has_example)
+    return PipelineModel(
+        *(module, model, mesh, request.layout, partition, skeleton, has_example, request.say)
+    )
 
 
 def _partition(

@@ -58,6 +58,7 @@ class Executor:
         mesh: The ranks; ``stage`` is one of its axes.
         ranks: Global rank of each stage, of the ranks that share this one's samples.
         stage: Number of this rank's stage.
+        busy_ns, train_ns: Of the last batch: time of computing, and of all.
     """
 
     def __init__(self, mesh: Mesh, stage: StageModule, norms: DeferredNorms, device: Any) -> None:
@@ -66,6 +67,7 @@ class Executor:
         self.stage, self.stages = mesh.place[STAGE], len(self.ranks)
         self.group = mesh.group(STAGE)
         self.random = RandomStreams(device)
+        self.busy_ns = self.train_ns = 0
         self._lanes: dict[tuple[int, bool], Lane] = {}
 
     # lanes
@@ -102,6 +104,7 @@ class Executor:
     def train(self, batch: Batch, step: TrainingStep) -> torch.Tensor:
         """Run forwards and backwards of a batch; return its mean loss. Collective."""
         run = _Run(batch, step)
+        begin, self.busy_ns = now(), 0
         chunks = chunks_of(batch.schedule)
         virtual = [self.stage + self.stages * chunk for chunk in range(chunks)]
         for one in virtual:
@@ -124,7 +127,14 @@ class Executor:
             self.norms.end(is_complete)
         for lane in self._lanes.values():
             lane.settle()
-        return self._share_loss(run)
+        mean = self._share_loss(run)
+        self.train_ns = now() - begin
+        return mean
+
+    def _note_part(self, run: _Run, state: State, start: int) -> None:
+        """Record the computation of a micro-batch, which ends now."""
+        self.busy_ns += now() - start
+        run.step.note_part(state, start)
 
     def _actions(self, batch: Batch) -> Sequence[Action]:
         found = list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
@@ -146,7 +156,7 @@ class Executor:
         if virtual == len(plan.stages) - 1:
             run.losses[m] = run.step.loss_of(found.outputs, run.batch.targets[m])
             found.outputs = None
-        run.step.note_part(State.FORWARD, start)
+        self._note_part(run, State.FORWARD, start)
         if found.sent:
             self._lane(virtual, is_backward=False).send(found.sent)
 
@@ -192,7 +202,7 @@ class Executor:
             self._loss(run, m).backward()
         else:
             run_backward(held, gradients)
-        run.step.note_part(State.BACKWARD, start)
+        self._note_part(run, State.BACKWARD, start)
         self._send_gradients(run, virtual, m, held.received)
 
     def _backward_of_inputs(self, run: _Run, virtual: int, m: int) -> None:
@@ -204,13 +214,13 @@ class Executor:
         split = SplitBackward(outputs, gradients, held.received)
         split.of_inputs(self.module.module.parameters())
         run.split[virtual, m] = split
-        run.step.note_part(State.BACKWARD, start)
+        self._note_part(run, State.BACKWARD, start)
         self._send_gradients(run, virtual, m, held.received)
 
     def _backward_of_parameters(self, run: _Run, virtual: int, m: int) -> None:
         start = now()
         run.split.pop((virtual, m)).of_parameters(self.module.module.parameters())
-        run.step.note_part(State.BACKWARD, start)
+        self._note_part(run, State.BACKWARD, start)
 
     # losses
 

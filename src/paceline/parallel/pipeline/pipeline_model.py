@@ -25,6 +25,7 @@ from .partition import Partition
 from .schedules import DEFAULT, MICRO_BATCHES_OF_STAGE, chunks_of
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule
+from .stage_times import StageTimes
 from .trace import Skeleton
 
 MAX_PLANS = 256  # of different shapes and modes; then all are planned again
@@ -99,6 +100,7 @@ class PipelineModel(DistributedModel):
         partition: Partition,
         skeleton: Skeleton,
         has_example: bool,
+        say: Callable[[str], None],
     ) -> None:
         super().__init__(module, inner)
         self.mesh, self.partition, self.skeleton = mesh, partition, skeleton
@@ -109,6 +111,7 @@ class PipelineModel(DistributedModel):
         self._aliases = tensor_names(skeleton.model)
         self._plans: dict[Any, ForwardPlan] = {}
         self._weighted: dict[Any, bool] = {}
+        self._balance = StageTimes(partition, self.schedule, say)
         self._syncs = True
         self._stages = mesh.shape[STAGE]
         self._tie_groups = self._create_tie_groups()
@@ -218,22 +221,28 @@ class PipelineModel(DistributedModel):
             )
         return self._plans[key]
 
-    def _agree(self, plans: Mapping[int, ForwardPlan], *others: Any) -> None:
+    def _agree(self, plans: Mapping[int, ForwardPlan], *others: Any) -> tuple[list[int], list[int]]:
         """Check that all stages have the same batch; raises ValueError on all of them. Collective.
 
         Otherwise they would wait for messages that nobody sends.
+
+        Returns:
+            Of each stage, the times of the last batch in training (ns): of computing, and of all.
         """
         wires = [(n, plan.wires) for n, plan in plans.items()]
         content = repr((wires, others)).encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         device = self.skeleton.device
-        own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-        every = [torch.empty_like(own) for _ in range(self._stages)]
-        dist.all_gather(every, own, group=self._executor.group)
+        executor = self._executor
+        own = [int.from_bytes(digest, signed=True), executor.busy_ns, executor.train_ns]
+        sent = torch.tensor(own, device=device)
+        every = [torch.empty_like(sent) for _ in range(self._stages)]
+        dist.all_gather(every, sent, group=executor.group)
+        digests, busy, whole = torch.stack(every).T.tolist()
         differing = [
             self.mesh.name(rank)
-            for rank, one in zip(self._executor.ranks, every, strict=True)
-            if not torch.equal(one, every[0])
+            for rank, one in zip(executor.ranks, digests, strict=True)
+            if one != digests[0]
         ]
         if differing:
             raise ValueError(
@@ -242,6 +251,7 @@ class PipelineModel(DistributedModel):
                 "requires_grad. HINT: world.shard, which gives all stages the same samples; set "
                 "requires_grad before world.distribute"
             )
+        return busy, whole
 
     # a step
 
@@ -256,7 +266,8 @@ class PipelineModel(DistributedModel):
         with torch.enable_grad():
             plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
             is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
-        self._agree(plans, sizes, is_weighted)
+        times = self._agree(plans, sizes, is_weighted)
+        self._balance.add(*times, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
                 self._buffers.broadcast()

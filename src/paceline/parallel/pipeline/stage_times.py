@@ -1,0 +1,67 @@
+"""Times of the stages in the first steps: idle time beside its formula, and a better balance."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .partition import Partition, divide
+from .schedules import chunks_of, idle_share
+
+SKIPPED_STEPS = 3  # they plan, and allocate memory
+MEASURED_STEPS = 20
+MIN_GAIN = 0.05  # of the longest stage's time, for another balance to be proposed
+
+
+class StageTimes:
+    """The computing times of all stages, which each rank has after a step.
+
+    Args:
+        say: Prints a line on rank 0.
+    """
+
+    def __init__(self, partition: Partition, schedule: str, say: Callable[[str], None]) -> None:
+        self.partition, self.schedule, self._say = partition, schedule, say
+        self._steps = 0
+        self._busy: list[int] = []
+        self._whole = 0
+
+    def add(self, busy: Sequence[int], whole: Sequence[int], micro_batches: int) -> None:
+        """Add the times of a step (ns) of each stage; after MEASURED_STEPS, print them."""
+        self._steps += 1
+        measured = self._steps - SKIPPED_STEPS
+        if not 1 <= measured <= MEASURED_STEPS:
+            return
+        before = self._busy or [0] * len(busy)
+        self._busy = [a + b for a, b in zip(before, busy, strict=True)]
+        self._whole += max(whole)
+        if measured == MEASURED_STEPS:
+            self._say(self.text(micro_batches))
+
+    def text(self, micro_batches: int) -> str:
+        """Return a line about the measured steps."""
+        stages, steps = len(self._busy), min(self._steps - SKIPPED_STEPS, MEASURED_STEPS)
+        idle = 1 - sum(self._busy) / stages / max(self._whole, 1)
+        formula = idle_share(self.schedule, stages, micro_batches)
+        each = ", ".join(f"{ns / steps / 1e6:.3g}" for ns in self._busy)
+        line = (
+            f"pipeline: stages were idle for {idle:.0%} of {steps} steps, {formula:.0%} by the "
+            f"formula; computing took {each} ms by stage"
+        )
+        begins = self.better_balance() if chunks_of(self.schedule) == 1 else None
+        if begins is None:
+            return line
+        slowest = self._busy.index(max(self._busy))
+        return f"{line}. The others wait for stage {slowest}. HINT: balance={begins!r}"
+
+    def better_balance(self) -> list[str] | None:
+        """Return names for the option ``balance`` that would shorten the longest stage."""
+        costs = [sum(unit.cost for unit in of) for of in self.partition.units]
+        units = [
+            replace(unit, cost=unit.cost * ns / cost if cost else ns / len(of))
+            for of, ns, cost in zip(self.partition.units, self._busy, costs, strict=True)
+            for unit in of
+        ]
+        better = divide(units, len(costs), list(self.partition.held))
+        longest = max(sum(unit.cost for unit in of) for of in better.units)
+        if longest > max(self._busy) * (1 - MIN_GAIN):
+            return None
+        return [of[0].name for of in better.units[1:]]
