@@ -169,6 +169,13 @@ def _images(model, n, targets, loss):
     return model, torch.randn(n, 1, 4, 4), targets, loss
 
 
+def _half_frozen():
+    """The first of two stages has nothing to train."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    model[:3].requires_grad_(False)
+    return model
+
+
 CASES = {
     "chain": lambda n: (
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))),
@@ -187,6 +194,7 @@ CASES = {
         torch.randn(n, 2),
         heads_loss,
     ),
+    "frozen": lambda n: (_half_frozen(), torch.randn(n, 4), torch.randn(n, 4), F.mse_loss),
     "in_place": lambda n: (InPlace(), torch.randn(n, 4), torch.randn(n, 4), F.mse_loss),
 }
 

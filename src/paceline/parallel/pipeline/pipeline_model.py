@@ -38,8 +38,6 @@ class PipelinedModule(nn.Module):
     part.
     """
 
-    is_stage = True  # for world.export
-
     def __init__(self, module: nn.Module, evaluate: Callable[[Any], Any]) -> None:
         super().__init__()
         self.module = module

@@ -413,6 +413,7 @@ class _Recording(TorchFunctionMode):
         return Trace(tuple(self.events), tuple(values), tuple(self.changes), spec, refs)
 
 
+MAX_ITEMS = 64  # of a list that is compared in each step
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (*_SIMPLE, torch.Tensor, torch.dtype, torch.device)
 
@@ -423,7 +424,11 @@ def _simple_attributes(module: nn.Module) -> dict[str, Any]:
         key: value
         for key, value in vars(module).items()
         if isinstance(value, _SIMPLE)
-        or (isinstance(value, (list, tuple)) and all(isinstance(one, _SIMPLE) for one in value))
+        or (
+            isinstance(value, (list, tuple))
+            and len(value) <= MAX_ITEMS
+            and all(isinstance(one, _SIMPLE) for one in value)
+        )
     }
 
 

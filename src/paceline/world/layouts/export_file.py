@@ -30,11 +30,6 @@ def export_from_world(
     Raises:
         ValueError: The model is sharded and ``build`` is missing, or an argument is wrong.
     """
-    if getattr(model, "is_stage", False):
-        raise ValueError(
-            "world.export: each rank has a stage of the model. HINT: train one more epoch in "
-            "another layout, such as layout='data', from the checkpoint, and export there"
-        )
     state: dict[str, Any] = {}
     sharded = any(is_sharded(one) for one in model.state_dict().values())
     if sharded and build is None:
