@@ -70,6 +70,7 @@ def saved(folder):
     return weights, {n: whole(of["exp_avg"]) for n, of in states.items()}
 
 
+@pytest.mark.long
 def test_one_training_moves_through_layouts_and_equals_one_process(folder):
     script = ranks.write(folder, LOOP)
     alone = folder / "alone"
@@ -104,6 +105,7 @@ def test_one_training_moves_through_layouts_and_equals_one_process(folder):
     assert "data (stage 1) #" in names
 
 
+@pytest.mark.long
 def test_dropout_is_that_of_the_seed_in_any_schedule_and_after_a_resume(folder):
     script = ranks.write(folder, LOOP)
     found = []
