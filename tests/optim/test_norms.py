@@ -138,6 +138,7 @@ def test_layer_that_is_used_twice_stays_one_layer():
         ("group:2", lambda m: m.eval(), "1 is in evaluation.*HINT"),
         ("ghost", None, "norm must be one of 'local', 'sync', 'ghost:32', 'group:8'; .*'ghost'"),
         ("ghost:0", None, "norm must be one of"),
+        (None, None, "norm must be one of .*; this is None"),
         ("sync:2", None, "norm must be one of"),
         ("sync", lambda m: m.__delitem__(1), "has no batch normalization. HINT: norm='local'"),
         ("sync", lambda m: m.__setitem__(1, nn.LazyBatchNorm2d()), "without parameters.*HINT"),

@@ -195,7 +195,7 @@ def parse_norm(norm: str) -> tuple[str, int]:
     Raises:
         ValueError: It is unknown.
     """
-    kind, has_number, number = norm.partition(":")
+    kind, has_number, number = str(norm).partition(":")
     if kind in ("local", "sync") and not has_number:
         return kind, 0
     if kind in ("ghost", "group") and number.isdecimal() and int(number) > 0:

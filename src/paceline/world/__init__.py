@@ -3,6 +3,7 @@
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,7 @@ class World(ModelDistribution):
             seed += seed_shift()
             note_seeded()
         self.seed = seed
+        self._scaled_optimizers = weakref.WeakSet[Optimizer]()  # their learning rates
         self.device = select_device(self.local_rank, device)
         self.precision = precision
         self._dtype = autocast_dtype(precision, self.device)
@@ -277,9 +279,15 @@ class World(ModelDistribution):
             steps: Optimizer steps of the whole training.
 
         Raises:
-            ValueError: An unknown rule or decay, a batch size below 1, a negative warm-up, or
-                steps that do not exceed the warm-up.
+            ValueError: An unknown rule or decay, a batch size below 1, a negative warm-up,
+                steps that do not exceed the warm-up, or a second call for the same optimizer.
         """
+        if optimizer in self._scaled_optimizers:
+            raise ValueError(
+                "world.scale_learning_rate: the learning rate of this optimizer was scaled before. "
+                "HINT: call it once, before the loop; a batch that changes between epochs is "
+                "global_batch=paceline.BatchSchedule({0: 64, 5: 128})"
+            )
         schedule = None
         if isinstance(global_batch, BatchSchedule):
             schedule, global_batch = global_batch, global_batch.at(0)
@@ -292,6 +300,7 @@ class World(ModelDistribution):
             decay=decay,
             steps=steps,
         )
+        self._scaled_optimizers.add(optimizer)
         if scheduler is not None:
             self._training.add_warmup(scheduler)
         if schedule is not None:

@@ -54,6 +54,18 @@ def test_warm_up_advances_with_every_kind_of_step(world, step):
     assert rates == pytest.approx([0.1 * factor for factor in range(1, 9)])
 
 
+def test_learning_rate_is_scaled_once(world):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    world.scale_learning_rate(optimizer, global_batch=8, reference_batch=4)
+    with pytest.raises(ValueError, match=r"was scaled before\. HINT: call it once, before the"):
+        world.scale_learning_rate(optimizer, global_batch=8, reference_batch=4)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="rule must be"):
+        world.scale_learning_rate(optimizer, global_batch=8, reference_batch=4, rule="cubic")
+    world.scale_learning_rate(optimizer, global_batch=8, reference_batch=4)
+
+
 def test_learning_rate_that_changes_in_the_step_stays_changed(world):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
