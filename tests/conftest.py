@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import flood
-from durations import Durations
 from needs import need
 
 import bed
+from durations import Durations
 
 # A shell without job control starts commands in the background with Ctrl-C ignored, and what they
 # start inherits that: tests that interrupt a process would wait for its end.

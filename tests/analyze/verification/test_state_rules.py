@@ -193,6 +193,14 @@ def test_schedule_lengths():
     assert "48 on one, which is 3 epochs of 16 steps" in one.text
 
 
+def test_lengths_of_several_groups_of_parameters_are_compared():
+    for lengths, wanted in (([48, 48], 1), ([48, 24], 1), ([24, 48], 1), ([24, 24], 0)):
+        runs = scheduled(24, 48)
+        runs.ranks[0].schedules[0].lengths = {"total": lengths}
+        runs.alone.schedules[0].lengths = {"total": [48, 48]}
+        assert ids(find(runs)).count("schedule-counts-other-steps") == wanted
+
+
 def test_schedule_of_another_wrapper():
     """A library that advances the schedule once for each rank."""
     right, short = scheduled(48, 48), scheduled(24, 48)

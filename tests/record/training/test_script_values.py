@@ -9,7 +9,7 @@ import torch
 from paceline.record.training import expressions, user_lines
 from paceline.record.training.expressions import Scope, UnknownValueError, value_of
 from paceline.record.training.optimization.own_schedules import own_schedule
-from paceline.record.training.optimization.schedules import end_of, peak_of
+from paceline.record.training.optimization.schedules import _lengths, end_of, peak_of
 from paceline.record.training.samples.contents import describe_root
 from paceline.record.training.samples.sampler_lines import stream_lines
 
@@ -138,3 +138,16 @@ def test_end_and_peak_of_a_function_of_the_step():
     assert (end_of(warm_up), peak_of(warm_up)) == (50, pytest.approx(0.9))
     falling = lambda step: min(step / 5, 3.0) * 0.9 ** max(0, step - 15)  # noqa: E731
     assert peak_of(falling) == 3.0
+
+
+def test_lengths_of_functions_with_equal_variables_are_all_known():
+    """A function of its own for each group of parameters."""
+
+    def falling(total):
+        return lambda step: max(1 - step / total, 0)
+
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [one]} for one in weights], lr=0.1)
+    functions = [falling(20), falling(60)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functions)
+    assert _lengths(schedule) == {"total": [20, 60]}

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +82,27 @@ def test_commands_end_at_their_limit_and_with_the_server(server, tmp_path):
     assert run_processes([(python(kill), tmp_path / "3.log")], 60, server)[0][0] == -signal.SIGKILL
     with pytest.raises(ValueError, match="the process that starts the runs has ended"):
         run_processes([(python("pass"), tmp_path / "4.log")], 60, server)
+
+
+def test_commands_end_with_the_process_that_asked_for_them(server, tmp_path):
+    """Also if that is killed."""
+    pid = tmp_path / "pid"
+    text = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    words = python(
+        "import pathlib, sys, time\n"
+        "from paceline.study.script_runs.launcher_server import LauncherServer\n"
+        f"LauncherServer([]).start_command({python(text)!r}, {str(tmp_path / 'log')!r})\n"
+        "time.sleep(600)"
+    )
+    process = subprocess.Popen(words)
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and Path("/proc", pid.read_text()).exists():
+        time.sleep(0.01)
+    assert not Path("/proc", pid.read_text()).exists()
 
 
 def test_server_imports_no_module_of_the_working_directory(server, tmp_path, monkeypatch):

@@ -112,6 +112,8 @@ def test_padded_batches_are_made_again_for_one_process(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_batches_that_cannot_be_joined_are_accumulated(tmp_path, monkeypatch):
     drawn = PADDED.replace("x.expand(", "(x + 0.1 * torch.rand(1)).expand(")
+    seeds = "torch.manual_seed(1 + dist.get_rank())\n    optimizer = torch"
+    drawn = drawn.replace("optimizer = torch", seeds)
     runs, found, seen = verify(tmp_path, monkeypatch, drawn)
     assert [one.mistake.id for one in found if not one.is_question] == []
     assert runs.replay is not None
@@ -197,7 +199,7 @@ def test_loop_of_a_world_that_draws_random_numbers_is_compared(tmp_path, monkeyp
     runs, found, seen = verify(tmp_path, monkeypatch, text)
     assert runs.replay is not None
     assert runs.replay.parts == 2
-    assert seen.replayed == seen.steps == 12 * (factor == "1")
+    assert (seen.replayed, seen.steps) == (6 * (factor == "1"), 6)
     assert [one.mistake.id for one in found if one.is_wrong] == []
 
 

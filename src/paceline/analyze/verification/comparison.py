@@ -1,11 +1,12 @@
 """The training of N ranks beside that of one process, and differences that are meant."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from .differences import Difference, What, first_difference
 from .exchange import Exchange
+from .losses import DRAWN, joint_factor
 from .relations import fit, solve, vectors
 from .replay import Replay, draws_of, significant
 from .runs_facts import VerifyRuns
@@ -64,6 +65,8 @@ def compare(
             return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])
         if whole is not None and _may_count_batches(whole, replay, before, exchanges):
             return Comparison(doubtful=whole, reason=_COUNTED, notes=[_COUNTS])
+        if whole is None and (whole := _of_joint(runs, replayed, by_step)) is not None:
+            return Comparison(replayed, whole)
         return Comparison(replayed, whole, names if whole is None and replayed else [], whole)
     cut = Replay(runs.ranks, runs.cut, None)
     in_turn = [step for step in before if cut.joint(step) is not None]
@@ -79,6 +82,26 @@ def compare(
     elif has_norms and value_lines:
         return Comparison(reason=_EXCHANGED, notes=[_no_comparison(value_lines[0])])
     return Comparison(replayed, rest if has_norms and rest is not None else whole, whole=whole)
+
+
+def _of_joint(
+    runs: VerifyRuns, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+) -> Difference | None:
+    """Return a difference by the factor N between losses of the ranks and of whole batches.
+
+    Parts that one process trains one after the other have the factor as well: the loss may be a
+    sum over the samples of a rank, and ranks average.
+    """
+    if runs.joint is None or not steps:
+        return None
+    first = steps[0]
+    factor = joint_factor(runs.joint, steps, exchanges)
+    if factor == 1.0:
+        return None
+    names = list(first.names)
+    size = abs(factor - 1) / max(factor, 1.0)
+    found = (What.LOSS, first.index, first.optimizer, names, size, DRAWN, "one process")
+    return Difference(*found, first.lines)
 
 
 def _may_count_batches(

@@ -1,14 +1,19 @@
 """The loss of a step on N ranks beside that of one process with the same samples."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import BackwardFacts
 from .exchange import Exchange, Kind
 from .relations import epsilon
 from .replay import UNMEASURED, Replay
 from .steps import JointStep
+
+DRAWN = 0.25  # of the logarithm of N: by how much random numbers change the loss of a step
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,28 @@ def step_losses(
     least = max(epsilon(dtype) for dtype in ("float32", *replay.casts(step)))
     ranks = min(found, key=lambda value: _distance(value, one))
     return StepLosses(ranks, one, max(rounding, 4 * least, exchange.residual))
+
+
+def joint_factor(
+    joint: RankFacts, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+) -> float:
+    """Return the losses of the ranks as a multiple of those of whole batches: N, 1/N, or 1.
+
+    Random numbers differ, so only these factors can be told apart.
+    """
+    found = []
+    for step, theirs in zip(steps, joint.steps, strict=False):
+        exchange = exchanges.get((step.optimizer, step.index))
+        if exchange is None or exchange.kind is not Kind.UNIFORM:
+            return 1.0
+        local = [_sum(each[-exchange.last :]) for each in step.backwards]
+        found.append(exchange.factor * sum(local) / (_sum(theirs.backwards) or math.nan))
+    size = len(steps[0].ranks) if steps else 1
+    if not found or not np.isfinite(found).all() or min(found) <= 0:
+        return 1.0
+    ratio = float(np.exp(np.mean(np.log(found))))
+    near = (float(size), 1 / size)
+    return next((x for x in near if abs(math.log(ratio / x)) < DRAWN * math.log(size)), 1.0)
 
 
 def _of_replay(replay: Replay, step: JointStep) -> float:

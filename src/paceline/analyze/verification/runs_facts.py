@@ -32,6 +32,8 @@ class VerifyRuns:
             ``replay`` are those of rounding.
         cut: One rank that trained the batches of the ranks one after the other; None if the replay
             does not differ, or trains them so itself.
+        joint: One rank that trained the first global batches as a whole, with other random numbers
+            than the ranks, for its losses; None if ``replay`` does not train parts.
         again: What stands for ``replay`` once more, without a change. What differs between both
             varies from run to run.
         alone: The unchanged script on one rank, with its own batch size.
@@ -63,6 +65,7 @@ class VerifyRuns:
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
     cut: RankFacts | None = None
+    joint: RankFacts | None = None
 
     @property
     def single(self) -> RankFacts | None:

@@ -15,6 +15,7 @@ from ...record.training.settings import VerifySettings
 from .run_observed import ObservedRuns, RunFailedError
 
 REPLAYS = 2  # runs, of a script that can be replayed
+FEW = 4  # steps whose losses are enough to find a factor
 DOUBTFUL = 0.01  # relative difference up to which rare effects of rounding are looked for
 MANY_LAST_BITS = 32.0  # relative change of the parameters for it, in roundings of their dtype
 LEAST_RANKS_FOR_TWO = 4  # below, two ranks are no comparison
@@ -72,6 +73,8 @@ def run_replay(runs: ObservedRuns, found: VerifyRuns) -> None:
     settings = replace(settings, accumulates=way.accumulates)
     if not draws_of(found.ranks):  # others would be drawn for each sample
         _permute(runs, found, settings, way)
+    elif way.accumulates and way.ranks == 1:
+        _join(runs, found, replace(settings, accumulates=False, steps=FEW, max_steps=FEW))
     if (one := View(found).comparison.whole) is not None and one.size <= DOUBTFUL:
         one = _round(runs, found, settings, one)
     if not way.accumulates and one is not None:
@@ -119,6 +122,16 @@ def _permute(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings, wa
     noise = suspicious_noise(View(found))
     if noise:
         found.notes.append(describe_noise(noise, _trace(runs, settings, way.ranks)))
+
+
+def _join(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings) -> None:
+    """Train the first global batches as a whole, with other random numbers, for their losses."""
+    what = "one rank: the first batches of all ranks as a whole"
+    try:
+        facts = runs.run("joint", what, settings, ranks=1)[0]
+    except RunFailedError:
+        return  # the parts are compared
+    found.joint = facts if facts.steps else None
 
 
 def _cut(runs: ObservedRuns, found: VerifyRuns, settings: VerifySettings) -> None:

@@ -101,21 +101,23 @@ def schedule_length(view: View) -> Iterator[Finding]:
             continue
         if calls is None or their_calls is None:
             continue
-        for name, lengths in schedule.lengths.items():
-            if not lengths or not other.lengths.get(name):
-                continue
-            epochs = lengths[-1] / calls / ours
-            of_one = other.lengths[name][-1] / their_calls / theirs
+        pairs = [
+            (name, *both)
+            for name, lengths in schedule.lengths.items()
+            for both in zip(lengths, other.lengths.get(name, []), strict=False)
+        ]
+        for name, length, their_length in pairs[::-1]:
+            epochs, of_one = length / calls / ours, their_length / their_calls / theirs
             if of_one < 1 - NEAR or abs(epochs / of_one - 1) <= NEAR:
                 continue  # shorter than an epoch: a warm-up with a number of steps
             yield Finding(
                 MISTAKES["schedule-counts-other-steps"],
                 [schedule.line, *schedule.step_lines[:1]],
-                f"{schedule.class_name} has {name} = {lengths[-1]} on {n} ranks, which is "
-                f"{epochs:.3g} epochs of {ours:.0f} steps, and {other.lengths[name][-1]} on one, "
+                f"{schedule.class_name} has {name} = {length} on {n} ranks, which is "
+                f"{epochs:.3g} epochs of {ours:.0f} steps, and {their_length} on one, "
                 f"which is {of_one:.3g} epochs of {theirs:.0f} steps. Is the number of epochs "
                 "another one on more ranks?",
-                values={"length": lengths[-1], "epochs": epochs, "epochs_of_one": of_one},
+                values={"length": length, "epochs": epochs, "epochs_of_one": of_one},
             )
 
 

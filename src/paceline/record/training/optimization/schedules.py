@@ -216,7 +216,9 @@ def _lengths(schedule: Any) -> dict[str, list[int]]:
                 keywords[name] = cell.cell_contents
             except ValueError:  # an empty cell
                 continue
-        found |= {n: [v] for n, v in keywords.items() if type(v) is int}
+        for name, value in keywords.items():  # groups of parameters may have functions of their own
+            if type(value) is int:
+                found.setdefault(name, []).append(value)
     return found
 
 

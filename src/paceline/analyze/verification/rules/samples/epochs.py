@@ -7,7 +7,7 @@ from itertools import combinations
 from ...mistakes import MISTAKES, Finding, Nature
 from ...passes import JointPass, RankPass, Sample, Stream
 from ...view import View, ranks_text
-from .contents import DISTINCT, LEAST_SAMPLES, by_contents, is_regular
+from .contents import DISTINCT, LEAST_SAMPLES, by_contents, is_regular, stream_of_one
 
 MOSTLY = 0.9  # of the batches or samples
 OVERLAP = 0.02  # of the samples of an epoch
@@ -37,7 +37,7 @@ def repeated_or_missing(view: View) -> Iterator[Finding]:
         if not plans:
             continue
         yield from _repeated(view, stream, plans)
-        yield from _missing(stream, plans)
+        yield from _missing(view, stream, plans)
 
 
 def epoch_not_set(view: View) -> Iterator[Finding]:
@@ -191,7 +191,9 @@ def _repeated(
     )
 
 
-def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[Finding]:
+def _missing(
+    view: View, stream: Stream, plans: Sequence[dict[int, list[int]]]
+) -> Iterator[Finding]:
     loader = stream.first.loader
     length = loader.root_length if stream.has_root else loader.dataset_length
     if length is None or _chooses(stream) or (stream.has_root and not _covers_by_rank(stream)):
@@ -214,14 +216,20 @@ def _missing(stream: Stream, plans: Sequence[dict[int, list[int]]]) -> Iterator[
         missing, when, trained = never, "in any epoch that was planned", ever
     else:
         return
-    is_remainder = missing <= allowed  # left out so that all ranks have as many
+    of_one = stream_of_one(view, stream)
+    plan = of_one.plan(of_one.first) if of_one is not None else None
+    of_one_process = {at for batch in plan or () for at in batch}
+    by_one = of_one_process >= set(range(length)) - trained
+    is_remainder = missing <= allowed and not by_one  # left out so that all ranks have as many
     split = [loader.split_line] if _covers_by_rank(stream) else []
     example = next((at for at in range(length) if at not in trained), 0)
     yield Finding(
         MISTAKES["samples-never-trained"],
         [*split, loader.sampler_return_line, *stream.lines],
         f"{missing} of {length} samples are not trained {when}, on any rank; the first is sample "
-        f"{example}." + " They are always the same ones. Is this wanted?" * is_remainder,
+        f"{example}."
+        + " One process trains them." * by_one
+        + " They are always the same ones. Is this wanted?" * is_remainder,
         values={"missing": missing, "samples": length},
         nature=Nature.QUESTION if is_remainder else None,
     )

@@ -8,6 +8,7 @@ import numpy as np
 from .....record.training.facts.ranks import RankFacts
 from .....record.training.facts.steps import BackwardFacts
 from ...exchange import Exchange, Kind
+from ...losses import joint_factor
 from ...mistakes import MISTAKES, Finding, Nature
 from ...steps import trained
 from ...view import View
@@ -138,6 +139,9 @@ def _ratio(view: View, one: Exchange) -> float | None:
     Without a comparison, it follows from the exchange and from what the backwards start from.
     """
     measured = view.reference.multiple(one.step, one.step.unclipped(0))
+    if measured is not None and view.runs.joint is not None:
+        by_step = {(x.step.optimizer, x.step.index): x for x in view.exchanges}
+        return measured * joint_factor(view.runs.joint, view.replayed, by_step)
     if measured is not None or view.reference.gradients(one.step) is not None:
         return measured
     ours, theirs = _weight(one), _replayed_weight(view, one)
