@@ -178,6 +178,7 @@ INTERFACES = {
     "shard._local_tensor": "a shard's memory",
     "shard._spec": "a state of a shard in the memory of the host",
     "scheduled._opt_called": "schedulers see that an offloaded optimizer has stepped",
+    "scheduler._last_lr": "the rates of a schedule that continues with another first rate",
     "scheduled.step._wrapped_by_lr_sched": "schedulers accept an offloaded optimizer's step",
     f"{BOUND}._broadcast_coalesced": "broadcast of buffers and parameters",
     "torch.nn.utils.clip_grad._get_total_norm": "wrapped: the norm of a divided model is refused",
@@ -248,10 +249,11 @@ def objects(tmp_path_factory):
     fsdp(torch.ones(1, 2))
     (fsdp_group,) = groups_of(fsdp._get_fsdp_state())
     scheduled = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 1)
     scheduled.step()
     yield {
         "scheduled": scheduled,
+        "scheduler": scheduler,
         "tracker": mem_tracker.MemTracker(),
         "fsdp": fsdp,
         "fsdp_state": fsdp._get_fsdp_state(),

@@ -118,6 +118,16 @@ def test_arguments_of_a_scheduler_are_those_of_the_script(kept):
     assert other.steps(3) == pytest.approx([0.02, 0.01, 0.01])
 
 
+def test_state_in_a_group_is_restored(kept):
+    """Some optimizers count in their groups what is no argument."""
+    source = Run(None, 0.2)
+    source.optimizer.param_groups[0]["count"] = 3
+    other = Run(None, 0.1)
+    other.optimizer.param_groups[0]["count"] = 0
+    other.load(source.save())
+    assert other.optimizer.param_groups[0]["count"] == 3
+
+
 def test_a_rate_that_is_a_tensor_remains_one(kept):
     source = Run(None, torch.tensor(0.2), foreach=False)
     other = Run(None, torch.tensor(0.1), foreach=False)

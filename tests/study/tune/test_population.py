@@ -125,6 +125,22 @@ def test_a_member_whose_checkpoint_was_not_written_is_run_again(tmp_path):
     assert all(len(one.intermediate_values) == 2 for one in trials_of(opened))
 
 
+def test_an_interrupted_population_is_continued(tmp_path):
+    opened, _ = play(study_in(tmp_path / "whole"), PlayedServer(by_epochs(6)), cores=2)
+    expected = sorted(outline(opened), key=lambda one: one[0])
+    for most in (3, 8, 14, 19):
+        path, calls = study_in(tmp_path / str(most)), []
+
+        def interrupted(calls=calls, most=most):
+            calls.append(1)
+            return len(calls) > most
+
+        play(path, PlayedServer(by_epochs(6)), cores=2, interrupted=interrupted)
+        opened, complete = play(path, PlayedServer(by_epochs(6)), cores=2, continued=True)
+        assert complete
+        assert outline(opened) == expected, most
+
+
 def test_a_failed_member_is_replaced(tmp_path):
     def script(played):
         if played.trial == 2:

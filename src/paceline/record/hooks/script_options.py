@@ -5,7 +5,7 @@ parameters. ``load_state_dict`` of PyTorch replaces the options of an optimizer 
 momentum, weight decay) and the base rates of its schedulers by those in the checkpoint, so a
 learning rate that the search has changed would be lost. With these hooks
 
-- every option is that of the script's optimizer, as it was before ``load_state_dict``,
+- every argument of the optimizer is that of the script, as it was before ``load_state_dict``,
 - a learning rate that a scheduler has changed since the beginning is multiplied by the ratio of the
   script's first rate to that of the checkpoint: the schedule continues where it was,
 - a scheduler keeps the arguments and base rates that the script has given it.
@@ -21,11 +21,12 @@ from typing import Any
 
 from ..ring.launcher_messages import notify
 
-# Of a group: without those below, an option is set by the script alone.
-_OF_GROUPS = {"params", "param_names", "lr"}
+# Of a group, beside the arguments of the optimizer: bounds that schedulers add. Other entries, such
+# as counters of an optimizer, are state.
+_BOUNDS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 _CYCLED = {"momentum", "betas"}  # are set by OneCycleLR and CyclicLR, whose bounds are in the group
 _BASES = ("base_lrs", "max_lrs")  # of a scheduler
-_NO_ARGUMENTS = {"self", "optimizer", "last_epoch"}
+_NO_ARGUMENTS = {"self", "optimizer", "last_epoch", "params", "lr"}
 
 
 def install(optim: Any) -> None:
@@ -66,12 +67,13 @@ def _keep_options(optimizer: Any, load: Callable[[], Any]) -> Any:
                 before["lr"], base if rate == saved or not saved else rate * (base / saved)
             )
             kept[f"lr {base:.6g} instead of {saved:.6g}"] = None
-        for name, value in before.items():
+        for name in sorted((_arguments(optimizer) | _BOUNDS) & before.keys()):
+            value, other = before[name], group.get(name)
             is_cycled = name in _CYCLED and "max_momentum" in group
-            if name in _OF_GROUPS or is_cycled or not _differs(value, group.get(name)):
+            if is_cycled or not _differs(value, other):
                 continue
-            if not name.endswith("_lr"):  # bounds of the rate follow from it
-                kept[f"{name} {value} instead of {group.get(name)}"] = None
+            if name not in _BOUNDS:  # bounds follow from the rate
+                kept[f"{name} {value} instead of {other}"] = None
             group[name] = value
     if kept and os.environ.get("RANK", "0") == "0":
         notify(
@@ -92,7 +94,16 @@ def _like(before: Any, rate: float) -> Any:
     return before.new_tensor(rate) if hasattr(before, "new_tensor") else rate
 
 
+def _arguments(thing: Any) -> set[str]:
+    """Return the names of the arguments with which an optimizer or a scheduler is constructed."""
+    kinds = [kind for kind in type(thing).__mro__ if "__init__" in vars(kind)]
+    names = (inspect.signature(kind.__init__).parameters for kind in kinds if kind is not object)
+    return {name for each in names for name in each} - _NO_ARGUMENTS
+
+
 def _differs(value: Any, other: Any) -> bool:
+    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
+        return list(value) != list(other)  # a checkpoint may have a list for a tuple
     try:
         return bool(value != other)
     except (RuntimeError, ValueError):  # tensors of several elements
@@ -111,8 +122,7 @@ def _keep_schedule(scheduler: Any, load: Callable[[], Any]) -> Any:
             rate if float(b) == float(s) or not float(s) else rate * (float(b) / float(s))
             for rate, b, s in zip(last, base, saved, strict=True)
         ]
-    arguments = set(inspect.signature(type(scheduler).__init__).parameters) - _NO_ARGUMENTS
-    for name in (*_BASES, *sorted(arguments)):
+    for name in (*_BASES, *sorted(_arguments(scheduler))):
         if name in own and name in loaded:
             setattr(scheduler, name, own[name])
     return result

@@ -126,6 +126,7 @@ class Runner:
         self._rows: list[TrialRow] = []  # by number
         self._best: list[int] = []
         self._ended_here = 0
+        self._cleared: set[int] = set()  # trials whose checkpoints were removed
         self._variables = parse_env_options(list(self.table.env))
 
     def run(self) -> bool:
@@ -437,8 +438,9 @@ class Runner:
         self.search.tell(work, outcome)
         self._ended_here += 1
         self.listener.trial_ended(self._refresh(work.number), self.view())
-        for number in self.search.unneeded():
+        for number in set(self.search.unneeded()) - self._cleared:
             self.opened.trial(number).remove_checkpoint()
+            self._cleared.add(number)
         self._check_first(work, outcome)
 
     def _check_first(self, work: Work, outcome: Outcome) -> None:
