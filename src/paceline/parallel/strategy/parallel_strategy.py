@@ -1,7 +1,7 @@
 """A strategy: how some axes of a layout divide a model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,6 +25,8 @@ class DistributionRequest:
         device: Where this rank computes.
         blocks: Names of modules or classes that form blocks; None to find them.
         options: Further arguments of ``world.distribute``.
+        compare: Whether operations on parts are compared with whole ones before the first step.
+        say: Prints lines on rank 0.
     """
 
     layout: Layout
@@ -32,6 +34,8 @@ class DistributionRequest:
     device: torch.device
     blocks: Sequence[str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    compare: bool = True
+    say: Callable[[str], None] = lambda _: None
 
 
 class ParallelStrategy(ABC):
