@@ -234,6 +234,8 @@ def _joined_each(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
 
 def _joined(values: list[Any]) -> Any:
     """Return the whole tensor of pieces; another value as it is, which must be equal on all."""
+    if all(isinstance(value, list) and value and all(map(is_piece, value)) for value in values):
+        values = [piece for value in values for piece in value]  # several of one rank
     first = values[0]
     if not isinstance(first, dict):
         if not all(_is_equal(first, one) for one in values[1:]):

@@ -22,10 +22,12 @@ from .spatial.strategy import SpatialParallel
 from .strategy.distributed_model import DistributedModel
 from .strategy.divided_optimizer import check_divided
 from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
+from .tensor.strategy import TensorParallel
 
 # In the order of application, as in torchtitan: tensor or spatial axes, stages of a pipeline, then
 # (after recomputation) shards or replicas.
 STRATEGIES: list[type[ParallelStrategy]] = [
+    TensorParallel,
     SpatialParallel,
     Pipeline,
     DataParallel,

@@ -4,7 +4,7 @@ Strategies wrap each other: what one does not define, it passes on to the model 
 innermost one is a model of one process.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,12 +17,48 @@ if TYPE_CHECKING:
     from .training_step import TrainingStep
 
 
-class Part(NamedTuple):
-    """Which part of a whole tensor a rank holds as a plain tensor."""
+Index = tuple[int, ...]
 
-    whole: tuple[int, ...]  # shape
+
+class Part(NamedTuple):
+    """Which part of a whole tensor a rank holds as a plain tensor.
+
+    Attributes:
+        whole: Shape of the whole tensor.
+        offset: Where the part begins in it.
+        shape: Shape of the part.
+        dim: Of a part that is not contiguous, the dim of which it has something in each block.
+        blocks: Number of equal blocks of that dim, such as the gates of a recurrent layer.
+    """
+
+    whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    dim: int = 0
+    blocks: int = 1
+
+    def slabs(self, offset: Index, shape: Index) -> Iterator[tuple[Index, tuple[slice, ...]]]:
+        """Yield the contiguous parts of a range of this part.
+
+        Each one is its offset in the whole tensor, and its place in the range.
+
+        Args:
+            offset: Where the range begins in this part.
+            shape: Shape of the range.
+        """
+        if self.blocks == 1:
+            first = tuple(a + b for a, b in zip(self.offset, offset, strict=True))
+            yield first, (slice(None),) * len(shape)
+            return
+        size, stride = self.shape[self.dim] // self.blocks, self.whole[self.dim] // self.blocks
+        begin, end = offset[self.dim], offset[self.dim] + shape[self.dim]
+        for block in range(begin // size, -(-end // size)):
+            low, high = max(begin, block * size), min(end, (block + 1) * size)
+            begins = [a + b for a, b in zip(self.offset, offset, strict=True)]
+            begins[self.dim] = self.offset[self.dim] + block * stride + low - block * size
+            place = [slice(None)] * len(shape)
+            place[self.dim] = slice(low - begin, high - begin)
+            yield tuple(begins), tuple(place)
 
 
 class DistributedModel:
@@ -90,6 +126,11 @@ class DistributedModel:
         None: all of it, or a DTensor, which knows its part.
         """
         return None if self.inner is None else self.inner.part_of(name)
+
+    @property
+    def rules(self) -> tuple[tuple[str, str], ...]:
+        """The rules by which modules are divided (``Layout.rules``), given or found."""
+        return () if self.inner is None else self.inner.rules
 
     @property
     def holds_copied_shards(self) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...checkpoint.shard_copies import PartPath, ShardDigests
-from ...checkpoint.sharded_tensor import SavedTensor, is_sharded, piece_of
+from ...checkpoint.sharded_tensor import Piece, SavedTensor, is_sharded, piece_of
 from ...checkpoint.shared_state import new_piece
 from ...optim.gradients import parameters_of
 from ..mesh import Mesh
@@ -172,8 +172,7 @@ class OwnedState:
             if piece is None or part is None:
                 return piece
             # a shard of this rank's part
-            place = zip(part.offset, piece["offset"], strict=True)
-            return new_piece(part.whole, (a + b for a, b in place), piece["tensor"])
+            return _pieces(part, piece["offset"], piece["tensor"])
         if min(self.mesh.copies_of(value, axes)) != self.mesh.rank:
             return None
         if part is None or not isinstance(value, torch.Tensor) or not value.dim():
@@ -184,7 +183,7 @@ class OwnedState:
                 f"has {part.shape}: a layout that divides models can only save states of the "
                 "parameter's shape. HINT: torch.optim.AdamW, or another optimizer with such states"
             )
-        return new_piece(part.whole, part.offset, value)
+        return _pieces(part, (0,) * value.dim(), value)
 
     def _split_optimizer(
         self, part: Optimizer, model: DistributedModel, state: Any
@@ -266,13 +265,24 @@ def _shape(value: Any) -> Shape:
     return () if is_lazy(value) else tuple(getattr(value, "shape", ()))
 
 
+def _pieces(part: Part, offset: Shape, tensor: torch.Tensor) -> list[Piece]:
+    """Return a range of this rank's part of a tensor as pieces of the whole one."""
+    slabs = part.slabs(offset, tuple(tensor.shape))
+    return [new_piece(part.whole, first, tensor[place]) for first, place in slabs]
+
+
 def _cut(value: Any, part: Part | None) -> Any:
     """Return this rank's part of a whole tensor; another value as it is."""
     if part is None or not isinstance(value, torch.Tensor | SavedTensor):
         return value
     if tuple(value.shape) != part.whole:
         return value
-    if isinstance(value, SavedTensor):
-        return value.part(part.offset, part.shape)
-    at = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
-    return value[at].clone()
+    found = torch.empty(part.shape, dtype=value.dtype)
+    for offset, place in part.slabs((0,) * len(part.shape), part.shape):
+        dest = found[place]
+        if isinstance(value, SavedTensor):
+            value.copy_part(offset, dest)
+        else:
+            at = tuple(slice(o, o + n) for o, n in zip(offset, dest.shape, strict=True))
+            dest.copy_(value[at])
+    return found

@@ -27,6 +27,7 @@ class DistributionRequest:
         options: Further arguments of ``world.distribute``.
         example_inputs: Arguments of a forward, whose shapes and dtypes matter; None if unknown.
         say: Prints a line on rank 0.
+        compare: Whether operations on parts are compared with whole ones before the first step.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class DistributionRequest:
     blocks: Sequence[str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     example_inputs: Any = None
+    compare: bool = True
     say: Callable[[str], None] = lambda _: None
 
 

@@ -23,6 +23,7 @@ class LayoutArguments:
 
     Attributes:
         device: The device on which the rank computes.
+        compare: Whether operations on parts are compared with whole ones.
     """
 
     layout: str | Layout
@@ -34,6 +35,7 @@ class LayoutArguments:
     recompute: str | None
     memory_budget: float | None
     options: dict[str, Any]
+    compare: bool
 
     def of_settings(self) -> "LayoutArguments":
         """Return the arguments with the layout of the settings (``paceline run --settings``).
@@ -70,7 +72,8 @@ class LayoutArguments:
     def request(self, layout: Layout) -> DistributionRequest:
         """Return how the model would be distributed in a layout."""
         merged = self.merged(layout)
-        return DistributionRequest(merged, self.mesh, self.device, self.blocks, self.options)
+        about = (self.mesh, self.device, self.blocks, self.options)
+        return DistributionRequest(merged, *about, compare=self.compare)
 
     def check(self, layout: Layout, setup: ModelSetup) -> None:
         """Raise ValueError where the model or an argument does not fit a layout."""

@@ -98,6 +98,7 @@ class ModelDistribution(SampleParts):
         recomputed_blocks: Sequence[str] | None = None,
         example_inputs: Any = None,
         norm: str = "local",
+        compare: bool = True,
         **options: Any,
     ) -> Any:
         """Distribute ``model``; return it, or ``(model, optimizer)`` if one is given.
@@ -134,6 +135,8 @@ class ModelDistribution(SampleParts):
             norm: Statistics of batch normalization: "local" (of a rank's batch), "sync" (of all
                 ranks' batches, on CPUs too: the result is that of one process), "ghost:N" (of each
                 N samples of a rank), or "group:N": a group normalization with N groups.
+            compare: Compare each operation on parts of tensors with the whole one, and the model
+                with the undivided one, in the first forward of a layout with ``tp``.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the sharded layouts; ``balance`` for
                 pipelines: names of the modules with which the stages after the first one begin.
@@ -157,6 +160,7 @@ class ModelDistribution(SampleParts):
             recompute=recompute,
             memory_budget=memory_budget,
             options=options,
+            compare=compare,
         ).of_settings()
         known = arguments.known
         if known is not None:
@@ -227,11 +231,18 @@ class ModelDistribution(SampleParts):
             owned.note_model(distributed, whole)
         if layout.offload == "optimizer" and optimizer is not None:
             offload_states(optimizer, self.device)
+        if distributed.rules:
+            memory = replace(memory, layout=replace(layout, rules=distributed.rules))
         self._layouts.append(memory)
         if skeleton is not None and not layout.divided_axes:
             watch_model(skeleton, distributed.called, layout if is_sharded else Layout(), ranks)
         self._note_mesh()
         return self._add(setup, distributed)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The layouts of the models that were distributed, with the rules that divide them."""
+        return [one.layout for one in self._layouts if one.layout is not None]
 
     def _arrange(self, layout: Layout) -> None:
         """Give the mesh the axes of a layout. Collective where it divides models or samples."""
@@ -265,7 +276,7 @@ class ModelDistribution(SampleParts):
 
     def _note_mesh(self) -> None:
         """Write layouts and mesh into the record."""
-        layouts = dict.fromkeys(str(one.layout) for one in self._layouts)
+        layouts = dict.fromkeys(str(replace(one, rules=())) for one in self.layouts)
         text = ", ".join(layouts)[:MAX_LAYOUT_CHARS]
         self._recorder.update_header(layout=text, mesh=self.mesh.header())
         self._recorder.shares_samples = self.mesh.is_divided

@@ -1,0 +1,135 @@
+"""Exchange between the ranks of the tensor axis, in forward and backward.
+
+A plain tensor has the same value on all ranks of the axis, and so has its gradient. A split tensor
+and its gradient are divided alike. These four functions convert between them (Megatron-LM, arXiv
+1909.08053, calls the first two f and g); each one is the backward of another one.
+
+| function | forward | backward |
+| --- | --- | --- |
+| ``shared`` | nothing | all-reduce |
+| ``total`` | all-reduce | nothing |
+| ``gathered`` | all-gather | the rank's piece |
+| ``scattered`` | the rank's piece | all-gather |
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .splits import Split
+
+
+class TensorAxis:
+    """The ranks along the tensor axis of a mesh.
+
+    Attributes:
+        group: Their process group.
+        rank: The position of this rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks."""
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, group=self.group)
+        return found
+
+    def pieces(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which have the same shape."""
+        sent = local.contiguous()
+        if sent.dtype is torch.bool:
+            return [one.bool() for one in self.pieces(sent.to(torch.uint8))]
+        found = sent.new_empty((self.size, sent.numel()))
+        dist.all_gather_into_tensor(found.view(-1), sent.view(-1), group=self.group)
+        return [row.view(sent.shape) for row in found.unbind()]
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_Total, gradient, ctx.axis), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return axis.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_Shared, gradient, ctx.axis), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+        ctx.split, ctx.axis = split, axis
+        return split.join(axis.pieces(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_Scattered, gradient, ctx.split, ctx.axis), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+        ctx.split, ctx.axis = split, axis
+        return split.cut(x, axis.rank, axis.size).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_Gathered, gradient, ctx.split, ctx.axis), None, None
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _records(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def shared(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return a tensor for operations with pieces; its gradient is summed over the ranks."""
+    if not _records(x):
+        return x
+    known = getattr(x, "_shared_over_tensor_axis", None)
+    if known is not None and known[0] is axis and known[1] == x._version:
+        found: torch.Tensor = known[2]
+        return found  # one sum for all operations that use it
+    found = _apply(_Shared, x, axis)
+    if not x.is_leaf:  # a leaf would be in a cycle with it
+        x._shared_over_tensor_axis = (axis, x._version, found)  # type: ignore[attr-defined]
+    return found
+
+
+def total(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the sum of the ranks' tensors."""
+    found: torch.Tensor = _apply(_Total, x, axis)
+    return found
+
+
+def gathered(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+    """Return the whole tensor of the ranks' pieces."""
+    found: torch.Tensor = _apply(_Gathered, x, split, axis)
+    return found
+
+
+def scattered(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+    """Return this rank's piece of a tensor that all ranks have."""
+    if not _records(x):
+        return split.cut(x, axis.rank, axis.size)
+    found: torch.Tensor = _apply(_Scattered, x, split, axis)
+    return found

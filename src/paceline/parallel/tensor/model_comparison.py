@@ -1,0 +1,258 @@
+"""Comparison of a whole model with the divided one, in its first forward.
+
+The operations are compared one by one (``comparison``). What passes them by, such as code that
+reads a piece as if it were whole, is found here: outputs and gradients of the model are compared
+with those of the same forward with whole parameters. Parameters get noise meanwhile, because
+zeros of an initialization would hide errors.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory_budget import GIB, available_bytes
+from .comparison import Comparison, SplitOperationError, axis_device_of
+from .parameters import Views
+from .split_tensor import Watch, watching, whole_outputs
+
+# relative differences of a norm that are accepted in any case
+FLOORS = {torch.float64: 1e-8, torch.float32: 1e-3}
+FLOOR_16_BIT = 0.1
+ROUNDING_FACTOR = 50.0  # times the effect of changing each parameter by one epsilon
+NOISE = 0.02  # of a parameter's mean magnitude
+MIN_MAGNITUDE = 0.1
+MEMORY_FACTOR = 3  # whole parameters, their gradients, and activations
+_SEED = 12345
+
+
+@dataclass
+class ModelComparison:
+    """What the comparison of one forward has found.
+
+    Attributes:
+        operations: The comparison of operations.
+        seconds: Time of all comparisons.
+        difference: Largest relative difference of the whole model; None if it was not compared.
+        reason: Why it was not compared.
+    """
+
+    operations: Comparison
+    seconds: float = 0.0
+    difference: float | None = None
+    reason: str = ""
+
+
+Tensors = list[torch.Tensor | None]
+
+
+def compare_model(
+    model: nn.Module, views: Views, forward: Callable[[], Any], takes_gradients: bool
+) -> ModelComparison:
+    """Compare operations and the model in a forward. Collective.
+
+    Args:
+        forward: Runs the model's forward.
+        takes_gradients: Whether gradients are compared too.
+
+    Raises:
+        SplitOperationError: An operation, or the model, differs.
+    """
+    start = time.perf_counter()
+    result = ModelComparison(Comparison(), reason=_too_large(model, views))
+    takes_gradients = takes_gradients and not torch.is_inference_mode_enabled()
+    trained = [p for p in model.parameters() if p.requires_grad] if takes_gradients else []
+    with _unchanged(model), torch.set_grad_enabled(takes_gradients):
+        if takes_gradients:
+            _add_noise(model, NOISE, views)
+        state = _State(model)
+        with watching(result.operations):
+            ours = _results(forward, trained)
+        if not result.reason:
+            views.are_whole = True
+            try:
+                with watching(Watch()):
+                    state.restore()
+                    theirs = _results(forward, trained)
+                    state.restore()
+                    rounded = theirs
+                    if takes_gradients:
+                        _add_noise(model, None, views)
+                        rounded = _results(forward, trained)
+            finally:
+                views.are_whole = False
+            result.difference = _judge(model, trained, views, ours, theirs, rounded)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nest of outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+
+
+def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[Tensors, Tensors]:
+    """Return the outputs of a forward, and the gradients of a random sum of them."""
+    outputs = [one for one in tensors_in(whole_outputs(forward())) if one.is_floating_point()]
+    found: Tensors = [one.detach() for one in outputs]
+    sources = [one for one in outputs if one.requires_grad]
+    if not trained or not sources:
+        return found, []
+    generator = torch.Generator().manual_seed(_SEED)
+    directions = [torch.randn(one.shape, generator=generator).to(one) for one in sources]
+    gradients = torch.autograd.grad(sources, trained, directions, allow_unused=True)
+    return found, [None if one is None else one.detach() for one in gradients]
+
+
+def _judge(
+    model: nn.Module,
+    trained: list[nn.Parameter],
+    views: Views,
+    ours: tuple[Tensors, Tensors],
+    theirs: tuple[Tensors, Tensors],
+    rounded: tuple[Tensors, Tensors],
+) -> float:
+    """Return the largest relative difference. Collective.
+
+    Raises:
+        SplitOperationError: It is more than rounding explains, on any rank.
+    """
+    worst, largest, where = 0.0, 0.0, ""  # worst: in parts of its limit
+    names = {id(p): name for name, p in model.named_parameters()}
+    labels = [
+        [f"output {i + 1}" for i in range(len(theirs[0]))],
+        [f"the gradient of {names[id(p)]}" for p in trained],
+    ]
+    for number in (0, 1):
+        scale = max((_norm(one) for one in theirs[number]), default=0.0)
+        if len(ours[number]) != len(theirs[number]):
+            worst, where = float("inf"), "the number of outputs"
+        for label, a, b, c in zip(
+            labels[number], ours[number], theirs[number], rounded[number], strict=False
+        ):
+            if b is None or a is None:
+                difference, limit = (0.0 if a is b else _norm(a) + _norm(b)), 1e-6 * scale
+            else:
+                floor = FLOORS.get(b.dtype, FLOOR_16_BIT)
+                if torch.is_autocast_enabled(b.device.type):
+                    floor = FLOOR_16_BIT
+                of = max(_norm(b), 1e-6 * scale, 1e-30)
+                difference = _distance(a, b) / of
+                noise = 0.0 if c is None else _distance(c, b) / of
+                limit = max(floor, ROUNDING_FACTOR * noise)
+            part = difference / limit if limit else difference and float("inf")
+            largest = max(largest, difference)
+            if not part <= worst:
+                worst, where = part, f"{label} (by {difference:.2g}, relative)"
+    axis = views.axis
+    own = torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis))
+    most = max(float(one) for one in axis.pieces(own))
+    if not most <= 1.0:
+        raise SplitOperationError(
+            "world.distribute: the model that is divided over the tensor axis differs from the "
+            f"whole one: {where if worst > 1 else 'on another rank'}. Each operation by itself "
+            "was right, so code of the model uses a part as if it were whole. HINT: the rule "
+            "'replicate' for the layers around it, in paceline.Layout(rules={...}); "
+            "world.distribute(..., compare=False) trains nevertheless"
+        )
+    return largest
+
+
+def _norm(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor.double()))
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    both = (a == b) | (a.isnan() & b.isnan())
+    value = _norm((a.double() - b.double()).masked_fill(both, 0))
+    return value if value == value else float("inf")
+
+
+def _too_large(model: nn.Module, views: Views) -> str:
+    """Return why the whole model can't be computed on a rank, the same on all; "" if it can."""
+    tensors = [*model.parameters()]
+    device = next((p.device for p in tensors), torch.device("cpu"))
+    ranks = views.axis.size
+    split = [getattr(p, "_split", None) is not None for p in tensors]
+    needed = sum(
+        p.nbytes * (ranks if is_split else 1) for p, is_split in zip(tensors, split, strict=True)
+    )
+    missing = MEMORY_FACTOR * needed > available_bytes(device)
+    flag = torch.tensor([float(missing)], device=axis_device_of(views.axis))
+    if not any(float(one) for one in views.axis.pieces(flag)):
+        return ""
+    return f"its whole parameters ({needed / GIB:.1f} GiB) do not fit on a rank"
+
+
+def _add_noise(model: nn.Module, factor: float | None, views: Views) -> None:
+    """Change the parameters by noise, alike on all ranks that hold copies.
+
+    Args:
+        factor: Part of a parameter's mean magnitude; None: one epsilon of each element.
+    """
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            is_split = getattr(parameter, "_split", None) is not None
+            seed = 2 * number + (1000003 * (views.axis.rank + 1) if is_split else 0)
+            generator = torch.Generator().manual_seed(_SEED + seed)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            if factor is None:
+                scale = parameter.abs() * torch.finfo(parameter.dtype).eps
+            else:
+                magnitude = parameter.double().abs().mean()
+                if is_split:
+                    magnitude = views.axis.sum(magnitude) / views.axis.size
+                scale = (factor * magnitude.clamp(min=MIN_MAGNITUDE)).to(parameter.dtype)
+            parameter.add_(noise * scale)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers and random states at the end."""
+    parameters = [(p, p.detach().clone()) for p in model.parameters()]
+    state = _State(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, saved in parameters:
+                parameter.copy_(saved)
+        state.restore()
+
+
+class _State:
+    """Buffers and random states that a forward changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, saved in self._buffers:
+                buffer.copy_(saved)
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)

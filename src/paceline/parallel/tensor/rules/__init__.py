@@ -1,0 +1,1 @@
+"""Rules for functions of torch that compute with pieces of split tensors."""

@@ -1,0 +1,249 @@
+"""Products and convolutions: sums over a dim that several operands have.
+
+Each dim of an operand has a label. If the divided label is in the result, the result is divided;
+otherwise each rank has a part of the sum.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from ..exchange import TensorAxis, total
+from ..split_tensor import NO_RULE, SplitTensor, named_functions, rule_for
+from ..splits import Split
+from .alignment import piece_at
+
+Labels = Sequence[Hashable]
+
+
+def contract(
+    operands: Sequence[torch.Tensor],
+    labels: Sequence[Labels],
+    result: Labels,
+    compute: Callable[..., torch.Tensor],
+    fixed: Sequence[Hashable] = (),
+) -> Any:
+    """Compute a sum of products of pieces.
+
+    Args:
+        labels: Of each operand, the labels of its dims.
+        result: Those of the result.
+        fixed: Labels that can't be divided.
+    """
+    chosen = _chosen(operands, labels, fixed)
+    if chosen is None:
+        return NO_RULE
+    label, split, axis = chosen
+    pieces = []
+    for operand, own in zip(operands, labels, strict=True):
+        dim = own.index(label) if label in own else None
+        is_plain = dim is not None and not isinstance(operand, SplitTensor)
+        if is_plain and _is_costly(operand, operands):
+            return NO_RULE
+        pieces.append(piece_at(operand, dim, split, axis))
+    found = compute(*pieces)
+    if label in result:
+        return SplitTensor.of(found, split.at(result.index(label)), axis)
+    return total(found, axis)
+
+
+def _chosen(
+    operands: Sequence[torch.Tensor], labels: Sequence[Labels], fixed: Sequence[Hashable]
+) -> tuple[Hashable, Split, TensorAxis] | None:
+    """Return the label that is divided: that of the largest split operand."""
+    found: list[tuple[int, Hashable, SplitTensor]] = []
+    for operand, own in zip(operands, labels, strict=True):
+        if isinstance(operand, SplitTensor):
+            label = own[operand.division.dim]
+            if label not in fixed:
+                found.append((operand.numel(), label, operand))
+    if not found:
+        return None
+    _, label, operand = max(found, key=lambda one: one[0])
+    return label, operand.division, operand.axis
+
+
+def _is_costly(operand: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
+    """Return whether cutting an operand costs more than the whole of the split ones.
+
+    The gradient of a parameter that is cut has to be gathered.
+    """
+    if not (operand.requires_grad and operand.is_leaf and torch.is_grad_enabled()):
+        return False
+    return operand.numel() > sum(one.numel() for one in operands if isinstance(one, SplitTensor))
+
+
+@rule_for(F.linear)
+def linear(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute a linear layer by columns, by rows, or of a part of the batch."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if weight.dim() != 2:
+        return NO_RULE
+    batch = [("batch", i) for i in range(x.dim() - 1)]
+    labels: list[Labels] = [(*batch, "in"), ("out", "in")]
+    return _with_bias((x, weight), labels, (*batch, "out"), bias, "out", F.linear, -1)
+
+
+def _with_bias(
+    operands: tuple[torch.Tensor, torch.Tensor],
+    labels: list[Labels],
+    result: Labels,
+    bias: Any,
+    out: str,
+    compute: Callable[..., torch.Tensor],
+    dim: int,
+) -> Any:
+    """Compute a product and add the bias: once, where ranks have parts of the sum."""
+    if bias is None:
+        return contract(operands, labels, result, compute, _FIXED)
+    chosen = _chosen(operands, labels, _FIXED)
+    if chosen is not None and chosen[0] not in result:
+        found = contract(operands, labels, result, compute, _FIXED)
+        if found is NO_RULE:
+            return NO_RULE
+        whole = bias.whole() if isinstance(bias, SplitTensor) else bias
+        shape = [1] * found.dim()
+        shape[dim] = -1
+        return found + whole.view(shape)
+    return contract((*operands, bias), [*labels, (out,)], result, compute, _FIXED)
+
+
+_FIXED = ("k0", "k1", "k2", "s0", "s1", "s2")
+
+
+@rule_for(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
+def convolution(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute a convolution with a part of its output or input channels."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+    groups = given.get("groups", 1)
+    spatial = weight.dim() - 2
+    if x.dim() != weight.dim():
+        return NO_RULE
+
+    def compute(*pieces: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = func(*pieces, **given)
+        return found
+
+    if groups > 1:
+        return _grouped(compute, x, weight, bias, given)
+    places = [f"s{i}" for i in range(spatial)]
+    labels: list[Labels] = [
+        ("batch", "in", *places),
+        ("out", "in", *(f"k{i}" for i in range(spatial))),
+    ]
+    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
+
+
+def _grouped(compute: Any, x: Any, weight: Any, bias: Any, given: dict[str, Any]) -> Any:
+    """Compute the groups of this rank's channels."""
+    if not isinstance(weight, SplitTensor) or weight.division != Split(0):
+        return NO_RULE
+    axis = weight.axis
+    if given["groups"] % axis.size:
+        return NO_RULE
+    pieces = [piece_at(x, 1, Split(1), axis), weight.local]
+    if bias is not None:
+        pieces.append(piece_at(bias, 0, Split(0), axis))
+    given["groups"] //= axis.size
+    return SplitTensor.of(compute(*pieces), Split(1), axis)
+
+
+@rule_for(
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)
+def transposed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same for transposed convolutions."""
+    names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+    if given.get("groups", 1) != 1 or x.dim() != weight.dim():
+        return NO_RULE
+    spatial = weight.dim() - 2
+    places = [f"s{i}" for i in range(spatial)]
+    labels: list[Labels] = [
+        ("batch", "in", *places),
+        ("in", "out", *(f"k{i}" for i in range(spatial))),
+    ]
+
+    def compute(*pieces: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = func(*pieces, **given)
+        return found
+
+    return _with_bias((x, weight), labels, ("batch", "out", *places), bias, "out", compute, 1)
+
+
+@rule_for(*named_functions("matmul", "bmm", "mm", "__matmul__", "__rmatmul__"))
+def matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute a product of (batches of) matrices."""
+    if kwargs or len(args) != 2:
+        return NO_RULE
+    a, b = args
+    if func is torch.Tensor.__rmatmul__:
+        a, b = b, a
+    if min(a.dim(), b.dim()) < 2:
+        return NO_RULE
+    dims = max(a.dim(), b.dim())
+
+    def labels(tensor: torch.Tensor, last: tuple[str, str]) -> Labels:
+        own = [i - tensor.dim() for i in range(tensor.dim() - 2)]
+        # a dim of extent 1 is broadcast
+        return (*((i if tensor.shape[i] > 1 else ("one", i, last)) for i in own), *last)
+
+    result = (*(i - dims for i in range(dims - 2)), "m", "n")
+    return contract((a, b), [labels(a, ("m", "k")), labels(b, ("k", "n"))], result, torch.matmul)
+
+
+@rule_for(torch.einsum)
+def einsum(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute an einsum with an explicit result."""
+    equation, *operands = args
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return NO_RULE
+    inputs, result = equation.replace(" ", "").split("->")
+    labels = inputs.split(",")
+    if any(len(set(own)) != len(own) for own in labels):
+        return NO_RULE
+
+    def compute(*pieces: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, *pieces)
+
+    return contract(operands, labels, result, compute)
+
+
+@rule_for(F.embedding)
+def embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Look up rows: of this rank's part of the vocabulary, or this rank's columns."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")
+    given = dict(zip((*names, "sparse"), args, strict=False)) | kwargs
+    index, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+    is_plain = isinstance(weight, SplitTensor) and not isinstance(index, SplitTensor)
+    if given.get("max_norm") is not None:
+        raise ValueError(
+            "an embedding with max_norm changes its weight in forward, which a divided one does "
+            "not support. HINT: the rule 'replicate' for it"
+        )
+    if not is_plain or given.get("scale_grad_by_freq") or weight.division.blocks > 1:
+        return NO_RULE
+    options = {"sparse": given.get("sparse", False)}
+    if padding is not None and padding < 0:
+        padding += weight.shape[0]
+    if weight.division.dim == 1:
+        found = F.embedding(index, weight.local, padding, **options)
+        return SplitTensor.of(found, Split(found.dim() - 1), weight.axis)
+    on_host = index.device.type == "cpu"  # a GPU's kernel checks its own rows only
+    if on_host and bool(((index < 0) | (index >= weight.shape[0])).any()):
+        raise IndexError(f"an index of the embedding is outside of its {weight.shape[0]} rows")
+    rows, rank = weight.local.shape[0], weight.axis.rank
+    here = index - rank * rows
+    is_own = (here >= 0) & (here < rows)
+    own_padding = None
+    if padding is not None and rank * rows <= padding < (rank + 1) * rows:
+        own_padding = padding - rank * rows
+    found = F.embedding(here.where(is_own, 0), weight.local, own_padding, **options)
+    return total(found.where(is_own.unsqueeze(-1), 0), weight.axis)

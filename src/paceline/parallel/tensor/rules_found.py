@@ -1,0 +1,276 @@
+"""Rules for a model without rules: layers that follow each other, found in the code's data flow.
+
+``torch.fx`` follows the forward of each module that has layers as children, with the children as
+black boxes. Where the input of a layer comes from the outputs of others through functions of each
+element, attention or shapes, those are divided by columns (channels) and this one by rows: one
+exchange for both. A choice decides only the time: operations follow the parts that they get.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from .kinds import DivisionError, parse_kind, splits_of
+
+LARGE_SHARE = 1 / 16  # of all parameters: a single layer that is worth an exchange
+_PASSED = (
+    *("ReLU", "ReLU6", "GELU", "SiLU", "Tanh", "Sigmoid", "LeakyReLU", "ELU", "Hardtanh", "Mish"),
+    *("Hardswish", "Softplus", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "Identity"),
+    *("Flatten", "Unflatten", "MaxPool1d", "MaxPool2d", "MaxPool3d", "AvgPool1d", "AvgPool2d"),
+    *("AvgPool3d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveAvgPool3d", "Upsample"),
+    *("AdaptiveMaxPool1d", "AdaptiveMaxPool2d", "AdaptiveMaxPool3d", "Softmax", "CELU", "SELU"),
+)
+
+
+@dataclass
+class FoundRules:
+    """The kinds that were found, and why layers are replicated.
+
+    Attributes:
+        kinds: By name of a module.
+        reasons: By name of a module that could not be divided, why.
+    """
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def find_rules(model: nn.Module, ranks: int) -> FoundRules:
+    """Return rules for a model."""
+    search = _Search(model, ranks)
+    search.run()
+    return search.found
+
+
+class _Search:
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self.model, self.ranks = model, ranks
+        self.found = FoundRules()
+        self.names = {module: name for name, module in model.named_modules()}
+        self._users = _users_of_parameters(model)
+        self._inside: set[nn.Module] = set()  # of a layer that is divided as a whole
+
+    def run(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                self._inside.update(module.modules())
+                self._take(module, "heads")
+            elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+                self._pair([module.linear1], module.linear2, [])
+        for module in self.model.modules():
+            if module not in self._inside and _has_several_layers(module):
+                for sources, layer, norms in _flows(module):
+                    self._pair(sources, layer, norms)
+        self._large_layers()
+
+    def _take(self, layer: nn.Module, kind: str) -> bool:
+        """Choose a kind for a layer, if it can be divided so."""
+        name = self.names.get(layer, "")
+        if not name or name in self.found.kinds or (layer in self._inside and kind != "heads"):
+            return self.found.kinds.get(name) == kind
+        try:
+            splits = splits_of(layer, *parse_kind(kind), self.ranks)
+        except DivisionError as error:
+            self.found.reasons.setdefault(name, str(error))
+            return False
+        if not splits or not self._agrees(layer, name, splits):
+            return False
+        self.found.kinds[name] = kind
+        return True
+
+    def _agrees(self, layer: nn.Module, name: str, splits: dict[str, Any]) -> bool:
+        """Return whether other modules that use the same parameters are divided alike."""
+        for own, split in splits.items():
+            parameter = getattr(layer, own, None) if "." not in own else None
+            for other, other_name in self._users.get(id(parameter), ()):
+                if other is layer:
+                    continue
+                kind = self.found.kinds.get(self.names[other])
+                try:
+                    others = {} if kind is None else splits_of(other, *parse_kind(kind), self.ranks)
+                except DivisionError:
+                    return False
+                if others.get(other_name) != split:
+                    return kind is None and self._takes_tied(other, other_name, split)
+        return True
+
+    def _takes_tied(self, other: nn.Module, name: str, split: Any) -> bool:
+        """Divide a layer that has a tied weight in the same way."""
+        kind = {nn.Embedding: "vocabulary", nn.Linear: "column"}.get(type(other))
+        if kind is None or name != "weight" or split.dim != 0 or split.blocks != 1:
+            return False
+        self.found.kinds[self.names[other]] = kind
+        return True
+
+    def _pair(self, sources: list[nn.Module], last: nn.Module, norms: list[nn.Module]) -> None:
+        """Divide layers by columns, and the one that takes their outputs by rows."""
+        kinds = self.found.kinds
+        group = [*sources, last, *norms]
+        if any(kinds.get(self.names.get(one, "")) not in (None,) for one in group):
+            return
+        before = dict(kinds)
+        done = all(self._take(one, _column(one, last)) for one in sources)
+        done = done and self._take(last, "row")
+        if not (done and all(self._take(norm, "channels") for norm in norms)):
+            self.found.kinds = before
+
+    def _large_layers(self) -> None:
+        """Divide single layers with a large part of the parameters: embeddings, output layers."""
+        total = sum(p.numel() for p in self.model.parameters())
+        for module in self.model.modules():
+            kind = {nn.Embedding: "vocabulary", nn.Linear: "column"}.get(type(module))
+            weight = getattr(module, "weight", None) if kind else None
+            if kind and weight is not None and weight.numel() >= LARGE_SHARE * total:
+                self._take(module, kind)
+
+
+def _column(source: nn.Module, last: nn.Module) -> str:
+    if isinstance(source, _ConvNd):
+        return "channels"
+    assert isinstance(source, nn.Linear)
+    width = last.in_features if isinstance(last, nn.Linear) else 0
+    blocks = source.out_features // width if width and source.out_features % width == 0 else 1
+    return f"column-{blocks}" if blocks in (2, 3) else "column"
+
+
+def _users_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return found
+
+
+def _is_layer(module: nn.Module) -> bool:
+    is_plain_conv = isinstance(module, _ConvNd) and module.groups == 1
+    return isinstance(module, nn.Linear) or is_plain_conv
+
+
+def _has_several_layers(module: nn.Module) -> bool:
+    return sum(_is_layer(child) for _, child in _near(module)) > 1
+
+
+def _near(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module, and those of its lists and dicts."""
+    for name, child in module.named_children():
+        yield name, child
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            for inner, one in _near(child):
+                yield f"{name}.{inner}", one
+
+
+class _Tracer(torch.fx.Tracer):
+    """Follows one module's own code, with its children as black boxes."""
+
+    def is_leaf_module(self, m: nn.Module, _: str) -> bool:
+        return True
+
+
+def _flows(module: nn.Module) -> Iterator[tuple[list[nn.Module], nn.Module, list[nn.Module]]]:
+    """Yield layers whose outputs are the input of another one, that one, and norms between them."""
+    graph = _graph_of(module)
+    if graph is None:
+        yield from _flows_in_order(module)
+        return
+    for node in graph.nodes:
+        layer = _module_of(module, node)
+        if layer is None or not _is_layer(layer) or not node.args:
+            continue
+        sources, norms = _sources(module, node)
+        if sources and _fits(sources, layer):
+            yield sources, layer, norms
+
+
+def _graph_of(module: nn.Module) -> torch.fx.Graph | None:
+    """Return the data flow of a module's own code; None if it can't be followed."""
+    before = dict(module.__dict__)  # the code may keep what it computes
+    generator = torch.get_rng_state()
+    try:
+        return _Tracer().trace(module)
+    except Exception:  # such as a branch on a value
+        return None
+    finally:
+        module.__dict__.clear()
+        module.__dict__.update(before)
+        torch.set_rng_state(generator)
+
+
+def _flows_in_order(
+    module: nn.Module,
+) -> Iterator[tuple[list[nn.Module], nn.Module, list[nn.Module]]]:
+    """Yield neighbours in the order of registration whose sizes fit."""
+    previous: nn.Module | None = None
+    norms: list[nn.Module] = []
+    for _, child in module.named_children():
+        if isinstance(child, (_NormBase, nn.GroupNorm)):
+            norms.append(child)
+        elif _is_layer(child):
+            is_pair = previous is not None and _width_in(child) == _width_out(previous)
+            if is_pair and previous is not None and _width_in(previous) != _width_out(previous):
+                yield [previous], child, norms
+                previous = None
+            else:
+                previous = child
+            norms = []
+        elif type(child).__name__ not in _PASSED:
+            previous = None
+
+
+def _module_of(module: nn.Module, node: torch.fx.Node) -> nn.Module | None:
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _sources(module: nn.Module, consumer: torch.fx.Node) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the layers from which a node's input comes, and the norms between them."""
+    sources: dict[nn.Module, None] = {}
+    norms: dict[nn.Module, None] = {}
+    waiting, seen = [consumer.args[0]], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, torch.fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        child = _module_of(module, node)
+        if child is None:
+            waiting += node.all_input_nodes
+        elif _is_layer(child):
+            sources[child] = None
+        elif isinstance(child, (_NormBase, nn.GroupNorm, _ConvNd)):
+            norms[child] = None
+            waiting += node.all_input_nodes
+        elif type(child).__name__ in _PASSED:
+            waiting += node.all_input_nodes
+        else:
+            return [], []  # such as a LayerNorm, which needs whole rows
+    return list(sources), list(norms)
+
+
+def _width_in(layer: Any) -> int:
+    return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)
+
+
+def _width_out(layer: Any) -> int:
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def _fits(sources: list[nn.Module], layer: nn.Module) -> bool:
+    """Return whether the widths of the sources are those of the layer's input."""
+    width = _width_in(layer)
+    if layer in sources:
+        return False
+    for source in sources:
+        out = _width_out(source)
+        is_conv = isinstance(source, _ConvNd)
+        if is_conv != isinstance(layer, _ConvNd) and (not is_conv or width % out):
+            return False
+        if out > width and out % width:
+            return False
+        if out < width and width % out:
+            return False
+    return True

@@ -1,0 +1,142 @@
+"""Tensor parallelism as a strategy: operators are divided over the tensor axis."""
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...cost.layout import AXIS_WORDS, Layout
+from ...plurals import counted
+from ..strategy.distributed_model import DistributedModel
+from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
+from . import operations as operations  # registers the rules
+from .exchange import TensorAxis
+from .kinds import parse_kind, splits_of
+from .names import note_names
+from .optimizer_check import check_steps_of_pieces
+from .parameters import Views, cut_states, divide_module
+from .rules_found import FoundRules, find_rules
+from .rules_given import kinds_from_rules
+from .splits import Split
+from .tensor_parallel_model import TensorParallelModel
+
+MAX_LINES = 10
+
+
+class TensorParallel(ParallelStrategy):
+    """Layers by columns, rows, vocabulary, channels or heads on the ranks of the tensor axis."""
+
+    axes = frozenset({"tp"})
+
+    def __init__(self, request: DistributionRequest) -> None:
+        super().__init__(request)
+        self._found = FoundRules()
+
+    def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        ranks = self._ranks
+        if ranks == 1:
+            return
+        rules = self.request.layout.rule_pairs
+        if rules:
+            self._found = FoundRules(kinds_from_rules(model, rules, ranks))
+        else:
+            self._found = find_rules(model, ranks)
+        if not self._found.kinds:
+            raise ValueError(f"world.distribute: {self._nothing(model)}")
+        if optimizer is not None:
+            check_steps_of_pieces(optimizer)
+
+    @property
+    def _ranks(self) -> int:
+        layout, mesh = self.request.layout, self.request.mesh
+        return layout.tp or layout.over(mesh.size).tp or 1
+
+    def _nothing(self, model: nn.Module) -> str:
+        reasons = [f"{name}: {why}" for name, why in self._found.reasons.items()]
+        because = f" ({reasons[0]})" if reasons else ""
+        return (
+            f"no layer of the {type(model).__name__} is divided over {self._ranks} ranks{because}. "
+            f"HINT: paceline.Layout(tp={self._ranks}, rules={{'NAME': 'column'}}) with the name of "
+            "a large layer, or a layout without tp"
+        )
+
+    def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
+        mesh, module = self.request.mesh, model.module
+        axis = TensorAxis(mesh.group(AXIS_WORDS["tp"]))
+        views = Views(axis)
+        before = sum(p.nbytes for p in module.parameters())
+        splits: dict[str, Split] = {}
+        by_module: dict[str, dict[str, Split]] = {}
+        for name, kind in self._found.kinds.items():
+            of = splits_of(module.get_submodule(name), *parse_kind(kind), axis.size)
+            for tensor, split in of.items():
+                owner, _, own = f"{name}.{tensor}".rpartition(".")
+                by_module.setdefault(owner, {})[own] = split
+                splits[f"{owner}.{own}"] = split
+        _check_tied(module, splits)
+        note_names(module)
+        for owner, own_splits in by_module.items():
+            divide_module(module.get_submodule(owner), own_splits, views)
+        if optimizer is not None:
+            cut_states(optimizer, axis)
+        after = sum(p.nbytes for p in module.parameters())
+        self.request.say(self._summary(module, before, after))
+        return TensorParallelModel(
+            model, mesh, views, splits, tuple(self._found.kinds.items()), self.request
+        )
+
+    def _summary(self, module: nn.Module, before: int, after: int) -> str:
+        """Return what was chosen, in at most MAX_LINES lines."""
+        kinds, layout = self._found.kinds, self.request.layout
+        tensor = Layout(tp=self._ranks)
+        share = after / before if before else 1.0
+        lines = [
+            f"layout={str(layout.without_options)!r}: {counted(len(kinds), 'layer')} divided over "
+            f"{tensor.tp} ranks of the tensor axis, each with {share:.0%} of the parameters"
+        ]
+        shown = [f"  {pattern}: {kind}" for pattern, kind in patterns_of(kinds).items()]
+        shown += [f"  {name}: replicate ({why})" for name, why in self._found.reasons.items()]
+        most = MAX_LINES - 2
+        lines += (
+            shown
+            if len(shown) <= most
+            else [*shown[: most - 1], f"  and {len(shown) - most + 1} more"]
+        )
+        if not layout.rule_pairs:
+            lines.append(
+                "  to change them: print(world.layouts[0].rules), and give them back in rules="
+            )
+        return "\n".join(lines)
+
+
+def patterns_of(kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return kinds by patterns: numbers in names are ``*`` where all of them have one kind."""
+    grouped: dict[str, dict[str, str]] = {}
+    for name, kind in kinds.items():
+        grouped.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), {})[name] = kind
+    found: dict[str, str] = {}
+    for pattern, of in grouped.items():
+        if len(set(of.values())) == 1 and len(of) > 1:
+            found[pattern] = next(iter(of.values()))
+        else:
+            found |= of
+    return found
+
+
+def _check_tied(module: nn.Module, splits: Mapping[str, Split]) -> None:
+    """Raise ValueError where modules that share a parameter divide it differently."""
+    known: dict[int, tuple[str, Split | None]] = {}
+    for owner, child in module.named_modules():
+        for own, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{owner}.{own}" if owner else own
+            split = splits.get(name)
+            first, other = known.setdefault(id(parameter), (name, split))
+            if other != split:
+                raise ValueError(
+                    f"world.distribute: rules: {first} and {name} are one parameter, which the "
+                    "rules divide in two ways. HINT: 'vocabulary' for an embedding and 'column' "
+                    "for the output layer that has its weight, or 'replicate' for both"
+                )

@@ -1,0 +1,153 @@
+"""A model whose layers are divided over the tensor axis, as the training loop sees it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ...record.hooks.phases import UncopiedHook
+from ..mesh import Mesh
+from ..replicated.replica import has_tensor, own_methods
+from ..strategy.distributed_model import DistributedModel, Part
+from ..strategy.parallel_strategy import DistributionRequest
+from .model_comparison import ModelComparison, compare_model
+from .parameters import Views
+from .split_tensor import whole_outputs
+from .splits import Split
+
+TENSOR = "tensor"
+
+
+class TensorParallelModel(DistributedModel):
+    """A model of which each rank of the tensor axis holds pieces of some layers.
+
+    Attributes:
+        views: How the module's code sees pieces.
+        splits: By the names of parameters and buffers, how they are divided.
+        rules: The rules that divide it.
+    """
+
+    def __init__(
+        self,
+        inner: DistributedModel,
+        mesh: Mesh,
+        views: Views,
+        splits: Mapping[str, Split],
+        rules: tuple[tuple[str, str], ...],
+        request: DistributionRequest,
+    ) -> None:
+        super().__init__(inner.module, inner)
+        self.mesh, self.views, self.splits = mesh, views, splits
+        self._rules = rules
+        self._request = request
+        self._is_inside = False  # a forward, or a method that computes like it
+        self._compared: set[bool] = set()  # training, evaluation
+        self._wrap(inner.module)
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    @property
+    def rules(self) -> tuple[tuple[str, str], ...]:
+        return self._rules
+
+    def parted_axes(self, name: str) -> frozenset[str]:
+        own = frozenset({TENSOR}) if name in self.splits else frozenset()
+        return own | super().parted_axes(name)
+
+    def part_of(self, name: str) -> Part | None:
+        split = self.splits.get(name)
+        if split is None:
+            return super().part_of(name)
+        tensor = self._tensor(name)
+        axis, local = self.views.axis, tuple(tensor.shape)
+        offset = tuple(
+            axis.rank * n // split.blocks if dim == split.dim else 0 for dim, n in enumerate(local)
+        )
+        whole = split.whole_shape(local, axis.size)
+        return Part(whole, offset, local, split.dim, split.blocks)
+
+    def _tensor(self, name: str) -> Any:
+        owner, _, own = name.rpartition(".")
+        module = self.module.get_submodule(owner)
+        found = module._parameters.get(own)
+        return found if found is not None else module._buffers[own]
+
+    def explain(self, error: BaseException) -> str | None:
+        if "device meta" in str(error) and isinstance(error, RuntimeError):
+            return (
+                "an operation got a tensor that is divided over the ranks of the tensor axis, past "
+                "PyTorch's __torch_function__ (a torch.autograd.Function or an extension in C++). "
+                "HINT: the rule 'replicate' for the layers that give it, in "
+                "paceline.Layout(rules={...})"
+            )
+        return super().explain(error)
+
+    # calls
+
+    def _wrap(self, module: nn.Module) -> None:
+        """Give the script whole outputs, and compare the first forward."""
+        module.register_forward_pre_hook(UncopiedHook(self._before), with_kwargs=True)
+        module.register_forward_hook(UncopiedHook(self._after), always_call=True)
+        kind = type(module)
+        space: dict[str, Any] = {n: self._choosing(getattr(kind, n)) for n in own_methods(module)}
+        space |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (kind,), space)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._is_inside:
+            self._compare(module, lambda: module.forward(*args, **kwargs))
+            self._is_inside = True
+
+    def _after(self, _module: nn.Module, _args: Any, outputs: Any) -> Any:
+        self._is_inside = False
+        return whole_outputs(outputs)
+
+    def _choosing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def method(module: nn.Module, *args: Any, **options: Any) -> Any:
+            if self._is_inside or not has_tensor(args, options):
+                return plain(module, *args, **options)
+            self._compare(module, lambda: plain(module, *args, **options))
+            self._is_inside = True
+            try:
+                return whole_outputs(plain(module, *args, **options))
+            finally:
+                self._is_inside = False
+
+        return method
+
+    def _compare(self, module: nn.Module, forward: Callable[[], Any]) -> None:
+        """Compare the first forward in training, and the first one in evaluation."""
+        is_done = module is not self.module or module.training in self._compared
+        if is_done or not self._request.compare:
+            return
+        self._compared.add(module.training)
+        self._is_inside = True
+        try:
+            takes_gradients = not self._request.layout.zero
+            found = compare_model(module, self.views, forward, takes_gradients)
+        finally:
+            self._is_inside = False
+        self._request.say(_summary(found, module.training))
+
+
+def _summary(found: ModelComparison, is_training: bool) -> str:
+    own = found.operations
+    model = (
+        f"the whole model is not compared: {found.reason}"
+        if found.difference is None
+        else f"the whole model differs by {found.difference:.1g}"
+    )
+    text = (
+        f"tensor axis ({'training' if is_training else 'evaluation'}): {own.operations} operations "
+        f"compared with the whole ones, largest difference {own.largest:.1g}; {model}; "
+        f"{found.seconds:.2f} s"
+    )
+    places = sorted(own.gathered.items(), key=lambda one: -one[1])
+    lines = [f"  {place} needs whole tensors: {count:,} bytes" for place, count in places[:3]]
+    if len(places) > 3:
+        lines.append(f"  and {len(places) - 3} more such operations")
+    return "\n".join([text, *lines])
