@@ -67,6 +67,13 @@ def test_layout_time(tmp_path):
     assert set(result["measurements"]["memory"]["2"]) == {"data", "zero1", "zero2", "zero3"}
 
 
+def test_spatial_time(tmp_path):
+    few = ("--sizes", "16", "--width", "4")
+    result = result_of("spatial_time", tmp_path / "spatial.json", *few)
+    assert set(result["measurements"]["16"]["step_s"]) == {"whole", "parts"}
+    assert 0.5 < result["ratios"]["16"]["memory"] < 1
+
+
 def test_loaders(tmp_path):
     few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
     result = result_of("loaders", tmp_path / "loaders.json", *few)

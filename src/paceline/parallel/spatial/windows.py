@@ -101,14 +101,15 @@ class Windowed:
         if self.rows is self._part or not torch.is_grad_enabled():
             yield
             return
+        # autograd keeps the functions, which must not keep the rows
         address, shape = self.rows.data_ptr(), self.rows.shape
-        rims: list[_Rim] = []
+        part, blocks, rims = self._part, tuple(self._blocks), list[_Rim]()
 
         def pack(tensor: torch.Tensor) -> Any:
             if tensor.data_ptr() != address or tensor.shape != shape:
                 return tensor
             if not rims:
-                rims.append(_Rim(self._part, tensor.detach(), self._blocks))
+                rims.append(_Rim(part, tensor.detach(), blocks))
             return rims[0]
 
         def unpack(kept: Any) -> torch.Tensor:

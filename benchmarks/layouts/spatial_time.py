@@ -1,0 +1,66 @@
+"""Claim: a 3-D U-Net on half of a volume takes at most 0.58 of the step of one rank with the whole
+volume, with one thread each, and keeps at most half of the activations and 5 %.
+
+Both train in the same processes, in turns. Memory is what a forward leaves for its backward, in
+bytes of PyTorch's allocator.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import BIN, SCRIPTS, console, finish, launch, machine, options, ratio, spread, target
+from rich.table import Table
+
+STEP_LIMIT, MEMORY_LIMIT = 0.58, 0.525
+
+
+def main() -> None:
+    parser = options("spatial_time", __doc__ or "", repeats=7)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[48, 64])
+    parser.add_argument("--width", type=int, default=8)
+    args = parser.parse_args()
+    facts = machine()
+    found = {size: measure(size, args.width, args.repeats) for size in args.sizes}
+    table = Table(title=f"Step of a 3-D U-Net, {args.repeats} rounds")
+    headings = ("volume", "whole, s", "half, s", "of whole", "kept of whole, MiB", "of whole")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    results, targets = {}, []
+    for size, of in found.items():
+        times, memory = of["step_s"], of["kept_bytes"]
+        step = ratio(times["parts"], times["whole"])
+        share = memory["parts"] / memory["whole"]
+        medians = [spread(times[kind])["median"] for kind in ("whole", "parts")]
+        table.add_row(
+            f"{size}^3",
+            *(f"{one:.3f}" for one in medians),
+            f"{step['median']:.2f}",
+            f"{memory['whole'] / 2**20:.0f}",
+            f"{share:.2f}",
+        )
+        results[str(size)] = {"step": step, "memory": share}
+        targets.append(target(f"step of half of {size}^3, of the whole", STEP_LIMIT, step))
+        peak = {"median": share, "rounds": [share]}
+        targets.append(target(f"memory of half of {size}^3, of the whole", MEMORY_LIMIT, peak))
+    console.print(table)
+    measurements = {str(size): of for size, of in found.items()}
+    finish("spatial_time", args, facts, measurements=measurements, ratios=results, targets=targets)
+
+
+def measure(size: int, width: int, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        given = ["--size", str(size), "--width", str(width), "--rounds", str(rounds)]
+        script = str(SCRIPTS / "layouts/spatial_steps.py")
+        command = [str(BIN / "paceline"), "run", "-n", "2", script, str(out), *given]
+        launch(command, OMP_NUM_THREADS="1")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+if __name__ == "__main__":
+    main()

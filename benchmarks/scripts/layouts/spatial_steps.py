@@ -1,0 +1,93 @@
+"""Train a 3-D U-Net whole on rank 0 and in parts on all ranks, in turns; rank 0 writes JSON.
+
+The ranks have one thread each. While rank 0 trains the whole volume, the others wait in a socket.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import paceline
+
+
+def block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv3d(inputs, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.ReLU()),
+        *(nn.Conv3d(outputs, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.ReLU()),
+    )
+
+
+class UNet(nn.Module):
+    """Three levels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        one, two, four = width, 2 * width, 4 * width
+        self.first, self.second, self.bottom = block(1, one), block(one, two), block(two, four)
+        self.up2, self.up1 = nn.ConvTranspose3d(four, two, 2, 2), nn.ConvTranspose3d(two, one, 2, 2)
+        self.third, self.last, self.head = block(four, two), block(two, one), nn.Conv3d(one, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine = self.first(x)
+        middle = self.second(F.max_pool3d(fine, 2))
+        low = self.up2(self.bottom(F.max_pool3d(middle, 2)))
+        joined = self.third(torch.cat([low, middle], 1))
+        return self.head(self.last(torch.cat([self.up1(joined), fine], 1)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layout", default="d2")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    world = paceline.init(progress=False)
+    torch.manual_seed(0)
+    whole, plain = UNet(args.width), UNet(args.width)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    model, optimizer = world.distribute(plain, optimizer, layout=args.layout)
+    x, y = torch.randn(2, 1, 1, *[args.size] * 3)
+    times: dict[str, list[float]] = {"whole": [], "parts": []}
+    kept = {}
+    for number in range(args.rounds + 1):  # the first one warms up
+        for kind in ("whole", "parts")[:: -1 if number % 2 else 1]:
+            dist.barrier()
+            start = time.perf_counter()
+            if kind == "parts":
+                world.backward(F.mse_loss(model(x), y))
+                world.step(optimizer)
+            elif world.rank == 0:
+                F.mse_loss(whole(x), y).backward()
+                whole.zero_grad()
+            dist.barrier()
+            if number:
+                times[kind].append(time.perf_counter() - start)
+    for kind, net in (("whole", whole), ("parts", model)):
+        if kind == "parts" or world.rank == 0:
+            kept[kind] = kept_bytes(net, x, y)
+    if world.rank == 0:
+        args.out.write_text(json.dumps({"step_s": times, "kept_bytes": kept}))
+
+
+def kept_bytes(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> int:
+    """Return the bytes of PyTorch's allocator that a forward leaves for its backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        loss = F.mse_loss(model(x), y)
+    events = found.profiler.kineto_results.events()
+    kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    loss.backward()
+    return kept
+
+
+if __name__ == "__main__":
+    main()
