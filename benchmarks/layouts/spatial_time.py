@@ -29,15 +29,15 @@ def main() -> None:
     headings = ("volume", "whole, s", "half, s", "of whole", "kept of whole, MiB", "of whole")
     for heading in headings:
         table.add_column(heading, justify="right")
-    results, targets = {}, []
+    medians, results, targets = {}, {}, []
     for size, of in found.items():
         times, memory = of["step_s"], of["kept_bytes"]
         step = ratio(times["parts"], times["whole"])
         share = memory["parts"] / memory["whole"]
-        medians = [spread(times[kind])["median"] for kind in ("whole", "parts")]
+        medians[str(size)] = {kind: spread(times[kind]) for kind in ("whole", "parts")}
         table.add_row(
             f"{size}^3",
-            *(f"{one:.3f}" for one in medians),
+            *(f"{one['median']:.3f}" for one in medians[str(size)].values()),
             f"{step['median']:.2f}",
             f"{memory['whole'] / 2**20:.0f}",
             f"{share:.2f}",
@@ -48,7 +48,13 @@ def main() -> None:
         targets.append(target(f"memory of half of {size}^3, of the whole", MEMORY_LIMIT, peak))
     console.print(table)
     measurements = {str(size): of for size, of in found.items()}
-    finish("spatial_time", args, facts, measurements=measurements, ratios=results, targets=targets)
+    finish(
+        *("spatial_time", args, facts),
+        measurements=measurements,
+        medians=medians,
+        ratios=results,
+        targets=targets,
+    )
 
 
 def measure(size: int, width: int, rounds: int) -> dict[str, Any]:
