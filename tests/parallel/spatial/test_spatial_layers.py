@@ -78,6 +78,12 @@ REFUSED = """
     rules = paceline.Layout(h=2, rules={"layer": "gather"})
     gathered = world.distribute(Net(lambda x: x.roll(1, 2)), layout=rules)
     found["rule"] = torch.equal(gathered(x), x.roll(1, 2))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(4, 2, 2, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = layers(x)
+        close = world.whole(world.distribute(layers, layout="h2")(x))
+    found["bf16"] = close.dtype == torch.bfloat16 and torch.allclose(close, expected, 0.02, 0.02)
     for text, value in (
         ("few rows", torch.zeros(1, 1, 1, 5)), ("no height", torch.zeros(1, 2, 9)),
         ("gradient", torch.zeros(1, 1, 4, 4, requires_grad=True)),
@@ -134,6 +140,7 @@ def test_what_is_not_known_to_be_right_is_refused_with_the_name_of_its_layer(tmp
     ranks.run(script, tmp_path / "found.json", ranks=2)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.pop("rule") is True
+    assert found.pop("bf16") is True
     accepted = {name: text for name, text in found.items() if text.startswith("no error")}
     assert accepted == {}
     unclear = {name: text for name, text in found.items() if "HINT" not in text}

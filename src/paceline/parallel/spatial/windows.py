@@ -25,7 +25,9 @@ def whole_shape(func: Any, values: SplitTensor, *args: Any, **options: Any) -> t
 
     def meta(one: Any) -> Any:
         if isinstance(one, torch.Tensor):
-            return torch.empty(one.shape, dtype=one.dtype, device="meta")
+            # autocast, which makes dtypes equal, does not reach the device "meta"
+            dtype = torch.float32 if one.is_floating_point() else one.dtype
+            return torch.empty(one.shape, dtype=dtype, device="meta")
         return one
 
     with torch.no_grad():
@@ -285,7 +287,7 @@ def transposed_convolution(
             around = [0, 0] * (result.dim() - 1 - dim) + [-skip, after]
             result = F.pad(result, around)
     if bias is not None:
-        result = result + bias.view(-1, *[1] * count)
+        result = result + bias.to(result.dtype).view(-1, *[1] * count)
     return values.like(result, parts)
 
 
