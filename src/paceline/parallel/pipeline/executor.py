@@ -13,6 +13,7 @@ from ..mesh import Mesh
 from ..strategy.training_step import TrainingStep
 from .deferred_norms import DeferredNorms
 from .lanes import Lane
+from .loss_check import check_loss
 from .random_streams import RandomStreams
 from .schedules import SCHEDULES, Action, chunks_of
 from .split_backward import SplitBackward
@@ -155,6 +156,8 @@ class Executor:
         run.held[virtual, m] = found
         if virtual == len(plan.stages) - 1:
             run.losses[m] = run.step.loss_of(found.outputs, run.batch.targets[m])
+            if m == 0:
+                check_loss(run.losses[m][0], found.outputs, self.module.module)
             found.outputs = None
         self._note_part(run, State.FORWARD, start)
         if found.sent:
