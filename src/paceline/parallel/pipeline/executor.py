@@ -13,12 +13,11 @@ from ..mesh import Mesh
 from ..strategy.training_step import TrainingStep
 from .deferred_norms import DeferredNorms
 from .lanes import Lane
-from .loss_check import check_loss
 from .random_streams import RandomStreams
 from .schedules import SCHEDULES, Action, chunks_of
 from .split_backward import SplitBackward
 from .stage_plan import ForwardPlan, Wire
-from .stage_runner import Activations, StageModule, run_backward, run_forward
+from .stage_runner import Activations, StageModule, check_loss, run_backward, run_forward
 
 STAGE = "stage"
 

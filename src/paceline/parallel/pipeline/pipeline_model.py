@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cost.layout import Layout
-from ..memory.setup import empty_as
 from ..mesh import Mesh
+from ..placement import empty_as
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.training_step import Loss, TrainingStep

@@ -26,8 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.sampling.sample_order import preserve_random_states
-from ..memory.setup import empty_as
-from ..memory.trace import READS_VALUES, OneFakeMode
+from ..fake_tensors import READS_VALUES, OneFakeMode
+from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
