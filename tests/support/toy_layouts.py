@@ -18,14 +18,17 @@ from paceline.parallel.strategy.distributed_model import DistributedModel
 from paceline.parallel.strategy.parallel_strategy import ParallelStrategy
 
 
+OTHERS = [*STRATEGIES]
+
+
 def install():
     """Put both layouts in the place of those that divide models, before those of the data ranks."""
     STRATEGIES[:] = [Columns, TwoStages, DataParallel, FullySharded]
 
 
 def uninstall():
-    """Remove both layouts."""
-    STRATEGIES[:] = [one for one in STRATEGIES if one not in (Columns, TwoStages)]
+    """Put the strategies of Paceline back."""
+    STRATEGIES[:] = OTHERS
 
 
 class Stage(nn.ModuleDict):
