@@ -17,7 +17,6 @@ from paceline.parallel.sharded.strategy import FullySharded
 from paceline.parallel.strategy.distributed_model import DistributedModel
 from paceline.parallel.strategy.parallel_strategy import ParallelStrategy
 
-
 OTHERS = [*STRATEGIES]
 
 
