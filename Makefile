@@ -172,6 +172,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/layouts/recomputation.py
 	$(BIN)/python benchmarks/layouts/checkpoint_io.py
 	$(BIN)/python benchmarks/layouts/peers.py
+	$(BIN)/python benchmarks/layouts/pipeline_idle.py
+	$(BIN)/python benchmarks/layouts/pipeline_cases.py
 	$(BIN)/python benchmarks/data/loaders.py
 	$(BIN)/python benchmarks/data/loader_storage.py
 	$(BIN)/python benchmarks/data/packing.py

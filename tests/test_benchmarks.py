@@ -498,3 +498,18 @@ def test_trial_cost_measures_trials_memory_and_opening(tmp_path):
 def test_kills_lose_no_trial(tmp_path):
     result = result_of("kills", tmp_path / "x.json", "--kills", "3", "--trials", "12")
     assert result["measurements"]["lost"] == result["measurements"]["twice"] == [0]
+
+
+def test_pipeline_idle(tmp_path):
+    few = ("--stages", "2", "--micro-batches", "4")
+    result = result_of("pipeline_idle", tmp_path / "idle.json", *few, more={"formula"})
+    names = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+    assert set(result["measurements"]) == {f"{name}, 2 stages, 4 micro-batches" for name in names}
+
+
+def test_pipeline_cases(tmp_path):
+    few = ("--cases", "skip", "tied")
+    result = result_of("pipeline_cases", tmp_path / "cases.json", *few)
+    assert [one["paceline"] for one in result["measurements"].values()] == [
+        {"outcome": "right"}
+    ] * 2

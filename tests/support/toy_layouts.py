@@ -17,6 +17,8 @@ from paceline.parallel.sharded.strategy import FullySharded
 from paceline.parallel.strategy.distributed_model import DistributedModel
 from paceline.parallel.strategy.parallel_strategy import ParallelStrategy
 
+OTHERS = [*STRATEGIES]
+
 
 def install():
     """Put both layouts in the place of those that divide models, before those of the data ranks."""
@@ -24,8 +26,8 @@ def install():
 
 
 def uninstall():
-    """Remove both layouts."""
-    STRATEGIES[:] = [one for one in STRATEGIES if one not in (Columns, TwoStages)]
+    """Put the strategies of Paceline back."""
+    STRATEGIES[:] = OTHERS
 
 
 class Stage(nn.ModuleDict):

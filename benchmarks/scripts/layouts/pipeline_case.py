@@ -1,4 +1,4 @@
-"""One case of a pipeline of two stages, with Paceline or with torch.distributed.pipelining.
+"""One case of a pipeline, with Paceline or with torch.distributed.pipelining.
 
 Arguments: "paceline" or "torch", and the name of a case. Rank 0 prints "outcome right" or "outcome
 wrong": whether parameters and statistics equal those of one process that trains the same
@@ -102,9 +102,9 @@ def with_paceline(case):
     world = paceline.init(progress=False, record=False)
     model = made(case)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    model, optimizer = world.distribute(
-        model, optimizer, layout=f"pp2 + micro-batches={MICRO_BATCHES}"
-    )
+    example, _ = next(iter(batches(case)))
+    layout = f"pp{world.size} + micro-batches={MICRO_BATCHES}"
+    model, optimizer = world.distribute(model, optimizer, layout=layout, example_inputs=example)
     if case == "evaluation":
         model.eval()
         model(torch.randn(8, 6))
@@ -121,11 +121,13 @@ def with_torch(case):
     dist.init_process_group("gloo")
     rank, model = dist.get_rank(), made(case)
     inputs, _ = next(iter(batches(case)))
+    begins = ["b"] if dist.get_world_size() == 2 else ["a", "last"]
+    splits = dict.fromkeys(begins, SplitPoint.BEGINNING)
     if isinstance(inputs, dict):
         part = {name: value[:2] for name, value in inputs.items()}
-        pipe = pipeline(model, (), mb_kwargs=part, split_spec={"b": SplitPoint.BEGINNING})
+        pipe = pipeline(model, (), mb_kwargs=part, split_spec=splits)
     else:
-        pipe = pipeline(model, (inputs[:2],), split_spec={"b": SplitPoint.BEGINNING})
+        pipe = pipeline(model, (inputs[:2],), split_spec=splits)
     stage = pipe.build_stage(rank, torch.device("cpu"))
     module = stage.submod
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -140,7 +142,7 @@ def with_torch(case):
         if rank == 0:
             schedule.step(*args, **options)
         else:
-            schedule.step(target=targets, **options)
+            schedule.step(**({"target": targets} if rank == dist.get_world_size() - 1 else {}))
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()

@@ -52,3 +52,11 @@ def place_model(
     if autocast_dtype is not None:
         model.forward = Autocast(model.forward, device.type, autocast_dtype)
     return model
+
+
+def empty_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same shape, strides, dtype and kind. Without data in a fake mode."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -149,11 +149,20 @@ MISTAKES = """
     optimizer.zero_grad()
     world.forward_backward(model, x, x, loss=loss)
     world.step(optimizer)
+
+    def with_penalty(outputs, targets):
+        return loss(outputs, targets) + sum(p.square().sum() for p in model.parameters())
+
+    try:
+        world.forward_backward(model, x, x, loss=with_penalty)
+    except ValueError as error:
+        print(error, flush=True)
+        raise
     """
 
 
 def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
-    done = ranks.run(ranks.write(folder, MISTAKES))
+    done = ranks.run(ranks.write(folder, MISTAKES), check=False)
     lines = ranks.untagged(done.stdout)
     text = "\n".join(lines)
     assert "which can't be called in training. HINT: loss = world.forward_backward(" in text
@@ -162,6 +171,8 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
     assert "rank 1 (data 0, stage 1) has another batch or model than rank 0 (data 0" in text
     assert "the loss is nan on rank 0 (data 0, stage 0)" in text
     assert "the loss is nan on rank 1 (data 0, stage 1)" in text
+    assert "the loss uses the parameter 1.weight beside the outputs" in text
+    assert done.returncode
 
 
 @pytest.mark.parametrize(

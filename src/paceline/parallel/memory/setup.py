@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...cost.layout import Layout
 from ...optim.gradients import parameters_of
 from ..blocks import recomputed_blocks
+from ..placement import empty_as
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,6 @@ def copy_without_data(
         (list(models), list(optimizers)), memo
     )
     return found
-
-
-def empty_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same shape, strides, dtype and kind. Without data in a fake mode."""
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def is_tensor(value: Any) -> bool:

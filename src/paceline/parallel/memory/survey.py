@@ -27,15 +27,14 @@ from torch.utils._pytree import tree_leaves
 from ...cost.layout import Layout
 from ...cost.layout_memory import LAYOUTS, LayoutMemory, StepMemory, predict_layouts
 from ..blocks import nbytes_of, recomputed_blocks
+from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..memory_budget import available_bytes, budget_bytes
-from ..placement import Autocast
+from ..placement import Autocast, empty_as
 from ..recompute.recomputation import recompute_blocks
 from ..sharded.optimizer_parameters import replace_parameters
-from .setup import ModelSetup, ScriptLimits, empty_as, is_tensor
+from .setup import ModelSetup, ScriptLimits, is_tensor
 from .trace import (
-    READS_VALUES,
     TRACED_STEPS,
-    OneFakeMode,
     StepTracker,
     step_memory,
 )

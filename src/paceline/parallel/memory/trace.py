@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
 from torch.optim.optimizer import (
@@ -35,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from ...cost.layout_memory import MemoryByCategory, MemorySample, Phase, StepMemory
 from ...record.hooks.error_messages import script_line
 from ..blocks import gathered_blocks
+from ..fake_tensors import READS_VALUES, OneFakeMode
 
 # MemTracker's names of categories; others ("Other": the step's inputs) count as activations.
 FIELDS = {
@@ -45,7 +41,6 @@ FIELDS = {
     "Temp": "temporary",
 }
 TRACED_STEPS = 2  # the first one creates the optimizer's states
-READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _EQUAL = torch.ops.aten.equal.default
 _NO_HOOKS = (RemovableHandle(OrderedDict()),) * 2  # in place of MemTracker's
 _READS = (torch.ops.aten._local_scalar_dense.default, _EQUAL)
@@ -101,16 +96,6 @@ def step_memory(
         blocks |= {f"{number}.{name}": size for name, size in found.items()}
     trained = {p for model, _ in models for p in model.parameters() if p.requires_grad}
     return StepMemory(samples, blocks, sum(p.nbytes for p in trained))
-
-
-class OneFakeMode(FakeTensorMode):
-    """FakeTensorMode whose tensors can be deep-copied, as nn.TransformerEncoder does.
-
-    A deep copy of a fake tensor copies its mode, and tensors of two modes cannot be combined.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "OneFakeMode":
-        return self
 
 
 def blocks_of(model: torch.nn.Module, names: Sequence[str] | None = None) -> dict[str, int]:

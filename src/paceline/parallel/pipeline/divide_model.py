@@ -1,6 +1,6 @@
 """Cut a model into stages, and leave one on this rank."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from ...cost.layout import Layout
 from ...plurals import counted
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
-from .atoms import Atoms, tensors_by_name
-from .cut_model import keep_parameters, keep_tensors
+from .atoms import Atoms, tensor_names, tensors_by_name
 from .executor import STAGE
 from .partition import Partition, divide, units_of_modules, units_of_trace
 from .pipeline_model import PipelineModel
@@ -93,3 +92,25 @@ def _lines(
             "running statistics are those of the whole batch"
         )
     return lines
+
+
+def keep_tensors(model: nn.Module, kept: Collection[str]) -> None:
+    """Remove the parameters and buffers that are not kept, under all their names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for full, name in tensor_names(model).items():
+        if name in kept:
+            continue
+        owner, _, key = full.rpartition(".")
+        module = modules[owner]
+        module._parameters.pop(key, None)
+        module._buffers.pop(key, None)
+
+
+def keep_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Let an optimizer train the model's parameters only, with the states that they have."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [p for p in group["params"] if id(p) in own]

@@ -17,7 +17,7 @@ from .random_streams import RandomStreams
 from .schedules import SCHEDULES, Action, chunks_of
 from .split_backward import SplitBackward
 from .stage_plan import ForwardPlan, Wire
-from .stage_runner import Activations, StageModule, run_backward, run_forward
+from .stage_runner import Activations, StageModule, check_loss, run_backward, run_forward
 
 STAGE = "stage"
 
@@ -155,6 +155,8 @@ class Executor:
         run.held[virtual, m] = found
         if virtual == len(plan.stages) - 1:
             run.losses[m] = run.step.loss_of(found.outputs, run.batch.targets[m])
+            if m == 0:
+                check_loss(run.losses[m][0], found.outputs, self.module.module)
             found.outputs = None
         self._note_part(run, State.FORWARD, start)
         if found.sent:

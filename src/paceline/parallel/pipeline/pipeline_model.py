@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cost.layout import Layout
-from ..memory.setup import empty_as
 from ..mesh import Mesh
+from ..placement import empty_as
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.training_step import Loss, TrainingStep
@@ -104,7 +104,7 @@ class PipelineModel(DistributedModel):
         self.mesh, self.partition, self.skeleton = mesh, partition, skeleton
         self.schedule = layout.schedule or DEFAULT
         self.micro_batches = layout.micro_batches
-        self._has_example = has_example
+        self._has_example, self._say = has_example, say
         self._called = PipelinedModule(module, self._evaluate)
         self._aliases = tensor_names(skeleton.model)
         self._plans: dict[Any, ForwardPlan] = {}
@@ -213,6 +213,12 @@ class PipelineModel(DistributedModel):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             trace = self.skeleton.trace(self.module, inputs)
+            if self.skeleton.kept:
+                self._say(
+                    f"pipeline: the forward keeps {self.skeleton.kept[0]}, which has a gradient, "
+                    "as an attribute: at most its own stage has it. HINT: return it from the "
+                    "forward, if the loss uses it"
+                )
             chunks = chunks_of(self.schedule)
             self._plans[key] = plan_forward(
                 trace, self.partition.held, self._stages * chunks, self._has_example

@@ -26,8 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.sampling.sample_order import preserve_random_states
-from ..memory.setup import empty_as
-from ..memory.trace import READS_VALUES, OneFakeMode
+from ..fake_tensors import READS_VALUES, OneFakeMode
+from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -132,6 +132,7 @@ class Skeleton:
         constants: Tensors that modules hold as plain attributes, by name.
         mode: The fake mode of its tensors.
         by_name: Its parameters, buffers and constants.
+        kept: Attributes in which the last forward has kept tensors with gradients.
     """
 
     def __init__(self, model: nn.Module, atoms: Atoms, device: torch.device) -> None:
@@ -152,6 +153,7 @@ class Skeleton:
                 for name, t in reversed(named.items())
             }
             self.model: nn.Module = copy.deepcopy(model, memo)
+        self.kept: list[str] = []
         self._fakes = memo  # keeps the ids valid
         for module in self.model.modules():
             if isinstance(module, _BatchNorm) and module.momentum is None:
@@ -219,6 +221,13 @@ class Skeleton:
         try:
             yield
             of_names = dict(zip(self._modules, before, strict=True))
+            self.kept = [
+                f"{name}.{key}".removeprefix(".")
+                for name, (module, attributes, *_) in of_names.items()
+                for key, value in vars(module).items()
+                if torch.is_tensor(value) and value.requires_grad
+                if attributes.get(key) is not value
+            ]
             for name in self._glue:
                 self._check_unchanged(*of_names[name])
         finally:
