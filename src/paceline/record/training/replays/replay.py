@@ -105,7 +105,7 @@ class Replay:
                 yield from zip(batches, shares, strict=True)
                 return
             for batch in batches:
-                if self._part is not None and self._part.is_first:
+                if self._part is None or self._part.is_first:
                     share = next(shares)
                 yield batch, share
 
