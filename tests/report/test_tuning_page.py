@@ -122,8 +122,8 @@ def test_page_has_the_lineage_of_a_population(opened):
     rows.append(member(3, 1, 1, 4.0))
     page = opened(study(rows=rows, best=[3], importances={}, search="random, population"))
     other, best, points = drawn(page, "tuningLineage")
-    assert (other["x"], other["y"]) == ([1, 2, None], [2, 1, None])
-    assert (best["x"], best["y"]) == ([1, 2, None], [2, 2, None])
+    assert (other["x"], other["y"]) == ([0, 1, None], [1, 0, None])
+    assert (best["x"], best["y"]) == ([0, 1, None], [1, 1, None])
     assert len(points["x"]) == 4
     text = page.inner_text("#lineage")
     assert "steps 1 to 2: trial 1: lr = 0.2: score 2" in text

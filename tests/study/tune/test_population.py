@@ -164,7 +164,7 @@ def test_a_population_that_has_failed_ends_the_study(tmp_path):
         yield from by_epochs(6)(played)
         return 0
 
-    with pytest.raises(ValueError, match="all 4 trials of generation 2 have failed"):
+    with pytest.raises(ValueError, match="all 4 trials of generation 1 have failed"):
         play(study_in(tmp_path), PlayedServer(script), cores=1)
 
 

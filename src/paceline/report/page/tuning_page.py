@@ -57,7 +57,7 @@ def tuning_page(view: TuningView) -> str:
         "told": [counts_line(view), *_others(view)],
         "failures": failure_lines(view),
         "best_command": view.best_command,
-        "charts": charts,
+        "found": charts,
         "lineage": lineage_lines(view),
         "notes": view.notes,
         "importance_note": view.importance_note,

@@ -420,12 +420,11 @@
         x: some.flatMap((edge) => [...edge.x, null]), y: some.flatMap((edge) => [...edge.y, null]) };
     };
     const marks = {
-      type: "scatter", mode: "markers", name: "trials", x: points.map((p) => p.x + 1), y: points.map((p) => p.y + 1),
+      type: "scatter", mode: "markers", name: "trials", x: points.map((p) => p.x), y: points.map((p) => p.y),
       text: points.map((p) => p.text), hovertemplate: "%{text}<extra></extra>",
       marker: { size: 9, color: points.map((p) => css(p.failed ? "low" : p.best ? "validation" : "checkpoint")) },
     };
     const traces = [lines(false, css("line"), 1.5), lines(true, css("validation"), 3)];
-    for (const one of traces) for (const axis of ["x", "y"]) one[axis] = one[axis].map((v) => (v === null ? v : v + 1));
     return [[...traces, marks], layout(360, {
       xaxis: { title: { text: "generation" }, dtick: 1 }, yaxis: { title: { text: "member" }, dtick: 1, autorange: "reversed" },
     })];

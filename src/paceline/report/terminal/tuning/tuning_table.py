@@ -142,7 +142,7 @@ def gain_sentence(view: TuningView) -> str:
     gain = view.gain
     if gain is None or gain.reason:
         reason = "it was not determined" if gain is None else gain.reason
-        return f"gain over random points at the same budget: can't be told: {reason}"
+        return f"Gain over random points at the same budget: can't be told: {reason}"
     metric = view.metrics[0]
     interval = f"95 % interval {value_text(gain.low)} to {value_text(gain.high)}"
     values = (
@@ -154,7 +154,7 @@ def gain_sentence(view: TuningView) -> str:
         verdict = f"no difference can be told ({interval})"
     elif gain.difference < 0:
         verdict = f"{value_text(-gain.difference)} worse than random points ({interval})"
-    return f"gain over random points at the same budget: {verdict}; {values}"
+    return f"Gain over random points at the same budget: {verdict}; {values}"
 
 
 def lineage_lines(view: TuningView) -> list[str]:

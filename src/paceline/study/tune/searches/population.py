@@ -150,7 +150,7 @@ class PopulationSearch(Search):
     def next_text(self) -> str:
         trials = self.study.get_trials(deepcopy=False)
         last = max(map(generation_of, trials), default=0)
-        return f"generation {last + 1} of {self.options.generations}"
+        return f"generation {last} (the last one is {self.options.generations - 1})"
 
     # The next generation
 
@@ -181,7 +181,7 @@ class PopulationSearch(Search):
         ranked = self._ranked(members)
         if not ranked:
             raise ValueError(
-                f"all {len(members)} trials of generation {generation} have failed, so no "
+                f"all {len(members)} trials of generation {generation - 1} have failed, so no "
                 "checkpoint is left to continue from. HINT: paceline tune --show has the reasons; "
                 "correct the cause or the ranges, then --fork"
             )
