@@ -16,9 +16,9 @@ def export(model, path, *inputs, **options):
     return export_model(model, [spec for _, spec in said], said[0][0], path, **options)
 
 
-def largest_error(model, path, dtype, *shapes):
+def largest_error(model, path, dtype, *shapes, scale=1):
     """Of new random inputs, relative to the largest output of the model in eager PyTorch."""
-    made = [torch.randn(shape, dtype=getattr(torch, dtype)) for shape in shapes]
+    made = [scale * torch.randn(shape, dtype=getattr(torch, dtype)) for shape in shapes]
     with torch.no_grad():
         expected = model.to(made[0].dtype).eval()(*made)
     expected = expected if isinstance(expected, tuple) else (expected,)

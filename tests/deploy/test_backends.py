@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from paceline.deploy.export import Candidate, ExportError, choose
 from paceline.deploy.model_file import encode_model_file
 from paceline.deploy.native_model import LIBRARY_PATH, NativeModel, NativeModelError
 from paceline.deploy.onnx_model import onnxruntime_library
+from paceline.deploy.specification import inputs_of_examples, parse_input
 
 
 @pytest.fixture
@@ -52,6 +54,74 @@ def test_several_symbolic_sizes(tmp_path, onnx):
 def test_float64_is_refused_where_onnx_runtime_lacks_an_operator(tmp_path, onnx):
     with pytest.raises(ExportError, match=r"onnxruntime: ONNX Runtime: .*Conv"):
         export(models.Net(), tmp_path / "m", "x: float64[batch,3,8,8]", backends=["onnxruntime"])
+
+
+class Bounds(nn.Module):
+    def __init__(self, low, high):
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, x):
+        return x.clamp(self.low, self.high)
+
+
+@pytest.mark.parametrize(
+    ("layer", "number"),
+    [
+        (Bounds(-1000.1, 2048.0), "-1000.1 of Max"),  # the test vectors do not come there
+        (Bounds(None, 2048 + 2**-30), "2048.0000000009313 of Min"),  # looks exact in float32
+        (nn.Hardtanh(-1e-3, 1e-3), "-0.001 of Clip"),
+        (nn.LeakyReLU(0.01), "0.01 of LeakyRelu"),
+        (nn.ELU(0.3), "0.3 of Elu"),
+        (nn.LayerNorm(3), "1e-05 of LayerNormalization"),
+        (nn.Hardsigmoid(), "0.16666667 of HardSigmoid"),
+    ],
+    ids=["clamp", "near a float32", "hardtanh", "slope", "elu", "epsilon", "of the operator"],
+)
+def test_numbers_that_onnx_rounds_to_float32_are_refused_in_float64(tmp_path, onnx, layer, number):
+    text = f"onnxruntime: can't express the model: ONNX stores the number {number}"
+    options = {"backends": ["onnxruntime"], "tolerance": 1e-6}
+    with pytest.raises(ExportError, match=re.escape(text)):
+        export(layer, tmp_path / "onnx", "x: float64[batch,3]", **options)
+    path = tmp_path / "builtin"
+    export(layer, path, "x: float64[batch,3]")
+    for scale in (1, 1e5):
+        assert largest_error(layer, path, "float64", (9, 3), scale=scale) < 1e-13
+
+
+def test_numbers_that_float32_holds_are_exported_in_float64(tmp_path, onnx):
+    path, layer = tmp_path / "model.paceline", Bounds(-0.5, 1024.75)
+    export(layer, path, "x: float64[batch,3]", backends=["onnxruntime"])
+    for scale in (1, 1e5):
+        assert largest_error(layer, path, "float64", (9, 3), scale=scale) < 1e-13
+
+
+class Tokens(nn.Module):
+    """An embedding of indices, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 2)
+
+    def forward(self, indices, mask):
+        chosen = self.embedding(indices.long()) * (mask > 0).unsqueeze(-1)
+        return self.head(chosen.sum(1))
+
+
+def test_indices_and_masks_are_passed_as_floating_point_numbers(tmp_path, onnx):
+    with pytest.raises(ValueError, match=r"int64.*HINT: pass indices and masks as float32"):
+        inputs_of_examples([torch.zeros(1, 5, dtype=torch.int64)])
+    with pytest.raises(ValueError, match=r"HINT: pass indices and masks as float32"):
+        parse_input("x: int64[batch,5]")
+    path, model = tmp_path / "model.paceline", Tokens()
+    generator = torch.Generator().manual_seed(0)
+    examples = [torch.randint(50, (20, 5), generator=generator).float() for _ in range(2)]
+    inputs = ("x: float32[batch,5]", "mask: float32[batch,5]")
+    export(model, path, *inputs, examples=examples, backends=["onnxruntime"])
+    found = torch.zeros(20, 2)
+    with NativeModel(path) as native:
+        native.run(examples, [found])
+    assert torch.allclose(found, model(*examples), rtol=1e-5)
 
 
 class Coupled(nn.Module):

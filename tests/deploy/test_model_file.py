@@ -36,9 +36,10 @@ def split(content):
     return manifest, {s["name"]: content[s["offset"] : s["offset"] + s["bytes"]] for s in sections}
 
 
-def test_every_flipped_byte_is_noticed(tmp_path, content):
+@pytest.mark.parametrize("flips", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_every_flipped_byte_is_noticed(tmp_path, content, flips):
     generator = random.Random(0)
-    places = [*range(HEADER.size), *(generator.randrange(len(content)) for _ in range(300))]
+    places = [*range(HEADER.size), *(generator.randrange(len(content)) for _ in range(flips))]
     for place in places:
         flipped = bytearray(content)
         flipped[place] ^= 1 << generator.randrange(8)

@@ -5,8 +5,11 @@ import importlib.util
 import io
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 
@@ -23,7 +26,8 @@ def export_onnx(exported: ExportedProgram, spec: ModelSpec) -> bytes:
     """Return the model as ONNX, with the names of ``spec``.
 
     Raises:
-        OnnxError: A package is missing, or PyTorch's exporter refuses the model.
+        OnnxError: A package is missing, PyTorch's exporter refuses the model, or ONNX would round
+            a number of a float64 model.
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise OnnxError(f"{', '.join(missing)} not installed. HINT: pip install 'paceline[export]'")
@@ -41,15 +45,91 @@ def export_onnx(exported: ExportedProgram, spec: ModelSpec) -> bytes:
                 verbose=False,
                 input_names=inputs,
                 output_names=outputs,
+                optimize=False,  # it would hide which numbers were rounded
             )
+            if program is None:
+                raise OnnxError("torch.onnx.export returned no model")
+            if spec.dtype == "float64":
+                _check_numbers(program.model_proto, exported)
+            program.optimize()
+    except OnnxError:
+        raise
     except Exception as error:  # of any kind
         raise OnnxError(f"torch.onnx.export: {_first_line(error)}") from error
     finally:
         log.setLevel(level)
-    if program is None:
-        raise OnnxError("torch.onnx.export returned no model")
     data: bytes = program.model_proto.SerializeToString()
     return data
+
+
+def _check_numbers(model: Any, exported: ExportedProgram) -> None:
+    """Check that ONNX rounds no number of a float64 model.
+
+    Attributes of operators are float32, as the slope of LeakyRelu and the epsilon of
+    normalizations, and PyTorch's exporter writes some other numbers so, as the bounds of clamp.
+    A number is taken for rounded if one of the model's numbers was rounded to it, or if it is that
+    float32 which lies next to a short decimal number, as 0.01.
+
+    Raises:
+        OnnxError: It rounds one.
+    """
+    rounded = {float(np.float32(x)): x for x in _numbers(exported) if float(np.float32(x)) != x}
+    for operator, stored in _float32_numbers(model):
+        shortest = float(str(np.float32(stored)))
+        meant = rounded.get(stored, shortest)
+        if meant != stored and not np.isnan(stored):
+            raise OnnxError(
+                f"ONNX stores the number {meant!r} of {operator} in float32, as {stored:.17g}"
+            )
+
+
+def _numbers(exported: ExportedProgram) -> Iterator[float]:
+    """Yield the numbers that are arguments of operators."""
+
+    def inside(one: Any) -> Iterator[float]:
+        if isinstance(one, float):
+            yield one
+        elif isinstance(one, list | tuple):
+            for each in one:
+                yield from inside(each)
+
+    for node in exported.graph.nodes:
+        yield from inside([*node.args, *node.kwargs.values()])
+
+
+def _float32_numbers(model: Any) -> Iterator[tuple[str, float]]:
+    """Yield the single numbers that an ONNX model holds in float32, and where."""
+    from onnx import AttributeProto, TensorProto, numpy_helper
+
+    def in_graph(graph: Any) -> Iterator[tuple[str, float]]:
+        users = {name: node for node in graph.node for name in node.input}
+
+        def user_of(name: str) -> str:
+            while name in users and users[name].op_type in ("Cast", "CastLike"):
+                name = users[name].output[0]
+            return users[name].op_type if name in users else "an output"
+
+        for node in graph.node:
+            constant = node.op_type == "Constant"
+            where = user_of(node.output[0]) if constant else node.op_type
+            for one in node.attribute:
+                if one.type == AttributeProto.FLOAT:
+                    yield where, one.f
+                elif one.type == AttributeProto.FLOATS:
+                    yield from ((where, x) for x in one.floats)
+                elif one.type == AttributeProto.TENSOR:
+                    yield from in_tensor(where, one.t)
+                elif one.type == AttributeProto.GRAPH:
+                    yield from in_graph(one.g)
+        for tensor in getattr(graph, "initializer", ()):  # functions have none
+            yield from in_tensor(user_of(tensor.name), tensor)
+
+    def in_tensor(where: str, tensor: Any) -> Iterator[tuple[str, float]]:
+        if tensor.data_type == TensorProto.FLOAT and np.prod(tensor.dims, initial=1) == 1:
+            yield where, float(numpy_helper.to_array(tensor).reshape(()))
+
+    for graph in (model.graph, *model.functions):
+        yield from in_graph(graph)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,10 @@ MAX_RANK = 8
 MAX_TENSORS = 32
 MAX_FIELDS_FILE_BYTES = 16 << 20
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,62}")
+INTEGERS = (
+    "HINT: pass indices and masks as float32 or float64, and let the model convert them: "
+    "self.embedding(x.long()), (mask > 0)"
+)
 _INPUT = re.compile(r"\s*(?P<name>[^:\s]+)\s*:\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*")
 _BOUND = re.compile(r"\s*([^=\s]+)\s*=\s*(\d+)\s*:\s*(\d+)\s*")
 
@@ -82,7 +86,7 @@ def parse_input(text: str) -> tuple[str, TensorSpec]:
         raise ValueError(f"--input {text!r} is not NAME: DTYPE[SIZE,...]. {hint}")
     name, dtype = match["name"], match["dtype"]
     if dtype not in DTYPES:
-        raise ValueError(f"--input {text!r}: the dtype must be float32 or float64. {hint}")
+        raise ValueError(f"--input {text!r}: the dtype must be float32 or float64. {INTEGERS}")
     _check_name(name, f"--input {text!r}")
     shape: list[Size] = []
     for word in filter(None, (word.strip() for word in match["shape"].split(","))):
@@ -119,7 +123,7 @@ def inputs_of_examples(examples: Sequence[torch.Tensor]) -> tuple[str, tuple[Ten
     if len(dtypes) != 1 or not dtypes <= set(DTYPES):
         raise ValueError(
             f"example inputs have the dtypes {', '.join(sorted(dtypes))}; all must be float32, or "
-            "all float64. HINT: convert them, and inside of the model what must be an integer"
+            f"all float64. {INTEGERS}"
         )
     if any(one.dim() < 1 for one in examples):
         raise ValueError("an example input has no dimension. HINT: its first one must be the batch")

@@ -1,6 +1,8 @@
 """Rules for layers with weights, pooling, interpolation and attention."""
 
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from .values import (
     UnsupportedError,
     Value,
     channels_last,
+    copy,
     permute,
     row_major,
     strided_copy,
@@ -156,8 +159,8 @@ def _conv(t: Translation, node: Node) -> Value:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _conv_transpose(t: Translation, node: Node) -> Value:
-    """Same as a convolution of the values with zeros between them, with the weights turned
-    round."""
+    """Same as a convolution with the weights turned round, of the values with ``stride`` - 1 zeros
+    between them."""
     rank = int(str(node.target).split(".")[1][14])
     _unbatched(t, node, rank)
     weight, bias = t.constant(node, 1), t.constant(node, 2, "bias")
@@ -172,8 +175,70 @@ def _conv_transpose(t: Translation, node: Node) -> Value:
     inputs, each = weight.shape[0], weight.shape[1]
     turned = weight.flip(tuple(range(2, 2 + rank))).reshape(groups, inputs // groups, each, *kernel)
     turned = turned.transpose(1, 2).reshape(groups * each, inputs // groups, *kernel)
+    value, shape = t.value(node, 0), t.shape(node)
+    lines = list(zip(value.shape[1:], shape[1:], kernel, stride, padding, strict=True))
+    phases = [_phases(*line) for line in lines]
+    if max(stride) > 1 and max(dilation) == 1 and all(phases):
+        return _by_phases(t, value, shape, turned, bias, groups, phases)
     sizes = {"kernel": kernel, "pad": pad, "dilation": dilation, "up": stride}
-    return convolution(t, t.value(node, 0), t.shape(node), turned, bias, groups, sizes)
+    return convolution(t, value, shape, turned, bias, groups, sizes)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Every ``step``-th output position of a transposed convolution along one dimension, from
+    ``first``: a convolution of the values without zeros between them, with every ``step``-th
+    weight."""
+
+    first: int
+    step: int
+    count: int
+    weights: slice
+    pad: int
+
+
+def _phases(size: int, wanted: int, kernel: int, stride: int, padding: int) -> list[_Phase]:
+    """Return the phases along one dimension; none if one has no weights, or if the values are so
+    few that ``builtin.c`` would take its weights for an error."""
+    found = []
+    for first in range(min(stride, wanted)):
+        skipped = (first + padding) % stride
+        weights = slice((kernel - 1 - skipped) % stride, None, stride)
+        taps = len(range(skipped, kernel, stride))
+        pad = taps - 1 - (first + padding) // stride
+        if not taps or taps > size + 2 * max(pad, 0):
+            return []
+        count = len(range(first, wanted, stride))
+        found.append(_Phase(first, stride, count, weights, pad))
+    return found
+
+
+def _by_phases(
+    t: Translation,
+    value: Value,
+    shape: Any,
+    turned: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: int,
+    phases: list[list[_Phase]],
+) -> Value:
+    """Append one convolution for each phase, and copies that put their results between each
+    other."""
+    value = channels_last(t.built, value)
+    whole = Value(t.built.new_slot(math.prod(shape)), shape, True)
+    _, *strides = strides_of(whole)
+    for chosen in itertools.product(*phases):
+        weight = turned[(slice(None), slice(None), *(one.weights for one in chosen))]
+        sizes = {"kernel": list(weight.shape[2:]), "pad": [one.pad for one in chosen]}
+        own = (shape[0], *(one.count for one in chosen))
+        part = convolution(t, value, own, weight, bias, groups, sizes)
+        _, *steps = strides_of(part)
+        moves = [
+            (one.count, a, one.step * b) for one, a, b in zip(chosen, steps, strides, strict=True)
+        ]
+        start = sum(one.first * b for one, b in zip(chosen, strides, strict=True))
+        copy(t.built, part.slot, whole.slot, [*moves, (shape[0], 1, 1)], 0, start)
+    return whole
 
 
 def pool(t: Translation, value: Value, shape: Any, kind: str, sizes: dict[str, list[int]]) -> Value:

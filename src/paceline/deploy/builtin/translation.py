@@ -151,7 +151,10 @@ class Translation:
         given = self.argument(node, position, name)
         if given is None:
             return None
-        found = self.held.get(given) if isinstance(given, Node) else torch.tensor(given)
+        if isinstance(given, Node):
+            found = self.held.get(given)
+        else:
+            found = torch.tensor(given, dtype=self.dtype)
         if not isinstance(found, torch.Tensor):
             raise UnsupportedError(f"the operator {node.target} whose weights depend on an input")
         return found
