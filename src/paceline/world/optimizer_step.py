@@ -226,6 +226,7 @@ class OptimizerSteps:
         self.backwards += 1
         if loss is not None:
             self._distribution_check.check_loss(loss)
+            self.replicas.check_loss(loss)
         if self.accumulations.batch is None and not self._is_outside_checked:
             self._is_outside_checked = True
             self._check_outside_of_batches()
