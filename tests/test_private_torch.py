@@ -75,6 +75,11 @@ INTERFACES = {
     # Samples that are divided over ranks (parallel/spatial)
     "torch.Tensor._make_wrapper_subclass": "a tensor with the shape of the whole and a part's data",
     "torch._C._nn.pad": "functions of torch.nn.functional as a wrapper tensor gets them",
+    # Layers that are divided over ranks (parallel/tensor)
+    "torch.nn.modules.conv._ConvNd": "convolutions of all dims",
+    "torch.nn.modules.conv._ConvTransposeNd": "transposed convolutions of all dims",
+    "torch.nn.modules.batchnorm._NormBase": "batch and instance norms",
+    "lstm._flat_weights": "the weights with which a recurrent layer computes",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
     "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",
@@ -130,7 +135,6 @@ INTERFACES = {
     "torch.distributed.pipelining._backward.stage_backward_input": "backward in two parts",
     "torch.distributed.pipelining._backward.stage_backward_weight": "backward in two parts",
     "parameter._is_view": "outputs of a stage that cannot be detached in place",
-    "torch.nn.modules.batchnorm._NormBase": "layers with running statistics",
     # DistributedDataParallel (parallel/replicated, comm/tune/buckets.py, knobs)
     "ddp._ddp_init_helper": "other buckets for a model that has begun to train",
     "ddp._build_params_for_reducer": "other buckets, and buckets in a fixed order",
@@ -263,6 +267,7 @@ def objects(tmp_path_factory):
         "group": dist.distributed_c10d._get_default_group(),
         "ddp": ddp,
         "iterator": iter(DataLoader([1, 2])),
+        "lstm": torch.nn.LSTM(1, 1),
         "scaler": torch.amp.GradScaler("cpu"),
         "parameter": torch.nn.Parameter(torch.ones(1)),
         "node": (torch.ones(1, requires_grad=True) + 1).grad_fn,

@@ -34,9 +34,21 @@ class TensorParallel(ParallelStrategy):
         self._found = FoundRules()
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        ranks = self._ranks
+        ranks, layout = self._ranks, self.request.layout
+        others = [axis for axis in layout.divided_axes if axis != "tp"]
+        if others:
+            raise ValueError(
+                f"world.distribute: layout={str(layout.without_options)!r}: {others[0]} together "
+                f"with tp is not implemented yet. HINT: layout='tp{ranks}' or "
+                f"layout='{others[0]}{layout.extents[others[0]] or ''}'"
+            )
         if ranks == 1:
             return
+        if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
+            raise ValueError(
+                "world.distribute: a compiled model can't be divided over the tensor axis. HINT: "
+                "world.distribute(model, ...) without torch.compile"
+            )
         rules = self.request.layout.rule_pairs
         if rules:
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
