@@ -1,9 +1,10 @@
 """Claims: after kills of the runner at random moments no trial is lost and none runs to its end
 twice, deterministic trials have the same final ranking, and the study goes on within 5 s.
 
-The runner is killed with -9 after a random time and continued, again and again, until the number of
-kills is reached; then the study is completed. The time until it goes on is that from the start of
-the command until the launcher of a trial runs.
+The runner is killed with -9 and continued, again and again, until the number of kills is reached;
+then the study is completed. Every second time it is killed a random time after its start, which may
+be before a trial runs; the other times a random time after the study went on. The time until it
+goes on is that from the start of the command until the launcher of a trial runs.
 """
 
 import json
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import BIN, console, finish, machine, options, run, spread, target
 
 GOES_ON_LIMIT_S = 5.0
-MAX_LIFE_S = 6.0  # of a runner
+MAX_LIFE_S = 6.0  # of a runner that is killed at any moment
+MAX_RUN_S = 2.0  # of one that is killed after the study went on
+START_TIMEOUT_S = 120.0
 SCRIPT = """
 import sys, time
 from paceline.tune import report
@@ -70,12 +73,13 @@ def kill_often(folder: Path, kills: int, draw: random.Random) -> tuple[list[floa
         before = attempts(folder)
         began = time.monotonic()
         process = start(folder, continued=(folder / "study.journal").exists())
-        until, seen = began + draw.uniform(0.0, MAX_LIFE_S), None
+        life = draw.uniform(0.0, MAX_LIFE_S) if number % 2 else START_TIMEOUT_S
+        until, seen = began + life, None
         while time.monotonic() < until and process.poll() is None:
             if seen is None and attempts(folder) > before:
                 seen = time.monotonic() - began
                 delays.append(seen)
-                until = time.monotonic() + draw.uniform(0.0, 2.0)
+                until = time.monotonic() + draw.uniform(0.0, MAX_RUN_S)
             time.sleep(0.01)
         if process.poll() is not None:
             if process.returncode:

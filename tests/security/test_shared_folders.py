@@ -188,6 +188,7 @@ RIGHT_REMOVALS = {
     "study/environment/pack_environment.py": {"part.unlink"},  # a random name
     "study/probe/measure/storage.py": {"one.path.unlink"},  # in its temporary folder
     "study/tune/journal.py": {"os.unlink"},  # the link that is Optuna's lock
+    "study/tune/trial_folder.py": {"self.end_file.unlink"},  # in the trial's folder
 }
 
 

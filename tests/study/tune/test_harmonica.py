@@ -131,5 +131,6 @@ def test_the_result_is_that_of_google_vizier(number):
     )
     found = smallest_of_terms(data, (2,) * points.shape[1], degree, len(terms))
     assert sorted(itertools.chain(*(of for of, _ in found))) == vizier["variables"]
+    best = dict(zip(vizier["variables"], vizier["values"], strict=True))
     for variables, assignments in found:
-        assert tuple(vizier["suggestion"][one] for one in variables) in assignments
+        assert tuple(best[one] for one in variables) in assignments

@@ -17,6 +17,7 @@ from played_trials import (
     write_study,
 )
 
+from paceline.study.tune import outcomes
 from paceline.study.tune.machine import Node
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.searches.search import FAILURE
@@ -171,6 +172,29 @@ def test_failures_are_told_apart(tmp_path):
     assert kinds == ["out of memory", "diverged", "crashed", "hung"]
     assert Counter(trial for trial, *_ in server.log)[3] == 2  # repeated once
     assert "KeyError" in failure_of(opened, 2)["text"]
+
+
+@pytest.mark.parametrize("said", ["", "OSError: [Errno 28] No space left on device"])
+def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
+    """The trial is run again, also if its output could not be written either."""
+
+    def script(played):
+        if played.trial == 2 and free[0] < 1 << 20:
+            with open(played.start.output, "a") as file:
+                file.write(said)
+            return 120
+        yield from once(played)
+        return 0
+
+    free = [1000.0]
+    monkeypatch.setattr(outcomes, "free_bytes", lambda _: free[0])
+    path = write_study(tmp_path)
+    with pytest.raises(StudyStoppedError, match="trial 2 could not write: .*(no space left|No space)"):
+        play(path, PlayedServer(script), cores=1)
+    free[0] = 1e9
+    opened, complete = play(path, PlayedServer(script), cores=1, continued=True)
+    assert complete
+    assert states(opened) == {"COMPLETE": 6}
 
 
 def test_a_diverged_trial_is_ended_at_once(tmp_path):

@@ -1,10 +1,10 @@
 """Results of Google Vizier's Harmonica for Booleans, with which ``HarmonicaSampler`` is compared.
 
-    python -m venv /tmp/vizier && /tmp/vizier/bin/pip install google-vizier scikit-learn chex
+    python -m venv /tmp/vizier && /tmp/vizier/bin/pip install 'google-vizier[jax]' scikit-learn
     /tmp/vizier/bin/python tests/study/tune/vizier_results.py > tests/study/tune/vizier_results.json
 
 The problems are sparse functions of Booleans, drawn from their number, so that only Vizier's
-answers are stored: the variables that it found to matter, and the point that it suggests.
+answers are stored: the variables that its designer found to matter, and their best values.
 """
 
 import json
@@ -51,29 +51,26 @@ def main():
             statement.search_space.root.add_bool_param(f"x{variable}")
         metric = pyvizier.MetricInformation("y", goal=pyvizier.ObjectiveMetricGoal.MAXIMIZE)
         statement.metric_information.append(metric)
-        designer = harmonica.HarmonicaDesigner(
-            statement, d=degree, num_top_monomials=len(terms), alpha=0.05
+        recovery = harmonica.PolynomialSparseRecovery(
+            d=degree, num_top_monomials=len(terms), alpha=0.05
         )
+        stage = harmonica.HarmonicaQ(psr=recovery, q=1, t=1)
+        designer = harmonica.HarmonicaDesigner(statement, stage)
         trials = []
         for at, (point, value) in enumerate(zip(points, values, strict=True)):
             parameters = {f"x{i}": "True" if bit else "False" for i, bit in enumerate(point)}
             trial = pyvizier.Trial(id=at + 1, parameters=parameters)
             trial.complete(pyvizier.Measurement(metrics={"y": float(value)}))
             trials.append(trial)
-        designer.update(algorithms.CompletedTrials(trials))
-        (suggestion,) = designer.suggest(1)
-        recovery = harmonica.PolynomialSparseRecovery(degree, len(terms), 0.05)
-        recovery.regress(2.0 * points - 1.0, values)
-        found.append(
-            {
-                "variables": sorted(int(one) for one in recovery.index_set()),
-                "suggestion": [
-                    int(str(suggestion.parameters.get_value(f"x{i}")) == "True")
-                    for i in range(points.shape[1])
-                ],
-            }
-        )
-    print(json.dumps(found, indent=1))
+        designer.update(algorithms.CompletedTrials(trials), algorithms.ActiveTrials())
+        designer.suggest(1)
+        # Its suggestion is a random point with these variables at their best values.
+        restricted = stage._restricted_surrogate
+        best = {
+            int(i): int(restricted.X_restrictors[0][i] > 0) for i in restricted.replacement_indices
+        }
+        found.append({"variables": sorted(best), "values": [best[i] for i in sorted(best)]})
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How a run of a trial ended: from its exit code, its output and what it has reported."""
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 KINDS = (OUT_OF_MEMORY, DIVERGED, CRASHED, HUNG, LOST_NODE, TIME_LIMIT, NO_METRIC, NO_CHECKPOINT)
 REPEATED = (HUNG, LOST_NODE)  # are run once more: the next attempt may go well
 STOPPED_EARLY, HANG = 75, 124  # exit codes of ``paceline run``
+FULL_BYTES = 1 << 20  # free space of a file system with which a failure is taken for its fault
 LINES, SHOWN_LINES = 60, 6  # at the end of the output, that are searched and shown
 # What a line of the output says, the surest sign first. A line that names several ranks' ends is of
 # ``launch.monitor.failures``; "probably out of memory" there is a guess.
@@ -190,7 +192,18 @@ def failure_of(attempt: Attempt, code: int, reported: Reported) -> Failure:
         line = next((one for one in last if pattern.search(one)), None)
         if line is not None:
             return Failure(kind, f"{line.strip()}\n{text}")
+    if free_bytes(attempt.folder) < FULL_BYTES:  # it may not even have printed its error
+        return Failure(FULL_DISK, f"{attempt.folder} has no space left; {reason}\n{text}")
     return Failure(CRASHED, f"{reason} (exit code {code})\n{text}")
+
+
+def free_bytes(folder: Path) -> float:
+    """Return the free space of a file system for this user; infinite if it is unknown."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return math.inf
+    return float(found.f_bavail * found.f_frsize)
 
 
 def good_attempts(folder: TrialFolder) -> list[Attempt]:

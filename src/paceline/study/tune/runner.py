@@ -377,7 +377,11 @@ class Runner:
                 return None
             return outcome
         failure = failure_of(attempt, code, self._reported(folder, [attempt]))
+        if failure.kind == FULL_DISK and seat is None:  # of an earlier runner
+            self._waiting.append(work)
+            return None
         if failure.kind == FULL_DISK:
+            attempt.forget_end()
             raise StudyStoppedError(
                 f"trial {work.number} could not write: {failure.text.partition(chr(10))[0]}. All "
                 f"trials that ended are in the journal. HINT: free some space, then paceline tune "

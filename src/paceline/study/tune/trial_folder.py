@@ -85,6 +85,10 @@ class Attempt:
         except (FileNotFoundError, InvalidFileError):
             return None
 
+    def forget_end(self) -> None:
+        """Let the attempt count as interrupted: the trial is run again."""
+        self.end_file.unlink(missing_ok=True)
+
     def answer(self, step: int, decision: str) -> None:
         """Answer a report. Raises OSError."""
         line = msgspec.json.encode(Answer(step, decision)) + b"\n"  # type: ignore[arg-type]
