@@ -167,6 +167,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/large_batch/convergence.py
 	$(BIN)/python benchmarks/large_batch/asynchronous.py
 	$(BIN)/python benchmarks/layouts/layout_time.py
+	$(BIN)/python benchmarks/layouts/tensor_time.py
 	$(BIN)/python benchmarks/layouts/memory_of_layouts.py
 	$(BIN)/python benchmarks/layouts/memory_prediction.py
 	$(BIN)/python benchmarks/layouts/recomputation.py

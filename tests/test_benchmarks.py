@@ -74,6 +74,13 @@ def test_spatial_time(tmp_path):
     assert 0.5 < result["ratios"]["16"]["memory"] < 1
 
 
+def test_tensor_time(tmp_path):
+    few = ("--width", "64", "--batch", "8", "--steps", "1")
+    result = result_of("tensor_time", tmp_path / "tensor.json", *few)
+    assert result["measurements"]["parameter_bytes"]["tp2, paceline"][0] > 0
+    assert len(result["targets"]) == 2
+
+
 def test_loaders(tmp_path):
     few = ("--images", "60", "--arrays", "20", "--epochs", "1", "--peers", "DataLoader, shards")
     result = result_of("loaders", tmp_path / "loaders.json", *few)

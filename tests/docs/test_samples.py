@@ -52,6 +52,18 @@ PREAMBLES = {
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters())
     """,
+    "docs/explanation/tensor-layouts.md": """
+    import torch
+    import paceline
+
+    world = paceline.init(progress=False)
+    layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    mlp = torch.nn.Sequential(*layers)
+    block = torch.nn.ModuleDict({"mlp": mlp})
+    blocks, head = torch.nn.ModuleList([block]), torch.nn.Linear(4, 2)
+    model = torch.nn.ModuleDict({"blocks": blocks, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """,
     "docs/how-to/run/average-weights.md": WORLD
     + "    Model = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n",
     "docs/how-to/run/continue-after-a-time-limit.md": WORLD

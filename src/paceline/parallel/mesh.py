@@ -12,6 +12,7 @@ exchange most. Ranks that differ in ``data`` only hold copies (or shards) of the
 ranks of the same data rank train the same samples, and are its *model group*.
 """
 
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from math import prod
@@ -22,14 +23,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.sharded_tensor import copies_in_mesh, is_sharded
+from ..comm.group_device import exchangeable
 from ..cost.layout import AXIS_WORDS, Layout
 from ..plurals import Places, named_ranks
 
 DATA = "data"
+TENSOR = "tensor"
 AXES = tuple(AXIS_WORDS.values())
 MODEL_AXES = tuple(axis for axis in AXES if axis != DATA)
 # Their ranks exchange in each layer, so a slow link between them is reported.
 _FREQUENT_AXES = ("depth", "height", "width", "tensor")
+
+FIRST_USE_S = 120.0  # for the connections of a new group
 
 
 class Mesh:
@@ -172,6 +177,27 @@ class Mesh:
             self.group(axis)
         self.group(*MODEL_AXES)
 
+    def try_groups(self, seconds: float = FIRST_USE_S) -> None:
+        """Use the group of each axis once, so that a network that blocks one is seen at once.
+
+        Collective.
+
+        Raises:
+            ValueError: The ranks of an axis have not exchanged within this time.
+        """
+        for axis, extent in self.shape.items():
+            if extent == 1:
+                continue
+            group, ranks = self.group(axis), sorted(self.ranks_along((axis,)))
+            errors = _first_use(group, seconds)
+            if errors is None or errors:
+                reason = f": {errors[0]}" if errors else f" within {seconds:.0f} s"
+                raise ValueError(
+                    f"{self.name()}: the ranks of the axis {axis} ({named_ranks(ranks)}) could not "
+                    f"exchange a number{reason}. HINT: GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME "
+                    "names the network interface; paceline check measures the network"
+                )
+
     @property
     def data_group(self) -> Any:
         """The ranks that hold copies of this rank's part of the model."""
@@ -252,6 +278,24 @@ class Mesh:
         yield from self._groups.items()
         for mesh in self._device_meshes.values():
             yield from (((axis,), mesh.get_group(axis)) for axis in self.shape)
+
+
+def _first_use(group: Any, seconds: float) -> list[BaseException] | None:
+    """Exchange a number; return the error in a list, [] for none, None where it takes too long."""
+    errors: list[BaseException] = []
+
+    def exchange() -> None:
+        try:
+            number = exchangeable(torch.ones(1), group)
+            dist.all_reduce(number, group=group)
+            number.item()  # waits for a GPU
+        except (RuntimeError, ValueError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=exchange, name="first use of a group", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return None if thread.is_alive() else errors
 
 
 def _describe(shape: Mapping[str, int]) -> str:

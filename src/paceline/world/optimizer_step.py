@@ -237,6 +237,7 @@ class OptimizerSteps:
         self._has_parts, self._has_checked_loss = False, loss is not None
         if loss is not None:
             self._distribution_check.check_loss(loss)
+            self.replicas.check_loss(loss)
         if self.accumulations.batch is None and not self._is_outside_checked:
             self._is_outside_checked = True
             self._check_outside_of_batches()

@@ -24,14 +24,16 @@ from ..checkpoint.sharded_tensor import is_sharded
 from ..comm.group_device import exchangeable
 from ..comm.members.exchange_objects import all_gather_objects
 from ..optim.whole_norms import local_part
-from ..parallel.mesh import DATA, Mesh
+from ..parallel.mesh import DATA, TENSOR, Mesh
 from ..parallel.strategy.distributed_model import DistributedModel
+from ..plurals import named_ranks
 from ..record.pending_value import is_capturing
 from ..record.ring.launcher_messages import notify
 from ..record.ring.recorder import Recorder
 from .nonfinite import owned_parameters
 
 COMPARE_INTERVAL = 200
+MAX_LOSS_DIFFERENCE = 1e-4  # relative, between ranks that share samples
 MAX_ROUNDING_EPSILONS = 16  # times the dtype's epsilon and a parameter's largest element
 _HINT = (
     "HINT: find code that only one rank runs on the model or the optimizer (a step, "
@@ -97,6 +99,31 @@ class ReplicaDivergenceCheck:
         has_shards = any(model.is_sharded for model in self.models)
         if has_shards or group is self.mesh.data_group:
             self._exchanging = True
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Compare the losses of ranks that share samples and operators, when a comparison is due.
+
+        Collective over them. Raises ValueError on all of them where they differ.
+        """
+        mesh = self.mesh
+        is_divided = set(mesh.shape) == {DATA, TENSOR}
+        if self.mode == "ignore" or not self._due or not is_divided or is_capturing():
+            return
+        own = loss.detach().double().reshape(1)
+        values = [float(row) for row in self._gather(own, mesh.model_group)]
+        largest = max(map(abs, values))
+        if max(values) - min(values) > MAX_LOSS_DIFFERENCE * largest:
+            ranks = named_ranks(mesh.sharing_samples)
+            message = (
+                f"the losses of {ranks}, which share samples, differ: {values[0]:.6g} and "
+                f"{next(v for v in values if v != values[0]):.6g}. Code outside of the model uses "
+                "a rank's part of a parameter as if it were whole, such as a sum over "
+                "model.parameters(). HINT: compute it in the model's forward, where self.weight "
+                "stands for the whole parameter, or use the optimizer's weight_decay"
+            )
+            if self.mode == "raise":
+                raise ValueError(message)
+            self._say(message)
 
     def after_backward(self) -> None:
         mesh = self.mesh

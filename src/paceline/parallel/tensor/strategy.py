@@ -34,7 +34,14 @@ class TensorParallel(ParallelStrategy):
         self._found = FoundRules()
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        ranks = self._ranks
+        ranks, layout = self._ranks, self.request.layout
+        others = [axis for axis in layout.divided_axes if axis != "tp"]
+        if others:
+            raise ValueError(
+                f"world.distribute: layout={str(layout.without_options)!r}: {others[0]} together "
+                f"with tp is not implemented yet. HINT: layout='tp{ranks}' or "
+                f"layout='{others[0]}{layout.extents[others[0]] or ''}'"
+            )
         if ranks == 1:
             return
         rules = self.request.layout.rule_pairs

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...record.hooks.phases import UncopiedHook
-from ..mesh import Mesh
+from ..mesh import TENSOR, Mesh
 from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel, Part
 from ..strategy.parallel_strategy import DistributionRequest
@@ -15,8 +15,6 @@ from .model_comparison import ModelComparison, compare_model
 from .parameters import Views
 from .split_tensor import whole_outputs
 from .splits import Split
-
-TENSOR = "tensor"
 
 
 class TensorParallelModel(DistributedModel):

@@ -262,11 +262,18 @@ class ModelDistribution(SampleParts):
             self._progress.warn_once(line)
         mesh.create_groups()
         if is_new:
+            self._try_groups()
             set_places(mesh.places, mesh.rank)
             refuse_local_norms(self._training.models)
             if self._training.loss_scaling is not None:
                 self._training.loss_scaling.largest = self._collectives.largest
             share_random_states(mesh)
+
+    def _try_groups(self) -> None:
+        try:
+            self.mesh.try_groups()
+        except ValueError as error:
+            raise ValueError(f"world.distribute: {error}") from None
 
     def _arranged(self, layout: Layout, nodes: list[str]) -> list[str]:
         try:
