@@ -75,6 +75,11 @@ INTERFACES = {
     # Samples that are divided over ranks (parallel/spatial)
     "torch.Tensor._make_wrapper_subclass": "a tensor with the shape of the whole and a part's data",
     "torch._C._nn.pad": "functions of torch.nn.functional as a wrapper tensor gets them",
+    # Layers that are divided over ranks (parallel/tensor)
+    "torch.nn.modules.conv._ConvNd": "convolutions of all dims",
+    "torch.nn.modules.conv._ConvTransposeNd": "transposed convolutions of all dims",
+    "torch.nn.modules.batchnorm._NormBase": "batch and instance norms",
+    "lstm._flat_weights": "the weights with which a recurrent layer computes",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",
     "torch._C._current_graph_task_id": "whether a collective is called inside a backward pass",
@@ -263,6 +268,7 @@ def objects(tmp_path_factory):
         "group": dist.distributed_c10d._get_default_group(),
         "ddp": ddp,
         "iterator": iter(DataLoader([1, 2])),
+        "lstm": torch.nn.LSTM(1, 1),
         "scaler": torch.amp.GradScaler("cpu"),
         "parameter": torch.nn.Parameter(torch.ones(1)),
         "node": (torch.ones(1, requires_grad=True) + 1).grad_fn,

@@ -101,6 +101,8 @@ def test_elements_with_broadcasting_and_in_place():
     check(lambda a: F.relu(a * 2, inplace=True), half, is_split=True)
     check(lambda a: F.gelu(a, approximate="tanh"), half, is_split=True)
     check(lambda a, b: torch.where(a > 0, a, b), half, Of(1), is_split=True)
+    check(lambda a: a[torch.where(a.detach() > 0)], half, is_split=False)
+    check(lambda a: F.dropout(a, 0.5, False), half, is_split=True)
     check(lambda a: a.masked_fill(torch.ones(6) > 0, 2.0) + a, half, is_split=True)
     check(lambda a: 2 ** (a.float().double()) + (-a).abs().clamp(min=0.1), half, is_split=True)
 
@@ -125,6 +127,8 @@ def test_views_follow_the_parts():
     check(lambda a, b: torch.stack([a, b]), Of(2, 4, dim=1), Of(2, 4), is_split=True)
     check(lambda x: x[:, [0, 3]], Of(2, 4, 6, dim=1), is_split=False)
     check(lambda x: x.unsqueeze(1).expand(-1, 5, -1), Of(2, 4, dim=1), is_split=True)
+    check(lambda x: x.flip(0, 1), Of(2, 4, dim=1), is_split=False)
+    check(lambda x: x.flip(0), Of(2, 4, dim=1), is_split=True)
     check(lambda x: x.T.squeeze(), Of(1, 4, dim=1), is_split=True)
 
 
@@ -164,6 +168,10 @@ def test_products():
         Of(4, 5, dim=0),
         is_split=False,
     )
+
+
+def test_a_dim_that_is_broadcast_in_a_product():
+    check(lambda a, b: torch.einsum("bi,ij->bj", a, b), Of(3, 4, dim=1), Of(1, 5))
 
 
 def test_convolutions_and_their_norms():
@@ -264,6 +272,7 @@ def test_attention_and_softmax():
         heads,
         is_split=True,
     )
+    check(lambda q, k, v: attention(q, k, v), heads, Of(1, 1, 5, 3), Of(1, 1, 5, 3))
     check(lambda x: x.softmax(-1), heads, is_split=True)
     check(lambda x: torch.softmax(x, 1), heads, is_split=False)
     check(lambda x: F.log_softmax(x, dim=-1).sum(-1), heads, is_split=True)
@@ -276,6 +285,7 @@ def test_sums_and_other_reductions():
         (lambda x: x.mean((1, 2)), False),
         (lambda x: x.mean(-1, keepdim=True), True),
         (lambda x: x.sum(dim=0), True),
+        (lambda x: x.sum((0, 2)), True),
         (lambda x: x.amax(1), False),
         (lambda x: x.max(-1).values, True),
         (lambda x: x.var(-1), True),

@@ -41,7 +41,10 @@ MISTAKES = """
                 h[:, 1] = 0
             if self.kind == "piece":  # past self.up.weight
                 h = h * dict(self.up.named_parameters())["weight"].sum().detach()
-            return self.down(torch.tanh(h))
+            out = self.down(torch.tanh(h))
+            if self.kind == "size":
+                out = out / sum(p.numel() for p in self.parameters())
+            return out
 
     kind = sys.argv[1]
     world = paceline.init(progress=False, replicas="raise")
@@ -63,13 +66,14 @@ MISTAKES = """
     [
         (
             "function",
-            "in <lambda>|autograd.Function of the script, which can't divide its backward",
+            "autograd.Function of the script, which can't divide its backward",
         ),
         (
             "in place",
             "Tensor.__setitem__ of a tensor that is divided .* HINT: the rule 'replicate'",
         ),
-        ("piece", "code of the model uses a part as if it were whole. HINT: the rule 'replicate'"),
+        ("piece", "a result on another rank differs|the result differs from that of the whole"),
+        ("size", "code of the model uses a part as if it were whole. HINT: the rule 'replicate'"),
         ("penalty", "losses of ranks 0-1, which share samples, differ: .* HINT: compute it in the"),
     ],
 )
@@ -99,7 +103,7 @@ MOVED = """
             super().__init__()
             self.embedding = nn.Embedding(16, 8)
             self.encoder = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
-            self.lstm, self.out = nn.LSTM(8, 4), nn.Linear(4, 16)
+            self.lstm, self.out = nn.LSTM(8, 4, batch_first=True), nn.Linear(4, 16)
 
         def forward(self, x):
             return self.out(self.lstm(self.encoder(self.embedding(x)))[0]).flatten(0, 1)

@@ -105,13 +105,13 @@ def shared(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Return a tensor for operations with pieces; its gradient is summed over the ranks."""
     if not _records(x):
         return x
-    known = getattr(x, "_shared_over_tensor_axis", None)
+    known = getattr(x, "_paceline_shared", None)
     if known is not None and known[0] is axis and known[1] == x._version:
         found: torch.Tensor = known[2]
         return found  # one sum for all operations that use it
     found = _apply(_Shared, x, axis)
     if not x.is_leaf:  # a leaf would be in a cycle with it
-        x._shared_over_tensor_axis = (axis, x._version, found)  # type: ignore[attr-defined]
+        x._paceline_shared = (axis, x._version, found)  # type: ignore[attr-defined]
     return found
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 
-from .recurrent import gates_of
+from .recurrent import gates_of, weight_names
 from .splits import Split
 
 Splits = dict[str, Split]
@@ -76,7 +77,7 @@ def _group_channels(layer: nn.GroupNorm, ranks: int, blocks: int) -> Splits:
 
 
 def _heads(layer: nn.MultiheadAttention, ranks: int, blocks: int) -> Splits:
-    if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
+    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
         raise DivisionError("it has kdim, vdim, add_bias_kv or add_zero_attn")
     _check("heads", layer.num_heads, 1, ranks)
     return {"in_proj_weight": Split(0, 3), "in_proj_bias": Split(0, 3), "out_proj.weight": Split(1)}
@@ -86,7 +87,7 @@ def _hidden_units(layer: nn.RNNBase, ranks: int, blocks: int) -> Splits:
     if layer.proj_size:
         raise DivisionError("it has proj_size")
     _check("hidden units", layer.hidden_size, 1, ranks)
-    return {name: Split(0, gates_of(layer)) for of in layer._all_weights for name in of}
+    return {name: Split(0, gates_of(layer)) for of in weight_names(layer) for name in of}
 
 
 # by the class of a layer: its kinds
@@ -131,13 +132,20 @@ def splits_of(layer: nn.Module, kind: str, blocks: int, ranks: int) -> Splits:
             if kind not in kinds:
                 break
             found = kinds[kind](layer, ranks, blocks)
-            return {name: split for name, split in found.items() if _has(layer, name)}
+            return {name: split for name, split in found.items() if _has(layer, name, kind)}
     raise DivisionError(f"a {type(layer).__name__} has no kind {kind!r}")
 
 
-def _has(layer: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return getattr(layer.get_submodule(owner), own, None) is not None
+def _has(layer: nn.Module, name: str, kind: str) -> bool:
+    """Return whether a layer has a tensor; raises DivisionError for one that is computed."""
+    path, _, own = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    tensor = owner._parameters.get(own, owner._buffers.get(own))
+    if tensor is None and getattr(owner, own, None) is not None:
+        raise DivisionError(f"its {name} is computed from other parameters (a parametrization)")
+    if tensor is not None and is_lazy(tensor):
+        raise DivisionError(f"its {name} has no shape yet: run one forward before")
+    return tensor is not None
 
 
 def _check(what: str, extent: int, blocks: int, ranks: int) -> None:

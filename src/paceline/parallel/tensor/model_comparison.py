@@ -75,18 +75,13 @@ def compare_model(
         with watching(result.operations):
             ours = _results(forward, trained)
         if not result.reason:
-            views.are_whole = True
-            try:
-                with watching(Watch()):
-                    state.restore()
-                    theirs = _results(forward, trained)
-                    state.restore()
-                    rounded = theirs
-                    if takes_gradients:
-                        _add_noise(model, None, views)
-                        rounded = _results(forward, trained)
-            finally:
-                views.are_whole = False
+            state.restore()
+            theirs = _whole_results(views, forward, trained, takes_gradients)
+            state.restore()
+            rounded = theirs
+            if takes_gradients:
+                _add_noise(model, None, views)
+                rounded = _whole_results(views, forward, trained, takes_gradients)
             result.difference = _judge(model, trained, views, ours, theirs, rounded)
     result.seconds = time.perf_counter() - start
     return result
@@ -115,6 +110,25 @@ def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[T
     directions = [torch.randn(one.shape, generator=generator).to(one) for one in sources]
     gradients = torch.autograd.grad(sources, trained, directions, allow_unused=True)
     return found, [None if one is None else one.detach() for one in gradients]
+
+
+def _whole_results(
+    views: Views, forward: Callable[[], Any], trained: list[nn.Parameter], are_held: bool
+) -> tuple[Tensors, Tensors]:
+    """Return the results of a forward with whole parameters.
+
+    Args:
+        are_held: Whether modules can hold them; FSDP gives modules their parameters itself.
+    """
+    with watching(Watch()):
+        if are_held:
+            with views.whole_tensors():
+                return _results(forward, trained)
+        views.are_whole = True
+        try:
+            return _results(forward, trained)
+        finally:
+            views.are_whole = False
 
 
 def _judge(
@@ -158,6 +172,9 @@ def _judge(
             if not part <= worst:
                 worst, where = part, f"{label} (by {difference:.2g}, relative)"
     axis = views.axis
+    norms = torch.tensor([_norm(one) for one in ours[0]], device=axis_device_of(axis))
+    if any(not torch.allclose(one, norms, rtol=1e-3, equal_nan=True) for one in axis.pieces(norms)):
+        worst, where = float("inf"), "its outputs are not the same on all ranks"
     own = torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis))
     most = max(float(one) for one in axis.pieces(own))
     if not most <= 1.0:
@@ -188,7 +205,7 @@ def _too_large(model: nn.Module, views: Views) -> str:
     tensors = [*model.parameters()]
     device = next((p.device for p in tensors), torch.device("cpu"))
     ranks = views.axis.size
-    split = [getattr(p, "_split", None) is not None for p in tensors]
+    split = [getattr(p, "_paceline_split", None) is not None for p in tensors]
     needed = sum(
         p.nbytes * (ranks if is_split else 1) for p, is_split in zip(tensors, split, strict=True)
     )
@@ -209,7 +226,7 @@ def _add_noise(model: nn.Module, factor: float | None, views: Views) -> None:
         for number, parameter in enumerate(model.parameters()):
             if not parameter.is_floating_point() or not parameter.numel():
                 continue
-            is_split = getattr(parameter, "_split", None) is not None
+            is_split = getattr(parameter, "_paceline_split", None) is not None
             seed = 2 * number + (1000003 * (views.axis.rank + 1) if is_split else 0)
             generator = torch.Generator().manual_seed(_SEED + seed)
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
@@ -242,6 +259,9 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        modules = list(model.modules())
+        self._entries = [(module, dict(module._buffers)) for module in modules]
+        self._values = [(module, _values_of(module)) for module in modules]
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -250,9 +270,19 @@ class _State:
         with torch.no_grad():
             for buffer, saved in self._buffers:
                 buffer.copy_(saved)
+        for module, entries in self._entries:
+            module._buffers.update(entries)  # of code that assigns new ones
+        for module, values in self._values:
+            module.__dict__.update(values)
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
+
+
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain values of a module, such as a number of steps."""
+    plain = (int, float, str, type(None))
+    return {name: one for name, one in module.__dict__.items() if isinstance(one, plain)}

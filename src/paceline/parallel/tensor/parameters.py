@@ -5,7 +5,8 @@ and hooks work with plain tensors. What the module's code reads as ``self.weight
 tensor: the module gets a class with a property of that name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,39 +26,65 @@ class Views:
     Attributes:
         axis: The ranks.
         are_whole: Whether they appear as whole tensors, so that each rank computes everything.
+        divided: Modules, and names and splits of their tensors.
     """
 
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
         self.are_whole = False
+        self.divided: list[tuple[nn.Module, str, Split]] = []
 
     def view(self, piece: torch.Tensor, split: Split) -> torch.Tensor:
         """Return what the module's code sees of a piece."""
-        if is_sharded(piece):  # outside of a forward
-            return piece
+        if is_sharded(piece) or getattr(piece, "_paceline_whole", False):
+            return piece  # outside of a forward of FSDP, or within ``whole_tensors``
         if self.are_whole:
             return exchange.gathered(piece, split, self.axis)
         return SplitTensor.of(piece, split, self.axis)
+
+    @contextmanager
+    def whole_tensors(self) -> Iterator[None]:
+        """Let modules hold whole tensors in place of pieces, also in ``parameters()``."""
+        made: dict[int, torch.Tensor] = {}
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        self.are_whole = True
+        try:
+            for module, name, split in self.divided:
+                own: dict[str, Any] = module._parameters
+                own = own if own.get(name) is not None else module._buffers
+                piece = own[name]
+                if id(piece) not in made:
+                    made[id(piece)] = exchange.gathered(piece, split, self.axis)
+                    made[id(piece)]._paceline_whole = True  # type: ignore[attr-defined]
+                places.append((own, name, piece))
+                own[name] = made[id(piece)]
+            yield
+        finally:
+            self.are_whole = False
+            for own, name, piece in places:
+                own[name] = piece
 
 
 def divide_module(module: nn.Module, splits: Mapping[str, Split], views: Views) -> None:
     """Cut parameters and buffers of a module, and let its code see split tensors."""
     for name, split in splits.items():
+        views.divided.append((module, name, split))
         own: torch.Tensor | None = module._parameters.get(name)
         cut_tensor(own if own is not None else module._buffers[name], split, views.axis)
     space: dict[str, Any] = {name: _property(name, split, views) for name, split in splits.items()}
     kind = type(module)
     if isinstance(module, nn.RNNBase):
         space["forward"] = split_recurrent(kind, splits, views)
+        space["flatten_parameters"] = lambda _: None  # cuDNN expects whole weights
     space |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), space)
 
 
 def cut_tensor(tensor: torch.Tensor | None, split: Split, axis: TensorAxis) -> None:
     """Keep this rank's piece of a tensor, and of its gradient; without effect if it was cut."""
-    if tensor is None or getattr(tensor, "_split", None) is not None:
+    if tensor is None or getattr(tensor, "_paceline_split", None) is not None:
         return
-    tensor._split = split  # type: ignore[attr-defined]  # tied parameters are cut once
+    tensor._paceline_split = split  # type: ignore[attr-defined]  # tied parameters are cut once
     gradient, tensor.grad = tensor.grad, None
     tensor.data = _piece(tensor.data, split, axis)
     if gradient is not None:
@@ -72,7 +99,7 @@ def _piece(whole: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
 def cut_states(optimizer: torch.optim.Optimizer, axis: TensorAxis) -> None:
     """Cut the states of split parameters that an optimizer has already."""
     for parameter, state in optimizer.state.items():
-        split = getattr(parameter, "_split", None)
+        split = getattr(parameter, "_paceline_split", None)
         if split is None:
             continue
         whole = split.whole_shape(parameter.shape, axis.size)

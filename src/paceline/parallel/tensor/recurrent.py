@@ -30,6 +30,14 @@ def gates_of(module: nn.RNNBase) -> int:
     return {"LSTM": 4, "GRU": 3}.get(module.mode, 1)
 
 
+def weight_names(module: nn.RNNBase) -> list[list[str]]:
+    """Return the names of the weights of each layer and direction."""
+    kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
+    ways = ["", "_reverse"] if module.bidirectional else [""]
+    layers = range(module.num_layers)
+    return [[f"{kind}_l{i}{way}" for kind in kinds] for i in layers for way in ways]
+
+
 def split_recurrent(
     kind: type[nn.Module], splits: Mapping[str, Split], views: SeesWhole
 ) -> Callable[..., Any]:
@@ -53,12 +61,13 @@ def _with_whole_weights(
     hx: Any,
 ) -> Any:
     own: Any = module._flat_weights
-    names = [name for of in module._all_weights for name in of]
+    names = [name for of in weight_names(module) for name in of]
     whole: list[Any] = []
     for name in names:
         piece = module._parameters[name]
         assert piece is not None
-        whole.append(gathered(piece, splits[name], views.axis))
+        is_whole = getattr(piece, "_paceline_whole", False)
+        whole.append(piece if is_whole else gathered(piece, splits[name], views.axis))
     module._flat_weights = whole
     try:
         return kind.forward(module, x, hx)
@@ -108,7 +117,7 @@ class _Layers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Run one direction of a layer: its outputs, hidden state, and this rank's cell state."""
         module, axis = self.module, self.axis
-        names = module._all_weights[at]
+        names = weight_names(module)[at]
         weights = [module._parameters[name] for name in names]
         w_x, w_h = weights[:2]
         b_x, b_h = weights[2:4] if module.bias else (None, None)

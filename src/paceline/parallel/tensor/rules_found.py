@@ -190,6 +190,7 @@ def _flows(module: nn.Module) -> Iterator[tuple[list[nn.Module], nn.Module, list
 def _graph_of(module: nn.Module) -> torch.fx.Graph | None:
     """Return the data flow of a module's own code; None if it can't be followed."""
     before = dict(module.__dict__)  # the code may keep what it computes
+    kept = [(one, one.copy()) for one in before.values() if isinstance(one, (list, dict, set))]
     generator = torch.get_rng_state()
     try:
         return _Tracer().trace(module)
@@ -198,6 +199,9 @@ def _graph_of(module: nn.Module) -> torch.fx.Graph | None:
     finally:
         module.__dict__.clear()
         module.__dict__.update(before)
+        for one, saved in kept:
+            one.clear()
+            (one.extend if isinstance(one, list) else one.update)(saved)
         torch.set_rng_state(generator)
 
 
@@ -271,6 +275,7 @@ def _fits(sources: list[nn.Module], layer: nn.Module) -> bool:
             return False
         if out > width and out % width:
             return False
-        if out < width and width % out:
+        is_part = is_conv or len(sources) > 1  # heads of keys that several queries share
+        if out < width and (width % out or not is_part):
             return False
     return True

@@ -44,6 +44,11 @@ class TensorParallel(ParallelStrategy):
             )
         if ranks == 1:
             return
+        if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
+            raise ValueError(
+                "world.distribute: a compiled model can't be divided over the tensor axis. HINT: "
+                "world.distribute(model, ...) without torch.compile"
+            )
         rules = self.request.layout.rule_pairs
         if rules:
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))

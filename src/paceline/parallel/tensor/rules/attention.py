@@ -19,6 +19,11 @@ def scaled_dot_product_attention(func: Any, args: Any, kwargs: Any) -> Any:
     mask, p = given.get("attn_mask"), given.get("dropout_p", 0.0)
     if not isinstance(query, SplitTensor) or query.division.dim >= query.dim() - 2:
         return NO_RULE
+    dims, extent = query.dim(), query.shape[query.division.dim]
+    for one in (key, value):
+        is_like = one.dim() == dims and one.shape[query.division.dim] == extent
+        if not is_like and not given.get("enable_gqa"):
+            return NO_RULE
     if given.get("enable_gqa") and not (
         isinstance(key, SplitTensor) and key.division == query.division == value.division
     ):

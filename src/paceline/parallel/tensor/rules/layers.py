@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch.nn import functional as F  # noqa: N812
 
 from ..exchange import total
@@ -14,6 +15,8 @@ from .alignment import piece_at, wrap
 def along(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute along another dim."""
     x, *others = args
+    if func in (torch.flip, torch.Tensor.flip) and len(others) != 1:
+        return NO_RULE
     default = -1 if func is F.glu else None
     dim = others[0] if others else kwargs.get("dim", default)
     if not isinstance(dim, int) or dim % x.dim() == x.division.dim:
@@ -37,6 +40,8 @@ def reduce(func: Any, args: Any, kwargs: Any) -> Any:
     dims = others[place] if len(others) > place else kwargs.get("dim", kwargs.get("axis"))
     keeps = kwargs.get("keepdim", others[place + 1] if len(others) > place + 1 else False)
     if name in ("var", "std", "var_mean", "std_mean", "norm") and len(others) > place + 1:
+        return NO_RULE
+    if not isinstance(keeps, bool):  # further dims
         return NO_RULE
     is_kept = name in ("sort", "topk") or keeps is True
     if name in ("sort", "topk") and dims is None:

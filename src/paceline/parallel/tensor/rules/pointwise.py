@@ -57,6 +57,8 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute each element where its piece is."""
     if "out" in kwargs or any(isinstance(one, (list, tuple)) for one in args):
         return NO_RULE
+    if func is torch.where and len(args) + len(kwargs) == 1:  # indices of elements
+        return NO_RULE
     tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
     target = max((t for t in tensors if isinstance(t, SplitTensor)), key=lambda t: t.numel())
     name = getattr(func, "__name__", "")
@@ -107,17 +109,18 @@ def dropout(func: Any, args: Any, kwargs: Any) -> Any:
 
     All ranks of the axis draw the same numbers, so their generators stay equal.
     """
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-    is_functional = func is torch.nn.functional.dropout
-    if func not in (torch.nn.functional.dropout, torch.dropout) or given.get("inplace"):
+    if func not in (torch.nn.functional.dropout, torch.dropout):
         return NO_RULE
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     x, p = given["input"], given.get("p", 0.5)
-    training = (
-        given.get("training", True) if is_functional else given.get("training", given.get("train"))
-    )
+    training = given.get("training", given.get("train", True))
     if not training or p == 0.0:
         return x
-    return _masked(x, x.shape, x.division, p)
+    dropped = _masked(x, x.shape, x.division, p)
+    if not given.get("inplace"):
+        return dropped
+    x.local.copy_(dropped.local)
+    return x
 
 
 @rule_for(*named_functions("dropout1d", "dropout2d", "dropout3d"))

@@ -35,10 +35,12 @@ def contract(
     chosen = _chosen(operands, labels, fixed)
     if chosen is None:
         return NO_RULE
-    label, split, axis = chosen
+    label, split, axis, extent = chosen
     pieces = []
     for operand, own in zip(operands, labels, strict=True):
         dim = own.index(label) if label in own else None
+        if dim is not None and operand.shape[dim] != extent:  # it is broadcast
+            return NO_RULE
         is_plain = dim is not None and not isinstance(operand, SplitTensor)
         if is_plain and _is_costly(operand, operands):
             return NO_RULE
@@ -51,8 +53,8 @@ def contract(
 
 def _chosen(
     operands: Sequence[torch.Tensor], labels: Sequence[Labels], fixed: Sequence[Hashable]
-) -> tuple[Hashable, Split, TensorAxis] | None:
-    """Return the label that is divided: that of the largest split operand."""
+) -> tuple[Hashable, Split, TensorAxis, int] | None:
+    """Return the label that is divided, that of the largest split operand, and its extent."""
     found: list[tuple[int, Hashable, SplitTensor]] = []
     for operand, own in zip(operands, labels, strict=True):
         if isinstance(operand, SplitTensor):
@@ -62,7 +64,7 @@ def _chosen(
     if not found:
         return None
     _, label, operand = max(found, key=lambda one: one[0])
-    return label, operand.division, operand.axis
+    return label, operand.division, operand.axis, operand.shape[operand.division.dim]
 
 
 def _is_costly(operand: torch.Tensor, operands: Sequence[torch.Tensor]) -> bool:
