@@ -78,7 +78,6 @@ INTERFACES = {
     # Layers that are divided over ranks (parallel/tensor)
     "torch.nn.modules.conv._ConvNd": "convolutions of all dims",
     "torch.nn.modules.conv._ConvTransposeNd": "transposed convolutions of all dims",
-    "torch.nn.modules.batchnorm._NormBase": "batch and instance norms",
     "lstm._flat_weights": "the weights with which a recurrent layer computes",
     # Autograd (record/hooks)
     "torch.autograd.graph._engine_run_backward": "wrapped: begin and end of a backward pass",

@@ -89,7 +89,6 @@ def test_model_that_cannot_be_sharded(world, make, said):
     [
         ({"layout": "zero4"}, "layout='zero4': there is no sharding level 4. HINT: zero1"),
         ({"layout": "tp1 x dp2"}, "'dp2' needs 2 ranks, and the job has 1. HINT: start 2 ranks"),
-        ({"layout": "dp1 x zero3 x tp"}, r"tp \(tensor\) is not implemented yet. HINT: layout="),
         ({"layout": paceline.Layout(h=1, zero=3), "blocks": ["Linea"]}, "blocks contains 'Linea'"),
         (
             {"layout": "zero3 + recompute", "recompute": "selective"},

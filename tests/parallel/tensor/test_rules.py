@@ -184,7 +184,11 @@ def test_optimizers_of_single_elements():
         assert str(optimizer.state_dict()) == before
     from paceline.optim import LAMB
 
-    for optimizer in (torch.optim.Adafactor([weight]), LAMB([weight]), torch.optim.LBFGS([weight])):
+    for optimizer in (
+        torch.optim.Adafactor([weight]),
+        LAMB([weight], lr=0.1),
+        torch.optim.LBFGS([weight]),
+    ):
         with pytest.raises(ValueError, match=r"can't train a model that is divided .*HINT: an opt"):
             check_steps_of_pieces(optimizer)
     assert torch.equal(weight, torch.ones(4, 4))

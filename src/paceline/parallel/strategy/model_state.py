@@ -216,6 +216,7 @@ class OwnedState:
         if model is None:
             return
         state, names = part.state_dict(), self._names_in_state(part, model)
+        values: list[tuple[tuple[Any, ...], str, Any]]
         values = [((name,), name, value) for name, value in state.items()]
         if isinstance(part, Optimizer):
             values = [

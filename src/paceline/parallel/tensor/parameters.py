@@ -50,9 +50,9 @@ class Views:
         self.are_whole = True
         try:
             for module, name, split in self.divided:
-                own: dict[str, Any] = module._parameters
-                own = own if own.get(name) is not None else module._buffers
-                piece = own[name]
+                is_parameter = module._parameters.get(name) is not None
+                own: dict[str, Any] = module._parameters if is_parameter else module._buffers
+                piece: torch.Tensor = own[name]
                 if id(piece) not in made:
                     made[id(piece)] = exchange.gathered(piece, split, self.axis)
                     made[id(piece)]._paceline_whole = True  # type: ignore[attr-defined]

@@ -75,6 +75,8 @@ class TensorParallel(ParallelStrategy):
 
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         mesh, module = self.request.mesh, model.module
+        if self._ranks == 1:
+            return model
         axis = TensorAxis(mesh.group(AXIS_WORDS["tp"]))
         views = Views(axis)
         before = sum(p.nbytes for p in module.parameters())
