@@ -201,7 +201,6 @@ def main() -> None:
                 "promotion needs at most 0.75 of the processor time of Ray's ASHA",
                 0.75,
                 found,
-                counted=True,
             )
         ],
     )

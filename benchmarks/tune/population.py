@@ -188,7 +188,6 @@ def main() -> None:
                 f"a population has a lower test loss than the best fixed schedule ({best})",
                 1.0,
                 ratios[best],
-                counted=True,
             )
         ],
     )

@@ -96,8 +96,8 @@ def _like(before: Any, rate: float) -> Any:
 
 def _arguments(thing: Any) -> set[str]:
     """Return the names of the arguments with which an optimizer or a scheduler is constructed."""
-    kinds = [kind for kind in type(thing).__mro__ if "__init__" in vars(kind)]
-    names = (inspect.signature(kind.__init__).parameters for kind in kinds if kind is not object)
+    makers = (vars(kind).get("__init__") for kind in type(thing).__mro__ if kind is not object)
+    names = (inspect.signature(make).parameters for make in makers if make is not None)
     return {name for each in names for name in each} - _NO_ARGUMENTS
 
 
