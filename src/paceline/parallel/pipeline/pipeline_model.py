@@ -110,7 +110,7 @@ class PipelineModel(DistributedModel):
         self._plans: dict[Any, ForwardPlan] = {}
         self._weighted: dict[Any, bool] = {}
         self._balance = StageTimes(partition, self.schedule, say)
-        self._syncs = True
+        self._syncs = self._is_first_step = True
         self._stages = mesh.shape[STAGE]
         self._tie_groups = self._create_tie_groups()
         self._buffers = BufferSync(module, mesh.data_group)
@@ -262,8 +262,8 @@ class PipelineModel(DistributedModel):
     def run_step(self, step: TrainingStep) -> torch.Tensor:
         samples = samples_of(step.inputs, step.targets)
         asked = self.micro_batches
-        if asked is not None and not self._plans:
-            check_count(samples, asked)
+        if asked is not None and self._is_first_step:
+            check_count(samples, asked)  # a later batch with fewer samples is the last of an epoch
         count = asked or MICRO_BATCHES_OF_STAGE * self._stages
         sizes = sizes_of(samples, count)
         inputs, targets = split(step.inputs, sizes), split(step.targets, sizes)
@@ -271,6 +271,7 @@ class PipelineModel(DistributedModel):
             plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
             is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
         times = self._agree(plans, sizes, is_weighted)
+        self._is_first_step = False
         self._balance.add(*times, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
