@@ -198,7 +198,7 @@ def test_lengths_of_several_groups_of_parameters_are_compared():
         runs = scheduled(24, 48)
         runs.ranks[0].schedules[0].lengths = {"total": lengths}
         runs.alone.schedules[0].lengths = {"total": [48, 48]}
-        assert ids(find(runs)).count("schedule-counts-other-steps") == wanted
+        assert ids(find(runs), True).count("schedule-counts-other-steps") == wanted
 
 
 def test_schedule_of_another_wrapper():
