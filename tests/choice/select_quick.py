@@ -67,7 +67,7 @@ class Graph:
             if file.startswith(f"{PACKAGE}/cli/") and "/common/" not in file
         }
         self._found: dict[tuple[str, bool], set[tuple[str, bool]]] = {}
-        self.used = {test: self._closure(test) for test in self.tests}
+        self._used: dict[str, set[str]] = {}
 
     def text(self, file: str) -> str:
         if file not in self._texts:
@@ -77,6 +77,12 @@ class Graph:
     def _files(self, below: str) -> Iterator[str]:
         for path in sorted((self.folder / below).rglob("*.py")):
             yield str(path.relative_to(self.folder))
+
+    def used(self, test: str) -> set[str]:
+        """Return the files that a test file uses, itself among them."""
+        if test not in self._used:
+            self._used[test] = self._closure(test)
+        return self._used[test]
 
     def _closure(self, test: str) -> set[str]:
         seen: set[tuple[str, bool]] = set()
@@ -179,15 +185,17 @@ def tests_of(file: str, graph: Graph) -> set[str]:
             place = path.parent
             while not (files := {m for m in graph.modules if PurePath(m).parent == place}):
                 place = place.parent
-        return {test for test, used in graph.used.items() if used & files}
+        return {test for test in graph.tests if graph.used(test) & files}
     names = {path.name} if file.startswith("tests/") else {path.name, path.parts[0]}
     named = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
     return {
         test
-        for test, used in graph.used.items()
-        if file in used
+        for test in graph.tests
+        if file in graph.used(test)
         or (file.startswith("tests/") and PurePath(test).parent in path.parents[:-2])
-        or any(named.search(graph.text(own)) for own in used if own.startswith("tests/"))
+        or any(
+            named.search(graph.text(own)) for own in graph.used(test) if own.startswith("tests/")
+        )
     }
 
 
