@@ -204,6 +204,7 @@ docs: $(VENV)/docs
 
 # The commands of "Getting started", with a short diagnosis: they must run and print their tables.
 tutorial: $(VENV)/installed
+	@$(BIN)/python -m compileall -q src  # once, also where PYTHONDONTWRITEBYTECODE is set
 	$(BIN)/python docs/run_commands.py docs/getting-started.md --short
 
 clean:

@@ -1,3 +1,4 @@
+import compileall
 import ctypes.util
 import os
 import shutil
@@ -27,8 +28,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("PACELINE_SEED", str(int(time.time()) % 1_000_000))
 
 
+# Where PYTHONDONTWRITEBYTECODE is set, every process that starts would compile the modules of
+# Paceline that it imports, and every pytest process all test files.
+NO_BYTECODE = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
+
+
 def pytest_configure(config):
+    if NO_BYTECODE and not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(__file__).parents[1] / "src", quiet=2)
     config.pluginmanager.register(Durations(config))
+
+
+def pytest_collection_finish():
+    sys.dont_write_bytecode = NO_BYTECODE  # modules that tests write may change within a second
 
 
 def pytest_report_header():

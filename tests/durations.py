@@ -12,6 +12,7 @@ import warm_start
 
 KEY = "paceline/durations"  # in pytest's cache: {test: [CPU seconds, elapsed seconds]}
 SHOWN = 15
+MIN_SHOWN_S = 0.5
 MIN_TESTS_FOR_FILES = 50
 
 
@@ -55,6 +56,7 @@ class Durations:
         show = terminalreporter
         show.section(f"most CPU time, of {sum(tests.values()):.0f} s")
         for name, cpu in tests.most_common(SHOWN):
-            show.write_line(f"{cpu:7.1f} s of {self._found[name][1]:.1f} s  {name}")
+            if cpu >= MIN_SHOWN_S:
+                show.write_line(f"{cpu:7.1f} s of {self._found[name][1]:.1f} s  {name}")
         for name, cpu in files.most_common(SHOWN) if len(tests) >= MIN_TESTS_FOR_FILES else ():
             show.write_line(f"{cpu:7.1f} s in all  {name}")

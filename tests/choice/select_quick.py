@@ -32,6 +32,8 @@ EVERYTHING = re.compile(
 )
 NO_TEST = re.compile(r"(CHANGELOG|LICENSE|NOTICE).*|\.gitignore")
 PACKAGE = "src/paceline"
+ALL_COMMANDS = f"{PACKAGE}/cli/__init__.py"
+PRELOADS = "tests/support/warm_start.py"  # imports what a script may need, and calls none of it
 API = {"BatchSchedule", "Layout", "World", "from_rank_0", "init", "per_rank", "tune"}
 NAMED = re.compile(r"\bpaceline((?:\.\w+)+)")
 FROM = re.compile(r"\bfrom paceline((?:\.\w+)*) import ([\w, ]+)")
@@ -65,7 +67,7 @@ class Graph:
             if file.startswith(f"{PACKAGE}/cli/") and "/common/" not in file
         }
         self._found: dict[tuple[str, bool], set[tuple[str, bool]]] = {}
-        self.used = {test: self._closure(test) for test in self.tests}
+        self._used: dict[str, set[str]] = {}
 
     def text(self, file: str) -> str:
         if file not in self._texts:
@@ -75,6 +77,12 @@ class Graph:
     def _files(self, below: str) -> Iterator[str]:
         for path in sorted((self.folder / below).rglob("*.py")):
             yield str(path.relative_to(self.folder))
+
+    def used(self, test: str) -> set[str]:
+        """Return the files that a test file uses, itself among them."""
+        if test not in self._used:
+            self._used[test] = self._closure(test)
+        return self._used[test]
 
     def _closure(self, test: str) -> set[str]:
         seen: set[tuple[str, bool]] = set()
@@ -96,13 +104,19 @@ class Graph:
         text = self.text(file)
         names = set(_imports(ast.parse(text), file, whole))
         found: set[tuple[str, bool]] = set()
-        if whole:
-            names |= set(_names(text, own=file.startswith(PACKAGE)))
-        if whole and (SOURCE_STARTS if file.startswith(PACKAGE) else STARTS).search(text):
+        own = file.startswith(PACKAGE)
+        if whole and file != PRELOADS:
+            named = set(_names(text))
+            if own:  # its messages and docstrings name what users call: only modules count
+                named = {
+                    name for name in named if f"src/{name.replace('.', '/')}.py" in self.modules
+                }
+            names |= named
+        if whole and (SOURCE_STARTS if own else STARTS).search(text):
             words = {word for quoted in QUOTED.findall(text) for word in quoted.split()}
             found |= {(self.commands[word], True) for word in words & self.commands.keys()}
         place = PurePath(file).parent
-        if whole and ANY_BESIDE.search(text):
+        if whole and ANY_BESIDE.search(text) and "TYPE_CHECKING" not in text:
             found |= {(one, True) for one in self.modules if place in PurePath(one).parents}
         if file.startswith("tests/"):
             fixtures = self.helpers.get("conftest", set()) - {"tests/conftest.py"}
@@ -121,9 +135,10 @@ class Graph:
         folders = ["/".join(["src", *parts[:end]]) for end in range(1, len(parts) + 1)]
         files = [f"{at}{end}" for at in folders for end in (".py", "/__init__.py")]
         known = [file for file in files if file in self.modules]
-        for file in known:
-            called = len(known) > 1 or (len(parts) > 1 and parts[1] in API)
-            yield file, whole and called and file == known[-1]
+        # Everything imports the package, and the module of all commands is added by their names.
+        called = parts[1:2] and parts[1] in API if len(known) == 1 else known[-1] != ALL_COMMANDS
+        yield from ((file, False) for file in known[:-1])
+        yield known[-1], whole and bool(called)
 
 
 def _imports(tree: ast.AST, file: str, whole: bool) -> Iterator[str]:
@@ -138,11 +153,9 @@ def _imports(tree: ast.AST, file: str, whole: bool) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _names(text: str, own: bool) -> Iterator[str]:
-    """Yield the modules of paceline that a text names; ``own``: a text of the package itself."""
-    for name in NAMED.findall(text):
-        if not own or name.split(".")[1] not in API:  # its messages name what users call
-            yield f"paceline{name}"
+def _names(text: str) -> Iterator[str]:
+    """Yield the modules of paceline, and objects in them, that a text names."""
+    yield from (f"paceline{name}" for name in NAMED.findall(text))
     yield from (f"paceline.{name}" for name in REFERENCE.findall(text))
     for module, imported in FROM.findall(text):
         yield from (f"paceline{module}.{name.strip()}" for name in imported.split(","))
@@ -172,15 +185,17 @@ def tests_of(file: str, graph: Graph) -> set[str]:
             place = path.parent
             while not (files := {m for m in graph.modules if PurePath(m).parent == place}):
                 place = place.parent
-        return {test for test, used in graph.used.items() if used & files}
+        return {test for test in graph.tests if graph.used(test) & files}
     names = {path.name} if file.startswith("tests/") else {path.name, path.parts[0]}
     named = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
     return {
         test
-        for test, used in graph.used.items()
-        if file in used
+        for test in graph.tests
+        if file in graph.used(test)
         or (file.startswith("tests/") and PurePath(test).parent in path.parents[:-2])
-        or any(named.search(graph.text(own)) for own in used if own.startswith("tests/"))
+        or any(
+            named.search(graph.text(own)) for own in graph.used(test) if own.startswith("tests/")
+        )
     }
 
 

@@ -118,6 +118,6 @@ def test_changes_since_the_last_commit_that_passed(folder, monkeypatch):
 
 def test_graph_of_this_repository_has_what_a_rank_does():
     graph = Graph(select_slow.ROOT)
-    used = graph.used["tests/launch/test_run.py"]
+    used = graph.used("tests/launch/test_run.py")
     assert {f"src/paceline/{name}.py" for name in ("record/attach", "world/__init__")} <= used
-    assert not any(file.startswith("src/paceline/deploy/") for file in used)
+    assert "src/paceline/report/page/write_page.py" not in used

@@ -280,7 +280,7 @@ PATIENT = """
 
 
 def test_init_without_time_limit(tmp_path):
-    done = ranks.run(ranks.write(tmp_path, PATIENT))
+    done = ranks.run(ranks.write(tmp_path, PATIENT), PACELINE_TESTS_WHOLE_END="1")
     assert {"SharedMemoryGroup 16.0"} <= ranks.untagged(done.stdout)
 
 

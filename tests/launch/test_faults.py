@@ -291,7 +291,7 @@ def test_rank_that_finishes_but_does_not_exit_is_reported(tmp_path):
         print("work is done")
         """,
     )
-    result = ranks.run(script)
+    result = ranks.run(script, PACELINE_TESTS_WHOLE_END="1")
     assert result.stderr.count("rank 1 finished its script but did not exit within 10 s") == 1
     assert result.returncode == 0
 
@@ -307,7 +307,7 @@ def test_crash_during_interpreter_shutdown_is_ignored(tmp_path):
         crash = Crash()
         """,
     )
-    ranks.run(script)
+    ranks.run(script, PACELINE_TESTS_WHOLE_END="1")
 
 
 @pytest.fixture

@@ -323,7 +323,7 @@ def test_atexit_handlers_open_files_and_threads_finish_at_exit(tmp_path):
         threading.Thread(target=lambda: (time.sleep(0.3), open(f"thread-{rank}", "w"))).start()
         """,
     )
-    ranks.run(script)
+    ranks.run(script, PACELINE_TESTS_WHOLE_END="1")
     for rank in "01":
         assert (tmp_path / f"atexit-{rank}").read_text() == "done"
         assert (tmp_path / f"open-{rank}").read_text() == "not closed by the script"
