@@ -130,6 +130,7 @@ INTERFACES = {
     "torch.utils._pytree.tree_map_only": "tensors of nested arguments",
     "torch.utils._pytree.tree_leaves": "tensors of nested batches",
     "torch.utils._pytree.TreeSpec": "type of the structure of arguments",
+    "torch.nn.modules.batchnorm._NormBase": "layers with running statistics",
     # Pipelines (parallel/pipeline)
     "torch.distributed.pipelining._backward.stage_backward_input": "backward in two parts",
     "torch.distributed.pipelining._backward.stage_backward_weight": "backward in two parts",
