@@ -31,17 +31,12 @@ _NO_ARGUMENTS = {"self", "optimizer", "last_epoch", "params", "lr"}
 
 def install(optim: Any) -> None:
     """Wrap ``load_state_dict`` of ``torch.optim``'s optimizers and schedulers."""
-    schedulers = [
-        kind
-        for kind in vars(optim.lr_scheduler).values()
-        if isinstance(kind, type) and issubclass(kind, optim.lr_scheduler.LRScheduler)
-    ]
-    keep: Callable[[Any, Callable[[], Any]], Any]
-    kinds: list[Any]
-    for keep, kinds in ((_keep_options, [optim.Optimizer]), (_keep_schedule, schedulers)):
-        for kind in kinds:
-            if "load_state_dict" in vars(kind):
-                kind.load_state_dict = _wrapped(kind.load_state_dict, keep)
+    scheduler: type = optim.lr_scheduler.LRScheduler
+    kinds = {one for one in vars(optim.lr_scheduler).values() if isinstance(one, type)}
+    for kind in kinds | {optim.Optimizer}:
+        if "load_state_dict" in vars(kind):
+            keep = _keep_schedule if issubclass(kind, scheduler) else _keep_options
+            setattr(kind, "load_state_dict", _wrapped(vars(kind)["load_state_dict"], keep))  # noqa: B010
 
 
 def _wrapped(
