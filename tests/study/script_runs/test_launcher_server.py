@@ -1,6 +1,5 @@
 """The process from which runs are forked, so that torch is imported once for all of them."""
 
-import os
 import signal
 import subprocess
 import time
