@@ -1,6 +1,7 @@
 """The runner of a study, with trials that are played: kills, failures, budgets, promotion."""
 
 import math
+import re
 from collections import Counter
 
 import pytest
