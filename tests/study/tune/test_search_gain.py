@@ -43,7 +43,7 @@ def test_a_search_that_finds_better_points_has_a_gain(tmp_path, goal):
 
 def test_random_points_alone_have_nothing_to_be_compared_with(tmp_path):
     opened, _ = play(write_study(tmp_path), PlayedServer(once))
-    assert "6 random points and 0 searched ones are complete" in read_view(opened).gain.reason
+    assert "6 at random and 0 searched" in read_view(opened).gain.reason
 
 
 def test_a_pruner_says_which_steps_it_saved(tmp_path):

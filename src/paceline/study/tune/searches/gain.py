@@ -51,8 +51,8 @@ def search_gain(spec: StudySpec, rows: Sequence[TrialRow], copied: set[int]) -> 
     random, searched = groups
     if min(len(random), len(searched)) < MIN_TRIALS:
         return SearchGain(
-            f"{len(random)} random points and {len(searched)} searched ones are complete, and it "
-            f"needs {MIN_TRIALS} of each"
+            f"complete trials: {len(random)} at random and {len(searched)} searched; it needs "
+            f"{MIN_TRIALS} of each"
         )
     return compare(random[:MAX_TRIALS], searched[:MAX_TRIALS], spec.goals[0] == MAX)
 
