@@ -230,7 +230,7 @@ def write_trials(folder: Path, count: int) -> None:
     path = folder / "study.toml"
     path.write_text(STUDY.format(script="trivial.py", trials=count))
     spec = load_spec(path)
-    opened = begin_study(spec)
+    opened = begin_study(spec, print)
     distributions = {one.name: one.distribution() for one in spec.parameters}
     before, os.fsync = os.fsync, lambda _: None  # type: ignore[assignment]
     try:
