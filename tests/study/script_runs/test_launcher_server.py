@@ -89,7 +89,8 @@ def test_commands_end_with_the_process_that_asked_for_them(server, tmp_path):
     words = python(
         "import pathlib, sys, time\n"
         "from paceline.study.script_runs.launcher_server import LauncherServer\n"
-        f"LauncherServer([]).start_command({python(text)!r}, {str(tmp_path / 'log')!r})\n"
+        "server = LauncherServer([])\n"
+        f"server.start_command({python(text)!r}, {str(tmp_path / 'log')!r})\n"
         "time.sleep(600)"
     )
     process = subprocess.Popen(words)
