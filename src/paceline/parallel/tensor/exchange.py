@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from .splits import Split
 
+# the name of newer versions of PyTorch
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class TensorAxis:
     """The ranks along the tensor axis of a mesh.
@@ -45,7 +48,7 @@ class TensorAxis:
         if sent.dtype is torch.bool:
             return [one.bool() for one in self.pieces(sent.to(torch.uint8))]
         found = sent.new_empty((self.size, sent.numel()))
-        dist.all_gather_into_tensor(found.view(-1), sent.view(-1), group=self.group)
+        _all_gather(found.view(-1), sent.view(-1), group=self.group)
         return [row.view(sent.shape) for row in found.unbind()]
 
 

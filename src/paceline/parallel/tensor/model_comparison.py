@@ -168,7 +168,8 @@ def _judge(
                 noise = 0.0 if c is None else _distance(c, b) / of
                 limit = max(floor, ROUNDING_FACTOR * noise)
             part = difference / limit if limit else difference and float("inf")
-            largest = max(largest, difference)
+            if a is not None and b is not None:  # of gradients that are not only rounding
+                largest = max(largest, _distance(a, b) / max(of, 1e-3 * scale))
             if not part <= worst:
                 worst, where = part, f"{label} (by {difference:.2g}, relative)"
     axis = views.axis

@@ -215,7 +215,7 @@ def _flows_in_order(
         if isinstance(child, (_NormBase, nn.GroupNorm)):
             norms.append(child)
         elif _is_layer(child):
-            is_pair = previous is not None and _width_in(child) == _width_out(previous)
+            is_pair = previous is not None and _fits([previous], child)
             if is_pair and previous is not None and _width_in(previous) != _width_out(previous):
                 yield [previous], child, norms
                 previous = None

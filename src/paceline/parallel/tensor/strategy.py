@@ -125,10 +125,10 @@ class TensorParallel(ParallelStrategy):
 
 
 def patterns_of(kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return kinds by patterns: numbers in names are ``*`` where all of them have one kind."""
+    """Return kinds by patterns: a name's first number is ``*`` where all have one kind."""
     grouped: dict[str, dict[str, str]] = {}
     for name, kind in kinds.items():
-        grouped.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), {})[name] = kind
+        grouped.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1), {})[name] = kind
     found: dict[str, str] = {}
     for pattern, of in grouped.items():
         if len(set(of.values())) == 1 and len(of) > 1:
