@@ -45,7 +45,9 @@ def batches(world, samples=22):
 
 def whole(model):
     """Return this rank's parameters by name, whole ones of DTensors."""
-    named = ((n.removeprefix("stage."), p) for n, p in model.named_parameters())
+    named = (
+        (n.removeprefix("stage.").removeprefix("module."), p) for n, p in model.named_parameters()
+    )
     return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in named}
 
 
@@ -96,6 +98,41 @@ def test_training_equals_one_process(layout, case):
     assert found[0][1][1] == 22
     if case != "weighted":
         assert found[0][1] == pytest.approx(sums, rel=1e-5)
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "backward"])
+@pytest.mark.parametrize("layout", ["h2", "h2 x dp2"])
+def test_parts_of_samples_equal_one_process(layout, call):
+    def train(world, layout):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        model, optimizer = world.distribute(model, optimizer, layout=layout)
+        generator = torch.Generator().manual_seed(5)
+        data = TensorDataset(torch.randn(10, 6, 4, generator=generator), torch.arange(10.0))
+        target = functional.mse_loss
+        losses = []
+        for x, y in world.batches(world.shard(DataLoader(data, shuffle=True), global_batch=4)):
+            wanted = y[:, None, None].expand(-1, x.shape[1], 2)
+            if call == "backward":
+                loss = target(model(x), wanted)
+                world.backward(loss)
+            else:
+                loss = world.forward_backward(model, x, wanted, loss=target)
+                losses.append(world.mean(loss * len(y), len(y)))
+            world.step(optimizer, clip=1.0)
+        validation = world.shard(DataLoader(data, batch_size=3), every_sample_once=True)
+        meter = world.meter()
+        for x, y in world.batches(validation):
+            meter.add(loss=(model(x).mean((1, 2)) - y).square().sum(), count=len(y))
+        return whole(model), [*losses, *meter.sum("loss", "count")]
+
+    expected, losses = thread_ranks.alone(lambda w: train(w, "data"))
+    ranks = 2 if layout == "h2" else 4
+    for state, found in thread_ranks.run(lambda w: train(w, layout), ranks):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
 
 
 def test_optimizer_may_hold_parameters_of_other_ranks_only():
@@ -155,20 +192,25 @@ def test_sums_are_equal_on_ranks_that_share_samples():
     assert found[0][0][1] == 2
 
 
-def test_copies_along_the_tensor_axis_that_diverge_are_named():
+@pytest.mark.parametrize("layout", ["tp2", "dp2 x tp2", "h2 x dp2"])
+def test_copies_that_diverge_are_named(layout):
     def train(world):
         model = two_parts()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = world.distribute(model, optimizer, layout="tp2")
+        model, optimizer = world.distribute(model, optimizer, layout=layout)
         for _ in world.epochs(2):
-            for x, y in batches(world):
-                world.forward_backward(model, x, y, loss=functional.cross_entropy)
+            for _ in range(2):
+                x, y = torch.ones(2, 6, 4), torch.ones(2, 6, 2)
+                x, y = world._training.place_batch([x, y])
+                loss = functional.mse_loss
+                world.forward_backward(model, x, y[:, : x.shape[1]], loss=loss)
                 world.step(optimizer)
             if world.rank == 1:
                 model[1][1].weight.data.add_(1)
 
-    for error in thread_ranks.run(train, 2, outcomes=True):
-        assert "rank 1 (data 0, tensor 1)'s parameters differ from" in str(error)
+    axis = "height" if "h2" in layout else "tensor"
+    for error in thread_ranks.run(train, LAYOUTS.get(layout, 4), outcomes=True):
+        assert f"rank 1 (data 0, {axis} 1)'s parameters differ from" in str(error)
         assert "first in 1.1.weight" in str(error)
 
 
@@ -187,6 +229,40 @@ def test_norm_of_a_part_is_refused():
     own = nn.Linear(2, 2)
     own(torch.ones(1, 2)).sum().backward()
     nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+
+
+def test_blocks_that_other_ranks_have_may_be_named():
+    def train(world, layout, **more):
+        model = two_parts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = ["1.0", "0.0"]
+        more |= {"recompute": "blocks", "recomputed_blocks": names}
+        more |= {"blocks": names} if "zero" in layout else {}
+        model, optimizer = world.distribute(model, optimizer, layout=layout, **more)
+        for x, y in batches(world):
+            world.forward_backward(model, x, y, loss=functional.cross_entropy)
+            world.step(optimizer)
+        return whole(model)
+
+    expected = thread_ranks.alone(lambda w: train(w, "data"))
+    found = merged(thread_ranks.run(lambda w: train(w, "pp2 x zero3"), 4))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    unknown = {"recomputed_blocks": ["1.9"]}
+    for error in thread_ranks.run(
+        lambda w: w.distribute(two_parts(), layout="pp2", recompute="blocks", **unknown),
+        2,
+        outcomes=True,
+    ):
+        assert "recomputed_blocks contains '1.9'" in str(error)
+
+
+def test_hooks_of_a_strategy_are_not_lost():
+    def distribute(world):
+        world.distribute(two_parts(), layout="h2 x zero3")
+
+    for error in thread_ranks.run(distribute, 4, outcomes=True):
+        assert "the parameter 0.0.weight has a hook on its gradient" in str(error)
 
 
 def test_export_of_a_part_is_refused(tmp_path):

@@ -159,6 +159,7 @@ def run(function, ranks=2, *, seed=0, outcomes=False, **options):
             threaded, "_store_based_barrier", turn.passing(threaded._store_based_barrier)
         ),
         mock.patch.object(c10d, "_store_based_barrier", turn.passing(c10d._store_based_barrier)),
+        mock.patch.object(threading.Thread, "join", turn.passing(threading.Thread.join)),
         mock.patch.object(group, "send", lambda *args: mail.send(*args), create=True),
         mock.patch.object(group, "recv", lambda *args: mail.receive(*args), create=True),
     ):

@@ -1,4 +1,5 @@
-"""Two layouts of the tests: a hand-made pipeline of two stages, and columns of linear layers.
+"""Layouts of the tests: a hand-made pipeline of two stages, columns of linear layers, and parts of
+each sample along its first dim.
 
 They are written with ``paceline.parallel`` only, as a layout of Paceline is: neither ``world``,
 ``checkpoint`` nor ``record`` knows them. ``install()`` adds them to the strategies.
@@ -21,8 +22,8 @@ OTHERS = [*STRATEGIES]
 
 
 def install():
-    """Put both layouts in the place of those that divide models, before those of the data ranks."""
-    STRATEGIES[:] = [Columns, TwoStages, DataParallel, FullySharded]
+    """Put the layouts in the place of those that divide models, before those of the data ranks."""
+    STRATEGIES[:] = [*TOYS, DataParallel, FullySharded]
 
 
 def uninstall():
@@ -242,3 +243,48 @@ class ColumnsModel(DistributedModel):
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self.mesh.data_group)
             local /= self.mesh.data_size
+
+
+class Heights(ParallelStrategy):
+    """A part of each sample on each rank, for models that treat all positions alike."""
+
+    axes = frozenset({"h"})
+
+    def apply(self, model, optimizer):
+        return HeightsModel(model, self.request.mesh)
+
+
+class HeightsModel(DistributedModel):
+    def __init__(self, inner, mesh):
+        super().__init__(inner.module, inner)
+        self.group, self.at = mesh.group("height"), mesh.place["height"]
+        self.size = mesh.shape["height"]
+        for parameter in inner.module.parameters():
+            parameter.register_hook(self._mean)  # before replicas are averaged
+        inner.module.register_forward_hook(self._whole)
+
+    @property
+    def has_collective_forward(self):
+        return True
+
+    def place_batch(self, batch):
+        x, *others = batch
+        return [x.chunk(self.size, 1)[self.at], *others]
+
+    def run_step(self, step):
+        return self._mean(super().run_step(step))
+
+    def _mean(self, tensor):
+        mean = tensor.clone()
+        dist.all_reduce(mean, group=self.group)
+        return mean / self.size
+
+    def _whole(self, module, _, output):
+        if not module.training:
+            parts = [torch.empty_like(output) for _ in range(self.size)]
+            dist.all_gather(parts, output.contiguous(), self.group)
+            return torch.cat(parts, 1)
+        return None
+
+
+TOYS = [Columns, TwoStages, Heights]

@@ -101,7 +101,7 @@ def fitting_settings(path: Path, tree: SettingsFile) -> tuple[dict[str, Any], li
     """
     knobs, notes = {}, []
     for name, value in tree.get("knobs", {}).items():
-        if why := _unfit(name, value):
+        if why := unfit(name, value):
             notes.append(f"{path}: {shorten(name)[1:-1]} = {shorten(value)} is ignored: {why}")
         else:
             knobs[name] = value
@@ -146,7 +146,7 @@ def read(path: Path) -> SettingsFile:
     return check(tree, SettingsFile, path)
 
 
-def _unfit(name: str, value: object) -> str:
+def unfit(name: str, value: object) -> str:
     """Return why a knob cannot be set, or ""."""
     if name not in KNOBS:
         return f"there is no knob of this name. HINT: use one of {', '.join(settable())}"

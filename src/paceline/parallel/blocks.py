@@ -99,6 +99,17 @@ def named_blocks(model: nn.Module, names: Sequence[str], option: str = "blocks")
     return found
 
 
+def names_in(model: nn.Module, names: Sequence[str] | None) -> list[str] | None:
+    """Return the names that match a module of ``model``, a part of the model that has all of them.
+
+    None stays None.
+    """
+    if names is None:
+        return None
+    known = {text for n, m in model.named_modules() for text in (n, type(m).__name__)}
+    return [name for name in ([names] if isinstance(names, str) else names) if name in known]
+
+
 def _with_forward(name: str, module: nn.Module) -> Iterator[str]:
     """Yield the module's name, or for a container without a forward those of its children."""
     if not isinstance(module, WITHOUT_FORWARD):

@@ -126,9 +126,7 @@ class ReplicaDivergenceCheck:
             self._say(message)
 
     def after_backward(self) -> None:
-        mesh = self.mesh
-        # one data rank exchanges no gradients, and its ranks may hold copies
-        if mesh.is_divided and mesh.data_size == 1:
+        if self.mesh.is_divided:  # which groups exchange gradients is the layout's choice
             self._exchanging = True
         if not self._exchanging or self.mode == "ignore" or is_capturing():
             return

@@ -137,3 +137,37 @@ def test_a_value_that_is_empty_leaves_its_word_out(tmp_path):
     )
     spec = read(tmp_path, text)
     assert spec.command.words({"x": ""}, {"checkpoint": "c"}) == ["train.py", "--checkpoint", "c"]
+
+
+LAYOUTS = """
+[parameters.how]
+choices = ["data", "zero3"]
+knob = "layout"
+"""
+
+
+def test_a_knob_needs_no_placeholder(tmp_path):
+    spec = read(tmp_path, BASE + LAYOUTS)
+    point = {"x": 0.5, "how": "zero3"}
+    assert spec.words(point, {"checkpoint": "there"}) == [
+        *("train.py", "--x", "0.5", "--checkpoint", "there")
+    ]
+    assert spec.knobs(point) == {"layout": "zero3"}
+    assert spec.knobs({"x": 0.5}) == {}
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (
+            LAYOUTS.replace("zero3", "zero9"),
+            "parameters.how: the knob layout can't be 'zero9'",
+        ),
+        (LAYOUTS.replace('"layout"', '"layot"'), "there is no knob of this name. HINT: use one of"),
+        (LAYOUTS.replace("zero3", "dp3"), "parameters.how, with study.ranks = 1: .*needs 3 ranks"),
+        (LAYOUTS + LAYOUTS.replace("how", "more"), "two parameters have the knob layout. HINT"),
+    ],
+)
+def test_knobs_that_can_not_be_set_are_refused(tmp_path, new, said):
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path, BASE + new)

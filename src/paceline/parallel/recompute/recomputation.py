@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from ...record.hooks.phases import UncopiedHook
-from ..blocks import recomputed_blocks
+from ..blocks import names_in, recomputed_blocks
 from .buffers import ReplayedBuffers
 from .host_activations import activations_on_host
 from .plan import Plan
@@ -38,11 +38,14 @@ def recompute_blocks(
     names: Sequence[str] | None,
     say_once: Callable[[str], None],
     held_gib: float = 0.0,
+    is_part: bool = False,
 ) -> None:
     """Let the blocks of ``model`` recompute their activations, as ``world.distribute`` describes.
 
     Args:
         held_gib: The part of the budget that is not for activations.
+        is_part: Whether other ranks have the rest of the model, and perhaps blocks that this rank
+            has not.
 
     Raises:
         ValueError: An unknown ``recompute``, a budget without "auto", a block name that matches
@@ -51,18 +54,37 @@ def recompute_blocks(
     _check_options(model, recompute, memory_budget)
     if recompute is None:
         return
-    blocks = recomputed_blocks(model, names)
+    if is_part:
+        blocks = recomputed_blocks(model, names_in(model, names))
+    else:
+        blocks = blocks_to_recompute(model, recompute, names, say_once)
     if not blocks:
-        say_once(
-            f"recompute={recompute!r} has no effect: the {type(model).__name__} has no repeated "
-            "blocks. HINT: name them: world.distribute(model, optimizer, recomputed_blocks=[...])"
-        )
         return
     plan = Plan(memory_budget, held_gib, say_once) if recompute == "auto" else None
     for _, module in blocks:
         module.forward = _Recomputed(module, recompute, plan)
     if plan is not None:
         model.register_forward_hook(UncopiedHook(plan.decide))
+
+
+def blocks_to_recompute(
+    model: nn.Module,
+    recompute: str,
+    names: Sequence[str] | None,
+    say_once: Callable[[str], None],
+) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a whole model, and say it if there are none.
+
+    Raises:
+        ValueError: A name matches no module.
+    """
+    blocks = recomputed_blocks(model, names)
+    if not blocks:
+        say_once(
+            f"recompute={recompute!r} has no effect: the {type(model).__name__} has no repeated "
+            "blocks. HINT: name them: world.distribute(model, optimizer, recomputed_blocks=[...])"
+        )
+    return blocks
 
 
 def _check_options(model: nn.Module, recompute: str | None, memory_budget: float | None) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 
 from ...record.hooks.sharded.whole_gradients import whole_gradient
-from ..blocks import gathered_blocks
+from ..blocks import gathered_blocks, names_in
 from ..materialization import Materialization
 from ..mesh import Mesh
 from ..strategy.distributed_model import DistributedModel
@@ -175,7 +175,7 @@ def shard_model(
     """
     model = inner.module
     whole = dict(model.named_parameters(remove_duplicate=False))
-    blocks = [*gathered_blocks(model, request.blocks), ""]
+    blocks = [*gathered_blocks(model, names_in(model, request.blocks)), ""]
     mesh, group = data_mesh(device, request.layout, ranks), ranks.data_group
     broadcast_model(model, group)
     _shard_blocks(model, blocks, mesh, request)

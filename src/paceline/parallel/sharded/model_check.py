@@ -58,13 +58,24 @@ def _problems(model: nn.Module) -> Iterator[tuple[str, str]]:
                 f"the parameter {name} is not contiguous in memory",
                 "model.to(memory_format=torch.contiguous_format), or parameter.contiguous()",
             )
-        elif has_users_hooks(parameter):
+    yield from _hook_problems(model)
+    yield from _buffer_problems(model)
+
+
+def check_hooks(model: nn.Module, request: ShardingRequest) -> None:
+    """Raise ValueError for hooks on gradients, which sharding would lose."""
+    for what, hint in _hook_problems(model):
+        raise ValueError(f"world.distribute: layout={request.name!r}: {what}. HINT: {hint}")
+
+
+def _hook_problems(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, parameter in model.named_parameters():
+        if has_users_hooks(parameter):
             yield (
                 f"the parameter {name} has a hook on its gradient, which would not run on its "
                 "shard",
                 "register the hook after world.distribute, or layout='data'",
             )
-    yield from _buffer_problems(model)
 
 
 def _buffer_problems(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from .deferred_shards import plan_shards
 from .layouts import parse_request
-from .model_check import check_sharding
+from .model_check import check_hooks, check_sharding
 
 AMPLE_SHARE = 4  # of the whole model's bytes; with less memory, freed blocks are returned at once
 
@@ -43,6 +43,7 @@ class FullySharded(ParallelStrategy):
         from .fully_sharded import shard_model  # FSDP takes a moment to import
 
         device, mesh = self.request.device, self.request.mesh
+        check_hooks(model.module, self._sharding)  # of strategies that were applied before
         # FSDP allocates whole blocks, and between them shards that stay. On a CPU glibc would keep
         # the gaps: up to the size of the whole model, once for parameters and once for gradients.
         ample = AMPLE_SHARE * nbytes_of(model.module)

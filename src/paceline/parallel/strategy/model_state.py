@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ...checkpoint.shard_copies import PartPath, ShardDigests
+from ...checkpoint.shard_copies import PartPath, ShardDigests, TensorPath
 from ...checkpoint.sharded_tensor import Piece, SavedTensor, is_sharded, piece_of
 from ...checkpoint.shared_state import new_piece
 from ...optim.gradients import parameters_of
@@ -216,7 +216,7 @@ class OwnedState:
         if model is None:
             return
         state, names = part.state_dict(), self._names_in_state(part, model)
-        values: list[tuple[tuple[Any, ...], str, Any]]
+        values: list[tuple[TensorPath, str, Any]]
         values = [((name,), name, value) for name, value in state.items()]
         if isinstance(part, Optimizer):
             values = [

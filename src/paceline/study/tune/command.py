@@ -43,7 +43,7 @@ class Command:
         """Return the words after ``paceline run``.
 
         Args:
-            values: Values of the parameters that exist.
+            values: Values of the parameters that exist and are no knobs.
             own: Values of Paceline's placeholders.
         """
         if self.function:
@@ -88,7 +88,7 @@ def check_command(
     if function is not None:
         return _check_function(function, parameters)
     assert command is not None
-    names = [one.name for one in parameters]
+    names = [one.name for one in parameters if not one.knob]
     if taken := sorted(set(names) & set(OWN)):
         raise ValueError(
             f"parameters.{taken[0]}: {{{taken[0]}}} is filled in by Paceline. HINT: another name"
@@ -112,7 +112,7 @@ def check_command(
             )
     if EPOCHS in found and not has_epochs:
         raise ValueError("study.command has {epochs}. HINT: add epochs = N to the table [study]")
-    optional = frozenset(one.name for one in parameters if one.when)
+    optional = frozenset(one.name for one in parameters if one.when and not one.knob)
     outside = set(PLACEHOLDER.findall(OPTIONAL.sub("", command)))
     for name in sorted(optional & outside):
         raise ValueError(

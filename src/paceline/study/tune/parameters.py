@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ...knobs.settings import unfit
+
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import Trial
@@ -32,6 +34,7 @@ class ParameterTable(
         step: Distance of its values from ``low``.
         choices: Values, instead of a range.
         when: Values of other parameters with which this one exists.
+        knob: Knob of ``paceline run --settings`` that has the value; "" for a placeholder.
     """
 
     low: int | float | None = None
@@ -41,6 +44,7 @@ class ParameterTable(
     step: int | float | None = None
     choices: Choices | None = None
     when: dict[str, Value | Choices] = {}
+    knob: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Parameter:
     step: float | None = None
     choices: tuple[Value, ...] = ()
     when: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    knob: str = ""
 
     @property
     def range_text(self) -> str:
@@ -168,7 +173,8 @@ def parameter_of(name: str, table: ParameterTable) -> Parameter:
             raise ValueError(f"{where} has choices and {wrong[0]}. HINT: leave out one of them")
         if len({(type(one), one) for one in table.choices}) < len(table.choices):
             raise ValueError(f"{where}.choices has a value twice")
-        return Parameter(name, choices=tuple(table.choices), when=when)
+        _check_knob(where, table.knob, table.choices)
+        return Parameter(name, choices=tuple(table.choices), when=when, knob=table.knob)
     low, high, step = table.low, table.high, table.step
     if low is None or high is None:
         raise ValueError(f"{where} needs low and high, or choices")
@@ -184,6 +190,7 @@ def parameter_of(name: str, table: ParameterTable) -> Parameter:
         value is not None and value != int(value) for value in (low, high, step)
     ):
         raise ValueError(f"{where}: low, high and step of an integer must be integers")
+    _check_knob(where, table.knob, (low, high))
     return Parameter(
         name,
         low,
@@ -192,7 +199,15 @@ def parameter_of(name: str, table: ParameterTable) -> Parameter:
         table.log,
         float(step) if step is not None else None,
         when=when,
+        knob=table.knob,
     )
+
+
+def _check_knob(where: str, knob: str, values: Iterable[Value]) -> None:
+    """Raise ValueError for a knob that does not exist, or a value that it can't have."""
+    for value in values if knob else ():
+        if why := unfit(knob, value):
+            raise ValueError(f"{where}: the knob {knob} can't be {value!r}: {why}")
 
 
 def is_active(parameter: Parameter, values: Mapping[str, Value]) -> bool:

@@ -223,7 +223,7 @@ class Runner:
         self._started += 1
         start = TrialStart(
             self._started,
-            self.spec.command.words(work.values, self._own_values(work, folder)),
+            self.spec.words(work.values, self._own_values(work, folder)),
             work.ranks,
             seat.share,
             str(self.spec.folder),
@@ -237,6 +237,7 @@ class Runner:
             self.machine.share_of_nodes(seat),
             str(attempt.summary),
             list(self.stage),
+            self.spec.knobs(work.values),
         )
         self.search.running.add(work.number)
         self.server.start(start)

@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ...cost.layout import Layout
 from ...cost.machine.read_toml import read_toml
+from ...knobs.layouts.requested import NAME as LAYOUT_KNOB
+from ...knobs.settings import exclude
 from ...plurals import counted
 from ...security.files import InvalidFileError
 from .command import Command, check_command
@@ -139,6 +142,17 @@ class StudySpec:
     def name(self) -> str:
         return self.path.stem
 
+    def knobs(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the knobs of a point, by their names."""
+        return {
+            one.knob: values[one.name] for one in self.parameters if one.knob and one.name in values
+        }
+
+    def words(self, values: Mapping[str, Value], own: Mapping[str, str]) -> list[str]:
+        """Return the words after ``paceline run``. own: Values of Paceline's placeholders."""
+        knobs = {one.name for one in self.parameters if one.knob}
+        return self.command.words({n: v for n, v in values.items() if n not in knobs}, own)
+
     def active(self, values: Mapping[str, Value]) -> list[Parameter]:
         """Return the parameters that exist at a point."""
         return [one for one in self.parameters if is_active(one, values)]
@@ -183,6 +197,7 @@ def _checked(path: Path, found: StudyTree, tree: dict[str, Any]) -> StudySpec:
         identity,
     )
     _check_metrics(spec)
+    _check_layouts(spec)
     _check_known(spec)
     _check_budget(spec)
     return spec
@@ -328,6 +343,21 @@ def _check_pattern(name: str, pattern: str, pruner: str) -> None:
             f'"{pruner}" compares trials after the same step: matches are counted anew when a '
             r"trial continues. HINT: '(?P<step>\d+)' where the line has the epoch"
         )
+
+
+def _check_layouts(spec: StudySpec) -> None:
+    """Raise ValueError for two parameters of a knob, or a layout that the ranks do not fit."""
+    knobs = [one.knob for one in spec.parameters if one.knob]
+    if twice := [knob for knob in knobs if knobs.count(knob) > 1]:
+        raise ValueError(f"two parameters have the knob {twice[0]}. HINT: leave one of them out")
+    exclude(dict.fromkeys(knobs))
+    for one in spec.parameters:
+        for text in one.choices if one.knob == LAYOUT_KNOB else ():
+            try:
+                Layout.parse(str(text)).over(spec.table.ranks)
+            except ValueError as error:
+                ranks = f"study.ranks = {spec.table.ranks}"
+                raise ValueError(f"parameters.{one.name}, with {ranks}: {error}") from None
 
 
 def _check_known(spec: StudySpec) -> None:

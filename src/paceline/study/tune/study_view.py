@@ -119,12 +119,13 @@ def read_view(opened: OpenStudy, with_importances: bool = True) -> TuningView:
 def best_command(spec: StudySpec, rows: list[TrialRow], best: list[int]) -> str:
     """Return the command of the best trial, without ``paceline run``; "" if there is none.
 
-    A trial that began from the checkpoint of another one has none: its parameters have changed.
+    A trial that began from the checkpoint of another one has none: its parameters have changed. One
+    with knobs needs a settings file.
     """
     if len(best) != 1 or spec.command.function:
         return ""
     row = rows[best[0]]
-    if row.generation is not None:
+    if row.generation is not None or spec.knobs(row.parameters):
         return ""
     own = {
         "checkpoint": "checkpoint",

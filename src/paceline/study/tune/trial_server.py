@@ -33,6 +33,7 @@ class TrialStart:
         nodes: Number of nodes; of one that it shares, its part.
         summary: File for the JSON summary.
         stage: Packed datasets to stage.
+        settings: Knobs, by name.
     """
 
     number: int
@@ -50,6 +51,7 @@ class TrialStart:
     nodes: float = 1.0
     summary: str = ""
     stage: list[str] = field(default_factory=list)
+    settings: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 class TrialServer(LauncherServer):
@@ -101,6 +103,7 @@ def launch(start: TrialStart) -> int:
         hang_timeout=start.hang_timeout,
         summary=Path(start.summary),
         stage=start.stage,
+        settings=start.settings,
     )
     if not start.hosts:
         os.environ.update(start.variables)

@@ -128,7 +128,7 @@ def _server(spec: StudySpec, modules: list[str]) -> TrialServer:
 
 def _check_script(spec: StudySpec) -> list[str]:
     """Return the modules to import once for all trials. Raises ValueError: there is no script."""
-    words = spec.command.words({one.name: one.example for one in spec.parameters}, {})
+    words = spec.words({one.name: one.example for one in spec.parameters}, {})
     if spec.command.function:
         where = spec.command.function.rpartition(":")[0]
         words = [where] if where.endswith(".py") else ["-m", where]

@@ -22,7 +22,7 @@ from ...parallel.memory.setup import ModelSetup, ScriptLimits
 from ...parallel.mesh import Mesh
 from ...parallel.offload import check_offload, offload_states
 from ...parallel.placement import check_accumulate
-from ...parallel.recompute.recomputation import recompute_blocks
+from ...parallel.recompute.recomputation import blocks_to_recompute, recompute_blocks
 from ...parallel.strategy.distributed_model import DistributedModel
 from ...parallel.strategy.model_state import WholeModel
 from ...plurals import counted
@@ -212,9 +212,13 @@ class ModelDistribution(SampleParts):
             names=setup.recomputed_blocks,
             say_once=say,
             held_gib=memory.held_gib,
+            is_part=bool(layout.divided_axes),
         )
         if not layout.divided_axes:
             recomputing(model)
+        elif layout.recompute is not None:
+            # a rank that has a part of the model can't see what others have
+            blocks_to_recompute(model, layout.recompute, setup.recomputed_blocks, say)
         is_sharded = bool(layout.zero) and self.mesh.data_size > 1
         setup = replace(setup, recomputes=layout.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
