@@ -78,7 +78,7 @@ class GlobalBatchNorm(_BatchNorm):
         exchange = self.exchange() if uses_batch else None
         if exchange is None:
             return super().forward(input)
-        apply: Any = _GlobalStatistics.apply
+        apply: Any = GlobalStatistics.apply
         output, mean, variance, samples = apply(
             *(input, self.weight, self.bias, self.eps, exchange, not self.is_filler())
         )
@@ -244,7 +244,7 @@ def _nearest(whole: int, wanted: int) -> str:
     return " or ".join(map(str, dict.fromkeys((below, above))))
 
 
-class _GlobalStatistics(torch.autograd.Function):
+class GlobalStatistics(torch.autograd.Function):
     """Normalize with the statistics of all ranks; return output, mean, variance and samples."""
 
     @staticmethod
@@ -280,23 +280,40 @@ class _GlobalStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         values, weight, mean, inverse = ctx.saved_tensors
-        exact, others = _wide(grad), _others(values)
-        normal = (_wide(values) - _along(mean, values)) * _along(inverse, values)
+        exact, wide = _wide(grad), _wide(values)
         # This rank's part of the parameters' gradients: the optimizer combines those of all ranks.
-        of_bias, of_weight = exact.sum(others), (exact * normal).sum(others)
+        of_weight, of_bias = channel_sums(exact, wide, mean, inverse)
         of_values = None
         if ctx.needs_input_grad[0]:
             sums = ctx.exchange.sum(torch.stack([of_bias, of_weight])) / ctx.samples
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            if ctx.counts:  # the statistics do not depend on other samples
-                exact = exact - _along(sums[0], values) - normal * _along(sums[1], values)
-            of_values = (exact * _along(scale, values)).to(values.dtype)
+            if ctx.counts:
+                found = wide - _along(mean, values)
+                found.mul_(_along(-scale * inverse * sums[1], values))
+                found.addcmul_(exact, _along(scale, values)).add_(_along(-scale * sums[0], values))
+            else:  # the statistics do not depend on this rank's samples
+                found = exact * _along(scale, values)
+            of_values = found.to(values.dtype)
         return (
             of_values,
             of_weight.to(weight.dtype) if weight is not None else None,
             of_bias.to(grad.dtype if weight is None else weight.dtype) if ctx.has_bias else None,
             *(None, None, None),
         )
+
+
+def channel_sums(
+    grad: torch.Tensor, values: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of gradient times normalized value, and of gradients, of each channel."""
+    if not values.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    statistics = (mean, inverse.square().reciprocal(), mean, inverse)
+    # as in evaluation, where the statistics are constants: one pass over both tensors
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        grad, values, torch.ones_like(mean), *statistics, False, 0.0, [False, True, True]
+    )
+    return of_weight, of_bias
 
 
 def _statistics(

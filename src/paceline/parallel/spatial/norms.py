@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
-from ...optim.norms import _GlobalStatistics
+from ...optim.norms import GlobalStatistics, channel_sums
 from .exchange import GroupExchange, sum_over, summed
 from .pointwise import (
     along,
@@ -99,7 +99,7 @@ def batch_norm(
             f"{tuple(values.shape)}"
         )
     exchange = GroupExchange(values.groups.over(values.parts, values.parts))
-    apply: Any = _GlobalStatistics.apply
+    apply: Any = GlobalStatistics.apply
     result, mean, spread, samples = apply(values.local, weight, bias, eps, exchange, True)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
@@ -159,13 +159,13 @@ class _GroupStatistics(torch.autograd.Function):
         eps: float,
         group: Any,
     ) -> torch.Tensor:
-        rows = _grouped(local, groups)
-        mean = summed(rows.sum(2, keepdim=True), group) / count
-        spread = summed((rows - mean).square().sum(2, keepdim=True), group) / count
+        rows = _grouped(local, local.size(0), groups)
+        mean = summed(rows.sum(2), group) / count
+        spread = summed((rows - mean.unsqueeze(2)).square().sum(2), group) / count
         inverse = torch.rsqrt(spread + eps)
-        ctx.save_for_backward(local, weight, mean, inverse)
+        ctx.save_for_backward(local, weight, mean.flatten(), inverse.flatten())
         ctx.groups, ctx.count, ctx.group, ctx.has_bias = groups, count, group, bias is not None
-        result = ((rows - mean) * inverse).view(local.shape)
+        result = ((rows - mean.unsqueeze(2)) * inverse.unsqueeze(2)).view(local.shape)
         if weight is not None:
             result = result * _of_channels(weight, local)
         if bias is not None:
@@ -176,29 +176,36 @@ class _GroupStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         local, weight, mean, inverse = ctx.saved_tensors
-        normal = (_grouped(local, ctx.groups) - mean) * inverse
-        wide = gradient.to(normal.dtype)
-        others = [0, *range(2, local.dim())]
-        of_bias = wide.sum(others)
-        of_weight = (wide * normal.view(local.shape)).sum(others)
-        inner = _grouped(wide if weight is None else wide * _of_channels(weight, local), ctx.groups)
-        both = torch.cat([inner.sum(2, keepdim=True), (inner * normal).sum(2, keepdim=True)], 2)
-        sums = summed(both, ctx.group) / ctx.count
-        found = (inner - sums[:, :, :1] - normal * sums[:, :, 1:]) * inverse
+        samples, channels = local.shape[:2]
+        each = channels // ctx.groups
+        rows, wide = (_grouped(one, 1, samples * channels) for one in (local, gradient))
+        means, inverses = (one.repeat_interleave(each) for one in (mean, inverse))
+        of_weight, of_bias = channel_sums(wide, rows, means, inverses)  # of each sample and channel
+        weights = torch.ones_like(means) if weight is None else weight.repeat(samples)
+        both = torch.stack([of_bias, of_weight]) * weights.to(means.dtype)
+        sums = summed(both.view(2, -1, each).sum(2), ctx.group) / ctx.count
+        shift, slope = sums.repeat_interleave(each, 1)
+        found = rows - _of_rows(means)
+        found.mul_(_of_rows(-inverses.square() * slope))
+        found.addcmul_(wide, _of_rows(weights * inverses)).add_(_of_rows(-inverses * shift))
+        of_channels = [one.view(samples, channels).sum(0) for one in (of_weight, of_bias)]
+        kind = gradient.dtype if weight is None else weight.dtype
         return (
             found.view(local.shape).to(local.dtype),
-            of_weight.to(weight.dtype) if weight is not None else None,
-            of_bias.to(gradient.dtype if weight is None else weight.dtype)
-            if ctx.has_bias
-            else None,
+            of_channels[0].to(kind) if weight is not None else None,
+            of_channels[1].to(kind) if ctx.has_bias else None,
             *(None, None, None, None),
         )
 
 
-def _grouped(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return [samples, groups, channels and positions]; 16-bit values as float32."""
+def _of_rows(vector: torch.Tensor) -> torch.Tensor:
+    return vector.view(1, -1, 1)
+
+
+def _grouped(values: torch.Tensor, samples: int, groups: int) -> torch.Tensor:
+    """Return [samples, groups, rest]; 16-bit values as float32."""
     wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    return wide.reshape(values.size(0), groups, -1 if values.numel() else 0)
+    return wide.reshape(samples, groups, wide.numel() // (samples * groups))
 
 
 def _of_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
