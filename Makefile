@@ -63,7 +63,7 @@ test: $(VENV)/frameworks
 test-chosen: $(VENV)/frameworks
 	@mkdir -p run
 	@$(BIN)/python tests/choice/select_quick.py choose run/quick-chosen.txt
-	@$(MAKE) --no-print-directory test FILES="$$(cat run/quick-chosen.txt)"
+	@$(MAKE) --no-print-directory test FILES="$$(tr '\n' ' ' < run/quick-chosen.txt)"
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
