@@ -1,11 +1,12 @@
 #!/bin/bash
 # What tests need from Debian or Ubuntu: real ssh, Slurm and MPI, Chromium, which opens pages,
-# squashfs and jemalloc, and compilers, MPI's headers, CMake and pkg-config for programs that call models.
+# squashfs and jemalloc, and compilers, MPI's headers, CMake, pkg-config and valgrind for programs that
+# call models.
 # Nothing is started.
 set -eu
 PACKAGES="iproute2 openssh-client openssh-server munge slurmctld slurmd slurm-client
   slurm-wlm-torque openmpi-bin mpich procps chromium
-  squashfs-tools squashfuse libjemalloc2 gcc g++ gfortran libopenmpi-dev cmake pkg-config"
+  squashfs-tools squashfuse libjemalloc2 gcc g++ gfortran libopenmpi-dev make cmake pkg-config valgrind"
 
 command -v apt-get >/dev/null || {
   echo "No apt-get here. HINT: install the like of: $(echo $PACKAGES)" >&2; exit 1; }

@@ -62,6 +62,37 @@ def test_random_networks_equal_eager(tmp_path, seed):
         assert largest_error(model, path, dtype, (draw(1, 2, 9, 130), *shape)) < limit
 
 
+class Transposed(nn.Module):
+    """Transposed convolutions of all kinds of strides, on images and on one value."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = [  # kernel, stride, padding, padding of the output, groups, dilation
+            *((2, 2, 0, 0, 1, 1), (3, 2, 1, 1, 1, 1), (4, 2, 1, 0, 2, 1), (5, 3, 2, 2, 1, 1)),
+            *(
+                (1, 2, 0, 1, 1, 1),
+                (2, 3, 0, 1, 1, 1),
+                (3, 2, 0, 0, 1, 2),
+                (3, (1, 2), (2, 1), 0, 4, 1),
+            ),
+            *((7, 2, 3, 1, 1, 1), (3, 1, 1, 0, 1, 1)),
+        ]
+        self.layers = nn.ModuleList(
+            nn.ConvTranspose2d(4, 8, k, s, p, o, g, dilation=d) for k, s, p, o, g, d in kinds
+        )
+        self.last = nn.ConvTranspose2d(4, 8, 4, 2, 1)
+
+    def forward(self, x):
+        return (*(layer(x) for layer in self.layers), self.last(x[:, :, :1, :1]))
+
+
+def test_transposed_convolutions_equal_eager(tmp_path):
+    torch.manual_seed(3)
+    model, path = Transposed(), tmp_path / "model.paceline"
+    export(model, path, "x: float64[batch,4,3,5]")
+    assert largest_error(model, path, "float64", (6, 4, 3, 5)) < 1e-13
+
+
 def test_fixed_batch(tmp_path):
     path = tmp_path / "model.paceline"
     result = export(models.mlp(), path, "x: float64[4,6]")

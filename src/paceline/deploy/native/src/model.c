@@ -32,8 +32,8 @@ static int open_model(paceline_model *model, const paceline_options *options) {
     artifact *read = &model->read;
     model->use = find_backend(read->backend);
     if (!model->use)
-        return fail(PACELINE_ERROR_VERSION, "the file needs the backend %s, which this library does not have",
-                    read->backend);
+        return fail(PACELINE_ERROR_VERSION, "the file needs the backend %s, which this library does not have. HINT: use the "
+                    "library of the Paceline that exported it", read->backend);
     const section *vectors = find_section(read, "vectors");
     if (vectors) {
         if (!(model->vectors = malloc(vectors->bytes + 1))) return fail(PACELINE_ERROR_MEMORY, "no memory");
@@ -72,7 +72,8 @@ int paceline_load(const char *path, const paceline_options *options, paceline_mo
     paceline_free(model);
     char reason[900];
     snprintf(reason, sizeof reason, "%s", paceline_last_error());
-    if (!strncmp(reason, path, strlen(path))) return code;
+    size_t length = strlen(path); /* reasons of reading begin with the path */
+    if (!strncmp(reason, path, length) && (reason[length] == ':' || reason[length] == ' ')) return code;
     return fail(code, "%.100s: %s", path, reason);
 }
 
