@@ -35,7 +35,7 @@ class LayoutArguments:
     recompute: str | None
     memory_budget: float | None
     options: dict[str, Any]
-    compare: bool
+    compare: bool = True
 
     def of_settings(self) -> "LayoutArguments":
         """Return the arguments with the layout of the settings (``paceline run --settings``).
