@@ -181,6 +181,10 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
         ("pp2 x tp2", "pp together with tp is not implemented yet. HINT: layout='pp2'"),
         ("pp2 x h2", "pp together with h is not implemented yet. HINT: layout='pp2'"),
         ("pp2 x zero1", "pp together with zero1 is not implemented yet. HINT: layout='pp2'"),
+        (
+            "pp2 + recompute + schedule=zero-bubble",
+            "zero-bubble is not implemented yet. HINT: sche",
+        ),
         ("pp2 + recompute=auto", "recompute='auto' is not implemented yet. HINT: recompute="),
     ],
 )

@@ -31,6 +31,8 @@ class Pipeline(ParallelStrategy):
             raise self._refused(f"offload={layout.offload!r}", layout)
         if layout.recompute == "auto":
             raise self._refused("recompute='auto'", layout, "recompute='blocks'")
+        if layout.recompute is not None and layout.schedule == "zero-bubble":
+            raise self._refused("recompute with zero-bubble", layout, "schedule=1f1b")
         if request.blocks is not None:
             raise ValueError(
                 f"world.distribute: blocks needs a layout that shards, and layout is {text!r}. "
