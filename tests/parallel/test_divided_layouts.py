@@ -195,9 +195,9 @@ def test_sums_are_equal_on_ranks_that_share_samples():
 @pytest.mark.parametrize("layout", ["tp2", "dp2 x tp2", "h2 x dp2"])
 def test_copies_that_diverge_are_named(layout):
     def train(world):
-        model = two_parts()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = world.distribute(model, optimizer, layout=layout)
+        plain = two_parts()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        model, optimizer = world.distribute(plain, optimizer, layout=layout)
         for _ in world.epochs(2):
             for _ in range(2):
                 x, y = torch.ones(2, 6, 4), torch.ones(2, 6, 2)
@@ -206,7 +206,7 @@ def test_copies_that_diverge_are_named(layout):
                 world.forward_backward(model, x, y[:, : x.shape[1]], loss=loss)
                 world.step(optimizer)
             if world.rank == 1:
-                model[1][1].weight.data.add_(1)
+                plain[1][1].weight.data.add_(1)
 
     axis = "height" if "h2" in layout else "tensor"
     for error in thread_ranks.run(train, LAYOUTS.get(layout, 4), outcomes=True):
