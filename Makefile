@@ -149,6 +149,10 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/recording/recording_cost.py
 	$(BIN)/python benchmarks/recording/noise_scale_cost.py
 	$(BIN)/python benchmarks/compat/horovod.py
+	$(BIN)/python benchmarks/deploy/model_calls.py
+	$(BIN)/python benchmarks/deploy/native_robustness.py
+	$(BIN)/python benchmarks/deploy/rank_server.py
+	$(BIN)/python benchmarks/deploy/solvers.py
 	$(BIN)/python benchmarks/tune/trial_cost.py
 	$(BIN)/python benchmarks/tune/kills.py
 	$(BIN)/python benchmarks/recording/report_size.py

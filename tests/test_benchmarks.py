@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,38 @@ def test_horovod(tmp_path):
     for model in ("digits", "mlp", "small tensors"):
         assert {len(one) for one in result["measurements"]["steps_s"][model].values()} == {1}
     assert len(result["targets"]) == 4
+
+
+def test_model_calls(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    few = ("--seconds", "0.001", "--batches", "1,3", "--backends", "builtin,onnxruntime")
+    result = result_of("model_calls", tmp_path / "calls.json", *few)
+    for name in ("empty", "mlp", "unet", "transformer"):
+        rows = result["measurements"]["per_call_s"][name]
+        names = {"builtin", "onnxruntime", "onnxruntime by hand", "eager PyTorch"}
+        assert {batch: set(row) for batch, row in rows.items()} == {"1": names, "3": names}
+        assert result["measurements"]["exports"][name]["float64"]["builtin"]["error"] <= 1e-13
+
+
+def test_native_robustness(tmp_path):
+    few = ("--flips", "50", "--calls", "2000", "--thread-calls", "20", "--backends", "builtin")
+    result = result_of("native_robustness", tmp_path / "robustness.json", *few)
+    assert sum(result["measurements"]["flips"]["builtin"].values()) == 50
+    assert all(goal["met"] for goal in result["targets"])
+
+
+def test_rank_server(tmp_path):
+    few = ("--ranks", "2", "--batches", "1", "--seconds", "0.01")
+    result = result_of("rank_server", tmp_path / "server.json", *few)
+    assert len(result["ratios"]) == 3
+
+
+def test_solvers(tmp_path):
+    if shutil.which("mpifort.openmpi") is None:
+        pytest.skip("no mpifort. HINT: make test-packages")
+    result = result_of("solvers", tmp_path / "solvers.json", "--steps", "100")
+    assert [len(result["measurements"][name]["step"]) for name in ("heat", "transport")] == [50, 50]
 
 
 def test_layout_time(tmp_path):

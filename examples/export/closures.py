@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 
-SAMPLES, BATCH, EPOCHS = 4096, 256, 120
+SAMPLES, BATCH, EPOCHS = 4096, 512, 400
 
 
 def conductivity(temperature, saturation):
@@ -64,7 +64,7 @@ def build_model():
 
 def train(world, x, y):
     model = build_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     model, optimizer = world.distribute(model, optimizer)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=EPOCHS)
     loader = DataLoader(TensorDataset(x, y), BATCH, shuffle=True)

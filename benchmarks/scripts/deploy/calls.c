@@ -1,6 +1,6 @@
 /* Call an exported model many times, and print what that took as JSON.
 
-     calls time MODEL SECONDS BATCH...           median time of a call, for each batch
+     calls time MODEL SECONDS BATCH...           median processor time of a call, for each batch
      calls check MODEL BATCH CALLS THREADS       that all calls of all threads have the same result, and
                                                  how much memory the process got meanwhile
 
@@ -31,9 +31,9 @@ static void stop(const char *what) {
     exit(1);
 }
 
-static double now(void) {
+static double now(clockid_t clock) {
     struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
+    clock_gettime(clock, &time);
     return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
@@ -109,13 +109,13 @@ static double time_calls(paceline_model *model, int64_t batch, double seconds) {
     arrays a;
     make_arrays(model, batch, &a);
     run(&a);
-    double rounds[ROUNDS], begin = now();
+    double rounds[ROUNDS], begin = now(CLOCK_THREAD_CPUTIME_ID);
     long calls = 0;
-    for (; now() - begin < seconds / ROUNDS; calls++) run(&a);
+    for (; now(CLOCK_THREAD_CPUTIME_ID) - begin < seconds / ROUNDS; calls++) run(&a);
     for (int r = 0; r < ROUNDS; r++) {
-        begin = now();
+        begin = now(CLOCK_THREAD_CPUTIME_ID);
         for (long i = 0; i < calls; i++) run(&a);
-        rounds[r] = (now() - begin) / (double)calls;
+        rounds[r] = (now(CLOCK_THREAD_CPUTIME_ID) - begin) / (double)calls;
     }
     qsort(rounds, ROUNDS, sizeof *rounds, compare);
     free_arrays(&a);
@@ -153,7 +153,7 @@ static void check(paceline_model *model, int64_t batch, long calls, int threads)
     work *all = calloc((size_t)threads, sizeof *all);
     pthread_t *started = calloc((size_t)threads, sizeof *started);
     if (!all || !started) exit(2);
-    double memory = resident(), begin = now();
+    double memory = resident(), begin = now(CLOCK_MONOTONIC);
     long different = warm.different;
     for (int i = 0; i < threads; i++) {
         all[i] = (work){&a, batch, calls, 0};
@@ -167,7 +167,7 @@ static void check(paceline_model *model, int64_t batch, long calls, int threads)
         different += all[i].different;
     }
     printf(", \"different\": %ld, \"memory_growth_mib\": %.3f, \"per_call_s\": %.9f", different, resident() - memory,
-           (now() - begin) / (double)calls);
+           (now(CLOCK_MONOTONIC) - begin) / (double)calls);
     free(all);
     free(started);
     free_arrays(&a);
@@ -175,10 +175,10 @@ static void check(paceline_model *model, int64_t batch, long calls, int threads)
 
 int main(int count, char **arguments) {
     if (count < 5) return 2;
-    double memory = resident(), begin = now();
+    double memory = resident(), begin = now(CLOCK_MONOTONIC);
     paceline_model *model;
     if (paceline_load(arguments[2], NULL, &model)) stop("load");
-    double seconds = now() - begin;
+    double seconds = now(CLOCK_MONOTONIC) - begin;
     arrays a;
     make_arrays(model, 1, &a);
     run(&a);
