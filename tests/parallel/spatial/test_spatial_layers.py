@@ -9,6 +9,7 @@ import spatial_cases
 
 REFUSED = """
     import json, sys
+    import numpy as np
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -22,6 +23,14 @@ REFUSED = """
         @staticmethod
         def backward(ctx, gradient):
             return gradient * 2
+
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+        @staticmethod
+        def backward(ctx, gradient):
+            return torch.ones(2, 3, 6, 4)
 
     class Layer(nn.Module):
         def __init__(self, call):
@@ -66,6 +75,9 @@ REFUSED = """
         "tolist": lambda x: x.detach().tolist(),
         "convolution by the sample": lambda x: F.conv2d(torch.ones(2, 3, 6, 4), x),
         "weighted mean": lambda x: F.mse_loss(x, torch.zeros(2, 3, 6, 4), weight=x),
+        "a gathered view in place": lambda x: x.view(2, -1).mul_(3),
+        "a hook": lambda x: (x.register_hook(lambda g: g * 2), x)[1],
+        "a loss": lambda x: Loss.apply(x.softmax(1)).backward(),
     }
     world = paceline.init(progress=False)
     found, x = {}, torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -84,6 +96,40 @@ REFUSED = """
         expected = layers(x)
         close = world.whole(world.distribute(layers, layout="h2")(x))
     found["bf16"] = close.dtype == torch.bfloat16 and torch.allclose(close, expected, 0.02, 0.02)
+    FORMS = {
+        "transposed": lambda x: x[:, :, :4] + x[:, :, :4].transpose(2, 3),
+        "cat of transposed": lambda x: torch.cat([x[:, :, :4], x[:, :, :4].transpose(2, 3)], 1),
+        "zeros in place": lambda x: (x := x * 1, x[:, :, :2].zero_(), x)[2],
+        "narrow in place": lambda x: (x := x * 1, x.narrow(2, 0, 2).mul_(3), x)[2],
+        "var, unbiased, keepdim": lambda x: x / (x.var((2, 3), True, True) + 1),
+        "var of channels": lambda x: x.var(1, True),
+        "keepdims": lambda x: x - x.mean(axis=(2, 3), keepdims=True) - x.sum(1, keepdims=True),
+        "axis of stack": lambda x: torch.stack([x, x * 2], axis=1).mean(1),
+        "axis of cat": lambda x: torch.cat([x, x * 2], axis=1),
+        "to": lambda x: x * torch.arange(4).to(x),
+        "type_as": lambda x: x * torch.tensor([2]).type_as(x),
+        "keywords": lambda x: F.softmax(input=x.narrow(dim=2, start=1, length=4), dim=1),
+        "index of NumPy": lambda x: x[:, np.int64(1)],
+        "mean of halves": lambda x: (x * 0 + 4000).half().repeat(1, 40, 1, 1).mean((1, 2, 3)),
+        "dropped channels of no rows": lambda x: F.dropout2d(F.max_pool2d(x, (6, 1)), 0.5),
+    }
+    wrong, weights = [], torch.randn(2, 400, 6, 4, generator=torch.Generator().manual_seed(3))
+    for name, call in FORMS.items():
+        plain, values, draws = Net(call), [], []
+        for one in (plain, world.distribute(Net(call), layout="h2")):
+            torch.manual_seed(5)
+            out = world.whole(one(x)).float()
+            draws.append(torch.rand(1).item())
+            loss = (out.flatten() * weights.flatten()[: out.numel()]).sum()
+            one.zero_grad()
+            loss.backward()
+            gradient = next(one.parameters()).grad
+            values.append(torch.cat([out.flatten(), gradient.reshape(1)]))
+        if values[0].shape != values[1].shape or not torch.allclose(*values, 1e-4, 1e-5):
+            wrong.append(f"{name}: {values}")
+        if draws[0] != draws[1]:
+            wrong.append(f"{name} draws {draws}")
+    found["forms"] = wrong
     for text, value in (
         ("few rows", torch.zeros(1, 1, 1, 5)), ("no height", torch.zeros(1, 2, 9)),
         ("gradient", torch.zeros(1, 1, 4, 4, requires_grad=True)),
@@ -141,6 +187,7 @@ def test_what_is_not_known_to_be_right_is_refused_with_the_name_of_its_layer(tmp
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.pop("rule") is True
     assert found.pop("bf16") is True
+    assert found.pop("forms") == []
     accepted = {name: text for name, text in found.items() if text.startswith("no error")}
     assert accepted == {}
     unclear = {name: text for name, text in found.items() if "HINT" not in text}

@@ -55,6 +55,9 @@ def fetch(
     is_own = mine.needed == (part,) or (not mine.needed and part[0] == part[1])
     if is_own and not mine.before and not mine.after and _is_local(windows, have):
         return local
+    if len(mine.needed) == 1 and not mine.before and not mine.after and _is_local(windows, have):
+        (a, b), start = mine.needed[0], part[0]
+        return local.narrow(dim, a - start, b - a)  # a view, which can be changed in place
     moved: torch.Tensor = _Fetch.apply(local, dim, have, tuple(windows), line, fill)  # type: ignore[no-untyped-call]
     return moved
 

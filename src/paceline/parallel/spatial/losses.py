@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import sum_over
 from .pointwise import aligned, merged_parts
-from .split_tensor import SplitTensor, first_split, handles, refused
+from .split_tensor import SplitTensor, first_split, handles, refused, wide
 
 _ELEMENTWISE = [
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
@@ -34,10 +34,10 @@ def elementwise_loss(func: Any, *args: Any, **options: Any) -> Any:
     each = func(**given, reduction="none")
     if reduction == "none":
         return first.like(each, parts)
-    total = sum_over(each.sum(), first.groups.over(parts, parts))
+    total = sum_over(wide(each).sum(), first.groups.over(parts, parts))
     if reduction == "sum":
-        return total
-    return total / (shape[0] if reduction == "batchmean" else shape.numel())
+        return total.to(each.dtype)
+    return (total / (shape[0] if reduction == "batchmean" else shape.numel())).to(each.dtype)
 
 
 def _bound(func: Any, args: Any, options: Any) -> dict[str, Any]:
@@ -81,17 +81,17 @@ def class_loss(func: Any, *args: Any, **options: Any) -> Any:
     if reduction == "none":
         return values.like(each, parts)
     group = values.groups.over(values.parts, values.parts)
-    total = sum_over(each.sum(), group)
+    total = sum_over(wide(each).sum(), group)
     if reduction == "sum":
-        return total
+        return total.to(each.dtype)
     if classes:
-        return total / (values.numel() // values.size(1))
+        return (total / (values.numel() // values.size(1))).to(each.dtype)
     counted = known != bound.get("ignore_index", -100)
     weight = bound.get("weight")
-    shares = counted.to(each.dtype)
+    shares = counted.to(total.dtype)
     if weight is not None:
         shares = shares * weight[known.where(counted, 0)]
-    return total / sum_over(shares.sum(), group)
+    return (total / sum_over(shares.sum(), group)).to(each.dtype)
 
 
 @contextmanager
@@ -128,5 +128,8 @@ def channel_dropout(func: Any, values: SplitTensor, *args: Any, **options: Any) 
     """Drop whole channels: all ranks of a sample draw the same ones."""
     if any(dim < 2 for dim in values.parts):
         raise refused(f"{func.__name__} got samples or channels of a tensor", ".whole() first")
-    result = func(values.local, *args, **options)
-    return values if result is values.local else values.like(result)
+    local = values.local
+    if not local.numel():  # it would draw nothing, and other ranks do
+        func(local.new_ones(*local.shape[:2], *[1] * (local.dim() - 2)), *args, **options)
+    result = func(local, *args, **options)
+    return values if result is local else values.like(result)

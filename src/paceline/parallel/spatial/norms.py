@@ -18,7 +18,7 @@ from .pointwise import (
     parts_after_reduction,
     pointwise,
 )
-from .split_tensor import SplitTensor, handles, refused
+from .split_tensor import SplitTensor, handles, refused, wide
 
 
 @handles(torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)
@@ -32,28 +32,32 @@ def total_or_mean(func: Any, values: SplitTensor, *args: Any, **options: Any) ->
     dtype = options.get("dtype")
     if func.__name__ == "mean" and not (values.is_floating_point() or dtype is not None):
         func(torch.empty(0, dtype=values.dtype))  # PyTorch's own error
-    local = values.local.sum(dims, keepdim=keepdim, dtype=dtype)
+    local = (values.local if dtype else wide(values.local)).sum(dims, keepdim=keepdim, dtype=dtype)
     parts = parts_after_reduction(values, dims, keepdim)
     found = sum_over(local, values.groups.over(values.parts, dims))
     if func.__name__ == "mean":
         found = found / prod(values.size(one) for one in dims)
+    if values.is_floating_point() and not dtype:
+        found = found.to(values.dtype)
     return values.like(found, parts)
 
 
 @handles(torch.var, torch.Tensor.var, torch.std, torch.Tensor.std)
 def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Variance or standard deviation over any dims, from the deviations of the whole mean."""
-    dim = along_dim(func, args, options)
-    if isinstance(dim, bool):
-        dim = None
+    given = list(args)
+    unbiased = given.pop(0) if given and isinstance(given[0], bool) else None
+    named = dict(zip(("dim", "unbiased", "keepdim"), given, strict=False)) | options
+    dim = named.get("dim", named.get("axis"))
+    unbiased = named.get("unbiased", unbiased)
+    keepdim = bool(named.get("keepdim", named.get("keepdims", False)))
     dims = tuple(range(values.dim())) if dim in (None, (), []) else normal_dims(dim, values.dim())
+    parts = parts_after_reduction(values, dims, keepdim)
     if not any(one in values.parts for one in dims):
-        return along(func, values, *args, **options)
-    correction = options.get("correction")
+        return values.like(func(values.local, *args, **options), parts)
+    correction = named.get("correction")
     if correction is None:
-        unbiased = [one for one in args if isinstance(one, bool)][:1]
-        correction = int(options.get("unbiased", unbiased[0] if unbiased else True))
-    keepdim = bool(options.get("keepdim", False))
+        correction = int(True if unbiased is None else unbiased)
     count = prod(values.size(one) for one in dims)
     group = values.groups.over(values.parts, dims)
     mean = sum_over(values.local.sum(dims, keepdim=True), group) / count
@@ -61,7 +65,7 @@ def variance(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     found = sum_over(squares, group) / max(count - correction, 0)
     if func.__name__ == "std":
         found = found.sqrt()
-    return values.like(found, parts_after_reduction(values, dims, keepdim))
+    return values.like(found, parts)
 
 
 @handles(*functions("amax amin max min any all", torch, torch.Tensor))

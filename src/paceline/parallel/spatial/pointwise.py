@@ -16,11 +16,11 @@ reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square tan tanh trun
 _BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
 pow maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor atan2 where lerp addcmul addcdiv clamp clip masked_fill xlogy hypot
-copysign type_as isclose"""
+copysign isclose"""
 _METHODS = """__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__
 __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__
 __neg__ __pos__ __abs__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__
-__invert__ float double half bfloat16 int long bool to cpu cuda type requires_grad_"""
+__invert__ float double half bfloat16 int long bool cpu cuda requires_grad_"""
 _LIKE = "zeros_like ones_like empty_like full_like"
 _ACTIVATIONS = """relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid
 hardtanh softplus softsign tanh tanhshrink hardshrink softshrink sigmoid logsigmoid threshold"""
@@ -86,6 +86,17 @@ def pointwise(func: Any, *args: Any, **options: Any) -> Any:
     return first.like(result, parts)
 
 
+@handles(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as, anywhere=True)
+def cast(func: Any, values: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Change the dtype or device, also to those of another tensor."""
+    given = [one.local if isinstance(one, SplitTensor) else one for one in args]
+    named = {k: one.local if isinstance(one, SplitTensor) else one for k, one in options.items()}
+    if not isinstance(values, SplitTensor):
+        return func(values, *given, **named)
+    result = func(values.local, *given, **named)
+    return values.like(result) if isinstance(result, torch.Tensor) else result
+
+
 def merged_parts(tensors: list[torch.Tensor], shape: torch.Size) -> dict[int, Partition]:
     """Return the partitions of the dims of a broadcast result."""
     parts: dict[int, Partition] = {}
@@ -93,7 +104,8 @@ def merged_parts(tensors: list[torch.Tensor], shape: torch.Size) -> dict[int, Pa
         if isinstance(one, SplitTensor):
             shift = len(shape) - one.dim()
             for dim, partition in one.parts.items():
-                if partition.rows == shape[dim + shift]:
+                used = {part.axis for at, part in parts.items() if at != dim + shift}
+                if partition.rows == shape[dim + shift] and partition.axis not in used:
                     parts.setdefault(dim + shift, partition)
     return parts
 
@@ -109,7 +121,8 @@ def aligned(
     own = {dim: one for dim, one in own.items() if value.size(dim) == one.rows}
     if not isinstance(value, SplitTensor):
         return part_of(value, own, first.groups)
-    other = [dim for dim in value.parts if dim not in own]
+    # an axis divides one dim only: of x + x.transpose(2, 3) the second one is gathered
+    other = [dim for dim, one in value.parts.items() if dim not in own or own[dim].axis != one.axis]
     found = value.whole(other) if other else value
     if not isinstance(found, SplitTensor):
         return part_of(found, own, first.groups)
@@ -183,6 +196,8 @@ def keepdim_of(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> 
     """Return the argument ``keepdim`` of a reduction."""
     if "keepdim" in options:
         return bool(options["keepdim"])
+    if "keepdims" in options:
+        return bool(options["keepdims"])
     booleans = [one for one in args if isinstance(one, bool)]
     return bool(booleans and booleans[-1])
 
@@ -211,7 +226,7 @@ def _register_attributes() -> None:
     meta += [T.is_complex, T.element_size, T.__hash__, torch.is_floating_point, torch.is_complex]
     meta += [torch.numel, T.is_same_size, T.get_device, torch.is_tensor]
     handles(*meta)(_meta)
-    local: list[Any] = [T.is_contiguous, T.register_hook, T.is_inference]
+    local: list[Any] = [T.is_contiguous, T.is_inference]
     local += [getattr(T, one).__get__ for one in ("requires_grad", "grad_fn", "is_leaf")]
     handles(*local)(_of_local)
 

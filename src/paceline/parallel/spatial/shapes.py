@@ -31,13 +31,34 @@ def reshaped(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     places = _places(values.shape, shape, values.parts)
     if None in places.values():
         _say_gather(values, func)
-        return func(values.whole(), *args, **options)
+        return func(values.whole(), *args, **options).as_subclass(GatheredView)
     parts = {place: values.parts[dim] for dim, place in places.items() if place is not None}
     wanted = list(shape)
     for dim, place in places.items():
         assert place is not None
         wanted[place] = values.local.size(dim)
     return values.like(values.local.reshape(wanted), parts)
+
+
+class GatheredView(torch.Tensor):
+    """What a view of a divided tensor has gathered: a copy, which must not be changed in place."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, SplitTensor) for kind in types):
+            return NotImplemented
+        name, options = getattr(func, "__name__", ""), kwargs or {}
+        is_changing = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        if isinstance(args[0] if args else None, cls) and (
+            (is_changing and name not in ("requires_grad_", "__index__", "__int__", "__invert__"))
+            or name == "__setitem__"
+            or options.get("inplace")
+        ):
+            raise refused(
+                f"{name} would change a gathered copy of a tensor", "y = x * 2, not x *= 2"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **options)
 
 
 def _places(
@@ -87,7 +108,7 @@ def joined(func: Any, tensors: Sequence[Any], *args: Any, **options: Any) -> Any
     """Concatenate or stack along a dim that is not divided."""
     first = first_split(tensors)
     assert first is not None
-    dim = options.get("dim", args[0] if args else 0)
+    dim = options.get("dim", options.get("axis", args[0] if args else 0))
     is_stack = func is torch.stack
     dim %= first.dim() + is_stack
     if not is_stack and any(isinstance(one, SplitTensor) and dim in one.parts for one in tensors):
@@ -132,9 +153,13 @@ def cut(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
 
 
 @handles(T.narrow, torch.narrow, T.select, torch.select, T.index_select, torch.index_select)
-def picked(func: Any, values: SplitTensor, dim: int, *args: Any, **options: Any) -> Any:
+def picked(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     """Pick from a dim that is not divided, or a range of one that is."""
-    dim %= values.dim()
+    whole_shape(func, values, *args, **options)  # PyTorch's checks
+    names = ("dim", "start", "length") if func in (T.narrow, torch.narrow) else ("dim", "index")
+    given = dict(zip(names, args, strict=False)) | options
+    dim, args = given.pop("dim") % values.dim(), tuple(given[name] for name in names[1:])
+    options = {}
     is_select = func in (T.select, torch.select)
     if dim in values.parts:
         if func in (T.narrow, torch.narrow):
@@ -191,7 +216,7 @@ def _indexed(values: SplitTensor, index: Any) -> Any:
             parts[out] = current.parts[dim]
             one = slice(None)
         local_items.append(one)
-        out += not isinstance(one, int)
+        out += not hasattr(one, "__index__") or isinstance(one, torch.Tensor)
         dim += 1
     return values.like(current.local[tuple(local_items)], parts)
 

@@ -79,6 +79,8 @@ class SplitTensor(torch.Tensor):
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.parts, made.groups = local, dict(parts), groups
+        if made.requires_grad:
+            made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -95,6 +97,7 @@ class SplitTensor(torch.Tensor):
 
     def whole(self, dims: Iterable[int] | None = None) -> torch.Tensor:
         """Return the whole tensor on all ranks, or whole along some dims. Collective."""
+        _check_autograd(self)
         found, parts = self.local, dict(self.parts)
         for dim in self.parts if dims is None else dims:
             if dim in parts:
@@ -123,25 +126,50 @@ class SplitTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not args and "input" in kwargs:
+            kwargs = dict(kwargs)
+            args = (kwargs.pop("input"),)
         handler = HANDLERS.get(func)
         is_first = bool(args) and isinstance(args[0], SplitTensor)
         if handler is None or not (is_first or handler in _ANYWHERE):
             raise _refusal(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            found = first_split((*args, *kwargs.values()))
-            # nothing of PyTorch itself computes with the wrapper
-            if found is not None and found.grad_fn is not None:
-                raise refused(
-                    f"{found.grad_fn.name()}, an autograd function of the script or of "
-                    "torch.utils.checkpoint, got a tensor",
-                    "checkpoint(..., use_reentrant=False); for other functions gather it for this "
-                    "layer: rules={'NAME': 'gather'}",
-                )
+            for one in (*args, *kwargs.values()):
+                if (found := first_split([one])) is not None:
+                    _check_autograd(found)
             return handler(func, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise _refusal(func, args, kwargs or {})
+
+
+def _check_autograd(tensor: SplitTensor) -> None:
+    """Raise ValueError for what an autograd function has returned: its gradient would be lost.
+
+    Nothing of PyTorch itself computes with the wrapper, so that only such a function sets this.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        made_by = tensor.grad_fn
+    if made_by is not None:
+        raise refused(
+            f"{made_by.name()}, an autograd function of the script or of torch.utils.checkpoint, "
+            "got a tensor",
+            "checkpoint(..., use_reentrant=False); for other functions gather it for this layer: "
+            "rules={'NAME': 'gather'}",
+        )
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    raise ValueError(
+        "an autograd function of the script got a tensor whose sample is divided over ranks, and "
+        "its gradient would be lost. HINT: call it with world.whole(tensor)"
+    )
+
+
+def wide(values: torch.Tensor) -> torch.Tensor:
+    """Return 16-bit values as float32, in which sums neither overflow nor lose digits."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _gathered(

@@ -116,6 +116,13 @@ class SpatialModel(DistributedModel):
     def has_collective_forward(self) -> bool:
         return True
 
+    def explain(self, error: BaseException) -> str | None:
+        text = super().explain(error)
+        if text and "find_unused_parameters" in text:  # which this layout refuses
+            cause = text.partition(" HINT:")[0]
+            return f"{cause} HINT: requires_grad_(False) for parameters that are never used"
+        return text
+
     def _split_inputs(self, _: Any, args: Any, options: Any) -> Any:
         return split_inputs(args, self.groups), split_inputs(options, self.groups)
 

@@ -438,6 +438,8 @@ def pad(
         local = gather_rows(values, local, dim, coordinates, mode, value or 0.0)
         parts[dim] = new
     assert all(shape[dim] == one.rows for dim, one in parts.items())
-    if any(rest):
+    if any(rest) and local.numel():
         local = func(local, rest, mode, value)
+    elif any(rest):  # other modes refuse a rank without rows
+        local = F.pad(local, rest)
     return values.like(local, parts)

@@ -85,13 +85,14 @@ class SampleParts:
         shape = (1, *volume.shape)
         part = np.asarray(volume[self.slices(shape)[1:]])[None]
         inputs = torch.from_numpy(np.ascontiguousarray(part)).to(self.device)
-        was_training = model.training
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with torch.no_grad():
                 result = model(self.part(inputs, shape))
         finally:
-            model.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
         if tuple(result.shape[1:]) != tuple(out.shape):
             raise ValueError(
                 f"world.predict: the result has shape {tuple(result.shape[1:])}, and out "
