@@ -2,9 +2,11 @@
 
 import errno
 import itertools
+import os
 import random
 import shutil
 import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -273,10 +275,12 @@ def test_one_checkpoint_is_copied_between_two_polls(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["copy2", "makedirs"])
 def test_a_full_disk_is_named_when_a_checkpoint_is_copied(tmp_path, monkeypatch, where):
-    def full(*args, **options):
+    def full(path, *args, **options):
+        if where == "makedirs" and Path(path).name != "part":
+            return made(path, *args, **options)
         raise OSError(errno.ENOSPC, "No space left on device", "epoch")
 
-    source, target = TrialFolder(tmp_path / "0"), TrialFolder(tmp_path / "1")
+    made, source, target = os.makedirs, TrialFolder(tmp_path / "0"), TrialFolder(tmp_path / "1")
     (source.checkpoint / "part").mkdir(parents=True)
     (source.checkpoint / "epoch").write_text("1")
     target.begin_attempt()
@@ -284,7 +288,7 @@ def test_a_full_disk_is_named_when_a_checkpoint_is_copied(tmp_path, monkeypatch,
         if where == "copy2":
             patched.setattr(shutil.copytree, "__defaults__", (False, None, full, False, False))
         else:
-            patched.setattr(shutil.os, "makedirs", full)
+            patched.setattr(os, "makedirs", full)
         with pytest.raises(OSError, match="No space left") as found:
             target.take_checkpoint(source)
     assert found.value.errno == errno.ENOSPC
