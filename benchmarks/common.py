@@ -209,7 +209,11 @@ def finish(name: str, args: argparse.Namespace, facts: dict[str, Any], **result:
         if not goal["decided"]:
             console.print("[yellow]  not decided: the rounds differ too much, or are too few[/]")
     paths = ("json", "python", "runs", "pictures")  # of this machine
-    settings = {key: value for key, value in vars(args).items() if key not in paths}
+    settings = {
+        key: value and True if key.endswith("_python") else value  # whether there is one
+        for key, value in vars(args).items()
+        if key not in paths
+    }
     date = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"benchmark": name, "date": date, "machine": facts, "settings": settings, **result}
     args.json.parent.mkdir(parents=True, exist_ok=True)

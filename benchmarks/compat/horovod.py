@@ -46,7 +46,6 @@ def main() -> None:
     facts = machine()
     if args.horovod_python:
         times, waits = beside_horovod(args)
-        args.horovod_python = True  # its path is of this machine
     else:
         times, waits = measure(paceline(args), args, args.repeats)
     report(args, facts, times, waits)

@@ -54,7 +54,8 @@ def build_all(folder: Path) -> list[str]:
         *("make", "-C", EXAMPLES, f"OUT={folder}", f"PACELINE={BIN / 'paceline'}"),
         *("MPIFC=mpifort.openmpi", "MPICXX=mpicxx.openmpi"),
     )
-    return [line for line in trained.splitlines() if "root mean square error" in line]
+    lines = [line for line in trained.splitlines() if "root mean square error" in line]
+    return [line.replace(f"{folder}{os.sep}", "") for line in lines]
 
 
 def run_solver(program: Path, model: Path, ranks: int, steps: int) -> dict[str, list[float]]:

@@ -42,6 +42,8 @@ def kept(monkeypatch):
     for kind in (torch.optim.Optimizer, *vars(schedulers).values()):
         if isinstance(kind, type) and "load_state_dict" in vars(kind):
             monkeypatch.setattr(kind, "load_state_dict", vars(kind)["load_state_dict"])
+    add = torch.optim.Optimizer.add_param_group
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", add)
     script_options.install(torch.optim)
 
 
@@ -135,3 +137,96 @@ def test_a_rate_that_is_a_tensor_remains_one(kept):
     rate = other.optimizer.param_groups[0]["lr"]
     assert isinstance(rate, torch.Tensor)
     assert rate.item() == pytest.approx(0.1)
+
+
+class Plateau(schedulers.ReduceLROnPlateau):
+    """Reduces the rate after each step."""
+
+    def __init__(self, optimizer, **options):
+        super().__init__(optimizer, factor=0.1, patience=0, **options)
+
+    def step(self):
+        super().step(1.0)
+
+
+def test_a_rate_reduced_on_a_plateau_stays_reduced(kept, capfd):
+    source = Run(Plateau, 0.1)
+    source.steps(4)
+    reduced = source.optimizer.param_groups[0]["lr"]
+    assert reduced < 0.01
+    same, other = Run(Plateau, 0.1), Run(partial(Plateau, min_lr=1e-3), 0.2)
+    same.load(source.save())
+    assert same.optimizer.param_groups[0]["lr"] == reduced
+    assert not capfd.readouterr().err
+    other.load(source.save())
+    assert other.optimizer.param_groups[0]["lr"] == pytest.approx(2 * reduced)
+    assert other.scheduler.min_lrs == [1e-3]
+    assert "lr 0.2 instead of 0.1" in capfd.readouterr().err
+    third = Run(Plateau, 0.4)  # a child of the child
+    third.load(other.save())
+    assert third.optimizer.param_groups[0]["lr"] == pytest.approx(4 * reduced)
+
+
+def test_a_rate_changed_in_place_stays_changed(kept):
+    source = Run(None, 0.2)
+    source.optimizer.param_groups[0]["lr"] *= 0.1
+    for own, expected in ((0.2, 0.02), (0.4, 0.04)):
+        other = Run(None, own)
+        other.load(source.save())
+        assert other.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("own", [0.1, 0.3])
+def test_a_rate_that_is_set_after_construction_is_that_of_the_script(kept, own):
+    source, other = Run(None, 0.1), Run(None, 0.1)
+    source.optimizer.param_groups[0]["lr"] = 0.2
+    other.optimizer.param_groups[0]["lr"] = own + 0.01
+    other.load(source.save())
+    assert other.optimizer.param_groups[0]["lr"] == pytest.approx(own + 0.01)
+
+
+def test_a_checkpoint_without_its_first_rate_keeps_its_rate(kept, capfd):
+    state = Run(None, 0.2).save()
+    del state[0]["param_groups"][0][script_options.FIRST_RATE]
+    other = Run(None, 0.3)
+    other.load(state)
+    assert other.optimizer.param_groups[0]["lr"] == 0.2
+    assert "with lr 0.2, and not with lr 0.3 of this trial" in capfd.readouterr().err
+    later = Run(None, 0.6)
+    later.load(other.save())
+    assert later.optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
+
+
+def test_a_scheduler_takes_a_rate_that_was_scaled_after_construction(kept):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["lr"] *= 4
+    assert MAKERS["lambda"](optimizer).base_lrs == [0.4]
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+@pytest.mark.parametrize("own", [0.1, 0.2])
+@pytest.mark.parametrize("name", ["lambda", "step", "cosine", "polynomial", "one cycle"])
+def test_a_scheduler_that_is_made_after_loading_has_the_rate_of_the_script(kept, name, own, scale):
+    def run(lr, state=None):
+        found = Run(None, lr)
+        found.optimizer.param_groups[0]["lr"] *= scale
+        peak = 10 * scale * lr
+        if state:
+            found.optimizer.load_state_dict(copy.deepcopy(state[0]))
+        found.scheduler = (
+            schedulers.OneCycleLR(found.optimizer, peak, total_steps=12)
+            if name == "one cycle"
+            else MAKERS[name](found.optimizer)
+        )
+        if state:
+            found.scheduler.load_state_dict(copy.deepcopy(state[1]))
+        return found
+
+    source = run(0.1)
+    source.steps(3)
+    other, same = run(own, source.save()), run(0.1, source.save())
+    base = source.scheduler.base_lrs[0]
+    assert other.scheduler.base_lrs == pytest.approx([base * own / 0.1])
+    assert same.scheduler.base_lrs == [base]
+    expected = [rate * own / 0.1 for rate in same.steps(5)]
+    assert other.steps(5) == pytest.approx(expected, rel=1e-9)

@@ -1,11 +1,18 @@
 """Population-based training: generations, lineage, kills, failures, the options in study files."""
 
+import errno
+import itertools
+import os
 import random
+import shutil
 import tomllib
+from pathlib import Path
 
+import msgspec
 import pytest
 import ranks
 from played_trials import (
+    Heard,
     KilledError,
     PlayedServer,
     Writes,
@@ -22,6 +29,7 @@ from paceline.report.tuning.tuning_files import best_text, json_text
 from paceline.study.tune.parameters import Parameter
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.study_view import read_view
+from paceline.study.tune.trial_folder import TrialFolder
 
 STUDY = """
 [study]
@@ -176,6 +184,117 @@ def test_a_member_needs_a_checkpoint(tmp_path):
 
     with pytest.raises(StudyStoppedError, match="no checkpoint in"):
         play(study_in(tmp_path), PlayedServer(script), cores=1)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_member_must_report_at_the_end_of_its_generation(tmp_path, killed):
+    """Also if it has passed that step while no runner ran."""
+
+    def script(played):
+        for epoch in (3, 6):
+            played.checkpoint.mkdir(exist_ok=True)
+            (played.checkpoint / "epoch").write_text(str(epoch))
+            yield epoch, value_of(played)
+        return 0
+
+    class Killed(PlayedServer):
+        def ended(self, timeout_s):
+            super().ended(timeout_s)
+            raise KilledError
+
+    path = study_in(tmp_path)
+    if killed:
+        with pytest.raises(KilledError):
+            play(path, Killed(script), cores=1)
+    said = r"step 3, and not step 2, the end of its generation. HINT: .*every = 3"
+    with pytest.raises(StudyStoppedError, match=said):
+        play(path, PlayedServer(script), cores=1, continued=killed)
+
+
+class LateServer(PlayedServer):
+    """Has trials train on at the end of a generation, as after a time without an answer."""
+
+    def __init__(self, script, late):
+        super().__init__(script)
+        self.late, self.is_killed = late, False
+
+    def _advance(self, played):
+        if self.late and played.waits_at == 2:
+            self.late -= 1
+            played.request = msgspec.structs.replace(played.request, steps=[])
+            played.waits_at = None
+        return super()._advance(played)
+
+    def ended(self, timeout_s):
+        found = super().ended(timeout_s)
+        if self.is_killed and found:
+            raise KilledError
+        return found
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_member_that_trained_on_is_run_again(tmp_path, killed):
+    opened, _ = play(study_in(tmp_path / "whole"), PlayedServer(by_epochs(6)), cores=1)
+    expected = outline(opened)
+    path, server, heard = study_in(tmp_path / "late"), LateServer(by_epochs(6), 1), Heard()
+    if killed:
+        server.is_killed = True
+        with pytest.raises(KilledError):
+            play(path, server, cores=1)
+        assert server.ends == [(0, 0)]
+        server = PlayedServer(by_epochs(6))
+    opened, complete = play(path, server, cores=1, heard=heard, continued=killed)
+    assert complete
+    assert outline(opened) == expected
+    assert any("trial 0: it trained on" in one for one in heard.messages)
+
+
+def test_a_member_that_never_pauses_has_failed(tmp_path):
+    with pytest.raises(StudyStoppedError, match=r"trained on after the step .* HINT"):
+        play(study_in(tmp_path), LateServer(by_epochs(6), 99), cores=1)
+
+
+def test_one_checkpoint_is_copied_between_two_polls(tmp_path, monkeypatch):
+    class Polled(PlayedServer):
+        def ended(self, timeout_s):
+            events.append("poll")
+            return super().ended(timeout_s)
+
+    def take(self, other):
+        events.append("copy")
+        original(self, other)
+
+    events, original = [], TrialFolder.take_checkpoint
+    monkeypatch.setattr(TrialFolder, "take_checkpoint", take)
+    server = Polled(by_epochs(6))
+    assert play(study_in(tmp_path), server, cores=4)[1]
+    assert events.count("copy") == 8
+    assert ("copy", "copy") not in set(itertools.pairwise(events))
+    assert server.most == 4
+
+
+@pytest.mark.parametrize("where", ["copy2", "makedirs"])
+def test_a_full_disk_is_named_when_a_checkpoint_is_copied(tmp_path, monkeypatch, where):
+    def full(path, *args, **options):
+        if where == "makedirs" and Path(path).name != "part":
+            return made(path, *args, **options)
+        raise OSError(errno.ENOSPC, "No space left on device", "epoch")
+
+    made, source, target = os.makedirs, TrialFolder(tmp_path / "0"), TrialFolder(tmp_path / "1")
+    (source.checkpoint / "part").mkdir(parents=True)
+    (source.checkpoint / "epoch").write_text("1")
+    target.begin_attempt()
+    with monkeypatch.context() as patched:
+        if where == "copy2":
+            patched.setattr(shutil.copytree, "__defaults__", (False, None, full, False, False))
+        else:
+            patched.setattr(os, "makedirs", full)
+        with pytest.raises(OSError, match="No space left") as found:
+            target.take_checkpoint(source)
+    assert found.value.errno == errno.ENOSPC
+    assert not target.has_checkpoint
+    target.take_checkpoint(source)
+    assert (target.checkpoint / "epoch").read_text() == "1"
 
 
 def test_checkpoints_that_no_trial_needs_are_removed(tmp_path):

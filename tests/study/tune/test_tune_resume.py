@@ -156,3 +156,4 @@ def test_a_trial_without_its_source_checkpoint_fails(tmp_path, monkeypatch):
     assert complete
     assert [one.state.name for one in trials_of(opened)] == ["COMPLETE", "FAIL", *["COMPLETE"] * 4]
     assert trials_of(opened)[1].user_attrs[FAILURE]["kind"] == "no checkpoint"
+    assert "HINT" in trials_of(opened)[1].user_attrs[FAILURE]["text"]

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from played_trials import (
@@ -197,6 +198,12 @@ def test_a_full_disk_loses_no_trial(tmp_path, monkeypatch, said):
     opened, complete = play(path, PlayedServer(script), cores=1, continued=True)
     assert complete
     assert states(opened) == {"COMPLETE": 6}
+
+
+def test_a_file_system_without_a_number_of_blocks_is_not_full(tmp_path, monkeypatch):
+    none = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(outcomes.os, "statvfs", lambda _: none)
+    assert outcomes.free_bytes(tmp_path) == math.inf
 
 
 def test_a_diverged_trial_is_ended_at_once(tmp_path):

@@ -203,7 +203,7 @@ def free_bytes(folder: Path) -> float:
         found = os.statvfs(folder)
     except OSError:
         return math.inf
-    return float(found.f_bavail * found.f_frsize)
+    return float(found.f_bavail * found.f_frsize) if found.f_blocks else math.inf
 
 
 def good_attempts(folder: TrialFolder) -> list[Attempt]:

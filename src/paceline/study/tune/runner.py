@@ -41,7 +41,15 @@ from .outcomes import (
     missing_metric,
     values_of,
 )
-from .searches.search import RUN_FIGURES, Decision, Failure, Outcome, Search, Work
+from .searches.search import (
+    RUN_FIGURES,
+    Decision,
+    Failure,
+    MissedStepError,
+    Outcome,
+    Search,
+    Work,
+)
 from .study_view import best_numbers, study_view, trial_row
 from .trial_folder import Attempt, TrialFolder
 from .trial_losses import summary_facts
@@ -195,21 +203,27 @@ class Runner:
             if seat is None:
                 self._waiting.insert(0, work)
                 return
-            self._start(work, seat)
+            if self._start(work, seat):  # trials that run wait for answers
+                return
 
-    def _start(self, work: Work, seat: Seat) -> None:
+    def _start(self, work: Work, seat: Seat) -> bool:
+        """Start a trial; return whether it has begun with a copy of a checkpoint."""
         folder = self.opened.trial(work.number)
         self._check_ended(work.number, folder)
         add_old_figures(work.trial, folder)
         attempt = folder.begin_attempt()
-        if work.checkpoint_of is not None and not folder.has_checkpoint:
+        copies = work.checkpoint_of is not None and not folder.has_checkpoint
+        if work.checkpoint_of is not None and copies:
             other = self.opened.trial(work.checkpoint_of)
             if not other.has_checkpoint:
                 self.machine.give_back(seat)
-                text = f"it begins from the checkpoint of trial {work.checkpoint_of}, and there is "
-                failure = Failure(NO_CHECKPOINT, f"{text}none in {other.checkpoint}")
-                self._tell(work, Outcome("failed", failure=failure))
-                return
+                text = (
+                    f"it begins from the checkpoint of trial {work.checkpoint_of}, and there is "
+                    f"none in {other.checkpoint}. HINT: let nothing else remove files of the study "
+                    f"while it runs; paceline tune {self.spec.path} --fork begins again"
+                )
+                self._tell(work, Outcome("failed", failure=Failure(NO_CHECKPOINT, text)))
+                return False
             folder.take_checkpoint(other)
         every, steps = self.search.decides_at()
         request = TrialRequest(
@@ -253,6 +267,7 @@ class Runner:
         )
         row = replace(self._refresh(work.number), ranks=work.ranks)
         self.listener.trial_started(row, self.view())
+        return copies
 
     def _own_values(self, work: Work, folder: TrialFolder) -> dict[str, str]:
         seed = self.table.seed + len(good_attempts(folder))
@@ -305,9 +320,14 @@ class Runner:
             return
         decision = Decision.CONTINUE
         if len(self.spec.metrics) == 1:
-            decision = self.search.report(run.work, step, value)
+            try:
+                decision = self.search.report(run.work, step, value)
+            except MissedStepError as error:
+                self._fail(run, Failure(NO_METRIC, str(error)))
             self._refresh(run.work.number)
             self.listener.progress(self.view())
+        if run.ending == "failed":
+            return
         ends_here = self.search.exchanges and decision == Decision.PAUSE
         if run.ending and not ends_here:  # it writes a checkpoint and ends: rank 0 must go on
             decision = Decision.CONTINUE
@@ -371,6 +391,8 @@ class Runner:
     ) -> Outcome | None:
         """Return the outcome of an attempt that ended by itself; None if the trial is run again."""
         good = good_attempts(folder)
+        if code == 0 and self.search.has_reached_pause(work):
+            return self._not_paused(work, folder)
         if code == 0:
             outcome = self._complete(work, folder, good)
             if len(good) < self.table.repeats and self._is_worth_repeating(outcome):
@@ -395,12 +417,32 @@ class Runner:
         ):
             self.listener.message(f"{node} is lost, and no further trial starts there")
             self.machine.check(work.ranks)
-        failed = self._failed_attempts[work.number] = self._failed_attempts.get(work.number, 0) + 1
-        if failure.kind in REPEATED and failed < MAX_ATTEMPTS:
+        if not self._fails_again(work) and failure.kind in REPEATED:
             self.listener.message(f"trial {work.number}: {failure.kind}; it is run once more")
             self._waiting.append(work)
             return None
         return Outcome("failed", failure=failure)
+
+    def _not_paused(self, work: Work, folder: TrialFolder) -> Outcome | None:
+        """Repeat a trial that has trained to the end of the script instead of pausing."""
+        self._forget_checkpoint(work, folder)
+        text = "it trained on after the step at which it pauses"
+        if self._fails_again(work):
+            failure = (
+                f"{text}, so it has no checkpoint of that step. HINT: the runner has 60 s to "
+                "answer a report; it takes longer where checkpoints are large and the file system "
+                "is slow. A script whose output has the metric (patterns) does not wait: report it "
+                "with world.log"
+            )
+            return Outcome("failed", failure=Failure(NO_CHECKPOINT, failure))
+        self.listener.message(f"trial {work.number}: {text}; it is run once more")
+        self._waiting.append(work)
+        return None
+
+    def _fails_again(self, work: Work) -> bool:
+        """Count a failed attempt at a trial; return whether it is the last one."""
+        failed = self._failed_attempts[work.number] = self._failed_attempts.get(work.number, 0) + 1
+        return failed >= MAX_ATTEMPTS
 
     def _is_worth_repeating(self, outcome: Outcome) -> bool:
         """Return whether a trial that is noisy is run once more.
@@ -537,7 +579,10 @@ class Runner:
         for step, value in self._reported(folder, attempts).series[self.spec.reported[0]]:
             if value - value != 0:
                 return None  # it is found again
-            decision = self.search.report(work, step, value)
+            try:
+                decision = self.search.report(work, step, value)
+            except MissedStepError as error:
+                return Outcome("failed", failure=Failure(NO_METRIC, str(error)))
             if decision == Decision.STOP:
                 return Outcome("stopped")
             if decision == Decision.PAUSE:
@@ -553,13 +598,17 @@ class Runner:
         end = last.end()
         if not self.search.exchanges or (end is not None and end.code in INTERRUPTED_CODES):
             return Outcome("paused")
+        self._forget_checkpoint(work, folder)
+        return None
+
+    def _forget_checkpoint(self, work: Work, folder: TrialFolder) -> None:
+        """Remove a checkpoint that may be of another step than that of the pause."""
         if not folder.remove_checkpoint():
             raise StudyStoppedError(
                 f"the checkpoint of trial {work.number} can't be removed, and it is not known of "
                 f"which step it is. HINT: rm -r {folder.checkpoint}, then paceline tune "
                 f"{self.spec.path} --continue"
             )
-        return None
 
     def _end_all(self, why: str) -> None:
         """Have all trials write a checkpoint and end; they are continued with the study."""

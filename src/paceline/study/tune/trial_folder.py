@@ -141,10 +141,8 @@ class TrialFolder:
     def take_checkpoint(self, other: "TrialFolder") -> None:
         """Begin with a copy of another trial's checkpoint: all of it, or none. Raises OSError."""
         with TemporaryFolder(".checkpoint-", self.path) as new:
-            copy = shutil.copytree(
-                other.checkpoint, new / CHECKPOINT, ignore=shutil.ignore_patterns(".*")
-            )
-            os.replace(copy, self.checkpoint)
+            _copy_tree(other.checkpoint, new / CHECKPOINT)
+            os.replace(new / CHECKPOINT, self.checkpoint)
 
     def remove_checkpoint(self) -> bool:
         """Remove the checkpoint if Paceline has created the trial's folder.
@@ -186,3 +184,20 @@ class TrialFolder:
             write_mark(fd, MARK)
         finally:
             os.close(fd)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a folder, without hidden files.
+
+    Raises:
+        OSError: Something can't be copied. It has the number of the first error: that of
+            ``copytree`` has none.
+    """
+    try:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*"))
+    except shutil.Error as error:
+        _, name, text = error.args[0][0]
+        if number := re.match(r"\[Errno (\d+)\] ", str(text)):
+            code = int(number[1])
+            raise OSError(code, os.strerror(code), str(name)) from error
+        raise

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..command import CHECKPOINT, EPOCHS
 from ..parameters import Parameter, Value, nearest
 from ..study_file import BEST, MAX, StudySpec
-from .search import Decision, MakeSampler, Outcome, Search, Work
+from .search import Decision, MakeSampler, MissedStepError, Outcome, Search, Work
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -118,12 +118,31 @@ class PopulationSearch(Search):
 
     def report(self, work: Work, step: int, value: float) -> Decision:
         self.store(work, step, value)
+        end = self._pause_step(work)
+        if end is None or step < end:
+            return Decision.CONTINUE
+        if step > end and end not in self._values(work):
+            every = step - generation_of(work.trial) * self.options.every
+            raise MissedStepError(
+                f"it reported step {step}, and not step {end}, the end of its generation. HINT: "
+                f"report every epoch, or every = {every}"
+            )
+        return Decision.PAUSE if step == end else Decision.CONTINUE
+
+    def has_reached_pause(self, work: Work) -> bool:
+        return self._pause_step(work) in self._values(work)
+
+    def _pause_step(self, work: Work) -> int | None:
+        """Return the last step of a trial's generation; None: it is the last generation."""
         end = (generation_of(work.trial) + 1) * self.options.every
-        return Decision.PAUSE if step == end and step in self.rungs else Decision.CONTINUE
+        return end if end in self.rungs else None
+
+    def _values(self, work: Work) -> dict[int, float]:
+        return self.study.get_trials(deepcopy=False)[work.number].intermediate_values
 
     def tell(self, work: Work, outcome: Outcome) -> None:
         if outcome.state == "paused":  # its generation has ended
-            found = self.study.get_trials(deepcopy=False)[work.number].intermediate_values
+            found = self._values(work)
             best = max if self.spec.goals[0] == MAX else min
             is_best = self.spec.table.value == BEST
             value = best(found.values()) if is_best else found[max(found)]

