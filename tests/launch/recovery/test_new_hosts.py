@@ -1,5 +1,6 @@
 """Hosts that a discovery script names while the job runs."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from paceline.cluster.schedulers.hostfile import Host
 from paceline.launch.recovery import discovery
 from paceline.launch.recovery.joining_hosts import JoiningHosts
 from paceline.launch.recovery.shrink import RemainingHosts
+from paceline.security.processes import python_command
 
 
 def script_of(folder, text):
@@ -58,6 +60,45 @@ def test_script_of_this_folder_needs_its_path(tmp_path, monkeypatch):
         discovery.discover_hosts("hosts.sh")
     with pytest.raises(ValueError, match=r"hosts\.sh printed 'a:0': .*HINT"):
         discovery.discover_hosts("./hosts.sh")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("./no.sh", "there is no such file. HINT: use the absolute path of the script"),
+        ("no.sh", "there is no such file, on PATH or in the working directory. HINT: use the abs"),
+        ("./folder", "it is a directory. HINT: use the path of the script"),
+        ("./plain.sh", r"it is not executable. HINT: chmod \+x ./plain.sh"),
+        ("plain.sh", "it is not on PATH. HINT: ./plain.sh"),
+        ("./empty.sh", "Exec format error. HINT: the first line of a script .*: #!/bin/sh"),
+        ("./interpreter.sh", "No such file .*. HINT: the first line of a script .*: #!/bin/sh"),
+    ],
+)
+def test_hint_of_a_script_that_cannot_be_started(tmp_path, monkeypatch, script, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name, text, mode in (
+        ("plain", "#!/bin/sh\necho a\n", 0o600),
+        ("empty", "echo a\n", 0o700),
+        ("interpreter", "#!/no/sh\necho a\n", 0o700),
+    ):
+        (tmp_path / f"{name}.sh").write_text(text)
+        (tmp_path / f"{name}.sh").chmod(mode)
+    with pytest.raises(ValueError, match=f"{script} can't be started: {message}"):
+        discovery.discover_hosts(script)
+
+
+def test_script_reads_no_input_and_its_output_is_limited(tmp_path, monkeypatch):
+    asks = script_of(tmp_path, "read -r name && echo $name || echo a")
+    module = "paceline.launch.recovery.discovery"
+    text = f"from {module} import discover_hosts; print(discover_hosts({asks!r}))"
+    done = subprocess.run(python_command("-c", text), input=b"b\n", stdout=subprocess.PIPE)
+    assert b"name='a'" in done.stdout
+    with pytest.raises(ValueError, match=r"printed more than 1 MiB\. HINT: it prints"):
+        discovery.discover_hosts(script_of(tmp_path, "while :; do echo aaaaaaaaaaaaaaaa; done"))
+    monkeypatch.setattr(discovery, "MAX_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=r"did not end within 0\.1 s"):
+        discovery.discover_hosts(script_of(tmp_path, "echo a; exec sleep 60"))
 
 
 def host(name, count=0):
