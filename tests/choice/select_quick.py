@@ -1,7 +1,7 @@
 """Choose the quick tests of one CI run: the test files that a change can affect, or all of them.
 
-    python tests/choice/select_quick.py choose OUT      write the chosen test files, one per line
-    python tests/choice/select_quick.py passed          note that this commit has passed
+    python tests/choice/select_quick.py choose OUT    write the chosen test files, one per line
+    python tests/choice/select_quick.py passed        note that the commit of the choice has passed
 
 A test file is chosen if a changed file is among those that it uses: what it imports, also through
 helpers and inside functions, what its text names ("paceline.data", the imports of scripts), and
@@ -10,11 +10,13 @@ EVERYTHING has changed, if no test is known to use a changed file, and if it is 
 files have changed.
 
 Changed files are those since the commit PACELINE_CI_BASE, else since the last commit that passed
-(noted in the user's cache directory), and those that are not committed.
+(noted in the user's cache directory), and those that are not committed. A commit has passed if it
+is checked out, without other changes, at the choice and at the end of the run.
 """
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
@@ -22,7 +24,7 @@ from pathlib import Path, PurePath
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import select_slow
 from imports import statements
-from select_slow import ROOT, git
+from select_slow import ROOT
 
 FULL_EVERY = 5
 EVERYTHING = re.compile(
@@ -42,6 +44,7 @@ ANY_BESIDE = re.compile(r"import_module\(f[\"']\.")
 STARTS = re.compile(r"\bPACELINE\b|[\"']paceline[\"']|\bpaceline\.cli\b")
 SOURCE_STARTS = re.compile(r"\"-m\", \"paceline\"")
 QUOTED = re.compile(r"[\"']([^\"'\n]*)[\"']")
+COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 READS_SOURCE = re.compile(r"\br?glob\(|\btexts\(|\bgetsource\w*\(")
 
 
@@ -203,15 +206,68 @@ def passed_file() -> Path:
     return select_slow.cache_folder() / "ci-passed"
 
 
+def chosen_for_file() -> Path:
+    """Return the file with the commit for which ``choose`` has chosen tests."""
+    return select_slow.ROOT / "run" / "quick-base"
+
+
+def _git(*words: str) -> str:
+    """Return the output of git. Raises OSError or CalledProcessError if git fails."""
+    words = ("git", *words)
+    done = subprocess.run(words, cwd=select_slow.ROOT, capture_output=True, check=True)
+    return done.stdout.decode(errors="surrogateescape")
+
+
+def _uncommitted() -> list[str]:
+    """Return the paths of files that differ from HEAD, with both names of renamed files."""
+    status = _git("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
+    return [entry[3:] for entry in status.split("\0") if entry]
+
+
+def _clean_head() -> str:
+    """Return the commit HEAD; "" if there are other changes, or git fails."""
+    try:
+        return "" if _uncommitted() else _git("rev-parse", "--verify", "HEAD").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _read_commit(path: Path) -> str:
+    """Return the commit in a file, or "" if there is none."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return text if COMMIT.fullmatch(text) else ""
+
+
 def changed_files() -> list[str] | None:
-    """Return the paths changed since the base commit; None if that commit is not known."""
-    base = select_slow.given_base()
-    if not base and passed_file().exists():
-        base = passed_file().read_text().strip()
-    if not base or git("merge-base", "HEAD", base) != git("rev-parse", base):
+    """Return the paths changed since the base commit; None if they are not known."""
+    base = select_slow.given_base() or _read_commit(passed_file())
+    if not base:
         return None
-    own = [line[3:] for line in git("status", "--porcelain", "--untracked-files=all").splitlines()]
-    return sorted({*git("diff", "--name-only", "--no-renames", base, "HEAD").splitlines(), *own})
+    try:
+        _git("merge-base", "--is-ancestor", base, "HEAD")
+        committed = _git("diff", "--name-only", "-z", "--no-renames", base, "HEAD").split("\0")
+        return sorted({*filter(None, committed), *_uncommitted()})
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def note_start() -> None:
+    """Note the commit that the tests of this run are chosen for, if there are no other changes."""
+    chosen_for_file().parent.mkdir(parents=True, exist_ok=True)
+    chosen_for_file().write_text(_clean_head() + "\n")
+
+
+def note_passed() -> None:
+    """Note that the commit of ``note_start`` has passed, if it is still what is checked out."""
+    commit = _read_commit(chosen_for_file())
+    if not commit or commit != _clean_head():
+        print("no commit is noted as passed: files have changed since the last commit or the start")
+        return
+    passed_file().parent.mkdir(parents=True, exist_ok=True)
+    passed_file().write_text(commit + "\n")
 
 
 def choose(number: int, changed: list[str] | None, graph: Graph) -> tuple[set[str], str]:
@@ -219,15 +275,15 @@ def choose(number: int, changed: list[str] | None, graph: Graph) -> tuple[set[st
     if number % FULL_EVERY == 0:
         return set(graph.tests), f"every {FULL_EVERY}th run is complete"
     if changed is None:
-        return set(graph.tests), "the last commit that passed is not known"
+        return set(graph.tests), "the changes since the last commit that passed are not known"
     return affected(changed, graph)
 
 
 def main(command: str, *paths: str) -> None:
     if command == "passed":
-        passed_file().parent.mkdir(parents=True, exist_ok=True)
-        passed_file().write_text(git("rev-parse", "HEAD") + "\n")
+        note_passed()
         return
+    note_start()
     number, changed, graph = select_slow.run_number(), changed_files(), Graph(ROOT)
     chosen, why_all = choose(number, changed, graph)
     Path(paths[0]).write_text("\n".join(sorted(chosen)) + "\n")

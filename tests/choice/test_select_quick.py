@@ -1,5 +1,6 @@
 """select_quick.py: the choice of quick tests for a CI run."""
 
+import os
 import subprocess
 
 import pytest
@@ -92,28 +93,116 @@ def test_every_fifth_run_is_complete(folder):
     assert choose(101, None, graph)[0] == TESTS
 
 
-def test_changes_since_the_last_commit_that_passed(folder, monkeypatch):
+@pytest.fixture
+def repository(folder, monkeypatch):
+    """A repository with one commit; the return value commits a change of a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / ".git" / "cache"))
     monkeypatch.delenv("PACELINE_CI_BASE", raising=False)
     monkeypatch.setattr(select_slow, "ROOT", folder)
 
-    def commit(name):
-        (folder / name).write_text("# changed\n")
+    def commit(name, text="# changed\n"):
+        (folder / name).write_text(text)
         for words in (["add", "."], ["commit", "-qm", name]):
             who = ["-c", "user.name=a", "-c", "user.email=a@b"]
             subprocess.run(["git", *who, *words], cwd=folder, check=True)
 
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    commit("README.md")
-    assert select_quick.changed_files() is None
+    commit(".gitignore", "run/\n")
+    return commit
+
+
+def pass_run():
+    select_quick.note_start()
     select_quick.main("passed")
+
+
+def test_changes_since_the_last_commit_that_passed(folder, repository):
+    assert select_quick.changed_files() is None
+    pass_run()
     assert select_quick.changed_files() == []
-    commit("src/paceline/cli/run.py")
+    repository("src/paceline/cli/run.py")
     (folder / "src/paceline/new.py").write_text("")
     assert select_quick.changed_files() == ["src/paceline/cli/run.py", "src/paceline/new.py"]
     subprocess.run(["git", "checkout", "-q", "--orphan", "other"], cwd=folder, check=True)
-    commit("a.py")
+    repository("a.py")
     assert select_quick.changed_files() is None  # another history
+
+
+def test_changes_that_are_not_committed_have_their_whole_names(folder, repository):
+    pass_run()
+    (folder / "src/paceline/cli/run.py").write_text("# changed\n")  # " M": the first line of git
+    (folder / "tests/m\u00fc ller.py").write_text("")
+    subprocess.run(["git", "mv", "examples/slow.py", "examples/fast.py"], cwd=folder, check=True)
+    assert select_quick.changed_files() == [
+        *("examples/fast.py", "examples/slow.py", "src/paceline/cli/run.py"),
+        "tests/m\u00fc ller.py",
+    ]
+
+
+def test_commit_passes_only_if_it_was_checked_out_during_the_whole_run(folder, repository, capsys):
+    pass_run()
+    passed = select_quick.passed_file().read_text()
+    repository("examples/slow.py")
+    select_quick.note_start()
+    repository("src/paceline/cli/run.py")
+    select_quick.main("passed")  # another commit than at the start
+    (folder / "src/paceline/cli/run.py").write_text("")
+    select_quick.note_start()
+    subprocess.run(["git", "checkout", "-q", "."], cwd=folder, check=True)
+    select_quick.main("passed")  # there were other changes at the start
+    select_quick.note_start()
+    (folder / "src/paceline/cli/run.py").write_text("")
+    select_quick.main("passed")  # there are other changes now
+    assert select_quick.passed_file().read_text() == passed
+    assert capsys.readouterr().out.count("no commit is noted as passed") == 3
+    assert select_quick.changed_files() == ["examples/slow.py", "src/paceline/cli/run.py"]
+
+
+@pytest.mark.parametrize("text", [b"", b"HEAD\n", b"\0" * 40, b"\xff", b"0" * 40, b"--all"])
+def test_all_tests_run_if_the_noted_commit_is_none(repository, text):
+    pass_run()
+    select_quick.passed_file().write_bytes(text)
+    assert select_quick.changed_files() is None
+
+
+def test_all_tests_run_if_git_fails(folder, repository):
+    pass_run()
+    (folder / ".git/HEAD").write_text("damaged")
+    assert select_quick.changed_files() is None
+
+
+def test_make_passes_all_files_on(tmp_path):
+    """Make runs its commands here with replacements that note their arguments."""
+    makefile = (select_slow.ROOT / "Makefile").read_text()
+    for name in ("a/test_one", "b/test_two", "c/test_three"):
+        (tmp_path / f"tests/{name}.py").parent.mkdir(parents=True)
+        (tmp_path / f"tests/{name}.py").write_text("mark.alone\n" if "two" in name else "")
+    for name in ("pyproject.toml", "constraints.txt", "hatch_build.py"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "Makefile").write_text(makefile)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for at, name in enumerate(("installed", "frameworks"), start=1):
+        (tmp_path / ".venv" / name).touch()
+        os.utime(tmp_path / ".venv" / name, (at, at))
+    files = "tests/a/test_one.py tests/b/test_two.py"
+    for name, does in (
+        ("pytest", 'for last; do :; done; echo "$#:$last" >> calls; echo "$@" >> words'),
+        ("python", f'printf "%s\\n" {files} > "$3"'),
+    ):
+        (tmp_path / ".venv/bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    env = {
+        k: v for k, v in os.environ.items() if k != "FILES" and not k.startswith(("MAKE", "MFL"))
+    }
+    for words in (["test", f"FILES={files}"], ["test-chosen"]):
+        subprocess.run(["make", "-s", *words], cwd=tmp_path, env=env, check=True)
+    all_files, alone = (tmp_path / "words").read_text().splitlines()[:2]
+    assert all_files.endswith(f"not alone {files}")
+    assert alone.endswith("and alone tests/b/test_two.py")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0].endswith(":tests/b/test_two.py")
+    assert calls[2:] == calls[:2]  # the same from the list, which has one file a line
 
 
 def test_graph_of_this_repository_has_what_a_rank_does():

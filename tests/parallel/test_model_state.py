@@ -2,7 +2,9 @@
 
 import copy
 import re
+from collections import deque
 
+import numpy as np
 import pytest
 import thread_ranks
 import torch
@@ -203,6 +205,32 @@ def test_copies_that_differ_are_found():
 def test_value_that_ranks_have_saved_differently_is_an_error():
     own = [{"owned": {"models": [{"scale": torch.tensor(float(n))}]}} for n in (0, 1)]
     with pytest.raises(PieceError, match="it differs"):
+        merge_owned({"models": [{}]}, own)
+
+
+def values_of_all_kinds(last):
+    nan = float("nan")
+    return {
+        "number": nan,
+        "tensor": torch.tensor([nan, 1.0]),
+        "list": [torch.arange(3), (torch.zeros(2), deque([nan, last]))],
+        "array": np.array([nan, last]),
+        "texts": ["a", {"b", "c"}, None],
+        "nested": [{"sparse": torch.eye(2).to_sparse(), "none": np.empty((0, 2))}],
+    }
+
+
+def test_equal_values_of_any_kind_are_joined():
+    own = [{"owned": {"models": [values_of_all_kinds(1.0)]}} for _ in range(3)]
+    shared = {"models": [{}]}
+    merge_owned(shared, own)
+    assert shared["models"][0].keys() == values_of_all_kinds(1.0).keys()
+
+
+@pytest.mark.parametrize("name", ["list", "array"])
+def test_error_of_a_value_that_differs_names_it(name):
+    own = [{"owned": {"models": [{name: values_of_all_kinds(n)[name]}]}} for n in (1.0, 2.0)]
+    with pytest.raises(PieceError, match=f"have saved '{name}', and it differs. HINT: load an"):
         merge_owned({"models": [{}]}, own)
 
 

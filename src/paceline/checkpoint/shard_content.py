@@ -51,7 +51,7 @@ def load_shards(folder: Path, manifest: Manifest) -> tuple[Any, list[Any]]:
     try:
         merge_owned(shared, own)
     except (PieceError, AttributeError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(folder, f"has invalid parts of ranks ({error})") from None
+        raise DamagedCheckpointError(folder, f"has invalid parts of ranks: {error}") from None
     return shared, own
 
 

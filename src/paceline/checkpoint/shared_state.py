@@ -7,9 +7,11 @@ piece, so shape and placement are compared, and of copies of a piece the content
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import state_tree
@@ -229,17 +231,20 @@ def _merged(shared: Any, parts: list[dict[Any, Any]]) -> Any:
 
 def _joined_each(parts: list[dict[Any, Any]]) -> dict[Any, Any]:
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+    return {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
 
 
-def _joined(values: list[Any]) -> Any:
+def _joined(name: Any, values: list[Any]) -> Any:
     """Return the whole tensor of pieces; another value as it is, which must be equal on all."""
     if all(isinstance(value, list) and value and all(map(is_piece, value)) for value in values):
         values = [piece for value in values for piece in value]  # several of one rank
     first = values[0]
     if not isinstance(first, dict):
         if not all(_is_equal(first, one) for one in values[1:]):
-            raise PieceError("several ranks have saved the same value, and it differs")
+            raise PieceError(
+                f"several ranks have saved {name!r:.80}, and it differs. HINT: load an earlier "
+                "checkpoint, and have the script compute the same value on all ranks"
+            )
         return first
     if not all(map(is_piece, values)):
         raise PieceError("a part of a tensor is invalid")
@@ -247,8 +252,25 @@ def _joined(values: list[Any]) -> Any:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and bool(a == b)
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
+    """Return whether two trees are equal. Within them, nan is equal to nan."""
+    if type(a) is not type(b):
         return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # nan is equal to nan
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        if isinstance(a, torch.Tensor) and (a.layout is not torch.strided or a.is_quantized):
+            return _tensor_digest(a) == _tensor_digest(b)
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, set):
+        return sorted(map(repr, a)) == sorted(map(repr, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    content = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    add_tensor(tensor, content.update)
+    return content.digest()

@@ -188,7 +188,7 @@ def run(
         int | None,
         typer.Option(
             help="With --max-restarts: continue without lost nodes, if at least this many remain. "
-            "Default: all nodes are needed.",
+            "Default: as many nodes as at the start.",
             metavar="N",
             show_default=False,
             rich_help_panel=FAULTS,

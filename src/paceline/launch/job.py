@@ -50,7 +50,7 @@ class Job:
         module: Whether ``name`` is a module.
         ranks: Number of ranks on this host.
         max_restarts: Maximum number of restarts after a failure.
-        min_hosts: Minimum number of hosts for an attempt; None: all.
+        min_hosts: Minimum number of hosts for an attempt; None: as many as at the start.
         fresh: Whether each rank gets a new Python interpreter.
         threads: Value of OMP_NUM_THREADS; None: derived from the binding.
         bind: What ranks are bound to: AUTO or one of ``binding_plan.KINDS``.

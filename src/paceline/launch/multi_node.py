@@ -88,7 +88,7 @@ def run(
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # until there are ranks to forward them to
         signal.signal(number, signal.SIG_IGN)
     started = time.monotonic_ns()
-    if job.min_hosts is not None:
+    if job.min_hosts is not None or discovery is not None:
         os.environ.setdefault("SLURM_NO_KILL", "set")  # or srun ends all agents when one host fails
     connections = AgentConnections(
         tool, [host.name for host in hosts], excluded_hosts=excluded_hosts

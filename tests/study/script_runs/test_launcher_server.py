@@ -48,6 +48,34 @@ def test_commands_are_forks_with_their_own_output_arguments_and_exit_codes(
     assert "ZeroDivisionError" in (tmp_path / "5.log").read_text()
 
 
+def test_command_of_any_length_is_run(server, tmp_path):
+    words = ["x" * 100_000] * 5
+    text = "import sys; print(sum(map(len, sys.argv[1:])))"
+    assert [
+        code for code, _ in run_processes([(python(text, *words), tmp_path / "log")], 60, server)
+    ] == [0]
+    assert (tmp_path / "log").read_text() == "500000\n"
+
+
+def test_error_of_a_start_is_raised_where_the_run_was_asked_for(server, tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run_processes([(python("pass", object()), tmp_path / "log")], 60, server)
+
+
+def test_run_that_cannot_be_started_is_one_line_in_its_log(server, tmp_path, capfd):
+    for number, log, folder in ((1, tmp_path / "log", tmp_path / "no"), (2, tmp_path, tmp_path)):
+        server.send_start(
+            number, {"words": python("pass"), "output": str(log), "folder": str(folder)}
+        )
+        assert server.code(number, 60) == 1
+    start = "paceline: a run can't be started: "
+    assert (tmp_path / "log").read_text().startswith(start)
+    assert (tmp_path / "log").read_text().count("\n") == 1
+    said = capfd.readouterr().err  # of the run without a log
+    assert said.startswith(start)
+    assert said.count("\n") == 1
+
+
 def test_command_below_an_overlay_changes_nothing(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("visible", "covered"):

@@ -1,8 +1,13 @@
 """Hosts of an elastic job, from the program of ``--host-discovery-script``."""
 
+import errno
+import os
+import selectors
+import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,25 +28,70 @@ def discover_hosts(script: str) -> list[Host]:
     """
     name = f"--host-discovery-script {script}"
     try:
-        ended = subprocess.run(
-            program_command(script), stdout=subprocess.PIPE, timeout=MAX_SECONDS, check=False
-        )
+        output, code = _run(program_command(script))
     except OSError as error:
-        is_here = isinstance(error, FileNotFoundError) and Path(script).exists()
-        hint = f"./{script}" if is_here else f"chmod +x {script}"
-        raise ValueError(f"{name} can't be started: {error.strerror}. HINT: {hint}") from None
+        raise ValueError(f"{name} can't be started: {_why_not(script, error)}") from None
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"{name} did not end within {MAX_SECONDS:g} s. HINT: it prints the hosts once, and ends"
         ) from None
-    lines = ended.stdout[:MAX_OUTPUT_BYTES].decode(errors="replace").split()
-    if ended.returncode or not lines:
-        what = f"ended with exit code {ended.returncode}" if ended.returncode else "named no hosts"
+    if len(output) > MAX_OUTPUT_BYTES:
+        raise ValueError(
+            f"{name} printed more than {MAX_OUTPUT_BYTES >> 20} MiB. HINT: it prints the hosts "
+            "once, one host a line"
+        )
+    lines = output.decode(errors="replace").split()
+    if code or not lines:
+        what = f"ended with exit code {code}" if code else "named no hosts"
         raise ValueError(f"{name} {what}. HINT: it prints one host a line: host1:4")
     try:
         return parse_hosts(",".join(lines))
     except ValueError as mistake:
         raise ValueError(f"{name} printed {str(mistake).removeprefix('-H ')}") from None
+
+
+def _run(command: list[str]) -> tuple[bytes, int]:
+    """Return the output of a command and its exit code. More than MAX_OUTPUT_BYTES end it.
+
+    Raises:
+        OSError: It can't be started.
+        subprocess.TimeoutExpired: It takes longer than MAX_SECONDS.
+    """
+    until = time.monotonic() + MAX_SECONDS
+    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    with started as process, selectors.DefaultSelector() as selector:
+        assert process.stdout is not None
+        selector.register(process.stdout, selectors.EVENT_READ)
+        output = bytearray()
+        try:
+            while len(output) <= MAX_OUTPUT_BYTES:
+                if not selector.select(max(until - time.monotonic(), 0.0)):
+                    raise subprocess.TimeoutExpired(command, MAX_SECONDS)
+                data = os.read(process.stdout.fileno(), 1 << 16)
+                if not data:
+                    return bytes(output), process.wait(max(until - time.monotonic(), 0.0))
+                output += data
+            return bytes(output), 0
+        finally:
+            process.kill()
+
+
+def _why_not(script: str, error: OSError) -> str:
+    """Return why a script can't be started, and a hint."""
+    first_line = "HINT: the first line of a script names its interpreter: #!/bin/sh"
+    path = Path(script)
+    if error.errno == errno.ENOEXEC:
+        return f"{error.strerror}. {first_line}"
+    if not path.exists():
+        where = "" if "/" in script else ", on PATH or in the working directory"
+        return f"there is no such file{where}. HINT: use the absolute path of the script"
+    if path.is_dir():
+        return "it is a directory. HINT: use the path of the script"
+    if "/" not in script:
+        return f"it is not on PATH. HINT: ./{script}"
+    if not os.access(path, os.X_OK):
+        return f"it is not executable. HINT: chmod +x {shlex.quote(script)}"
+    return f"{error.strerror}. {first_line}"
 
 
 class HostDiscovery:

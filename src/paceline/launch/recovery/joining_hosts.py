@@ -1,6 +1,8 @@
 """Prepare hosts that join a running job: lost ones that return, and new ones."""
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from ...cluster.schedulers.hostfile import Host
@@ -49,6 +51,9 @@ class JoiningHosts:
         ]
         self._interfaces = list(interfaces)
         self._reported = set(range(len(hosts)))  # of a host that was lost, nothing is printed
+        # Answers of peers do not name the new host: one host after the other asks, each with the
+        # number of its request, which no late answer to another one has.
+        self._choosing, self._requests = threading.Lock(), len(hosts)
         self.watcher = LostHostWatcher(self._connect, self._prepare, self._report)
 
     def add(self, host: Host) -> None:
@@ -67,7 +72,10 @@ class JoiningHosts:
         host.ranks = known.slots or self._hosts[0].slots or 1
         _refuse(check_hosts(self._spec, [host], [host.ranks], self._cores).get(host.name, ""))
         if not self._interfaces[host_index][0]:
-            self._interfaces[host_index] = _choose_address(host, self._peers())
+            with self._choosing:
+                self._requests += 1
+                chosen = _choose_address(host, self._peers(), str(self._requests))
+            self._interfaces[host_index] = chosen
         start_rank_servers(self._spec, {host_index: host}, self._interfaces)
 
     def _report(self, host_index: int, reason: str) -> None:
@@ -86,13 +94,29 @@ def _refuse(mistake: str) -> None:
         raise ValueError(mistake)
 
 
-def _choose_address(host: RemoteHost, peers: list[RemoteHost]) -> tuple[str, str]:
-    """Return the (interface, address) at which the hosts of the job reach a new one."""
+def _choose_address(host: RemoteHost, peers: list[RemoteHost], request: str) -> tuple[str, str]:
+    """Return the (interface, address) at which the hosts of the job reach a new one.
+
+    Args:
+        host: The new host.
+        peers: Hosts that have ranks now.
+        request: Number of this request in the messages of the peers.
+    """
     peers = peers[:NEIGHBOURS]
     host.send(listen=asked())
     offer = host.wait_for_answer("listening", REACHABILITY_TIMEOUT_S)["listening"]
     for peer in peers:
-        peer.send(reach={"0": offer})
-    reached = [peer.wait_for_answer("reached", REACHABILITY_TIMEOUT_S) for peer in peers]
-    tried = {number: {0: one["reached"]["0"]} for number, one in enumerate(reached, start=1)}
+        peer.send(reach={request: offer})
+    reached = [_reached(peer, request) for peer in peers]
+    tried = {number: {0: one} for number, one in enumerate(reached, start=1)}
     return choose([one.name for one in (host, *peers)], [offer], tried)[0]
+
+
+def _reached(peer: RemoteHost, request: str) -> dict[str, str]:
+    """Return the answer of a host to one request, without late answers to earlier ones."""
+    until = time.monotonic() + REACHABILITY_TIMEOUT_S
+    while True:
+        left_s = max(until - time.monotonic(), 0.0)
+        answers: dict[str, dict[str, str]] = peer.wait_for_answer("reached", left_s)["reached"]
+        if request in answers:
+            return answers[request]

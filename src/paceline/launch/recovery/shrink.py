@@ -47,7 +47,7 @@ class RemainingHosts:
         """Start with all hosts of the job.
 
         Args:
-            min_hosts: Hosts that an attempt needs; None: all.
+            min_hosts: Hosts with ranks that an attempt needs; None: as many as at the start.
             job_description: What live views show of the job; kept up to date.
             replace: Called with the index and the new connection when a host has a new agent.
             max_ranks: Largest world size, with new hosts; None: no limit. Hosts beyond it wait
@@ -59,6 +59,8 @@ class RemainingHosts:
         self._all_ranks_per_host = dict(enumerate(ranks_per_host))
         self._hosts_at_start, self._max_ranks = len(hosts), max_ranks or sys.maxsize
         self._remaining = list(range(len(hosts)))  # indices of the remaining hosts
+        # Others wait for hosts to be lost: the job can do without them.
+        self._hosts_with_ranks_at_start = len(self._ranks_of(self._remaining))
         self._min_hosts = min_hosts
         self.full_ranks = min(sum(ranks_per_host), self._max_ranks)
         self._job_description, self._on_replaced = job_description, replace
@@ -174,8 +176,10 @@ class RemainingHosts:
             return False
         names = _names([self._all_hosts[host_index].name for host_index in lost])
         reason = f"{names} {_are(len(lost))} lost"
-        left = len(self._remaining) - len(lost)
-        needed = len(self._all_hosts) if self._min_hosts is None else self._min_hosts
+        left = len(self._ranks_of([index for index in self._remaining if index not in lost]))
+        needed = self._hosts_with_ranks_at_start
+        if self._min_hosts is not None:
+            needed = min(self._min_hosts, needed)
         if left < needed:
             raise ValueError(self._too_few(reason, left))
         self._exclude(lost, reason)
@@ -260,7 +264,10 @@ class RemainingHosts:
         hint = "start the job again when all nodes are back; it continues from the last checkpoint"
         if not left:
             return f"{reason}, and no other node is left. HINT: {hint}"
-        count_left = f"{left} of {counted(len(self._all_hosts), 'node')} {_are(left)} left"
+        total = len(self._all_hosts)
+        if self._min_hosts is None:
+            total = self._hosts_with_ranks_at_start
+        count_left = f"{left} of {counted(total, 'node')} {_are(left)} left"
         if self._min_hosts is None:
             return f"{reason}; {count_left}. HINT: --min-hosts {left} continues on these; or {hint}"
         return f"{reason}; {count_left}, fewer than --min-hosts {self._min_hosts}. HINT: {hint}"

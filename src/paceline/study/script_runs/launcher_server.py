@@ -23,7 +23,7 @@ from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
 from ...security.processes import python_command
 from . import overlay
 
-MAX_MESSAGE_BYTES = 200_000
+MAX_MESSAGE_BYTES = 100_000  # of the socket; longer requests are in a file
 END_TIMEOUT_S = 20.0
 MODULES = (
     *("paceline.launch.start", "paceline.launch.target", "paceline.launch.supervise"),
@@ -89,9 +89,13 @@ class LauncherServer:
             )
             self._theirs.close()
         data = json.dumps({"start": request, "number": number}).encode()
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise ValueError("the command of a run is too long")
-        self._send(data)
+        if len(data) <= MAX_MESSAGE_BYTES:
+            self._send(data)
+            return
+        with open(os.memfd_create("request"), "w+b", buffering=0) as file:
+            file.write(data)
+            file.seek(0)
+            self._send(b"file", file.fileno())
 
     def signal(self, number: int, kind: int) -> None:
         """Send a signal to a launcher, if it still runs. Raises LauncherServerError."""
@@ -126,9 +130,9 @@ class LauncherServer:
             self._process.kill()
             self._process.wait()
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, *descriptors: int) -> None:
         try:
-            self._channel.send(data)
+            socket.send_fds(self._channel, [data], descriptors)
         except OSError:
             raise self._error() from None
 
@@ -202,7 +206,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
         if channel.fileno() not in ready:
             continue
         try:
-            data = channel.recv(MAX_MESSAGE_BYTES)
+            data = _receive(channel)
         except OSError:
             data = b""
         if not data:
@@ -226,6 +230,15 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
             request: dict[str, Any] = message["start"]
             return request
         launchers[pid] = message["number"]
+
+
+def _receive(channel: socket.socket) -> bytes:
+    """Return a message; b"" after the last one."""
+    data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 1)
+    if not descriptors:
+        return data
+    with open(descriptors[0], "rb") as file:
+        return file.read()
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -297,7 +310,12 @@ def _run(words: list[str]) -> None:
 def main(fd: int, modules: str) -> NoReturn:
     """Serve commands; a launcher runs its command, and ends."""
     request = serve(socket.socket(fileno=fd), [one for one in modules.split(",") if one])
-    become_launcher(request["output"], request["folder"])
+    try:
+        become_launcher(request["output"], request["folder"])
+    except OSError as error:
+        sys.stderr.write(f"paceline: a run can't be started: {error}\n")
+        sys.stderr.flush()
+        os._exit(1)
     code = 0
     try:
         _run(request["words"])

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ...security.files import open_regular
 from ...security.text import printable
-from .launcher_server import LauncherServer, LauncherServerError
+from .launcher_server import LauncherServer
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 LAST_LINES = 6  # of the output of a failed run, shown in the error
@@ -54,7 +54,7 @@ def run_processes(
         For each command its exit code (None after ``limit_s``), and how long it took in s.
     """
     started: list[Process] = []
-    failed: list[OSError | ValueError] = []
+    failed: list[Exception] = []
 
     def start() -> None:
         try:
@@ -65,7 +65,7 @@ def run_processes(
                         continue
                     options: Any = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
                     started.append(subprocess.Popen(words, process_group=0, **options))
-        except (OSError, LauncherServerError) as error:
+        except Exception as error:  # raised below, in the thread that asked
             failed.append(error)
 
     # Signals interrupt the main thread only: a process that has started is never lost.

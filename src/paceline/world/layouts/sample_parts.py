@@ -76,7 +76,8 @@ class SampleParts:
         Args:
             model: Of ``world.distribute`` in a layout with axes d, h or w.
             volume: Array with ``shape`` (channels, [[depth,] height,] width) that is indexed by
-                slices: NumPy, ``numpy.memmap``, zarr, h5py. All ranks open the same one.
+                slices: NumPy, ``numpy.memmap``, zarr, h5py. All ranks open the same one. Real
+                numbers are converted to the dtype of the model's parameters.
             out: Array of the result's shape, of the same kinds.
 
         Raises:
@@ -84,7 +85,11 @@ class SampleParts:
         """
         shape = (1, *volume.shape)
         part = np.asarray(volume[self.slices(shape)[1:]])[None]
-        inputs = torch.from_numpy(np.ascontiguousarray(part)).to(self.device)
+        part = np.ascontiguousarray(part, part.dtype.newbyteorder("="))
+        inputs = torch.from_numpy(part).to(self.device)
+        dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+        if not inputs.is_complex() and (dtype := next(dtypes, None)) is not None:
+            inputs = inputs.to(dtype)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
@@ -107,7 +112,8 @@ class SampleParts:
         local = result
         if isinstance(result, SplitTensor):
             place, local = result.slices[1:], result.local
-        values = local[0].cpu().numpy()
+        first = local[0].cpu()
+        values = (first.float() if first.dtype is torch.bfloat16 else first).numpy()
         group = self.mesh.model_group if self._spatial_groups() else None
         ranks = self.mesh.sharing_samples
         writers = ranks if isinstance(result, SplitTensor) else ranks[:1]
