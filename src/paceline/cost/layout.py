@@ -261,6 +261,11 @@ def _parse_axes(text: str) -> Iterator[tuple[str, object]]:
         elif found := re.fullmatch(rf"({'|'.join(AXIS_WORDS)})([0-9]*)", part):
             yield found[1], _number(found[2]) if found[2] else None
         else:
+            if re.search("[,;+]", part):
+                raise ValueError(
+                    f"{part!r} is no axis. HINT: ' x ' between axes and ' + ' before options, such "
+                    "as 'dp2 x pp2 + micro-batches=4'"
+                )
             near = difflib.get_close_matches(part, _KEYWORDS, n=1, cutoff=0.0)
             known = "dp, zero1 to zero3, tp, pp, h, w and d with their extents, or data"
             raise ValueError(f"{part!r} is no axis; the axes are {known}. HINT: {near[0]!r}")

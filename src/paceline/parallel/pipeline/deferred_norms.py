@@ -4,6 +4,9 @@ As torchgpipe's deferred batch normalization. Normalizing with the whole batch w
 micro-batches at a layer before the first one could leave it.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +17,16 @@ from ...optim.norms import next_factor
 from ...record.hooks.phases import UncopiedHook
 
 
+def is_deferred(model: nn.Module, name: str) -> bool:
+    """Return whether a buffer has running statistics that change once for a batch."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, _BatchNorm) and name.rpartition(".")[2] in owner._buffers
+
+
 class DeferredNorms:
     """The batch normalization layers of a stage.
 
-    Attributes:
-        is_collecting: Whether a forward of a training step runs, and not its recomputation.
+    A layer that a forward calls several times updates its statistics as often.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,14 +35,15 @@ class DeferredNorms:
             for one in module.modules()
             if isinstance(one, _BatchNorm) and one.track_running_stats
         ]
-        self.is_collecting = False
-        self._sums: dict[_BatchNorm, _Sums] = {}
+        self._is_collecting = False
+        self._sums: dict[_BatchNorm, list[_Sums]] = {}  # of each call in a forward
+        self._calls: Counter[_BatchNorm] = Counter()
         for layer in self._layers:
             layer.register_forward_pre_hook(UncopiedHook(self._collect))
 
     def begin(self) -> None:
         """Begin a batch: layers in training leave their running statistics unchanged."""
-        self._sums = {layer: _Sums() for layer in self._layers if layer.training}
+        self._sums = {layer: [] for layer in self._layers if layer.training}
         for layer in self._sums:
             layer.track_running_stats = False
 
@@ -42,13 +51,27 @@ class DeferredNorms:
         """Update the running statistics with those of the batch, if all of it was computed."""
         for layer, sums in self._sums.items():
             layer.track_running_stats = True
-            if is_complete and sums.count:
-                sums.update(layer)
+            for of_call in sums if is_complete else ():
+                of_call.update(layer)
         self._sums = {}
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context of a forward of a training step, and not of its recomputation."""
+        self._is_collecting = True
+        self._calls.clear()
+        try:
+            yield
+        finally:
+            self._is_collecting = False
+
     def _collect(self, layer: Any, inputs: Any, *_: Any) -> None:
-        if self.is_collecting and layer in self._sums:
-            self._sums[layer].add(inputs[0])
+        if self._is_collecting and layer in self._sums:
+            sums = self._sums[layer]
+            if self._calls[layer] == len(sums):
+                sums.append(_Sums())
+            sums[self._calls[layer]].add(inputs[0])
+            self._calls[layer] += 1
 
 
 class _Sums:

@@ -13,6 +13,7 @@ from ..mesh import Mesh
 from ..strategy.training_step import TrainingStep
 from .deferred_norms import DeferredNorms
 from .lanes import Lane
+from .micro_batches import check_whole, detached, whole_loss
 from .random_streams import RandomStreams
 from .schedules import SCHEDULES, Action, chunks_of
 from .split_backward import SplitBackward
@@ -30,6 +31,8 @@ class Batch:
         inputs, targets, sizes, plans: Of each micro-batch.
         schedule: Name of the schedule.
         forwards_first: Whether all forwards come before the first backward, in any schedule.
+        whole_targets: Those of the whole batch, for the comparison of its loss with that of its
+            micro-batches; None: they are not compared.
     """
 
     inputs: Sequence[Any]
@@ -38,6 +41,7 @@ class Batch:
     plans: Sequence[ForwardPlan]
     schedule: str
     forwards_first: bool = False
+    whole_targets: tuple[Any] | None = None
 
 
 @dataclass(eq=False)
@@ -49,6 +53,7 @@ class _Run:
     held: dict[tuple[int, int], Activations] = field(default_factory=dict)
     split: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     losses: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)  # of all micro-batches, to compare losses
 
 
 class Executor:
@@ -144,19 +149,23 @@ class Executor:
         plan = run.batch.plans[m]
         received = self._receive(run, virtual, m, is_backward=False)
         start = now()
-        self.norms.is_collecting = True
-        try:
+        with self.norms.collecting():
             found = run_forward(
                 *(self.module, plan, virtual, run.batch.inputs[m], received),
                 lambda event: self.random.seed_event(m, event),
             )
-        finally:
-            self.norms.is_collecting = False
         run.held[virtual, m] = found
         if virtual == len(plan.stages) - 1:
             run.losses[m] = run.step.loss_of(found.outputs, run.batch.targets[m])
+            if run.losses[m][1] is not None and not run.batch.forwards_first:
+                raise ValueError(
+                    "world.forward_backward: the loss returns a pair now, and the mean alone "
+                    "without data. HINT: always return the sum and its weight"
+                )
             if m == 0:
                 check_loss(run.losses[m][0], found.outputs, self.module.module)
+            if run.batch.whole_targets is not None:
+                run.outputs.append(detached(found.outputs))
             found.outputs = None
         self._note_part(run, State.FORWARD, start)
         if found.sent:
@@ -253,11 +262,16 @@ class Executor:
 
     def _share_loss(self, run: _Run) -> torch.Tensor:
         """Return the mean loss of the batch, on all ranks that share it. Collective."""
-        mean = torch.zeros((), dtype=torch.float64, device=self.device)
+        shared = torch.zeros(3, dtype=torch.float64, device=self.device)
         for m, (loss, _) in run.losses.items():
-            mean += loss.detach().double().reshape(()) * self._part(run, m)
-        dist.broadcast(mean, self._last_rank(run.batch.plans[0]), self.group)
-        return mean.float()
+            shared[0] += loss.detach().double().reshape(()) * self._part(run, m)
+        if run.losses and run.batch.whole_targets is not None:
+            losses = [loss.detach() for loss, _ in run.losses.values()]
+            targets = run.batch.whole_targets[0]
+            shared[1:] = whole_loss(run.step, run.outputs, targets, run.batch.sizes, losses)
+        dist.broadcast(shared, self._last_rank(run.batch.plans[0]), self.group)
+        check_whole(*shared.tolist())
+        return shared[0].float()
 
     def _last_rank(self, plan: ForwardPlan) -> int:
         return self.ranks[(len(plan.stages) - 1) % self.stages]
@@ -269,13 +283,17 @@ class Executor:
         """Run a forward of a batch; return the leaves of the outputs, on all ranks. Collective."""
         run = _Run(Batch([inputs], [None], [1], [plan], "gpipe"), None)
         outputs: Any = None
-        for virtual in range(self.stage, len(plan.stages), self.stages):
-            self._expect(run, virtual, 0, is_backward=False)
-            received = self._receive(run, virtual, 0, is_backward=False)
-            found = run_forward(self.module, plan, virtual, inputs, received, None)
-            if found.sent:
-                self._lane(virtual, is_backward=False).send(found.sent)
-            outputs = found.outputs
+        with self.random.of_step(self.stage):
+            for virtual in range(self.stage, len(plan.stages), self.stages):
+                self._expect(run, virtual, 0, is_backward=False)
+                received = self._receive(run, virtual, 0, is_backward=False)
+                found = run_forward(
+                    *(self.module, plan, virtual, inputs, received),
+                    lambda event: self.random.seed_event(0, event),
+                )
+                if found.sent:
+                    self._lane(virtual, is_backward=False).send(found.sent)
+                outputs = found.outputs
         for lane in self._lanes.values():
             lane.settle()
         return self._spread(outputs, plan)

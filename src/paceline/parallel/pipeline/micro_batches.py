@@ -1,12 +1,21 @@
-"""Parts of a batch: micro-batches of almost the same number of samples."""
+"""Parts of a batch: micro-batches of almost the same number of samples.
+
+The loss of a batch is the mean of those of its micro-batches, unless it is no mean over samples:
+with ``ignore_index``, weights of classes, or samples that are compared with each other. That is
+seen in the first batch of a loss, where both are computed.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...plurals import counted
+from ..strategy.training_step import TrainingStep
+
+TOLERANCE = 1e-4  # of the largest loss
+HALF_TOLERANCE = 2e-2  # of bfloat16 and float16
 
 
 def samples_of(*trees: Any) -> int:
@@ -60,4 +69,73 @@ def check_count(samples: int, count: int) -> None:
             f"pipeline: a batch of {counted(samples, 'sample')} can't be divided into "
             f"{counted(count, 'micro-batch', 'micro-batches')}. HINT: layout='... + "
             f"micro-batches={samples}', or at least {count} samples for each data rank"
+        )
+
+
+def detached(outputs: Any) -> Any:
+    """Return outputs without their graph."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+@torch.no_grad()
+def whole_loss(
+    step: TrainingStep,
+    outputs: Sequence[Any],
+    targets: Any,
+    sizes: Sequence[int],
+    losses: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return the loss of all outputs, and how far the mean of the losses may be from it.
+
+    Nothing is compared (the distance is infinite) where outputs can't be put together along their
+    first dim, where memory does not suffice, and where the loss draws random numbers.
+    """
+    unknown = torch.tensor([0.0, torch.inf], dtype=torch.float64)
+    flat = [tree_flatten(one)[0] for one in outputs]
+    each = zip(*flat, strict=True)
+    try:
+        leaves = [_together(leaf, sizes) for leaf in each]
+        states = _generators(losses[0].device)
+        loss, _ = step.loss_of(tree_unflatten(leaves, tree_flatten(outputs[0])[1]), targets)
+    except (torch.OutOfMemoryError, _NotDividedError):
+        return unknown
+    if any(not a.equal(b) for a, b in zip(states, _generators(losses[0].device), strict=True)):
+        return unknown
+    values = [loss.double().reshape(()), *(one.double().reshape(()) for one in losses)]
+    is_half = any(torch.is_tensor(t) and t.dtype.itemsize == 2 for t in (*leaves, *losses))
+    scale = torch.stack(values).abs().max()
+    return torch.stack([values[0], scale * (HALF_TOLERANCE if is_half else TOLERANCE)])
+
+
+class _NotDividedError(Exception):
+    """An output is not divided along its first dim."""
+
+
+def _together(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = leaves[0]
+    if not torch.is_tensor(first):
+        return first
+    if first.dim() and all(t.size(0) == n for t, n in zip(leaves, sizes, strict=True)):
+        return torch.cat(list(leaves))
+    if first.dim() or not first.is_floating_point():
+        raise _NotDividedError
+    # such as an auxiliary loss that the forward returns
+    weights = torch.tensor(sizes, dtype=first.dtype, device=first.device) / sum(sizes)
+    return (torch.stack(list(leaves)) * weights).sum()
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
+
+
+def check_whole(mean: float, whole: float, distance: float) -> None:
+    """Raise ValueError if the loss of a batch is not the mean of those of its micro-batches."""
+    if distance and abs(mean - whole) > distance:
+        raise ValueError(
+            f"world.forward_backward: the loss of the batch is {whole:.6g}, and the mean over the "
+            f"samples of its micro-batches is {mean:.6g}: it is no mean over samples. HINT: return "
+            "the sum over what counts, and its weight (with ignore_index, the number of targets "
+            "that are not ignored; with weights of classes, their sum); a loss that compares "
+            "samples needs layout='data'"
         )

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
-from .deferred_norms import DeferredNorms
+from .deferred_norms import DeferredNorms, is_deferred
 from .executor import STAGE, Batch, Executor
 from .gradient_exchange import reduce_gradients
 from .micro_batches import check_count, samples_of, sizes_of, split
@@ -86,6 +87,22 @@ class PipelinedModule(nn.Module):
         return self.module.load_state_dict(*args, **options)
 
 
+def _loss_key(loss: Loss) -> Any:
+    """Return what tells losses apart; a lambda in a loop is the same one in each step."""
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        return loss
+    options: Any = {"defaults": loss.__defaults__, **(loss.__kwdefaults__ or {})}  # type: ignore[attr-defined]
+    simple = repr(
+        {
+            k: v
+            for k, v in {**inspect.getclosurevars(loss).nonlocals, **options}.items()
+            if isinstance(v, (bool, int, float, str, tuple, type(None)))
+        }
+    )
+    return code, simple
+
+
 class PipelineModel(DistributedModel):
     """A model whose stages are on the ranks of the axis ``stage``, with replicas along ``data``."""
 
@@ -109,6 +126,7 @@ class PipelineModel(DistributedModel):
         self._aliases = tensor_names(skeleton.model)
         self._plans: dict[Any, ForwardPlan] = {}
         self._weighted: dict[Any, bool] = {}
+        self._compared: set[Any] = set()  # losses whose value for a batch was compared
         self._balance = StageTimes(partition, self.schedule, say)
         self._syncs = self._is_first_step = True
         self._stages = mesh.shape[STAGE]
@@ -213,9 +231,11 @@ class PipelineModel(DistributedModel):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             trace = self.skeleton.trace(self.module, inputs)
+            self._check_kept()
             if self.skeleton.kept:
+                name = next(iter(self.skeleton.kept))
                 self._say(
-                    f"pipeline: the forward keeps {self.skeleton.kept[0]}, which has a gradient, "
+                    f"pipeline: the forward keeps {name}, which has a gradient, "
                     "as an attribute: at most its own stage has it. HINT: return it from the "
                     "forward, if the loss uses it"
                 )
@@ -225,24 +245,60 @@ class PipelineModel(DistributedModel):
             )
         return self._plans[key]
 
-    def _agree(self, plans: Mapping[int, ForwardPlan], *others: Any) -> tuple[list[int], list[int]]:
+    def _check_kept(self) -> None:
+        for name in self.skeleton.kept:
+            value = self.skeleton.kept[name]
+            if isinstance(value, (int, float, torch.Tensor)):
+                raise ValueError(
+                    f"pipeline: the forward replaces the attribute {name} by a tensor with a "
+                    "gradient, and stages that do not run it keep the old value. HINT: return it "
+                    f"from the forward; or {name} = None before world.distribute, if it is not "
+                    "for the loss"
+                )
+
+    def _check_changes(self, plan: ForwardPlan) -> None:
+        """Raise ValueError for a forward whose changes depend on the number of micro-batches."""
+        for name, line in plan.changes.items():
+            if not is_deferred(self.skeleton.model, name):
+                raise ValueError(
+                    f"pipeline: the forward changes {name} ({line}), once for each micro-batch, "
+                    "and one process once for each batch. HINT: layout='... + micro-batches=1', "
+                    "change it outside of the forward, or layout='data'"
+                )
+
+    def _changed_grads(self) -> int:
+        """Return the number (from 1) of a parameter with another requires_grad; 0: none."""
+        own = self.parameters()
+        for number, (name, one) in enumerate(self.skeleton.model.named_parameters(), start=1):
+            if name in own and own[name].requires_grad != one.requires_grad:
+                return number
+        return 0
+
+    def _agree(
+        self, plans: Mapping[int, ForwardPlan], sizes: list[int], is_weighted: bool = False
+    ) -> tuple[list[int], list[int], bool]:
         """Check that all stages have the same batch; raises ValueError on all of them. Collective.
 
         Otherwise they would wait for messages that nobody sends.
 
         Returns:
             Of each stage, the times of the last batch in training (ns): of computing, and of all.
+            Whether the loss is weighted on any stage.
         """
         wires = [(n, plan.wires) for n, plan in plans.items()]
-        content = repr((wires, others)).encode()
+        content = repr((wires, sizes)).encode()
         digest = hashlib.blake2b(content, digest_size=8).digest()
         device = self.skeleton.device
         executor = self._executor
-        own = [int.from_bytes(digest, signed=True), executor.busy_ns, executor.train_ns]
+        own = [
+            *(int.from_bytes(digest, signed=True), executor.busy_ns, executor.train_ns),
+            *(int(is_weighted), self._changed_grads()),
+        ]
         sent = torch.tensor(own, device=device)
         every = [torch.empty_like(sent) for _ in range(self._stages)]
         dist.all_gather(every, sent, group=executor.group)
-        digests, busy, whole = torch.stack(every).T.tolist()
+        digests, busy, whole, weighted, changed = torch.stack(every).T.tolist()
+        self._check_grads(changed)
         differing = [
             self.mesh.name(rank)
             for rank, one in zip(executor.ranks, digests, strict=True)
@@ -255,7 +311,17 @@ class PipelineModel(DistributedModel):
                 "requires_grad. HINT: world.shard, which gives all stages the same samples; set "
                 "requires_grad before world.distribute"
             )
-        return busy, whole
+        return busy, whole, any(weighted)
+
+    def _check_grads(self, numbers: list[int]) -> None:
+        if any(numbers):
+            at = next(number for number in numbers if number)
+            name, one = list(self.skeleton.model.named_parameters())[at - 1]
+            raise ValueError(
+                f"pipeline: requires_grad of {name} was {one.requires_grad} in world.distribute, "
+                "and has changed. HINT: set requires_grad before world.distribute, and begin "
+                "again from a checkpoint for the next phase"
+            )
 
     # a step
 
@@ -270,21 +336,35 @@ class PipelineModel(DistributedModel):
         with torch.enable_grad():
             plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
             is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
-        times = self._agree(plans, sizes, is_weighted)
+            if len(sizes) > 1:
+                for plan in plans.values():
+                    self._check_changes(plan)
+        *times, is_weighted = self._agree(plans, sizes, is_weighted)
         self._is_first_step = False
-        self._balance.add(*times, len(sizes))
+        self._balance.add(*times, len(sizes))  # type: ignore[arg-type]
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
                 self._buffers.broadcast()
+        key = _loss_key(step.loss)
+        whole = None if key in self._compared or len(sizes) == 1 else (step.targets,)
         # how much a micro-batch counts is known after the forwards of all
         each = [plans[size] for size in sizes]
-        batch = Batch(inputs, targets, sizes, each, self.schedule, forwards_first=is_weighted)
+        batch = Batch(
+            inputs,
+            targets,
+            sizes,
+            each,
+            self.schedule,
+            forwards_first=is_weighted,
+            whole_targets=whole,
+        )
         with step.backward(None):
             tied = [p for _, of in self._tie_groups for p in of]
             before = [p.grad for p in tied]
             for parameter in tied:  # copies sum the gradients of this batch only
                 parameter.grad = None
             mean = self._executor.train(batch, step)
+            self._compared.add(key)
             for group, parameters in self._tie_groups:
                 reduce_gradients(parameters, group, 1)
             for parameter, gradient in zip(tied, before, strict=True):
@@ -301,8 +381,10 @@ class PipelineModel(DistributedModel):
 
     def _is_weighted(self, step: TrainingStep, plan: ForwardPlan, targets: Any) -> bool:
         """Return whether a loss returns a sum and a weight, or can't be asked without data."""
-        key = getattr(step.loss, "__code__", step.loss)
+        key = _loss_key(step.loss)
         if key not in self._weighted:
+            if len(self._weighted) >= MAX_PLANS:
+                self._weighted.clear()
             self._weighted[key] = self._returns_pair(step.loss, plan, targets)
         return self._weighted[key]
 
@@ -327,5 +409,5 @@ class PipelineModel(DistributedModel):
     @torch.no_grad()
     def _evaluate(self, inputs: Any) -> Any:
         plan = self._plan(inputs)
-        self._agree({0: plan})
+        self._agree({0: plan}, [])
         return tree_unflatten(self._executor.evaluate(inputs, plan), plan.spec)

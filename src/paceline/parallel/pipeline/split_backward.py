@@ -34,27 +34,46 @@ class SplitBackward:
             if t.requires_grad and (is_loss or g is not None)
         ]
         self._outputs = [tensor for tensor, _ in pairs]
-        self._gradients = None if is_loss else [gradient for _, gradient in pairs]
+        # None for a loss
+        self._gradients: list[Any] | None = None if is_loss else [gradient for _, gradient in pairs]
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._groups: list[dict[str, Any]] | None = None
 
     def of_inputs(self, parameters: Iterator[nn.Parameter]) -> None:
         """Compute the gradients of the leaves; a stage without any computes all of them later."""
-        if not self._outputs or not self._leaves:
+        given = self._gradients or [None] * len(self._outputs)
+        reaching, others = [], []
+        for pair in zip(self._outputs, given, strict=True):
+            (reaching if self._reaches_leaf(pair[0]) else others).append(pair)
+        if not reaching:
             return
         relayed = {id(leaf) for leaf in self._leaves}
         # PyTorch detaches the outputs in place, which neither leaves nor views allow
-        outputs = [t.view_as(t) if id(t) in relayed else t for t in self._outputs]
+        outputs = [t.view_as(t) if id(t) in relayed else t for t, _ in reaching]
         outputs = [t * 1 if t._is_view() else t for t in outputs]
-        given: Any = self._gradients
+        gradients: Any = [g for _, g in reaching] if self._gradients is not None else None
         weights = (p for p in parameters if p.requires_grad)
-        _, self._groups = stage_backward_input(outputs, given, self._leaves, weights)
-        self._outputs = []
+        _, self._groups = stage_backward_input(outputs, gradients, self._leaves, weights)
+        # PyTorch finds parameters on paths to the leaves only
+        self._outputs, self._gradients = [t for t, _ in others], [g for _, g in others]
+
+    def _reaches_leaf(self, output: torch.Tensor) -> bool:
+        leaves = {id(leaf) for leaf in self._leaves}
+        seen, waiting = {None}, [output.grad_fn]
+        while waiting:
+            node: Any = waiting.pop()
+            if id(getattr(node, "variable", None)) in leaves:
+                return True
+            if node not in seen:
+                seen.add(node)
+                waiting.extend(following for following, _ in node.next_functions)
+        return id(output) in leaves
 
     def of_parameters(self, parameters: Iterator[nn.Parameter]) -> None:
         """Add the gradients of the parameters to those that they have."""
+        if self._outputs:
+            shares_graph = self._groups is not None
+            torch.autograd.backward(self._outputs, self._gradients, retain_graph=shares_graph)
         if self._groups is not None:
             stage_backward_weight((p for p in parameters if p.requires_grad), self._groups)
-        elif self._outputs:
-            torch.autograd.backward(self._outputs, self._gradients)
         self._outputs, self._groups = [], None

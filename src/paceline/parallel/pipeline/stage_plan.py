@@ -55,6 +55,7 @@ class ForwardPlan:
         wires: Of each border.
         spec, leaves: The outputs.
         output_values: Shape and dtype of each tensor of the outputs.
+        changes: Of each parameter or buffer that it changes, where.
     """
 
     stages: tuple[StagePlan, ...]
@@ -62,6 +63,7 @@ class ForwardPlan:
     spec: TreeSpec
     leaves: tuple[Any, ...]
     output_values: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    changes: Mapping[str, str]
 
 
 def plan_forward(
@@ -92,7 +94,8 @@ def plan_forward(
         kept = {w.value for w in sent} | (set(_values(trace.leaves)) if is_last else set())
         parts.append(StagePlan(tuple(own), received, sent, _last_use(own, kept)))
     outputs = tuple(_output_value(trace, leaf, held) for leaf in trace.leaves)
-    return ForwardPlan(tuple(parts), tuple(wires), trace.spec, trace.leaves, outputs)
+    changes = {name: event.line for event in trace.events for name in event.changes}
+    return ForwardPlan(tuple(parts), tuple(wires), trace.spec, trace.leaves, outputs, changes)
 
 
 def _values(leaves: Sequence[Any]) -> list[int]:

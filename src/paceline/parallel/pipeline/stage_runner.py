@@ -50,7 +50,7 @@ def run_forward(
     number: int,
     inputs: Any,
     received: Sequence[torch.Tensor],
-    seed: Seed | None,
+    seed: Seed,
 ) -> Activations:
     """Run the events of a stage.
 
@@ -58,7 +58,7 @@ def run_forward(
         number: Of the stage; the last one returns outputs.
         inputs: The micro-batch.
         received: Values of ``plan.stages[number].received``.
-        seed: Called before each event; None to draw from the global generators.
+        seed: Called before each event.
     """
     own: StagePlan = plan.stages[number]
     values: dict[int, Any] = dict(enumerate(tree_flatten(inputs)[0]))
@@ -70,8 +70,7 @@ def run_forward(
         # a leaf can't be changed in place
         values[wire.value] = tensor.clone() if wire.is_changed else tensor
     for (event_number, event), unneeded in zip(own.events, own.last_use, strict=True):
-        if seed is not None:
-            seed(event_number)
+        seed(event_number)
         _run(stage, event, values)
         for value in unneeded:
             values.pop(value, None)

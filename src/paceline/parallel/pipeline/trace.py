@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils import module_tracker
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,7 +32,17 @@ from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
 
+# what they do belongs to a tensor of one stage, and is not repeated
+_OF_ONE_TENSOR = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+    torch.Tensor.backward,
+)
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+_INSIDE = "do it in the forward of a module that is not divided, or layout='data'"
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class Event:
         spec, leaves: Arguments and keyword arguments; tensors are ``Ref``.
         results: Of each leaf of the result, the number of its value; None for others than tensors.
         tensors: Names of the parameters and buffers that it uses.
-        changes: Names of buffers that it changes.
+        changes: Names of parameters and buffers that it changes.
         with_grad: Whether gradients were enabled.
         device, autocast: Type of device; whether autocast was enabled for it, and its dtype.
         line: Line of the script or library that calls it.
@@ -132,7 +144,8 @@ class Skeleton:
         constants: Tensors that modules hold as plain attributes, by name.
         mode: The fake mode of its tensors.
         by_name: Its parameters, buffers and constants.
-        kept: Attributes in which the last forward has kept tensors with gradients.
+        kept: Attributes in which the last forward has kept tensors with gradients, and what they
+            were before it.
     """
 
     def __init__(self, model: nn.Module, atoms: Atoms, device: torch.device) -> None:
@@ -153,7 +166,7 @@ class Skeleton:
                 for name, t in reversed(named.items())
             }
             self.model: nn.Module = copy.deepcopy(model, memo)
-        self.kept: list[str] = []
+        self.kept: dict[str, Any] = {}
         self._fakes = memo  # keeps the ids valid
         for module in self.model.modules():
             if isinstance(module, _BatchNorm) and module.momentum is None:
@@ -196,12 +209,13 @@ class Skeleton:
         with preserve_random_states(), self.mode, FlopCounterMode(display=False) as flops:
             fakes = [empty_as(t, self.device) if torch.is_tensor(t) else t for t in flat]
             recording = _Recording(self, self._refs, fakes, flops.get_total_flops)
-            before = random.getstate()
+            before = _states_of_others()
             try:
                 with self._unchanged(), self._intercepted(recording), recording:
                     outputs = _call(self.model, tree_unflatten(fakes, spec))
-                if random.getstate() != before:
-                    raise _TraceError("draws from Python's random outside of a module", "", "")
+                for name, state in _states_of_others().items():
+                    if state != before[name]:
+                        raise _TraceError(f"draws from {name} outside of a module", "", "")
                 return recording.trace(outputs)
             except _TraceError as error:
                 raise ValueError(error.text(type(model).__name__)) from None
@@ -221,13 +235,13 @@ class Skeleton:
         try:
             yield
             of_names = dict(zip(self._modules, before, strict=True))
-            self.kept = [
-                f"{name}.{key}".removeprefix(".")
+            self.kept = {
+                f"{name}.{key}".removeprefix("."): attributes.get(key)
                 for name, (module, attributes, *_) in of_names.items()
                 for key, value in vars(module).items()
                 if torch.is_tensor(value) and value.requires_grad
                 if attributes.get(key) is not value
-            ]
+            }
             for name in self._glue:
                 self._check_unchanged(*of_names[name])
         finally:
@@ -259,9 +273,16 @@ class Skeleton:
                 continue  # the same module under another name
             changed.append((module, module.__class__))
             module.__class__ = _intercepting(module.__class__, name, recording)
+        apply = torch.autograd.Function.__dict__["apply"]
+        torch.autograd.Function.apply = classmethod(  # type: ignore[assignment, method-assign]
+            lambda kind, *args, **options: recording.note_function(
+                kind, apply.__func__(kind, *args, **options)
+            )
+        )
         try:
             yield
         finally:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
             for module, kind in changed:
                 module.__class__ = kind
 
@@ -311,6 +332,7 @@ class _Recording(TorchFunctionMode):
         self._tensors: list[Any] = []  # by number; keeps the ids valid
         self._versions: list[int] = []
         self._made_by: list[int | None] = []
+        self._of_functions: dict[int, tuple[torch.Tensor, str, str]] = {}
         for leaf in self.inputs:
             self._add(leaf, None)
 
@@ -328,6 +350,10 @@ class _Recording(TorchFunctionMode):
         options = kwargs or {}
         if self._is_inside:
             return func(*args, **options)
+        if _is_of_one_tensor(func) and not _is_of_counter(sys._getframe(1)):
+            what = "sets an attribute" if func not in _OF_ONE_TENSOR else f"calls {func.__name__}()"
+            line = _line_of(sys._getframe(1))
+            raise _TraceError(f"{what} of a tensor outside of a module", line, _INSIDE)
         return self._run(func, func, args, options)
 
     def call_module(self, name: str, call: Any, args: Any, options: Any) -> Any:
@@ -339,6 +365,15 @@ class _Recording(TorchFunctionMode):
                 return self._run(name, call, args, options)
         finally:
             self._is_inside = False
+
+    def note_function(self, kind: type, out: Any) -> Any:
+        """Note the results of an autograd function: its operations have another gradient."""
+        if not self._is_inside and torch.is_grad_enabled():
+            line = _line_of(sys._getframe(1))
+            for leaf in tree_flatten(out)[0]:
+                if torch.is_tensor(leaf) and leaf.requires_grad:
+                    self._of_functions[id(leaf)] = leaf, kind.__name__, line
+        return out
 
     def _run(self, target: Any, call: Any, args: Any, options: Any) -> Any:
         line = _line_of(sys._getframe(2))
@@ -352,14 +387,16 @@ class _Recording(TorchFunctionMode):
             for r in refs
             if isinstance(r, Ref) and r.kind == "tensor"
         }
-        buffers = {n: t._version for n, t in named.items() if not isinstance(t, nn.Parameter)}
+        buffers = {n: t._version for n, t in named.items()}
         device, before = self.skeleton.device.type, self.flops()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         with_grad = torch.is_grad_enabled()
         out = call(*args, **options)
         results, _ = tree_flatten(out)
         changed = self._changed()
-        if not changed and not any(torch.is_tensor(one) for one in results):
+        of_model = {n for n, version in buffers.items() if named[n]._version != version}
+        of_model |= self._shared(changed)
+        if not changed and not of_model and not any(torch.is_tensor(one) for one in results):
             return out
         number = len(self.events)
         if changed:
@@ -367,8 +404,14 @@ class _Recording(TorchFunctionMode):
         numbers = [self._result(one, number) for one in results]
         self.events.append(
             Event(
-                *(target, spec, tuple(refs), tuple(numbers), tuple(named)),
-                tuple(n for n, version in buffers.items() if named[n]._version != version),
+                *(
+                    target,
+                    spec,
+                    tuple(refs),
+                    tuple(numbers),
+                    (*named, *sorted(of_model - {*named})),
+                ),
+                tuple(sorted(of_model)),
                 *(with_grad, device, autocast, line, self.flops() - before),
             )
         )
@@ -377,6 +420,11 @@ class _Recording(TorchFunctionMode):
     def _ref(self, leaf: Any, line: str) -> Any:
         if not torch.is_tensor(leaf):
             return leaf
+        if id(leaf) in self._of_functions:
+            _, name, at = self._of_functions[id(leaf)]
+            raise _TraceError(
+                f"calls the autograd function {name} outside of a module", at, _INSIDE
+            )
         known = self.refs.get(id(leaf))
         if known is not None:
             return known
@@ -406,6 +454,17 @@ class _Recording(TorchFunctionMode):
                 found.append(number)
         return found
 
+    def _shared(self, changed: list[int]) -> set[str]:
+        """Return the names of the model's tensors whose memory changed values share."""
+        storages = {StorageWeakRef(self._tensors[n].untyped_storage()) for n in changed}
+        if not storages:
+            return set()
+        return {
+            name
+            for name, tensor in self.skeleton.by_name.items()
+            if StorageWeakRef(tensor.untyped_storage()) in storages
+        }
+
     def trace(self, outputs: Any) -> Trace:
         leaves, spec = tree_flatten(outputs)
         refs = tuple(self._ref(leaf, "its return") for leaf in leaves)
@@ -420,6 +479,16 @@ class _Recording(TorchFunctionMode):
             for t, made in zip(self._tensors, self._made_by, strict=True)
         ]
         return Trace(tuple(self.events), tuple(values), tuple(self.changes), spec, refs)
+
+
+def _states_of_others() -> dict[str, Any]:
+    """Return the states of the generators that are not PyTorch's."""
+    numpy = sys.modules.get("numpy")
+    states = {"Python's random": repr(random.getstate())}
+    if numpy is not None:
+        _, words, *rest = numpy.random.get_state()
+        states["numpy.random"] = repr((words.tobytes(), *rest))
+    return states
 
 
 MAX_ITEMS = 64  # of a list that is compared in each step
@@ -462,6 +531,19 @@ def _line_of(frame: Any) -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
     return _text_of(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
+
+
+def _is_of_one_tensor(func: Any) -> bool:
+    return func in _OF_ONE_TENSOR or getattr(func, "__name__", "") == "__set__"
+
+
+def _is_of_counter(frame: Any) -> bool:
+    """Return whether PyTorch's counter of operations calls, which has hooks of its own."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0]):
+        if frame.f_code.co_filename == module_tracker.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _text_of(file: str, number: int) -> str:

@@ -1,0 +1,260 @@
+"""What a pipeline can't compute as one process does is refused, and the rest is equal to it."""
+
+import copy
+import functools
+import re
+import types
+
+import numpy as np
+import pytest
+import thread_ranks
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(8) % 4
+
+
+class Four(nn.Module):
+    """Four layers; ``between(model, x)`` runs after the second one."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.norm, self.between = nn.BatchNorm1d(4), between
+        self.cfg, self.beta, self.aux = types.SimpleNamespace(scale=1.0), torch.tensor(1.0), 0.0
+        self.register_buffer("queue", torch.zeros(4))
+
+    def forward(self, x):
+        x = self.between(self, self.b(F.relu(self.a(x))))
+        return self.d(F.relu(self.c(x)))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def hooked(model, x):
+    x.register_hook(lambda g: g * 0.1)
+    return x
+
+
+def needs_gradient(model, x):
+    x.requires_grad = True
+    return x
+
+
+def recomputed(model, x):
+    return checkpoint(F.relu, x, use_reentrant=True)
+
+
+def keeps_a_queue(model, x):
+    with torch.no_grad():
+        model.queue[:] = x.mean(0)
+    return x
+
+
+def averages(model, x):
+    model.queue.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return x
+
+
+def keeps_a_loss(model, x):
+    model.aux = x.square().mean()
+    return x
+
+
+def distribute(world, between, options="", prepare=None, model=None):
+    torch.manual_seed(1)
+    model = Four(between) if model is None else model(between)
+    if prepare:
+        prepare(model)
+    one = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.distribute(
+        model, optimizer, layout=f"pp2 + micro-batches=2{options}", example_inputs=(X[:4],)
+    )
+    return model, optimizer, one
+
+
+def steps(world, between, change=None, loss=F.cross_entropy, targets=Y, **given):
+    """Train a step, change the model, and train again; return the error."""
+    model, optimizer, _ = distribute(world, between, **given)
+    try:
+        for step in range(2):
+            if step and change:
+                change(model)
+            world.forward_backward(model, X, targets, loss=loss)
+            world.step(optimizer)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def errors(*args, **options):
+    """Return the errors of two ranks, which are the same."""
+    first, second = thread_ranks.run(lambda world: steps(world, *args, **options))
+    assert first == second
+    assert "HINT: " in first, first
+    return first
+
+
+@pytest.mark.parametrize(
+    ("between", "text"),
+    [
+        (lambda model, x: Reversed.apply(x), "calls the autograd function Reversed outside of"),
+        (recomputed, "calls the autograd function CheckpointFunction outside of a module"),
+        (hooked, r"calls register_hook\(\) of a tensor outside of a module"),
+        (needs_gradient, "sets an attribute of a tensor outside of a module"),
+        (keeps_a_queue, "changes queue .*once for each micro-batch.*micro-batches=1"),
+        (averages, "changes queue .*once for each micro-batch"),
+        (lambda model, x: x * np.random.rand(), r"draws from numpy.random outside of a module"),
+        (keeps_a_loss, "replaces the attribute aux by a tensor with a gradient"),
+    ],
+)
+def test_forwards_that_stages_would_not_repeat_are_refused(between, text):
+    def run(world):
+        try:
+            return steps(world, between)
+        except ValueError as error:
+            return str(error)
+
+    for found in thread_ranks.run(run):
+        assert re.search(text, found), found
+        assert "HINT: " in found
+
+
+def test_requires_grad_that_changes_is_refused_on_all_ranks():
+    found = errors(
+        lambda model, x: x,
+        prepare=lambda model: model.a.requires_grad_(False),
+        change=lambda model: [p.requires_grad_(True) for p in model.parameters()],
+    )
+    assert "requires_grad of a.weight was False in world.distribute" in found
+
+
+def test_an_evaluation_with_random_numbers_leaves_equal_generators():
+    def draw(world):
+        model, _, _ = distribute(world, lambda model, x: x + torch.randn_like(x))
+        model.eval()
+        first, second = model(X), model(X)
+        assert not first.equal(second)
+        return torch.rand(1).item()
+
+    first, second = thread_ranks.run(draw)
+    assert first == second
+
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.detach(), self.weight, self.bias)
+
+
+class Twice(Four):
+    def forward(self, x):
+        x = self.b(F.relu(self.a(x)))
+        x = self.norm(x) + self.norm(2 * x + 1)
+        return self.d(F.relu(self.c(x)))
+
+
+def with_detached_head(between):
+    model = Four(between)
+    model.d = Head(4, 4)
+    return model
+
+
+def test_zero_bubble_trains_a_stage_whose_loss_does_not_depend_on_what_it_received():
+    def train(world):
+        model, _, one = distribute(
+            world, lambda model, x: x, " + schedule=zero-bubble", model=with_detached_head
+        )
+        world.forward_backward(model, X, Y, loss=F.cross_entropy)
+        F.cross_entropy(one(X), Y).backward()
+        wanted = dict(one.named_parameters())
+        for name, found in model.module.named_parameters():
+            if name.startswith("d."):
+                torch.testing.assert_close(found.grad, wanted[name].grad)
+        return [n for n, p in model.module.named_parameters() if n.startswith("d.")]
+
+    assert ["d.weight", "d.bias"] in thread_ranks.run(train)
+
+
+def test_statistics_of_a_layer_that_a_forward_uses_twice():
+    def train(world):
+        model, _, one = distribute(world, lambda model, x: x, model=Twice)
+        world.forward_backward(model, X, Y, loss=F.cross_entropy)
+        x = one.b(F.relu(one.a(X)))
+        one.norm(x), one.norm(2 * x + 1)
+        found = {n: b for n, b in model.module.named_buffers() if n.startswith("norm.")}
+        wanted = dict(one.named_buffers())
+        # the second call has samples that do not depend on the micro-batch
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name])
+        return len(found)
+
+    assert 3 in thread_ranks.run(train)
+
+
+def plain(model, x):
+    return x
+
+
+def ignoring(outputs, targets):
+    """A sum over what counts, and its weight."""
+    return F.cross_entropy(outputs, targets, reduction="sum"), (targets >= 0).sum()
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_refused():
+    targets = Y.clone()
+    targets[:3] = -100
+    found = errors(plain, targets=targets)
+    assert "it is no mean over samples. HINT: return the sum over what counts" in found
+    weight = torch.arange(1.0, 5.0)
+    assert "no mean over samples" in errors(
+        plain, loss=lambda x, y: F.cross_entropy(x, y, weight=weight), targets=Y.sort().values
+    )
+    for loss in (ignoring, lambda x, y: F.mse_loss(x, x + torch.rand_like(x))):
+        run = functools.partial(steps, between=plain, loss=loss, targets=targets)
+        assert thread_ranks.run(run) == ["no error"] * 2
+
+
+def test_a_loss_that_returns_a_pair_later_is_seen_or_refused():
+    def train(world):
+        model, _, _ = distribute(world, plain)
+
+        def loss_of(is_pair):
+            return lambda x, y: ignoring(x, y) if is_pair else F.cross_entropy(x, y)
+
+        first, second = (
+            world.forward_backward(model, X, Y, loss=loss_of(is_pair)) for is_pair in (False, True)
+        )
+        torch.testing.assert_close(first, second)
+        state = {"calls": 0}
+
+        def sometimes(outputs, targets):
+            state["calls"] += 1
+            return loss_of(state["calls"] > 1)(outputs, targets)
+
+        return world.forward_backward(model, X, Y, loss=sometimes)
+
+    found = thread_ranks.run(train, outcomes=True)
+    assert "the loss returns a pair now, and the mean alone without data. HINT: " in str(found[1])
+
+
+def test_a_loss_with_parameters_of_the_last_stage_is_explained():
+    def train(world):
+        model, _, _ = distribute(world, plain)
+        world.forward_backward(
+            model, X, Y, loss=lambda x, y: F.cross_entropy(x, y) + model.d.weight.norm()
+        )
+
+    found = thread_ranks.run(train, outcomes=True)
+    assert "the loss uses the parameter d.weight beside the outputs" in str(found[1])
