@@ -9,6 +9,7 @@ import torch
 import toy_layouts
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.optim import LARS
@@ -221,6 +222,8 @@ def test_norm_of_a_part_is_refused():
         model, optimizer = world.distribute(model, optimizer, layout="pp2")
         x = torch.ones(2, 4)
         world.forward_backward(model, x, torch.tensor([0, 1]), loss=functional.cross_entropy)
+        with pytest.raises(ValueError, match="the layout divides the model"):
+            get_total_norm([p.grad for p in model.parameters()])  # imported before
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     for error in thread_ranks.run(clip, 2, outcomes=True):

@@ -1,7 +1,7 @@
 """Clipping by the norm of the whole gradient, of which ranks may hold parts."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -49,12 +49,14 @@ def clip_gradients(
 
 
 def refuse_local_norms(models: Sequence[DistributedModel]) -> None:
-    """Let PyTorch's ``clip_grad_norm_`` raise ValueError where this rank's norm is not the whole
-    one: for gradients of which other ranks hold parts.
+    """Let PyTorch's ``clip_grad_norm_`` and ``get_total_norm`` raise ValueError where this rank's
+    norm is not the whole one: for gradients of which other ranks hold parts.
 
     models: Those of the world, also later ones.
     """
-    original = clip_grad._get_total_norm
+    # what the function of PyTorch calls is replaced, because scripts may have imported it before
+    (called,) = clip_grad._get_total_norm.__closure__  # type: ignore[misc]
+    original: Callable[..., torch.Tensor] = called.cell_contents
 
     @functools.wraps(original)
     def total_norm(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -64,13 +66,13 @@ def refuse_local_norms(models: Sequence[DistributedModel]) -> None:
             for name, parameter in model.parameters().items():
                 if id(parameter.grad) in given and model.parted_axes(name):
                     raise ValueError(
-                        f"clip_grad_norm_: the layout divides the model, and this rank has a part "
-                        f"of the gradients, such as that of {name}: it would clip by the norm of "
-                        "its part. HINT: world.step(optimizer, clip=1.0)"
+                        "torch.nn.utils.get_total_norm or clip_grad_norm_: the layout divides the "
+                        f"model, and this rank has a part of the gradients, such as that of {name}:"
+                        " the norm would be that of its part. HINT: world.step(optimizer, clip=1.0)"
                     )
         return original(tensors, *args, **options)
 
-    clip_grad._get_total_norm = total_norm
+    called.cell_contents = total_norm
 
 
 def _sum_over_parts(

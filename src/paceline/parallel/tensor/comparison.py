@@ -13,7 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from .exchange import TensorAxis
 from .names import place
-from .split_tensor import NO_RULE, Rule, SplitTensor, Watch, function_name, watching
+from .split_tensor import (
+    NO_RULE,
+    Rule,
+    SplitTensor,
+    Watch,
+    function_name,
+    memory_order,
+    watching,
+)
 
 # of the largest element
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -98,7 +106,10 @@ class _Copies:
 
     def whole(self, value: Any) -> Any:
         if isinstance(value, SplitTensor):
-            whole = value.division.join(value.axis.pieces(value.local.detach()))
+            joined = value.division.join(value.axis.pieces(value.local.detach()))
+            whole = torch.empty_permuted(  # numbers of a dropout are drawn in this order
+                joined.shape, memory_order(value.local), dtype=joined.dtype, device=joined.device
+            ).copy_(joined)
             leaf = self._leaf(whole.requires_grad_(value.requires_grad), value.division.dim != 0)
             self.leaves.append((leaf, None))
             return self._give(leaf.clone())

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..memory_budget import GIB, available_bytes
+from .attributes import SavedAttributes
 from .comparison import Comparison, SplitOperationError, axis_device_of
 from .parameters import Views
 from .split_tensor import Watch, watching, whole_outputs
@@ -108,8 +109,27 @@ def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[T
         return found, []
     generator = torch.Generator().manual_seed(_SEED)
     directions = [torch.randn(one.shape, generator=generator).to(one) for one in sources]
+    _refuse_reentrant_checkpoints(sources)
     gradients = torch.autograd.grad(sources, trained, directions, allow_unused=True)
     return found, [None if one is None else one.detach() for one in gradients]
+
+
+def _refuse_reentrant_checkpoints(outputs: list[torch.Tensor]) -> None:
+    """Raise ValueError for recomputed parts, which ``torch.autograd.grad`` can't enter."""
+    waiting: list[Any] = [one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "world.distribute: the model recomputes by checkpoint(..., use_reentrant=True), "
+                "whose gradients can't be compared with those of the whole model. HINT: "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _whole_results(
@@ -243,7 +263,7 @@ def _add_noise(model: nn.Module, factor: float | None, views: Views) -> None:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers and random states at the end."""
+    """Restore parameters, buffers, attributes and random states at the end."""
     parameters = [(p, p.detach().clone()) for p in model.parameters()]
     state = _State(model)
     try:
@@ -256,34 +276,19 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """Buffers and random states that a forward changes."""
+    """Buffers, attributes and random states that a forward changes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        modules = list(model.modules())
-        self._entries = [(module, dict(module._buffers)) for module in modules]
-        self._values = [(module, _values_of(module)) for module in modules]
+        self._attributes = SavedAttributes(model.modules())
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def restore(self) -> None:
-        with torch.no_grad():
-            for buffer, saved in self._buffers:
-                buffer.copy_(saved)
-        for module, entries in self._entries:
-            module._buffers.update(entries)  # of code that assigns new ones
-        for module, values in self._values:
-            module.__dict__.update(values)
+        self._attributes.restore()
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
-
-
-def _values_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain values of a module, such as a number of steps."""
-    plain = (int, float, str, type(None))
-    return {name: one for name, one in module.__dict__.items() if isinstance(one, plain)}

@@ -7,6 +7,7 @@ has the same result. Functions that change a tensor in place and have no rule ar
 Autograd sees the pieces only: ``SplitTensor`` itself has no memory.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,14 @@ class Watch:
         """Called before a function that gets whole tensors."""
 
 
-_watch: list[Watch] = []  # the innermost one
+class _Watches(threading.local):
+    """Those of a thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.all: list[Watch] = []
+
+
+_watches = _Watches()
 
 
 class watching:  # noqa: N801  a context manager
@@ -47,10 +55,10 @@ class watching:  # noqa: N801  a context manager
         self._own = watch
 
     def __enter__(self) -> None:
-        _watch.append(self._own)
+        _watches.all.append(self._own)
 
     def __exit__(self, *_: Any) -> None:
-        _watch.pop()
+        _watches.all.pop()
 
 
 class SplitTensor(torch.Tensor):
@@ -105,15 +113,16 @@ class SplitTensor(torch.Tensor):
             _check_graph(tensor, func)
         rule = RULES.get(func)
         if rule is not None:
-            if _watch:
-                _watch[-1].before(axis, rule, func, args, kwargs)
+            args, kwargs = _usual_form(args, kwargs)
+            if _watches.all:
+                _watches.all[-1].before(axis, rule, func, args, kwargs)
             found = rule(func, args, kwargs)
             if found is not NO_RULE:
                 return found
         if func in REFUSED or _changes_split(func, args, kwargs):
             raise ValueError(refusal(func, tensors[0]))
-        if _watch:
-            _watch[-1].gathers(axis, func, tensors)
+        if _watches.all:
+            _watches.all[-1].gathers(axis, func, tensors)
         return func(*tree_map(as_whole, args), **tree_map(as_whole, kwargs))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -130,6 +139,15 @@ def split_tensors(args: Any, kwargs: Any) -> Iterator[SplitTensor]:
             for one in tree_flatten(value)[0]:
                 if isinstance(one, SplitTensor):
                     yield one
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return the dims in the order of memory, the outermost first.
+
+    A dim of extent 1 has the stride of the next outer dim, so it is inside of it.
+    """
+    shape, strides = tensor.shape, tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], shape[dim] == 1))
 
 
 def as_whole(value: Any) -> Any:
@@ -174,6 +192,17 @@ def refusal(func: Any, tensor: SplitTensor) -> str:
         "the rule 'replicate' for the layers that give this tensor, in "
         "paceline.Layout(rules={...})"
     )
+
+
+def _usual_form(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return arguments with PyTorch's names in place of NumPy's, and the input as the first one."""
+    kwargs = {_NAMES_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
+    if not args and "input" in kwargs and "condition" not in kwargs:
+        args = (kwargs.pop("input"),)
+    return args, kwargs
+
+
+_NAMES_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def _of_piece(func: Any, args: Any, kwargs: Any) -> Any:

@@ -80,18 +80,17 @@ class TensorParallel(ParallelStrategy):
         axis = TensorAxis(mesh.group(AXIS_WORDS["tp"]))
         views = Views(axis)
         before = sum(p.nbytes for p in module.parameters())
-        splits: dict[str, Split] = {}
-        by_module: dict[str, dict[str, Split]] = {}
+        by_module: dict[nn.Module, dict[str, Split]] = {}
         for name, kind in self._found.kinds.items():
-            of = splits_of(module.get_submodule(name), *parse_kind(kind), axis.size)
-            for tensor, split in of.items():
-                owner, _, own = f"{name}.{tensor}".rpartition(".")
-                by_module.setdefault(owner, {})[own] = split
-                splits[f"{owner}.{own}"] = split
+            layer = module.get_submodule(name)
+            for tensor, split in splits_of(layer, *parse_kind(kind), axis.size).items():
+                path, _, own = tensor.rpartition(".")
+                by_module.setdefault(layer.get_submodule(path), {})[own] = split
+        splits = _by_names(module, by_module)
         _check_tied(module, splits)
         note_names(module)
         for owner, own_splits in by_module.items():
-            divide_module(module.get_submodule(owner), own_splits, views)
+            divide_module(owner, own_splits, views)
         if optimizer is not None:
             cut_states(optimizer, axis)
         after = sum(p.nbytes for p in module.parameters())
@@ -136,6 +135,20 @@ def patterns_of(kinds: Mapping[str, str]) -> dict[str, str]:
         else:
             found |= of
     return found
+
+
+def _by_names(
+    module: nn.Module, by_module: Mapping[nn.Module, Mapping[str, Split]]
+) -> dict[str, Split]:
+    """Return the splits by all names of parameters and buffers.
+
+    A module that the model has several times has several names, and checkpoints have all of them.
+    """
+    return {
+        f"{name}.{own}" if name else own: split
+        for name, child in module.named_modules(remove_duplicate=False)
+        for own, split in by_module.get(child, {}).items()
+    }
 
 
 def _check_tied(module: nn.Module, splits: Mapping[str, Split]) -> None:

@@ -56,8 +56,9 @@ def attention_with_dropout(query: Any, key: Any, value: Any, given: dict[str, An
         weights = weights.masked_fill(mask.logical_not(), float("-inf"))
     elif mask is not None:
         weights = weights + mask
-    weights = F.dropout(weights.softmax(-1), given["dropout_p"], True)
-    return weights @ value
+    empty = (weights == float("-inf")).all(-1, keepdim=True)  # rows whose keys are all masked
+    weights = weights.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return F.dropout(weights, given["dropout_p"], True) @ value
 
 
 @rule_for(F.multi_head_attention_forward)

@@ -37,7 +37,7 @@ def reduce(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     takes_number = name in ("norm", "topk")  # before the dim
     place = 1 if takes_number else 0
-    dims = others[place] if len(others) > place else kwargs.get("dim", kwargs.get("axis"))
+    dims = others[place] if len(others) > place else kwargs.get("dim")
     keeps = kwargs.get("keepdim", others[place + 1] if len(others) > place + 1 else False)
     if name in ("var", "std", "var_mean", "std_mean", "norm") and len(others) > place + 1:
         return NO_RULE
@@ -139,9 +139,10 @@ def interpolate(func: Any, args: Any, kwargs: Any) -> Any:
 @rule_for(F.pad)
 def pad(func: Any, args: Any, kwargs: Any) -> Any:
     """Pad other dims."""
-    x, padding, *others = args
+    given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | kwargs
+    x, padding = given.pop("input"), given["pad"]
     if not isinstance(padding, (tuple, list)) or not isinstance(x, SplitTensor):
         return NO_RULE
     if x.division.dim >= x.dim() - len(padding) // 2:
         return NO_RULE
-    return wrap(func(x.local, padding, *others, **kwargs), x.division, x.axis)
+    return wrap(func(x.local, **given), x.division, x.axis)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ..exchange import TensorAxis
-from ..split_tensor import NO_RULE, SplitTensor, named_functions, rule_for
+from ..split_tensor import NO_RULE, SplitTensor, memory_order, named_functions, rule_for
 from ..splits import Split
 from .alignment import piece_at, wrap
 
@@ -138,10 +138,10 @@ def channel_dropout(func: Any, args: Any, kwargs: Any) -> Any:
 def _masked(x: SplitTensor, shape: Any, split: Split, p: float) -> SplitTensor:
     if p == 1.0:
         return SplitTensor.of(x.local * 0.0, split, x.axis)
-    order = sorted(range(x.dim()), key=lambda dim: -x.local.stride()[dim])
     if len(shape) == x.dim() and tuple(shape) == tuple(x.shape):
         # numbers are drawn in the order of memory
-        noise = torch.empty_permuted(shape, order, dtype=x.local.dtype, device=x.local.device)
+        order, like = memory_order(x.local), x.local
+        noise = torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
     else:
         noise = x.local.new_empty(shape)
     noise.bernoulli_(1 - p).div_(1 - p)

@@ -74,7 +74,7 @@ def reshape(func: Any, args: Any, kwargs: Any) -> Any:
 @rule_for(*named_functions("view_as", "reshape_as"))
 def reshape_as(func: Any, args: Any, kwargs: Any) -> Any:
     """Reshape the pieces like another tensor."""
-    x, other = args
+    x, other = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if not isinstance(x, SplitTensor):
         return NO_RULE
     return reshaped(x, tuple(other.shape), copies=func is not torch.Tensor.view_as)
@@ -95,8 +95,8 @@ def flatten(func: Any, args: Any, kwargs: Any) -> Any:
 @rule_for(*named_functions("unflatten"))
 def unflatten(func: Any, args: Any, kwargs: Any) -> Any:
     """Divide a dim into several."""
-    x, dim, *sizes = args
-    sizes = _sizes(sizes) or _sizes((kwargs.get("sizes"),))
+    x, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    sizes = _sizes(args[2:]) or _sizes((kwargs.get("sizes"),))
     if sizes is None or not isinstance(dim, int):
         return NO_RULE
     dim, shape = dim % x.dim(), list(x.shape)
@@ -230,10 +230,11 @@ def unbind(func: Any, args: Any, kwargs: Any) -> Any:
 @rule_for(*named_functions("narrow"))
 def narrow(func: Any, args: Any, kwargs: Any) -> Any:
     """Take a range of another dim."""
-    x, dim, *others = args
-    if kwargs or dim % x.dim() == x.division.dim:
+    x = args[0]
+    given = dict(zip(("dim", "start", "length"), args[1:], strict=False)) | kwargs
+    if not isinstance(x, SplitTensor) or given["dim"] % x.dim() == x.division.dim:
         return NO_RULE
-    return SplitTensor.of(x.local.narrow(dim, *others), x.division, x.axis)
+    return SplitTensor.of(x.local.narrow(**given), x.division, x.axis)
 
 
 @rule_for(torch.Tensor.__getitem__)
@@ -292,13 +293,13 @@ def _localized(given: tuple[Any, ...], x: SplitTensor) -> tuple[Any, ...]:
 def join(func: Any, args: Any, kwargs: Any) -> Any:
     """Join tensors along another dim, or divided alike along the divided one."""
     given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
-    if given.keys() - {"tensors", "dim", "axis"}:
+    if given.keys() - {"tensors", "dim"}:
         return NO_RULE
     tensors = list(given["tensors"])
     first = next(one for one in tensors if isinstance(one, SplitTensor))
     split, axis = first.division, first.axis
     is_stack = func is torch.stack
-    dim = given.get("dim", given.get("axis", 0)) % (first.dim() + is_stack)
+    dim = given.get("dim", 0) % (first.dim() + is_stack)
     if any(one.dim() != first.dim() for one in tensors):
         return NO_RULE
     if dim == split.dim and not is_stack:
