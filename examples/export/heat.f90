@@ -22,6 +22,7 @@ program heat
   call MPI_Init()
   call MPI_Comm_rank(MPI_COMM_WORLD, rank)
   call MPI_Comm_size(MPI_COMM_WORLD, ranks)
+  if (command_argument_count() < 1) error stop "usage: heat MODEL [STEPS]"
   if (mod(cells, ranks) /= 0) error stop "the number of ranks must divide 128"
   n = cells / ranks
   left = merge(MPI_PROC_NULL, rank - 1, rank == 0)

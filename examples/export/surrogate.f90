@@ -1,6 +1,6 @@
 ! Call the exported model of examples/surrogate.py:
 !
-!   gfortran $(paceline export --show-build-flags fortran) examples/export/surrogate.f90 -o run/surrogate-call
+!   gfortran -J run $(paceline export --show-build-flags fortran) examples/export/surrogate.f90 -o run/surrogate-call
 !   run/surrogate-call run/surrogate.paceline
 program surrogate
   use, intrinsic :: iso_c_binding, only: c_float, c_double
