@@ -66,7 +66,7 @@ def test_standstill_is_reported_with_rank_step_and_waiting_ranks(tmp_path):
     (outlier,) = report.step_times.outliers
     assert (outlier.step, outlier.state, outlier.rank) == (7, "still", 2)
     assert outlier.longer_s == pytest.approx(5)
-    assert cause(outlier) == "rank 2 stood still"
+    assert cause(outlier, report) == "rank 2 stood still"
     assert outliers(report) == []  # not reported a second time
     assert report.stalled == []
     assert sentence(report.losses[0], report) == (
@@ -100,7 +100,7 @@ def test_stalled_exchange_is_reported_with_usual_duration(tmp_path):
     )
     (outlier,) = report.step_times.outliers
     assert (outlier.state, outlier.rank) == ("stalled", None)
-    assert cause(outlier) == "a collective stalled"
+    assert cause(outlier, report) == "a collective stalled"
     assert outliers(report) == []
 
 
