@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+from paceline.optim.rates import scale_learning_rate
 from paceline.record.hooks import script_options
+from paceline.world import restoring
 
 MAKERS = {
     "none": None,
@@ -230,3 +232,25 @@ def test_a_scheduler_that_is_made_after_loading_has_the_rate_of_the_script(kept,
     assert same.scheduler.base_lrs == [base]
     expected = [rate * own / 0.1 for rate in same.steps(5)]
     assert other.steps(5) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_rate_scaled_by_the_world_size_stays_reduced(kept):
+    def run(lr):
+        found = Run(None, lr)
+        scale_learning_rate(found.optimizer, reference_batch=8, global_batch=32)
+        return found
+
+    source = run(0.1)
+    source.optimizer.param_groups[0]["lr"] *= 0.1
+    for own, expected in ((0.1, 0.04), (0.2, 0.08)):
+        other = run(own)
+        other.load(source.save())
+        assert other.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_the_first_rate_is_no_option_of_another_optimizer(kept):
+    """A checkpoint of a trial is loaded by a newer PyTorch, without the hooks."""
+    state, optimizer = Run(None, 0.1).save()[0], Run(None, 0.1).optimizer
+    del optimizer.param_groups[0][script_options.FIRST_RATE]
+    del state["param_groups"][0]["nesterov"]
+    assert not restoring._optimizer_difference(optimizer, [[(2,)]], state)

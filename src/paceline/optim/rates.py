@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler
 
+from ..record.hooks.script_options import FIRST_RATE
+
 RULES = {"linear": float, "sqrt": math.sqrt}
 # Factor of the learning rate at step t of n, with a warm-up of w steps.
 DECAYS: dict[str, Callable[[int, int, int], float]] = {
@@ -89,8 +91,9 @@ def scale_learning_rate(
     factor = RULES[rule](global_batch / reference_batch)
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * factor
-        if "initial_lr" in group:
-            group["initial_lr"] = group["initial_lr"] * factor
+        for name in ("initial_lr", FIRST_RATE):
+            if name in group:
+                group[name] = group[name] * factor
     if decay is not None and steps is not None:
         start = 1 / factor if factor > 1 else 1.0
         return LambdaLR(optimizer, WarmupAndDecay(start, warmup, steps, decay))

@@ -19,12 +19,13 @@ from ..optim.gradients import parameters_of
 from ..parallel.offload import placed_on_host
 from ..parallel.strategy.model_state import OwnedState, Shape, WholeModel, WholeOptimizer
 from ..plurals import counted
+from ..record.hooks.script_options import FIRST_RATE
 
 MAX_SHOWN_DIFFERENCES = 3
 
 # Keys of a parameter group that schedulers add, or that every group has
 _NOT_OF_OPTIMIZERS = {"params", "param_names", "initial_lr", "max_lr", "min_lr"} | {
-    *("max_momentum", "base_momentum"),
+    *("max_momentum", "base_momentum", FIRST_RATE),
 }
 # States of PyTorch's optimizers with the shape of the parameter
 _LIKE_PARAMETERS = {"exp_avg", "exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "sum"}

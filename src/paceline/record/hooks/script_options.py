@@ -65,7 +65,7 @@ def _storing_rate(add: Callable[..., Any]) -> Callable[..., Any]:
         result = add(self, *args, **options)
         group = self.param_groups[-1]
         if "lr" in group:
-            group[FIRST_RATE] = float(group["lr"])
+            group.setdefault(FIRST_RATE, float(group["lr"]))
         return result
 
     return add_param_group
