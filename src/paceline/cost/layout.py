@@ -157,6 +157,7 @@ class Layout:
         axes, *options = re.split(r"\s+\+\s+", text.strip())
         values: dict[str, object] = {}
         try:
+            _check_separators(axes, *(one for one in options if not one.startswith("rule:")))
             for name, value in (*_parse_axes(axes), *_parse_options(options)):
                 if name in values:
                     raise ValueError(f"{name} is given twice. HINT: leave one out")
@@ -247,6 +248,15 @@ class Layout:
         )
 
 
+def _check_separators(*parts: str) -> None:
+    wrong = next((part for part in parts if re.search("[,;+]", part)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{wrong!r} has another separator than those of a layout. HINT: ' x ' between axes, "
+            "and ' + ' before each option: 'dp2 x pp2 + schedule=gpipe + micro-batches=4'"
+        )
+
+
 def _parse_axes(text: str) -> Iterator[tuple[str, object]]:
     """Yield the fields of "dp2 x zero1/host"."""
     for part in re.split(r"\s*[x*]\s*", text.strip()):
@@ -261,11 +271,6 @@ def _parse_axes(text: str) -> Iterator[tuple[str, object]]:
         elif found := re.fullmatch(rf"({'|'.join(AXIS_WORDS)})([0-9]*)", part):
             yield found[1], _number(found[2]) if found[2] else None
         else:
-            if re.search("[,;+]", part):
-                raise ValueError(
-                    f"{part!r} is no axis. HINT: ' x ' between axes and ' + ' before options, such "
-                    "as 'dp2 x pp2 + micro-batches=4'"
-                )
             near = difflib.get_close_matches(part, _KEYWORDS, n=1, cutoff=0.0)
             known = "dp, zero1 to zero3, tp, pp, h, w and d with their extents, or data"
             raise ValueError(f"{part!r} is no axis; the axes are {known}. HINT: {near[0]!r}")
@@ -309,7 +314,8 @@ def _check_extent(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_EXTENT:
         raise ValueError(
-            f"{name} must be a number from 1 to {MAX_EXTENT:,}; this is {value!r}. HINT: {name}2"
+            f"{name} must be a number from 1 to {MAX_EXTENT:,}; this is {value!r}. HINT: "
+            f"{name}{'=' if name in _OPTIONS else ''}2"
         )
 
 

@@ -72,6 +72,11 @@ def keeps_a_loss(model, x):
     return x
 
 
+def counts(model, x):
+    model.cfg.scale += 1
+    return x
+
+
 def distribute(world, between, options="", prepare=None, model=None):
     torch.manual_seed(1)
     model = Four(between) if model is None else model(between)
@@ -116,6 +121,7 @@ def errors(*args, **options):
         (needs_gradient, "sets an attribute of a tensor outside of a module"),
         (keeps_a_queue, "changes queue .*once for each micro-batch.*micro-batches=1"),
         (averages, "changes queue .*once for each micro-batch"),
+        (counts, r"changes self\.cfg"),
         (lambda model, x: x * np.random.rand(), r"draws from numpy.random outside of a module"),
         (keeps_a_loss, "replaces the attribute aux by a tensor with a gradient"),
     ],
@@ -258,3 +264,35 @@ def test_a_loss_with_parameters_of_the_last_stage_is_explained():
 
     found = thread_ranks.run(train, outcomes=True)
     assert "the loss uses the parameter d.weight beside the outputs" in str(found[1])
+
+
+def scaled(model, x):
+    return x * model.cfg.scale * model.beta
+
+
+def test_a_configuration_that_the_script_changes_is_followed():
+    def train(world):
+        model, optimizer, one = distribute(world, scaled)
+        found = []
+        for scale in (1.0, 3.0):
+            model.cfg.scale = one.cfg.scale = scale
+            loss = world.forward_backward(model, X, Y, loss=F.cross_entropy)
+            torch.testing.assert_close(loss, F.cross_entropy(one(X), Y))
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    first, second = thread_ranks.run(train)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_tensors_and_hooks_that_change_after_distribute_are_refused():
+    changed = {
+        "needs beta as it was": lambda model: setattr(model, "beta", torch.tensor(3.0)),
+        "needs hooks as it was": lambda model: model.module.register_forward_hook(
+            lambda module, inputs, out: out * 2
+        ),
+    }
+    for text, change in changed.items():
+        assert text in errors(scaled, change=change)

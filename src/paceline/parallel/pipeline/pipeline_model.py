@@ -92,7 +92,7 @@ def _loss_key(loss: Loss) -> Any:
     code = getattr(loss, "__code__", None)
     if code is None:
         return loss
-    options: Any = {"defaults": loss.__defaults__, **(loss.__kwdefaults__ or {})}  # type: ignore[attr-defined]
+    options: Any = {"defaults": loss.__defaults__, **(loss.__kwdefaults__ or {})}
     simple = repr(
         {
             k: v
@@ -339,14 +339,15 @@ class PipelineModel(DistributedModel):
             if len(sizes) > 1:
                 for plan in plans.values():
                     self._check_changes(plan)
-        *times, is_weighted = self._agree(plans, sizes, is_weighted)
+        busy, whole, is_weighted = self._agree(plans, sizes, is_weighted)
         self._is_first_step = False
-        self._balance.add(*times, len(sizes))  # type: ignore[arg-type]
+        self._balance.add(busy, whole, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
                 self._buffers.broadcast()
         key = _loss_key(step.loss)
-        whole = None if key in self._compared or len(sizes) == 1 else (step.targets,)
+        is_new = key not in self._compared and len(sizes) > 1
+        whole_targets = (step.targets,) if is_new else None
         # how much a micro-batch counts is known after the forwards of all
         each = [plans[size] for size in sizes]
         batch = Batch(
@@ -356,7 +357,7 @@ class PipelineModel(DistributedModel):
             each,
             self.schedule,
             forwards_first=is_weighted,
-            whole_targets=whole,
+            whole_targets=whole_targets,
         )
         with step.backward(None):
             tied = [p for _, of in self._tie_groups for p in of]

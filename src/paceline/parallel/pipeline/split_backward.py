@@ -42,7 +42,8 @@ class SplitBackward:
     def of_inputs(self, parameters: Iterator[nn.Parameter]) -> None:
         """Compute the gradients of the leaves; a stage without any computes all of them later."""
         given = self._gradients or [None] * len(self._outputs)
-        reaching, others = [], []
+        reaching: list[tuple[torch.Tensor, Any]] = []
+        others: list[tuple[torch.Tensor, Any]] = []
         for pair in zip(self._outputs, given, strict=True):
             (reaching if self._reaches_leaf(pair[0]) else others).append(pair)
         if not reaching:

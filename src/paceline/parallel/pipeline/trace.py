@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...data.sampling.sample_order import preserve_random_states
+from ..attributes import SIMPLE, Content, contents
 from ..fake_tensors import READS_VALUES, OneFakeMode
 from ..placement import empty_as
 from .atoms import Atoms, tensors_by_name
@@ -178,18 +179,17 @@ class Skeleton:
             for name in self._modules
             if name not in atoms.names and not name.startswith(inside)
         ]
+        self._before = {name: contents(model.get_submodule(name)) for name in self._glue}
+        self._originals = [dict(vars(m)) for m in model.modules()]  # keeps the ids valid
         self.by_name = {ref.key: memo[id(named[ref.key])] for ref in self._refs.values()}
 
     def modes(self, model: nn.Module) -> tuple[Any, ...]:
         """Return what decides, beside its inputs, what the traced forward does.
 
-        That are the modes and the simple attributes of the modules that are no atoms.
+        That are the modes, attributes and hooks of the modules that are no atoms.
         """
-        found = []
-        for name in self._glue:
-            attributes = _simple_attributes(model.get_submodule(name))
-            found.append(tuple((k, repr(v)) for k, v in attributes.items()))
-        return tuple(found)
+        memo: dict[int, Content] = {}
+        return tuple(tuple(contents(model.get_submodule(n), memo).items()) for n in self._glue)
 
     def trace(self, model: nn.Module, inputs: Any) -> Trace:
         """Trace a forward with the modes of a model.
@@ -203,7 +203,10 @@ class Skeleton:
         for name, module in model.named_modules(remove_duplicate=False):
             self._modules[name].training = module.training
         for name in self._glue:
-            self._modules[name].__dict__.update(_simple_attributes(model.get_submodule(name)))
+            try:
+                self._follow(name, model.get_submodule(name))
+            except _TraceError as error:
+                raise ValueError(error.text(type(model).__name__)) from None
         flat, spec = tree_flatten(inputs)
         _check_leaves(flat)
         with preserve_random_states(), self.mode, FlopCounterMode(display=False) as flops:
@@ -222,6 +225,17 @@ class Skeleton:
             except Exception as error:  # of any code of the user's model
                 raise ValueError(_explain(error, type(model).__name__)) from error
 
+    def _follow(self, name: str, live: nn.Module) -> None:
+        """Give a module of the copy the attributes that a script may have changed."""
+        before = self._before[name]
+        for key, content in contents(live).items():
+            if content.is_plain:
+                self._modules[name].__dict__[key] = copy.deepcopy(vars(live)[key])
+            elif content != before.get(key):
+                full = f"{name}.{key}".removeprefix(".")
+                what = f"needs {full} as it was in world.distribute, and it has changed"
+                raise _TraceError(what, "", "change it before world.distribute")
+
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Restore the attributes of the copy; raise _TraceError for a change that would be lost.
@@ -232,6 +246,7 @@ class Skeleton:
             (m, dict(vars(m)), dict(m._parameters), dict(m._buffers))
             for m in self._modules.values()
         ]
+        contained = {name: contents(self._modules[name]) for name in self._glue}
         try:
             yield
             of_names = dict(zip(self._modules, before, strict=True))
@@ -243,7 +258,8 @@ class Skeleton:
                 if attributes.get(key) is not value
             }
             for name in self._glue:
-                self._check_unchanged(*of_names[name])
+                module, _, *tensors = of_names[name]
+                self._check_unchanged(module, contained[name], *tensors)
         finally:
             for module, attributes, parameters, buffers in before:
                 module.__dict__.clear()
@@ -252,14 +268,14 @@ class Skeleton:
                 module._buffers.update(buffers)
 
     def _check_unchanged(
-        self, module: nn.Module, attributes: Any, parameters: Any, buffers: Any
+        self, module: nn.Module, before: Any, parameters: Any, buffers: Any
     ) -> None:
         for key, value in {**parameters, **buffers}.items():
             if module._parameters.get(key, module._buffers.get(key)) is not value:
                 hint = f"self.{key}.copy_(...), or assign it inside of a module"
                 raise _TraceError(f"assigns self.{key}", "", hint)
-        for key, value in _simple_attributes(module).items():
-            if key not in attributes or attributes[key] != value:
+        for key, content in contents(module).items():
+            if content.is_plain and content != before.get(key):
                 hint = "change attributes outside of the forward, or inside of a module"
                 raise _TraceError(f"changes self.{key}", "", hint)
 
@@ -491,23 +507,7 @@ def _states_of_others() -> dict[str, Any]:
     return states
 
 
-MAX_ITEMS = 64  # of a list that is compared in each step
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-_LEAVES = (*_SIMPLE, torch.Tensor, torch.dtype, torch.device)
-
-
-def _simple_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are numbers or texts, or lists or tuples of them."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, _SIMPLE)
-        or (
-            isinstance(value, (list, tuple))
-            and len(value) <= MAX_ITEMS
-            and all(isinstance(one, _SIMPLE) for one in value)
-        )
-    }
+_LEAVES = (*SIMPLE, torch.Tensor, torch.dtype, torch.device)
 
 
 def _check_leaves(leaves: list[Any]) -> None:
