@@ -1,6 +1,7 @@
 """Small trainings in tensor layouts, on threads: each equals one process, or is refused."""
 
 from collections import deque
+from textwrap import dedent
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import thread_ranks
 import torch
 import torch.nn.functional as F  # noqa: N812
+from test_tensor_models import MODELS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -224,3 +226,35 @@ def test_a_reentrant_checkpoint_is_refused():
 )
 def test_three_ranks_and_sharded_states(layout):
     check(lambda: Net(Block()), layout)
+
+
+@pytest.mark.parametrize("name", ["Transformer", "ResNet", "Language"])
+def test_models_with_rules_on_two_ranks(name):
+    space = {}
+    exec(dedent(MODELS), space)
+
+    def train(world=None):
+        torch.manual_seed(5)
+        model = space[name]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(0, 32, (4, 6))
+        if world is not None:
+            layout = Layout(tp=2, rules=space["RULES"][name])
+            model, optimizer = world.distribute(model, optimizer, layout=layout)
+        found = []
+        for step in range(2):
+            torch.manual_seed(step)
+            loss = F.cross_entropy(model(tokens), tokens.roll(-1, 1).flatten())
+            if world is None:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                world.backward(loss)
+                world.step(optimizer)
+            found.append(float(loss.detach()))
+        return found
+
+    expected = train()
+    for found in thread_ranks.run(train):
+        assert found == pytest.approx(expected, rel=1e-5)
