@@ -28,7 +28,7 @@ def discover_hosts(script: str) -> list[Host]:
     """
     name = f"--host-discovery-script {script}"
     try:
-        output, code = _run(program_command(script))
+        output, code = _run(script)
     except OSError as error:
         raise ValueError(f"{name} can't be started: {_why_not(script, error)}") from None
     except subprocess.TimeoutExpired:
@@ -50,15 +50,17 @@ def discover_hosts(script: str) -> list[Host]:
         raise ValueError(f"{name} printed {str(mistake).removeprefix('-H ')}") from None
 
 
-def _run(command: list[str]) -> tuple[bytes, int]:
-    """Return the output of a command and its exit code. More than MAX_OUTPUT_BYTES end it.
+def _run(script: str) -> tuple[bytes, int]:
+    """Return the output of the script and its exit code. More than MAX_OUTPUT_BYTES end it.
 
     Raises:
         OSError: It can't be started.
         subprocess.TimeoutExpired: It takes longer than MAX_SECONDS.
     """
     until = time.monotonic() + MAX_SECONDS
-    started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    started = subprocess.Popen(
+        program_command(script), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
     with started as process, selectors.DefaultSelector() as selector:
         assert process.stdout is not None
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -66,7 +68,7 @@ def _run(command: list[str]) -> tuple[bytes, int]:
         try:
             while len(output) <= MAX_OUTPUT_BYTES:
                 if not selector.select(max(until - time.monotonic(), 0.0)):
-                    raise subprocess.TimeoutExpired(command, MAX_SECONDS)
+                    raise subprocess.TimeoutExpired(script, MAX_SECONDS)
                 data = os.read(process.stdout.fileno(), 1 << 16)
                 if not data:
                     return bytes(output), process.wait(max(until - time.monotonic(), 0.0))
