@@ -146,7 +146,7 @@ def test_a_checkpoint_moves_between_layouts_and_the_record_knows_the_axis(tmp_pa
     for epochs, (layout, count) in enumerate(
         [
             ("dp1 x tp2", 2),
-            ("dp2 x zero1", 2),
+            ("dp2 x zero1 x tp2", 4),
             ("dp1 x tp4", 4),
             ("dp2 x zero3 x tp2", 4),
             ("data", 1),
