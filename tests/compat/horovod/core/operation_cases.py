@@ -759,6 +759,13 @@ def gather_of_scalars_is_an_error(rank, size):
 
 
 @case
+def values_that_are_no_tensors_are_errors(rank, size):
+    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        raises(ValueError, "is not a tensor", call, [1, 2])
+    raises(ValueError, "is not a tensor", hvd.broadcast, "text", 0)
+
+
+@case
 def duplicate_name_in_flight(rank, size):
     if size == 1:
         return

@@ -138,7 +138,7 @@ def _run(
     function: Any, start: Start, arguments: tuple[Any, ...], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Run an operation; through autograd if a tensor needs a gradient."""
-    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+    if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in tensors):
         return list(function.apply(start, *arguments, *tensors))
     return list(_results(lambda: start(*tensors)))
 
