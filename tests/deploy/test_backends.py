@@ -52,8 +52,8 @@ def test_several_symbolic_sizes(tmp_path, onnx):
 
 @pytest.mark.long
 def test_float64_is_refused_where_onnx_runtime_lacks_an_operator(tmp_path, onnx):
+    layer = nn.Sequential(nn.Conv2d(3, 2, 3))
     with pytest.raises(ExportError, match=r"onnxruntime: ONNX Runtime: .*Conv"):
-        layer = nn.Sequential(nn.Conv2d(3, 2, 3))
         export(layer, tmp_path / "m", "x: float64[batch,3,8,8]", backends=["onnxruntime"])
 
 
