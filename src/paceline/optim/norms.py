@@ -257,7 +257,7 @@ class GlobalStatistics(torch.autograd.Function):
         exchange: Exchange,
         counts: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        exact = _wide(values)
+        exact = wide(values)
         mean, variance, samples = _statistics(exact, exchange, counts)
         if samples.device.type == "cpu" and samples <= 1:  # a GPU is not waited for
             raise ValueError(
@@ -280,15 +280,15 @@ class GlobalStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         values, weight, mean, inverse = ctx.saved_tensors
-        exact, wide = _wide(grad), _wide(values)
+        exact, given = wide(grad), wide(values)
         # This rank's part of the parameters' gradients: the optimizer combines those of all ranks.
-        of_weight, of_bias = channel_sums(exact, wide, mean, inverse)
+        of_weight, of_bias = channel_sums(exact, given, mean, inverse)
         of_values = None
         if ctx.needs_input_grad[0]:
             sums = ctx.exchange.sum(torch.stack([of_bias, of_weight])) / ctx.samples
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
             if ctx.counts:
-                found = wide - _along(mean, values)
+                found = given - _along(mean, values)
                 found.mul_(_along(-scale * inverse * sums[1], values))
                 found.addcmul_(exact, _along(scale, values)).add_(_along(-scale * sums[0], values))
             else:  # the statistics do not depend on this rank's samples
@@ -346,6 +346,6 @@ def _along(channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return channels.view(1, -1, *[1] * (values.dim() - 2))
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def wide(values: torch.Tensor) -> torch.Tensor:
     """Return 16-bit values as float32, in which sums are exact enough."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

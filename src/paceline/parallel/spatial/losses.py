@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
+from ...optim.norms import wide
 from .exchange import sum_over
 from .pointwise import aligned, merged_parts
-from .split_tensor import SplitTensor, first_split, handles, refused, wide
+from .split_tensor import SplitTensor, first_split, handles, refused
 
 _ELEMENTWISE = [
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
-from ...optim.norms import GlobalStatistics, channel_sums
+from ...optim.norms import GlobalStatistics, channel_sums, wide
 from .exchange import GroupExchange, sum_over, summed
 from .pointwise import (
     along,
@@ -18,7 +18,7 @@ from .pointwise import (
     parts_after_reduction,
     pointwise,
 )
-from .split_tensor import SplitTensor, handles, refused, wide
+from .split_tensor import SplitTensor, handles, refused
 
 
 @handles(torch.sum, torch.Tensor.sum, torch.mean, torch.Tensor.mean)
@@ -182,16 +182,18 @@ class _GroupStatistics(torch.autograd.Function):
         local, weight, mean, inverse = ctx.saved_tensors
         samples, channels = local.shape[:2]
         each = channels // ctx.groups
-        rows, wide = (_grouped(one, 1, samples * channels) for one in (local, gradient))
+        rows, given = (_grouped(one, 1, samples * channels) for one in (local, gradient))
         means, inverses = (one.repeat_interleave(each) for one in (mean, inverse))
-        of_weight, of_bias = channel_sums(wide, rows, means, inverses)  # of each sample and channel
+        of_weight, of_bias = channel_sums(
+            given, rows, means, inverses
+        )  # of each sample and channel
         weights = torch.ones_like(means) if weight is None else weight.repeat(samples)
         both = torch.stack([of_bias, of_weight]) * weights.to(means.dtype)
         sums = summed(both.view(2, -1, each).sum(2), ctx.group) / ctx.count
         shift, slope = sums.repeat_interleave(each, 1)
         found = rows - _of_rows(means)
         found.mul_(_of_rows(-inverses.square() * slope))
-        found.addcmul_(wide, _of_rows(weights * inverses)).add_(_of_rows(-inverses * shift))
+        found.addcmul_(given, _of_rows(weights * inverses)).add_(_of_rows(-inverses * shift))
         of_channels = [one.view(samples, channels).sum(0) for one in (of_weight, of_bias)]
         kind = gradient.dtype if weight is None else weight.dtype
         return (
@@ -208,8 +210,7 @@ def _of_rows(vector: torch.Tensor) -> torch.Tensor:
 
 def _grouped(values: torch.Tensor, samples: int, groups: int) -> torch.Tensor:
     """Return [samples, groups, rest]; 16-bit values as float32."""
-    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    return wide.reshape(samples, groups, wide.numel() // (samples * groups))
+    return wide(values).reshape(samples, groups, values.numel() // (samples * groups))
 
 
 def _of_channels(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

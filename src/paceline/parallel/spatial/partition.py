@@ -11,13 +11,10 @@ A *row* is an index along one divided dim: a row of pixels for the height, a col
 | outside, "circular" | modulo n |
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Rows = tuple[int, int]  # first row, and the one after the last
-
-NO_ROW = -1
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,6 @@ class Partition:
     def parts(self) -> list[Rows]:
         """Return the rows of each rank."""
         return [self.part(rank) for rank in range(self.ranks)]
-
-    def owner(self, row: int) -> int:
-        """Return the rank that holds a row."""
-        return bisect_right(self.bounds, row) - 1
 
     def scaled(self, rows: int) -> "Partition":
         """Return a partition of another number of rows with about the same borders."""

@@ -167,11 +167,6 @@ def _refuse_gradient(_: torch.Tensor) -> None:
     )
 
 
-def wide(values: torch.Tensor) -> torch.Tensor:
-    """Return 16-bit values as float32, in which sums neither overflow nor lose digits."""
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
 def _gathered(
     local: torch.Tensor, dim: int, partition: Partition, groups: SpatialGroups
 ) -> torch.Tensor:

@@ -303,15 +303,9 @@ def _sources(
     return (low, high) if low < high else (0, 0)
 
 
-_MAX_POOLS: dict[Any, int] = {}
-for _count, _names in {
-    1: ("max_pool1d",),
-    2: ("max_pool2d",),
-    3: ("max_pool3d",),
-}.items():
-    for _name in _names:
-        _MAX_POOLS[getattr(torch, _name)] = _count
-        _MAX_POOLS[getattr(F, _name)] = _count
+_MAX_POOLS = {
+    getattr(home, f"max_pool{count}d"): count for count in (1, 2, 3) for home in (torch, F)
+}
 
 
 @handles(*_MAX_POOLS)
