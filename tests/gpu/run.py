@@ -64,6 +64,7 @@ DIAGNOSED = ("input_stall", "nothing"), ("synchronization", "copy", "remedy"), (
 TESTS = (
     Group("training", "precision, loss scaling, equality with the CPU, non-finite values", 240),
     Group("layouts", "NCCL, DDP, FSDP2 on a mesh of one", 240),
+    Group("axes", "tensor, pipeline and spatial layouts: ranks as threads on one GPU", 240),
     Group("commands 1", "check, roofline, bench comm", 240, COMMANDS[0]),
     Group("commands 2", "verify, guard of the loss", 240, COMMANDS[1]),
     Group("diagnose 1", "paceline diagnose of planted faults", 240, DIAGNOSED[0]),

@@ -126,11 +126,12 @@ class Received:
         return self.is_done
 
 
-def run(function, ranks=2, *, seed=0, outcomes=False, **options):
+def run(function, ranks=2, *, seed=0, device="cpu", outcomes=False, **options):
     """Call ``function(world)`` on ranks, and return the results by rank.
 
     Args:
         seed, options: Those of ``paceline.init``.
+        device: Of all ranks: they share a GPU.
         outcomes: Return the exception of a rank in place of its result; else the first is raised.
             Ranks that waited for one that has failed have a SystemExit.
     """
@@ -143,7 +144,10 @@ def run(function, ranks=2, *, seed=0, outcomes=False, **options):
         try:
             with turn.taken():
                 dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-                found[rank] = function(_world(rank, ranks, seed, options))
+                # else the backwards of all ranks wait for each other in the GPU's one thread
+                torch.autograd.set_multithreading_enabled(device == "cpu")
+                options_of = {"seed": seed, "device": device, **options}
+                found[rank] = function(_world(rank, ranks, options_of))
         except BaseException as error:  # also of pytest.fail, and SystemExit
             found[rank] = error
         finally:
@@ -201,13 +205,13 @@ def alone(function, *, seed=0, **options):
     return run(function, 1, seed=seed, **options)[0]
 
 
-def _world(rank, ranks, seed, options):
-    variables = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+def _world(rank, ranks, options):
+    own = options["device"] == "cpu"  # ranks that share a GPU all have its number
+    places = {"LOCAL_RANK": rank if own else 0, "LOCAL_WORLD_SIZE": ranks if own else 1}
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, **places}
     with mock.patch.dict(os.environ, {name: str(n) for name, n in variables.items()}):
         given = {"precision": "fp32", "nonfinite": "raise", "replicas": "raise", **options}
-        return World(
-            seed=seed, device="cpu", record=False, progress=False, timeout=TIMEOUT_S, **given
-        )
+        return World(record=False, progress=False, timeout=TIMEOUT_S, **given)
 
 
 @contextlib.contextmanager
