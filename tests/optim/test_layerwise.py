@@ -1,5 +1,8 @@
 """LARS and LAMB equal the papers' formulas, alone and with sharded parameters."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +73,36 @@ def test_updates_equal_the_papers_formula_when_the_rate_changes(name):
         assert torch.equal(parameter.grad, of[-1])  # not changed by the step
 
 
+TIMM = json.loads(Path(__file__).with_name("timm_updates.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        (
+            "Lars",
+            lambda groups, lr, momentum, trust_coeff: LARS(groups, lr, momentum, 0, trust_coeff),
+        ),
+        ("Lamb", lambda groups, lr, betas, eps, max_grad_norm: LAMB(groups, lr, betas, eps)),
+    ],
+)
+def test_updates_equal_those_of_timm(name, make):
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.float64)
+
+    params = {key: nn.Parameter(tensor(value)) for key, value in TIMM["start"].items()}
+    groups = [{"params": [p], "weight_decay": TIMM["decays"][key]} for key, p in params.items()]
+    optimizer = make(groups, **TIMM["options"][name])
+    for gradients, expected in zip(TIMM["gradients"], TIMM[name], strict=True):
+        for key, parameter in params.items():
+            parameter.grad = tensor(gradients[key])
+        optimizer.step()
+        for key, parameter in params.items():  # timm's Lars adds 1e-8 to a norm
+            torch.testing.assert_close(
+                parameter.detach(), tensor(expected[key]), rtol=1e-7, atol=1e-9
+            )
+
+
 @pytest.mark.parametrize("kind", [LARS, LAMB])
 def test_state_is_saved_and_restored(kind):
     def train(steps, state=None):
@@ -117,6 +150,22 @@ def test_group_chooses_what_is_scaled():
             lambda: LAMB([nn.Parameter(torch.ones(2, 2))], 1.0, betas=(0.9, 1.5)),
             r"betas\[1\] must be .* 1.5",
         ),
+        (
+            lambda: LAMB([nn.Parameter(torch.ones(2, 2))], 1.0, betas=0.9),
+            r"betas must be two numbers; this is 0.9. HINT: .*betas=\(0.9, 0.999\)",
+        ),
+        (
+            lambda: LAMB([nn.Parameter(torch.ones(2, 2))], "0.1"),
+            "lr must be at least 0 and finite; this is '0.1'",
+        ),
+        (
+            lambda: LARS([{"params": [nn.Parameter(torch.ones(2, 2))], "momentum": -0.9}], 1.0),
+            "momentum must be .*this is -0.9",
+        ),
+        (
+            lambda: LARS([{"params": [nn.Parameter(torch.ones(2, 2))], "adapt": "no"}], 1.0),
+            "adapt must be True, False or None; this is 'no'",
+        ),
         (lambda: LAMB([nn.Parameter(torch.ones(9))], 0.1), "all 1 parameters are vectors.*HINT"),
     ],
 )
@@ -125,19 +174,34 @@ def test_bad_input_is_refused(make, message):
         make()
 
 
+@pytest.fixture
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def flattened(module, views):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=views)
+
+
+@pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("views", [False, True], ids=["flat", "use_orig_params"])
 def test_flattened_parameters_beside_others_are_refused(views):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        inner = FullyShardedDataParallel(
-            nn.Linear(3, 2), device_id=torch.device("cpu"), use_orig_params=views
-        )
-        model = nn.Sequential(nn.Linear(4, 3), inner)  # the first layer is not wrapped
-        count = len(list(inner.parameters()))
-        with pytest.raises(ValueError, match=rf"LARS: {count} of {count + 2} parameters.*HINT"):
-            LARS(model.parameters(), 0.1)
-    finally:
-        dist.destroy_process_group()
+    inner = flattened(nn.Linear(3, 2), views)
+    model = nn.Sequential(nn.Linear(4, 3), inner)  # the first layer is not wrapped
+    count = len(list(inner.parameters()))
+    with pytest.raises(ValueError, match=rf"LARS: {count} of {count + 2} parameters.*HINT"):
+        LARS(model.parameters(), 0.1)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_parameters_that_are_flattened_after_the_optimizer_is_made_are_refused():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = LAMB(model.parameters(), 0.1)
+    flattened(model, views=True)(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"LAMB: 4 of 4 parameters are vectors.*HINT"):
+        optimizer.step()
 
 
 def test_sparse_gradient_is_refused():

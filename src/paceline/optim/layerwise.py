@@ -1,14 +1,17 @@
 """LARS and LAMB: optimizers for large batches, with a learning rate for each layer.
 
 Both scale a layer's update to the norm of its parameters. The norm is that of the whole tensor, in
-all layouts: where ranks hold shards (``DTensor``), one small all-reduce adds their squares.
+all layouts: where ranks hold parts of it, one small all-reduce adds their squares.
 
 Where the papers leave a choice, these do the same as timm: a layer whose norm, or whose update's
-norm, is 0 is not scaled, and norms are not clipped.
+norm, is 0 is not scaled, and norms are not clipped. Layers without weight decay are scaled, too,
+for which timm needs ``always_adapt=True``.
 """
 
 import math
 from collections.abc import Callable
+from math import inf
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,28 +27,50 @@ class LayerwiseOptimizer(Optimizer):
     experiments, unless their parameter group has ``"adapt": True``; with ``False`` none is.
     """
 
+    _has_stepped = False
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._check_numbers(defaults)
         super().__init__(params, {**defaults, "adapt": None})
         self._check_layers()
 
-    @classmethod
-    def _check_numbers(cls, numbers: dict[str, Any]) -> None:
-        betas = numbers.get("betas", ())
-        below_1 = {f"betas[{i}]": beta for i, beta in enumerate(betas)}
-        if "momentum" in numbers:
-            below_1["momentum"] = numbers["momentum"]
-        each = {name: value for name, value in numbers.items() if name != "betas"} | below_1
-        for name, value in each.items():
-            if not 0 <= value < (1 if name in below_1 else float("inf")):
-                limit = "below 1" if name in below_1 else "finite"
-                raise ValueError(
-                    f"{cls.__name__}: {name} must be at least 0 and {limit}; this is {value}. "
-                    f"HINT: paceline.optim.{cls.__name__}(model.parameters(), lr=0.01)"
-                )
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own.
 
-    def _check_layers(self) -> None:
-        """Raise ValueError for a model whose layers a wrapper has flattened into vectors."""
+        Raises:
+            ValueError: An option is out of range.
+        """
+        self._check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        names = [name for name in self.defaults if name not in ("betas", "adapt")]
+        numbers = {name: options[name] for name in names}
+        if "betas" in self.defaults:
+            betas = options["betas"]
+            if not isinstance(betas, tuple | list) or len(betas) != 2:
+                raise self._error(f"betas must be two numbers; this is {betas!r}")
+            numbers |= {f"betas[{i}]": beta for i, beta in enumerate(betas)}
+        for name, value in numbers.items():
+            is_factor = name == "momentum" or name.startswith("betas")  # of the previous update
+            is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+            number = value.item() if is_scalar else value
+            if not isinstance(number, Real) or not 0 <= float(number) < (1 if is_factor else inf):
+                limit = "below 1" if is_factor else "finite"
+                raise self._error(f"{name} must be at least 0 and {limit}; this is {value!r}")
+        if options["adapt"] not in (None, True, False):
+            raise self._error(f"adapt must be True, False or None; this is {options['adapt']!r}")
+
+    def _error(self, reason: str) -> ValueError:
+        name = type(self).__name__
+        betas = ", betas=(0.9, 0.999)" if "betas" in self.defaults else ""
+        hint = f"paceline.optim.{name}(model.parameters(), lr=0.01{betas})"
+        return ValueError(f"{name}: {reason}. HINT: {hint}")
+
+    def _check_layers(self, is_new: bool = True) -> None:
+        """Raise ValueError for a model whose layers a wrapper has flattened into vectors.
+
+        is_new: Whether the optimizer is being made: later, it may hold vectors of a layout's stage.
+        """
         name = type(self).__name__
         parameters = [p for group in self.param_groups for p in group["params"]]
         chosen = all(group["adapt"] is not None for group in self.param_groups)
@@ -55,7 +80,7 @@ class LayerwiseOptimizer(Optimizer):
             for p in parameters
             if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False)
         ]
-        if flat or not (chosen or any(p.ndim > 1 for p in parameters)):
+        if flat or (is_new and not chosen and all(p.ndim < 2 for p in parameters)):
             vectors = f"{len(flat)} of" if flat else "all"
             raise ValueError(
                 f"{name}: {vectors} {len(parameters)} parameters are vectors, so that layers "
@@ -76,8 +101,11 @@ class LayerwiseOptimizer(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: A gradient is sparse.
+            ValueError: A gradient is sparse, or a wrapper has flattened the layers.
         """
+        if not self._has_stepped:  # a wrapper may have come after the optimizer
+            self._check_layers(is_new=False)
+            self._has_stepped = True
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Norms of whole tensors, of which ranks may hold shards (``DTensor``)."""
+"""Norms of whole tensors, of which ranks may hold shards (``DTensor``) or other parts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,13 +20,24 @@ def holds_shards(tensors: Iterable[torch.Tensor]) -> bool:
     return any(local_part(tensor) is not tensor for tensor in tensors)
 
 
+def note_part(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Note that a tensor, or what its shards form, is a part of a whole one.
+
+    Args:
+        group: The ranks that hold all parts, each once.
+    """
+    tensor._paceline_part_group = group  # type: ignore[attr-defined]
+
+
 def shard_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of ranks over which a tensor is sharded, one for each axis of its mesh."""
+    """Return the groups of ranks over which a tensor is divided, one for each axis."""
+    part_group = getattr(tensor, "_paceline_part_group", None)
+    own = () if part_group is None else (part_group,)
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
-        return ()
+        return own
     placements = tensor.placements  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(i) for i, p in enumerate(placements) if _is_shard(p))
+    return (*(mesh.get_group(i) for i, p in enumerate(placements) if _is_shard(p)), *own)
 
 
 def _is_shard(placement: Any) -> bool:
@@ -43,7 +54,7 @@ def whole_norms(
 
     Args:
         tensors: Floating-point tensors, at least one, which may be ``DTensor``s of any mesh.
-        sharded_as: Tensors that say how ``tensors`` are sharded, if those are local parts.
+        sharded_as: Tensors that say how ``tensors`` are divided, if those are local parts.
 
     Returns:
         float64 tensor [len(tensors)] on the device of the first one, equal on all ranks.

@@ -20,7 +20,7 @@ from .sharded.replication import broadcast_model
 from .sharded.strategy import FullySharded
 from .spatial.strategy import SpatialParallel
 from .strategy.distributed_model import DistributedModel
-from .strategy.divided_optimizer import check_divided
+from .strategy.divided_optimizer import check_divided, note_parts
 from .strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from .tensor.strategy import TensorParallel
 
@@ -107,6 +107,8 @@ def distribute_model(
         distributed = strategy.apply(distributed, optimizer)
     if is_later:
         forget_recordings()
-    if optimizer is not None and request.layout.divided_axes:
-        check_divided(distributed, optimizer)
+    if request.layout.divided_axes:
+        note_parts(distributed, request.mesh)
+        if optimizer is not None:
+            check_divided(distributed, optimizer)
     return distributed

@@ -28,6 +28,7 @@ from ..cost.layout import AXIS_WORDS, Layout
 from ..plurals import Places, named_ranks
 
 DATA = "data"
+STAGE = "stage"
 TENSOR = "tensor"
 AXES = tuple(AXIS_WORDS.values())
 MODEL_AXES = tuple(axis for axis in AXES if axis != DATA)

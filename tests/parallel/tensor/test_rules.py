@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from paceline.optim import LAMB
 from paceline.parallel.tensor.optimizer_check import check_steps_of_pieces
 from paceline.parallel.tensor.rules_found import find_rules
 from paceline.parallel.tensor.rules_given import kinds_from_rules
@@ -182,11 +183,14 @@ def test_optimizers_of_single_elements():
         before = str(optimizer.state_dict())
         check_steps_of_pieces(optimizer)
         assert str(optimizer.state_dict()) == before
-    from paceline.optim import LAMB
+    check_steps_of_pieces(LAMB([weight], lr=0.1))
+
+    class Derived(LAMB):
+        pass
 
     for optimizer in (
         torch.optim.Adafactor([weight]),
-        LAMB([weight], lr=0.1),
+        Derived([weight], lr=0.1),
         torch.optim.LBFGS([weight]),
     ):
         with pytest.raises(ValueError, match=r"can't train a model that is divided .*HINT: an opt"):

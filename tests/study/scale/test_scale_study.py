@@ -145,6 +145,27 @@ def test_failure_at_one_size_does_not_end_the_others(tmp_path, runs):
     assert runs.order.count("n4-b256") == 3
 
 
+def test_failure_of_one_of_several_runs_is_told(tmp_path, runs):
+    run_one = runs.run_one
+
+    def fails_later(setup, plan):
+        runs.failing = {2} if len(runs.order) >= 3 else set()
+        return run_one(setup, plan)
+
+    runs.run_one = fails_later
+    found = run_study(study(tmp_path), StudyListener()).study
+    (point,) = [one for one in found.of_kind(WEAK) if one.ranks == 2]
+    assert (len(point.runs), point.failed_runs, point.failure) == (1, 1, "")
+    told = [note for note in found.notes if "failed" in note]
+    assert any(
+        note.startswith("1 of 2 runs on 2 ranks with a global batch of 128 failed (Runtime")
+        for note in told
+    )
+    folder = tmp_path / "study"
+    assert f"HINT: rm -r {folder}/runs/n2-b128-1, then paceline scale --con" in "".join(told)
+    assert not any("--minutes N" in note for note in found.notes)  # it would repeat nothing
+
+
 def test_study_to_a_target_trains_each_seed_until_it_ends(tmp_path, runs):
     runs.noise = {"n2-b64": [1.0, 1.5]}  # noise asks for no further runs
     folder = study(tmp_path, until="accuracy>=0.9", seeds=2, minutes=2.0)
@@ -246,7 +267,9 @@ def test_other_precisions_are_refused(text):
 
 
 def test_sizes_are_sorted_and_checked():
-    assert parse_sizes("4,1,2,2") == [1, 2, 4]
+    assert parse_sizes("4,1, 2") == [1, 2, 4]
+    with pytest.raises(ValueError, match=r"-n '2,1,2': a size is given more than .*HINT: -n 1,2$"):
+        parse_sizes("2,1,2")
     for text in (None, "", "1,,2", "0,1", "1-4", "99999999"):
         with pytest.raises(ValueError, match="HINT"):
             parse_sizes(text)

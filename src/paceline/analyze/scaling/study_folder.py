@@ -125,7 +125,7 @@ def read_study(folder: Path) -> ScalingStudy:
         sorted(points, key=lambda point: (point.kind, point.ranks)),
         runs,
         predictions,
-        [*map(printable, stored.notes), *notes, *study_notes(name, stored.request, points)],
+        [*map(printable, stored.notes), *notes, *study_notes(name, stored.request, points, runs)],
     )
 
 

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from ...plurals import counted
+from ...security.text import printable
 from .derived import throughput
-from .study_model import MAX_REPEATS, RunFigures, SizePoint, StudyRequest
+from .study_model import MAX_REPEATS, RunFigures, SizePoint, StudyRequest, StudyRun
 
 OTHER_CORES = 0.25  # mean number of cores that other processes use, from which on it is said
 CLOCK_DROP = 0.1  # of the mean clock frequency of a run below that of the fastest run
@@ -25,13 +26,21 @@ def noise_of(points: Sequence[SizePoint]) -> float | None:
     return math.sqrt(squares / degrees) if degrees >= MIN_NOISE_DEGREES else None
 
 
-def study_notes(folder: str, request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
-    """Return the notes on what was measured until now. folder: That of the study."""
+def study_notes(
+    folder: str, request: StudyRequest, points: Sequence[SizePoint], ended: Sequence[StudyRun]
+) -> list[str]:
+    """Return the notes on what was measured until now.
+
+    Args:
+        folder: That of the study.
+        ended: All runs that ended, also failed ones.
+    """
     runs = [run for point in points for run in point.figures]
     if not runs:
         return []
     return [
         *_on_schedule(request),
+        *_on_failures(folder, points, ended),
         *_on_noise(folder, request, points),
         *_on_machine(runs),
         *_on_threads(points),
@@ -54,6 +63,23 @@ def _on_schedule(request: StudyRequest) -> list[str]:
     return notes
 
 
+def _on_failures(folder: str, points: Sequence[SizePoint], ended: Sequence[StudyRun]) -> list[str]:
+    """Return the failures at sizes that have figures of other runs."""
+    notes = []
+    for setup, good in {one.setup: len(one.runs) for one in points if one.runs}.items():
+        failed = [run for run in ended if run.setup == setup and run.figures is None]
+        if failed:
+            words = printable(failed[0].failure.strip().partition("\n")[0]) or "no reason is known"
+            size = f"{counted(setup.ranks, 'rank')} with a global batch of {setup.global_batch:,}"
+            run, study = (shlex.quote(one) for one in (f"{folder}/{failed[0].folder}", folder))
+            notes.append(
+                f"{len(failed)} of {counted(good + len(failed), 'run')} on {size} failed ({words}):"
+                " the figures are those of the others, and the size is not repeated. HINT: rm -r "
+                f"{run}, then paceline scale --continue {study}"
+            )
+    return notes
+
+
 def _on_noise(folder: str, request: StudyRequest, points: Sequence[SizePoint]) -> list[str]:
     notes = []
     noise = noise_of(points)
@@ -68,7 +94,11 @@ def _on_noise(folder: str, request: StudyRequest, points: Sequence[SizePoint]) -
         if (rate := throughput(point)) is not None and rate.precision > request.precision
     ]
     noisy = [one for one in unsure if len(one[0].figures) >= MAX_REPEATS]
-    few = [one for one in unsure if len(one[0].figures) < MAX_REPEATS]
+    few = [
+        one
+        for one in unsure
+        if len(one[0].figures) < MAX_REPEATS and not one[0].failed_runs  # which are not repeated
+    ]
     asked = f"--precision {100 * request.precision:g}%"
     if noisy:
         worst = math.ceil(100 * max(precision for _, precision in noisy))

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from ...cost.layout import Layout
 from ...plurals import counted
+from ..mesh import STAGE
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest
 from .atoms import Atoms, tensor_names, tensors_by_name
-from .executor import STAGE
 from .partition import Partition, divide, units_of_modules, units_of_trace
 from .pipeline_model import PipelineModel
 from .schedules import DEFAULT, MICRO_BATCHES_OF_STAGE, chunks_of, idle_share

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...record.ring.recorder import now
 from ...record.ring.states import State
-from ..mesh import Mesh
+from ..mesh import STAGE, Mesh
 from ..strategy.training_step import TrainingStep
 from .deferred_norms import DeferredNorms
 from .lanes import Lane
@@ -19,8 +19,6 @@ from .schedules import SCHEDULES, Action, chunks_of
 from .split_backward import SplitBackward
 from .stage_plan import ForwardPlan, Wire
 from .stage_runner import Activations, StageModule, check_loss, run_backward, run_forward
-
-STAGE = "stage"
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...cost.layout import Layout
-from ..mesh import Mesh
+from ..mesh import STAGE, Mesh
 from ..placement import empty_as
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.training_step import Loss, TrainingStep
 from .atoms import tensor_names
 from .deferred_norms import DeferredNorms, is_deferred
-from .executor import STAGE, Batch, Executor
+from .executor import Batch, Executor
 from .gradient_exchange import reduce_gradients
 from .micro_batches import check_count, samples_of, sizes_of, split
 from .partition import Partition

@@ -13,7 +13,7 @@ DEFAULT_SEEDS = 3
 
 
 def parse_sizes(text: str | None) -> list[int]:
-    """Return the sizes of ``-n``, ascending and each once.
+    """Return the sizes of ``-n``, ascending.
 
     Raises:
         ValueError: They are missing or not valid.
@@ -23,7 +23,10 @@ def parse_sizes(text: str | None) -> list[int]:
     words = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d{0,6}", word.strip()) for word in words):
         raise ValueError(f"-n {text!r}: sizes are numbers of ranks. HINT: -n 1,2,4,8")
-    sizes = sorted({int(word) for word in words})
+    sizes = sorted(set(map(int, words)))
+    if len(sizes) < len(words):
+        once = ",".join(map(str, sizes))
+        raise ValueError(f"-n {text!r}: a size is given more than once. HINT: -n {once}")
     if sizes[-1] > MAX_RANKS or len(sizes) > MAX_SIZES:
         raise ValueError(
             f"-n {text!r}: at most {MAX_SIZES} sizes of at most {MAX_RANKS:,} ranks. HINT: -n 1,2,4"
