@@ -37,6 +37,8 @@ SCRIPT = """
         "encoder.linear2": "row", "encoder.norm*": "sequence", "lstm": "column", "out": "column",
     }
     known = paceline.Layout.parse(layout)
+    if known.zero:
+        del rules["encoder.norm*"]
     rules = rules if known.tp > 1 else {}
     layout = paceline.Layout(dp=known.dp, zero=known.zero, tp=known.tp, rules=rules)
     model = Net()

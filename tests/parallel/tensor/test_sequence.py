@@ -119,3 +119,11 @@ def test_tokens_that_can_not_be_divided_are_whole_and_said(capsys):
     line = next(one for one in said if "blocks.0.norm1 ('sequence')" in one)
     assert "gets the shape (4, 5, 8), whose dim 1 of 3 can't be divided by 2 ranks" in line
     assert "HINT: sequences padded to a multiple of 2" in line
+
+
+def test_sharded_layouts_are_refused():
+    layout = Layout(tp=2, zero=3, rules=RULES | SEQUENCE)
+    tokens = torch.zeros(4, 4, dtype=torch.int64)
+    for error in thread_ranks.run(lambda world: train(tokens, world, layout), 2, outcomes=True):
+        assert "'sequence' together with zero3 is not implemented" in str(error)
+        assert "HINT: a layout without zero" in str(error)

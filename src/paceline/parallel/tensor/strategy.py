@@ -55,6 +55,13 @@ class TensorParallel(ParallelStrategy):
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
         else:
             self._found = find_rules(model, ranks)
+        tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
+        if layout.zero and tokens is not None:
+            raise ValueError(
+                f"world.distribute: rules: {tokens!r}: 'sequence' together with zero{layout.zero} "
+                "is not implemented: blocks of a sharded model exchange whole tensors. HINT: a "
+                "layout without zero, or rules without 'sequence'"
+            )
         if not self._found.kinds:
             raise ValueError(f"world.distribute: {self._nothing(model)}")
         if optimizer is not None:
