@@ -71,7 +71,7 @@ def test_plan_is_printed_without_a_gpu():
     assert "make gpu needs a GPU" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if " s  " in line]
     counts = [int(row[row.index("240") - 1]) for row in rows if "measurement:" not in row]
-    assert len(counts) == 14
+    assert len(counts) == 15
     assert f"{sum(counts)} tests." in done.stdout  # each in one group
     assert all(counts)
     assert "at most 8 minutes" in done.stdout

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 from .record.hooks.import_hooks import after_import as _after_import
 from .version import __version__ as __version__
 
-__all__ = ["BatchSchedule", "Layout", "World", "from_rank_0", "init", "per_rank"]
+__all__ = ["BatchSchedule", "Layout", "World", "divide_dims", "from_rank_0", "init", "per_rank"]
 
 if TYPE_CHECKING:
     from . import tune as tune
     from .cost.layout import Layout
-    from .world import BatchSchedule, World, from_rank_0, init, per_rank
+    from .world import BatchSchedule, World, divide_dims, from_rank_0, init, per_rank
 
 
 def _register_backend(c10d: Any) -> None:

@@ -59,7 +59,9 @@ PREAMBLES = {
     world = paceline.init(progress=False)
     layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
     mlp = torch.nn.Sequential(*layers)
-    block = torch.nn.ModuleDict({"mlp": mlp})
+    attention = {"qkv": torch.nn.Linear(4, 12), "out": torch.nn.Linear(4, 4)}
+    block = torch.nn.ModuleDict({"mlp": mlp, "attention": torch.nn.ModuleDict(attention)})
+    block["norm1"] = torch.nn.LayerNorm(4)
     blocks, head = torch.nn.ModuleList([block]), torch.nn.Linear(4, 2)
     model = torch.nn.ModuleDict({"blocks": blocks, "head": head})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ them.
 from .edits import EDITS
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
+from .layouts.tensor import TENSOR
 from .sharded import SHARDED
 from .value_types import ON, Choice, LayoutText, Range
 
@@ -444,5 +445,6 @@ KNOBS: dict[str, Knob] = {
         effort=3,
     ),
     **SHARDED,
+    **TENSOR,
     **EDITS,
 }

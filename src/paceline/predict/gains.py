@@ -13,7 +13,7 @@ from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
-from . import sharded
+from . import sharded, tensor
 from .edits import edit_line, edit_operators, edit_script
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
@@ -385,4 +385,6 @@ GAINS: dict[str, PredictSaving] = {
     "sharded-keep-gathered": sharded.keep_gathered,
     "sharded-blocks": sharded.other_blocks,
     "data-parallel": sharded.data_parallel,
+    "tensor-axis": tensor.smaller_axis,
+    "sequence-split": tensor.split_sequence,
 }

@@ -24,6 +24,7 @@ from ..optim.rates import RULES, scale_learning_rate
 from ..parallel.memory import out_of_memory
 from ..parallel.mesh import Mesh
 from ..parallel.strategy.training_step import Loss
+from ..parallel.tensor.named_dims import divide_dims as divide_dims
 from ..plurals import counted
 from ..record.attach import release_recorder
 from ..record.hooks import error_messages

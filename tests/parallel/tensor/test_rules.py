@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from paceline import divide_dims
 from paceline.optim import LAMB
 from paceline.parallel.tensor.optimizer_check import check_steps_of_pieces
 from paceline.parallel.tensor.rules_found import find_rules
@@ -145,9 +146,9 @@ def test_a_whole_name_is_preferred_to_a_pattern():
     [
         ({"layer.0": "column"}, "'layer.0' matches no module. HINT: 'layers.0'"),
         ({"layers.0": "colum"}, "has the kind 'colum'; .* HINT: 'layers.0': 'column'"),
-        ({"layers.0": "sequence"}, "'sequence' is not implemented yet. HINT: 'replicate'"),
+        ({"layers.0": "sequence"}, "a Linear, which has no kind 'sequence'. HINT: 'column' or"),
         ({"layers.0": "heads"}, "a Linear, which has no kind 'heads'. HINT: 'column' or 'row' or"),
-        ({"norm": "column"}, "a LayerNorm, which has no kind 'column'. HINT: 'replicate'"),
+        ({"norm": "column"}, "a LayerNorm, which has no kind 'column'. HINT: 'sequence' or"),
         (
             {"*.1": "column", "layers.1*": "row"},
             r"layers.1 matches '\*.1' \(column\) and 'layers.1\*' \(row\). HINT: a rule with its",
@@ -169,6 +170,48 @@ def test_a_whole_name_is_preferred_to_a_pattern():
 def test_wrong_rules(rules, message):
     with pytest.raises(ValueError, match=f"^world.distribute: rules: .*{message}"):
         kinds_from_rules(MODEL, list(rules.items()), 4)
+
+
+DIMS = {
+    "layers.0": "hidden width",
+    "layers.1": "width hidden",
+    "attention": "heads",
+    "conv": "out in",
+    "bag": "words features",
+}
+
+
+def test_named_dims_on_the_tensor_axis_are_rules():
+    rules = divide_dims(MODEL, DIMS, "batch:data; hidden:tensor; heads:tensor")
+    assert rules == {"layers.0": "column", "layers.1": "row", "attention": "heads"}
+    assert divide_dims(MODEL, DIMS, "width:tp, features:tp") == {
+        "layers.0": "row",
+        "layers.1": "column",
+        "bag": "column",
+    }
+    assert divide_dims(MODEL, DIMS, "out:tensor") == {"conv": "channels"}
+    blocks = {"layers.0": "3*head width", "layers.1": "width _"}
+    assert divide_dims(MODEL, blocks, "head:tensor") == {"layers.0": "column-3"}
+
+
+@pytest.mark.parametrize(
+    ("dims", "axes", "message"),
+    [
+        (DIMS, "hiden:tensor", "no weight has a dim 'hiden'. HINT: hidden:tensor"),
+        (DIMS, "hidden:tensors", "'hidden:tensors' names no dim and axis. HINT: hidden:tensor"),
+        (DIMS, "hidden:data", "'hidden' can't lie on the axis data. HINT: hidden:tensor"),
+        (DIMS, "batch:tensor", "'batch' can't lie on the axis tensor. HINT: batch:data"),
+        (DIMS, "hidden:tensor, width:tensor", "layers.0 has two divided dims, hidden and width"),
+        (DIMS | {"layers.1": "hidden width"}, "hidden:tensor", "'hidden' has 6 elements in layers"),
+        ({"layer.0": "a b"}, "a:tensor", "'layer.0' matches no layer. HINT: 'layers.0'"),
+        ({"layers.0": "a b c"}, "a:tensor", "layers.0 is a Linear, .* 3 names are too many"),
+        ({"layers.0": "a-b"}, "a:tensor", "'a-b' is no name of a dim. HINT: 'hidden width'"),
+        ({"conv": "a b k"}, "k:tensor", "dim 2 .'k'. of conv can't be divided"),
+    ],
+)
+def test_wrong_dims(dims, axes, message):
+    with pytest.raises(ValueError, match=f"^paceline.divide_dims: .*{message}"):
+        divide_dims(MODEL, dims, axes)
 
 
 def test_names_become_patterns():

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tensor_threads import on_threads
 
-from paceline.parallel.tensor import operations
+from paceline.parallel.tensor import rules
 from paceline.parallel.tensor.rules.shapes import moved_split
 from paceline.parallel.tensor.split_tensor import SplitTensor
 from paceline.parallel.tensor.splits import Split
 
-assert operations.RULES_OF
+assert rules.RULES_OF
 
 
 class Of:

@@ -139,6 +139,21 @@ def losses(done):
     return {line.partition("LOSS ")[2] for line in done.stdout.splitlines() if "LOSS" in line}
 
 
+def check_record(report, layout, count):
+    """Everything is matched, and the axes add up to what the ranks lost."""
+    assert report["unmatched"] == 0
+    assert report["missing_ranks"] == []
+    assert not any("add up" in doubt for doubt in report["doubts"])
+    axes = {axis["name"]: axis for axis in report["axes"]}
+    assert axes["tensor"]["extent"] == Layout.parse(layout).tp
+    assert axes["tensor"]["groups"] * axes["tensor"]["extent"] == count
+    assert ("data" in axes) == ("dp2" in layout)
+    assert axes["tensor"]["bytes_per_step"] > 0
+    for kind in ("wait", "transfer"):
+        of_ranks = sum(rank[kind] for rank in report["states"]) / count
+        assert sum(axis[kind] for axis in axes.values()) == pytest.approx(of_ranks, abs=1e-9)
+
+
 def test_a_checkpoint_moves_between_layouts_and_the_record_knows_the_axis(tmp_path):
     script = ranks.write(tmp_path, MOVED)
     alone = losses(ranks.run(script, "data", 5, "alone", ranks=1, launcher="python"))
@@ -157,6 +172,8 @@ def test_a_checkpoint_moves_between_layouts_and_the_record_knows_the_axis(tmp_pa
         launcher = report if count > 1 else "python"
         done = ranks.run(script, layout, epochs, "moved", ranks=count, launcher=launcher)
         found |= losses(done)
+        if count > 1:
+            check_record(json.loads((tmp_path / f"{epochs}.json").read_text()), layout, count)
     rounded = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in found}
     for line in alone:
         epoch, _, value = line.rpartition(" ")

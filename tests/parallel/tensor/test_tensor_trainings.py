@@ -214,10 +214,17 @@ def test_three_ranks():
     check(lambda: Net(Block()), Layout(tp=3, rules=RULES))
 
 
+# sizes that three ranks divide
+FOR_THREE = (("(16, 4", "(24, 3"), ("16", "24"), ("32", "36"), ("8", "12"))
+
+
+@pytest.mark.parametrize(("ranks", "has_rules"), [(2, True), (2, False), (3, True), (4, False)])
 @pytest.mark.parametrize("name", ["Transformer", "ResNet", "Language"])
-def test_models_with_rules_on_two_ranks(name):
-    space = {}
-    exec(dedent(MODELS), space)
+def test_models_with_and_without_rules(name, ranks, has_rules):
+    text, space = dedent(MODELS), {}
+    for old, new in FOR_THREE if ranks == 3 else ():
+        text = text.replace(old, new)
+    exec(text, space)
 
     def train(world=None):
         torch.manual_seed(5)
@@ -225,7 +232,7 @@ def test_models_with_rules_on_two_ranks(name):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tokens = torch.randint(0, 32, (4, 6))
         if world is not None:
-            layout = Layout(tp=2, rules=space["RULES"][name])
+            layout = Layout(tp=ranks, rules=space["RULES"][name] if has_rules else {})
             model, optimizer = world.distribute(model, optimizer, layout=layout)
         found = []
         for step in range(2):
@@ -242,5 +249,5 @@ def test_models_with_rules_on_two_ranks(name):
         return found
 
     expected = train()
-    for found in thread_ranks.run(train):
+    for found in thread_ranks.run(train, ranks):
         assert found == pytest.approx(expected, rel=1e-5)

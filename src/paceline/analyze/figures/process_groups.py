@@ -7,6 +7,7 @@ import numpy as np
 
 from ...record.ring.states import POINT_TO_POINT_OPS, Op
 from ..records.match_collectives import MatchedCommunication, split_by_record
+from ..records.mesh_places import axes_of_groups
 from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
 from .measured_window import MeasuredWindow
@@ -53,6 +54,7 @@ class Group:
         wait, transfer: Blocked in communication of the group.
         hidden: Communication of the group in flight while the rank was not blocked (overlap).
         load_balance: mean(b) / max(b) over the members.
+        axis: The axes of the mesh along which its ranks differ: "tensor"; "" where that is unknown.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Group:
     hidden: float
     load_balance: float
     collectives: list[Collective]
+    axis: str = ""
 
 
 def group_figures(m: MeasuredWindow) -> list[Group]:
@@ -72,6 +75,7 @@ def group_figures(m: MeasuredWindow) -> list[Group]:
     kernels whose collective is not known are a group of their own.
     """
     result = []
+    axes = axes_of_groups(m.records)
     members_of: dict[str, dict[int, int]] = {name: {} for name in m.matched.groups}
     for i, record in enumerate(m.records):
         for group in record.meta.get("groups", {}).values():
@@ -99,6 +103,7 @@ def group_figures(m: MeasuredWindow) -> list[Group]:
                 *whole,
                 sum(times) / len(times) / max(times) if max(times) else 1.0,
                 _collective_figures(part, size, len(members), whole),
+                axes.get(name, ""),
             )
         )
     return result

@@ -35,6 +35,7 @@ from ..records.state_timeline import (
 from ..sharding.block_exchange import ShardedBlock, measure_blocks
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
+from .mesh_axes import MeshAxis, axes_add_up, axis_figures
 from .noise_scale import NoiseScale, noise_scale_of
 from .pop import Efficiencies, busy_ns, efficiencies
 from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
@@ -127,6 +128,7 @@ class Report:
     slowest_real: bool | None = None
     # of each rank along the axes of the mesh; empty where "data" is the only one
     mesh: dict[int, dict[str, int]] = field(default_factory=dict)
+    axes: list[MeshAxis] = field(default_factory=list)  # of the mesh; empty where "data" is alone
 
     def named(self, ranks: Sequence[int], host: str = "") -> str:
         """Format ranks with the place in the mesh that they share, and their host."""
@@ -241,7 +243,15 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
     if m is None or axis is None:
         names = ("window_s", "samples_per_s", "efficiencies", "slowest_rank", "slowest_excess")
         lists = ["states", "hidden", "groups", "ranges", "losses", "waited_for"]
-        lists += ["stood_still", "stalled", "background", "starved_in", "other_threads", "blocks"]
+        lists += [
+            "stood_still",
+            "stalled",
+            "background",
+            "starved_in",
+            "other_threads",
+            "blocks",
+            "axes",
+        ]
         nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
         nothing |= {"samples": 0}
         return nothing | {name: [] for name in lists}
@@ -268,6 +278,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "slowest_excess": times[slowest] / mean - 1 if slowest is not None and mean else None,
         "slowest_real": is_slowest(times_by_range(m, BUSY_STATES)),
         "groups": groups,
+        "axes": axis_figures(m, groups),
         "blocks": measure_blocks(m.records, m.matched, m.blocked, m.within),
         "ranges": _range_efficiencies(m),
         "losses": m.losses,
@@ -286,7 +297,8 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
 def _tables_add_up(m: MeasuredWindow, figures: dict[str, Any]) -> bool:
     """Return whether losses and groups add up to the states; a damaged record may prevent it."""
     groups = groups_add_up(figures["groups"], figures["states"])
-    return groups and losses_add_up(m.losses, m.efficiencies)
+    axes = axes_add_up(figures["axes"], figures["states"])
+    return groups and axes and losses_add_up(m.losses, m.efficiencies)
 
 
 def _range_efficiencies(m: MeasuredWindow) -> list[StepRange]:

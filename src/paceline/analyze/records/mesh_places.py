@@ -14,3 +14,12 @@ def mesh_places(records: Iterable[Record]) -> dict[int, dict[str, int]]:
             names = [axis for axis, _ in mesh["axes"]]
             found[record.rank] = dict(zip(names, mesh["place"], strict=True))
     return found
+
+
+def axes_of_groups(records: Iterable[Record]) -> dict[str, str]:
+    """Return the axes of each process group of a mesh by its name: "tensor (data 0) #3"."""
+    labels: dict[str, str] = {}
+    for record in records:
+        own = record.meta.get("mesh", {}).get("groups", {})
+        labels |= {f"{label} #{name}": label.partition(" (")[0] for name, label in own.items()}
+    return labels

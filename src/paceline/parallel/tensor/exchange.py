@@ -1,8 +1,9 @@
 """Exchange between the ranks of the tensor axis, in forward and backward.
 
 A plain tensor has the same value on all ranks of the axis, and so has its gradient. A split tensor
-and its gradient are divided alike. These four functions convert between them (Megatron-LM, arXiv
-1909.08053, calls the first two f and g); each one is the backward of another one.
+and its gradient are divided alike. These functions convert between them (Megatron-LM, arXiv
+1909.08053 and 2205.05198, calls the first two f and g, the last two g and its conjugate of sequence
+parallelism); each one is the backward of another one.
 
 | function | forward | backward |
 | --- | --- | --- |
@@ -10,6 +11,8 @@ and its gradient are divided alike. These four functions convert between them (M
 | ``total`` | all-reduce | nothing |
 | ``gathered`` | all-gather | the rank's piece |
 | ``scattered`` | the rank's piece | all-gather |
+| ``shared_whole`` | all-gather | reduce-scatter |
+| ``total_piece`` | reduce-scatter | all-gather |
 """
 
 from typing import Any
@@ -21,6 +24,7 @@ from .splits import Split
 
 # the name of newer versions of PyTorch
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TensorAxis:
@@ -30,7 +34,11 @@ class TensorAxis:
         group: Their process group.
         rank: The position of this rank.
         size: Number of ranks.
+        token_dim: The dim along which sums of linear layers and embeddings are divided instead of
+            being given to all ranks ("sequence"); None: they are not divided.
     """
+
+    token_dim: int | None = None
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -40,6 +48,14 @@ class TensorAxis:
         """Return the sum over all ranks."""
         found = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(found, group=self.group)
+        return found
+
+    def sum_piece(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
+        """Return this rank's piece of the sum over all ranks."""
+        each = [split.cut(tensor, rank, self.size) for rank in range(self.size)]
+        sent = torch.stack(each)
+        found = sent.new_empty(sent.shape[1:])
+        _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
         return found
 
     def pieces(self, local: torch.Tensor) -> list[torch.Tensor]:
@@ -96,6 +112,28 @@ class _Scattered(torch.autograd.Function):
         return _apply(_Gathered, gradient, ctx.split, ctx.axis), None, None
 
 
+class _SharedWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+        ctx.split, ctx.axis = split, axis
+        return split.join(axis.pieces(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_TotalPiece, gradient, ctx.split, ctx.axis), None, None
+
+
+class _TotalPiece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+        ctx.split, ctx.axis = split, axis
+        return axis.sum_piece(x, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _apply(_SharedWhole, gradient, ctx.split, ctx.axis), None, None
+
+
 def _apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
@@ -135,4 +173,16 @@ def scattered(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
     if not _records(x):
         return split.cut(x, axis.rank, axis.size)
     found: torch.Tensor = _apply(_Scattered, x, split, axis)
+    return found
+
+
+def shared_whole(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+    """Return the whole tensor for operations with pieces; its gradient is summed over the ranks."""
+    found: torch.Tensor = _apply(_SharedWhole, x, split, axis)
+    return found
+
+
+def total_piece(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
+    """Return this rank's piece of the sum of the ranks' tensors."""
+    found: torch.Tensor = _apply(_TotalPiece, x, split, axis)
     return found

@@ -13,6 +13,7 @@ from .splits import Split
 
 Splits = dict[str, Split]
 REPLICATE = "replicate"
+SEQUENCE = "sequence"
 
 
 class DivisionError(ValueError):
@@ -90,6 +91,10 @@ def _hidden_units(layer: nn.RNNBase, ranks: int, blocks: int) -> Splits:
     return {name: Split(0, gates_of(layer)) for of in weight_names(layer) for name in of}
 
 
+def _tokens(layer: nn.Module, ranks: int, blocks: int) -> Splits:
+    return {}  # it computes with a part of the tokens, and holds everything
+
+
 # by the class of a layer: its kinds
 KINDS: list[tuple[type[nn.Module], dict[str, Callable[..., Splits]]]] = [
     (nn.MultiheadAttention, {"heads": _heads}),
@@ -99,8 +104,12 @@ KINDS: list[tuple[type[nn.Module], dict[str, Callable[..., Splits]]]] = [
     (_ConvNd, {"channels": _out_channels, "row": _in_channels}),
     (nn.GroupNorm, {"channels": _group_channels}),
     (_NormBase, {"channels": _norm_channels}),
+    *(
+        (kind, {SEQUENCE: _tokens})
+        for kind in (nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd)
+    ),
 ]
-ALL_KINDS = ("column", "row", "vocabulary", "channels", "heads", REPLICATE)
+ALL_KINDS = ("column", "row", "vocabulary", "channels", "heads", SEQUENCE, REPLICATE)
 
 
 def kinds_of(layer: nn.Module) -> list[str]:

@@ -43,8 +43,6 @@ def _check_kind(pattern: str, kind: str) -> None:
     try:
         parse_kind(kind)
     except ValueError:
-        if kind.startswith("sequence"):
-            raise _error(f"{pattern!r}: 'sequence' is not implemented yet", "'replicate'") from None
         near = difflib.get_close_matches(kind, ALL_KINDS, n=1, cutoff=0.0)[0]
         raise _error(
             f"{pattern!r} has the kind {kind!r}; the kinds are {', '.join(ALL_KINDS)}",

@@ -91,6 +91,20 @@ class SplitTensor(torch.Tensor):
         """Return the whole tensor. Collective."""
         return exchange.gathered(self.local, self.division, self.axis)
 
+    def shared(self) -> torch.Tensor:
+        """Return the whole tensor for operations with pieces of other ones. Collective.
+
+        Its gradient is a sum over the ranks. Several operations get the same tensor.
+        """
+        known = self.__dict__.get("_shared_whole")
+        version = None if self.local.is_inference() else self.local._version
+        now = (version, torch.is_grad_enabled())
+        if known is None or known[0] != now:
+            known = now, exchange.shared_whole(self.local, self.division, self.axis)
+            self._shared_whole = known
+        found: torch.Tensor = known[1]
+        return found
+
     @classmethod
     def _plainly(cls, *call: Any) -> Any:
         """Call a function as PyTorch does without rules."""

@@ -10,14 +10,15 @@ from ...cost.layout import AXIS_WORDS, Layout
 from ...plurals import counted
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import operations as operations  # registers the rules
+from . import rules as rules  # registers them
 from .exchange import TensorAxis
-from .kinds import parse_kind, splits_of
+from .kinds import SEQUENCE, parse_kind, splits_of
 from .names import note_names
 from .optimizer_check import check_steps_of_pieces
 from .parameters import Views, cut_states, divide_module
 from .rules_found import FoundRules, find_rules
 from .rules_given import kinds_from_rules
+from .sequence import TOKEN_DIM, divide_tokens
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel
 
@@ -54,6 +55,13 @@ class TensorParallel(ParallelStrategy):
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
         else:
             self._found = find_rules(model, ranks)
+        tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
+        if layout.zero and tokens is not None:
+            raise ValueError(
+                f"world.distribute: rules: {tokens!r}: 'sequence' together with zero{layout.zero} "
+                "is not implemented: blocks of a sharded model exchange whole tensors. HINT: a "
+                "layout without zero, or rules without 'sequence'"
+            )
         if not self._found.kinds:
             raise ValueError(f"world.distribute: {self._nothing(model)}")
         if optimizer is not None:
@@ -91,6 +99,10 @@ class TensorParallel(ParallelStrategy):
         note_names(module)
         for owner, own_splits in by_module.items():
             divide_module(owner, own_splits, views)
+        for name, kind in self._found.kinds.items():
+            if kind == SEQUENCE:
+                axis.token_dim = TOKEN_DIM
+                divide_tokens(module.get_submodule(name), name, views, self.request.say)
         if optimizer is not None:
             cut_states(optimizer, axis)
         after = sum(p.nbytes for p in module.parameters())

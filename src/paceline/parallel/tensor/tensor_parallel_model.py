@@ -1,19 +1,24 @@
 """A model whose layers are divided over the tensor axis, as the training loop sees it."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from ...record.hooks.phases import UncopiedHook
 from ..mesh import TENSOR, Mesh
 from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel, Part
 from ..strategy.parallel_strategy import DistributionRequest
+from ..strategy.training_step import TrainingStep
+from .comparison import Comparison
 from .model_comparison import ModelComparison, compare_model
 from .parameters import Views
-from .split_tensor import whole_outputs
+from .split_tensor import SplitTensor, watching, whole_outputs
 from .splits import Split
 
 
@@ -41,6 +46,9 @@ class TensorParallelModel(DistributedModel):
         self._request = request
         self._is_inside = False  # a forward, or a method that computes like it
         self._compared: set[bool] = set()  # training, evaluation
+        self._is_loss_compared = not request.compare
+        self._takes_parts = False  # the loss that follows
+        self._parts: SplitTensor | None = None  # outputs of which it takes the parts
         self._wrap(inner.module)
 
     @property
@@ -101,7 +109,36 @@ class TensorParallelModel(DistributedModel):
 
     def _after(self, _module: nn.Module, _args: Any, outputs: Any) -> Any:
         self._is_inside = False
+        if self._takes_parts and isinstance(outputs, SplitTensor):
+            self._parts = outputs
+            return outputs.local  # a plain tensor, for hooks of DDP and FSDP
         return whole_outputs(outputs)
+
+    def run_step(self, step: TrainingStep) -> torch.Tensor:
+        if not _computes_on_parts(step.loss) or _has_hooks(step.module, self.module):
+            return super().run_step(step)
+        self._takes_parts, self._parts = True, None
+        try:
+            outputs, parts = step.call(), self._parts
+        finally:
+            self._takes_parts, self._parts = False, None
+        if parts is not None:
+            outputs = SplitTensor.of(outputs, parts.division, parts.axis)
+        with self._comparing_loss():
+            mean, weight = step.loss_of(outputs)
+        with step.backward(mean):
+            step.scaled(mean, weight).backward()
+        return mean.detach()
+
+    @contextmanager
+    def _comparing_loss(self) -> Iterator[None]:
+        """Compare the first loss on parts with that of whole outputs."""
+        if self._is_loss_compared:
+            yield
+            return
+        self._is_loss_compared = True
+        with watching(Comparison()):
+            yield
 
     def _choosing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -132,6 +169,25 @@ class TensorParallelModel(DistributedModel):
         self._request.say(_summary(found, module.training))
 
 
+def _computes_on_parts(loss: Any) -> bool:
+    """Return whether a loss has a rule for outputs of which ranks hold parts.
+
+    Other ones are the script's: they may use outputs on single ranks, which then must be whole.
+    """
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    return function is F.cross_entropy or type(loss) is nn.CrossEntropyLoss
+
+
+def _has_hooks(*modules: nn.Module) -> bool:
+    """Return whether the script has hooks that see the outputs of a module, and expect all."""
+    hooks = [hook for module in modules for hook in module._forward_hooks.values()]
+    return any(
+        not isinstance(hook, UncopiedHook)
+        and not str(getattr(hook, "__module__", "")).startswith("torch.")
+        for hook in hooks
+    )
+
+
 def _summary(found: ModelComparison, is_training: bool) -> str:
     own = found.operations
     model = (
@@ -148,4 +204,6 @@ def _summary(found: ModelComparison, is_training: bool) -> str:
     lines = [f"  {place} needs whole tensors: {count:,} bytes" for place, count in places[:3]]
     if len(places) > 3:
         lines.append(f"  and {len(places) - 3} more such operations")
+    if places:
+        lines.append("  the rule 'replicate' for the layers that give these tensors avoids that")
     return "\n".join([text, *lines])

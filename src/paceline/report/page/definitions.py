@@ -94,6 +94,9 @@ DEFINITIONS = {
     "barrier": "The collective that every rank leaves after all ranks have entered it.",
     "group": "The ranks that take part in a collective. torch.distributed creates them. Shares are "
     "of the time of its ranks.",
+    "mesh axis": "The process groups along one axis of the layout, such as data or tensor. Its "
+    "efficiency is 1 minus its waits and transfers, as shares of all ranks' time: the product of "
+    "wait efficiency (1 minus waits) and transfer efficiency.",
     "count": "Number of calls of the collective in the window. A call of all ranks counts once.",
     "bytes": "Size of the whole vector, mean of all calls: the tensor of an all-reduce, the output "
     "of an all-gather, the input of a reduce-scatter.",

@@ -12,7 +12,12 @@ from ..sentences import cause, outliers, troubles
 from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
 from ..state_names import state_name
 from ..terminal import step_work
-from ..terminal.run_report import EFFICIENCY_TREE, MULTI_RANK_EFFICIENCIES
+from ..terminal.run_report import (
+    AXIS_HEADINGS,
+    EFFICIENCY_TREE,
+    MULTI_RANK_EFFICIENCIES,
+    axis_cells,
+)
 from ..verdict.of_run import verdict_of_run
 from . import captions
 from .roofline import chart
@@ -104,6 +109,8 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         if count
         else {},
         "charts_of": dict.fromkeys(("waiting", "pairs", "moments")) | charts,
+        "axis_headings": AXIS_HEADINGS,
+        "axis_rows": [(axis.name, *axis_cells(axis)) for axis in report.axes],
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
         "block_rows": [block_cells(block) for block in by_exposed_time(report)[:SHOWN_BLOCKS]],

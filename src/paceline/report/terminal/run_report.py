@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...analyze.figures.mesh_axes import MeshAxis
 from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
 from ...analyze.records.state_timeline import STATES
@@ -30,6 +31,10 @@ GOOD_EFFICIENCY = 0.8  # an efficiency from this value on is good (POP Centre of
 BAR_COLUMNS = 12
 SPARKLINE_BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_LISTED_GROUPS = 8
+AXIS_HEADINGS = (
+    *("axis", "ranks", "groups", "wait", "transfer", "hidden", "load balance", "wait eff."),
+    *("transfer eff.", "efficiency", "bytes a step"),
+)
 MAX_LISTED_KINDS = 4  # collectives of one group
 MAX_DESCRIBED_LOSSES = 3  # number of losses that are described in a sentence
 BACKGROUND, MIN_BACKGROUND = "background", 0.0005  # beside the states; the share that is shown
@@ -106,6 +111,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
                 _tree(report),
                 _efficiency_sparkline(report),
                 *_step_time_lines(report),
+                *_axes(report),
                 *_groups(report),
                 *_sharded_blocks(report),
             ]
@@ -258,6 +264,26 @@ def _step_time_lines(report: Report) -> list[Text]:
 
 def _uncapitalize(line: str) -> str:
     return line[0].lower() + line[1:]
+
+
+def _axes(report: Report) -> list[RenderableType]:
+    """Return the table of the axes of the mesh."""
+    if not report.axes:
+        return []
+    table = Table(box=None, pad_edge=False)
+    for heading in AXIS_HEADINGS:
+        table.add_column(heading, justify="left" if heading == AXIS_HEADINGS[0] else "right")
+    for axis in report.axes:
+        table.add_row(axis.name, *axis_cells(axis))
+    return [table, Text()]
+
+
+def axis_cells(axis: MeshAxis) -> list[str]:
+    """Return the cells of an axis, after its name."""
+    shares = (axis.wait, axis.transfer, axis.hidden, axis.load_balance)
+    efficiencies = (axis.wait_efficiency, axis.transfer_efficiency, axis.efficiency)
+    sent = "-" if axis.bytes_per_step is None else size(axis.bytes_per_step)
+    return [str(axis.extent), str(axis.groups), *map(percent, (*shares, *efficiencies)), sent]
 
 
 def _groups(report: Report) -> list[RenderableType]:

@@ -27,6 +27,7 @@ LOST_TO = {
     "metric-collectives": "collectives of metrics",
     "object-collectives": "exchanges of Python objects",
     "sharded-exchange": "gathers and reductions of sharded blocks",
+    "tensor-exchange": "exchange of activations on the tensor axis",
     "no-overlap": "gradient synchronization after the backward",
     "exchange-bandwidth": "communication limited by bandwidth",
     "uneven-data": "batches of different sizes",

@@ -10,6 +10,7 @@ from ..exchanged_calls import ExchangedCalls
 from ..gradient_sync import GradientSync
 from . import exchange_parts, sharded
 from .ranks import alternating, late_without_cores, noisy
+from .tensor import tensor_exchange
 
 MAX_OVERLAP = 0.1  # share of the exchange, below which it counts as exposed
 MIN_SYNCED_BACKWARDS = 1.5  # per optimizer step: then not only the last one synchronizes
@@ -39,6 +40,8 @@ def exchange(e: Evidence) -> NamedCause | None:
         return alternating(e)
     if calls.name == "barrier":
         return _barriers(e, calls)
+    if (said := tensor_exchange(e, group, calls, _figures(e, calls), _line_text(e))) is not None:
+        return said
     if (said := sharded.sharded_exchange(e, calls, _figures(e, calls))) is not None:
         return said
     g = e.gradients

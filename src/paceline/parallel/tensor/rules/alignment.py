@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..exchange import TensorAxis, scattered, shared
+from ..exchange import TensorAxis, scattered, shared, total, total_piece
 from ..split_tensor import SplitTensor, as_whole
 from ..splits import Split
 
@@ -24,6 +24,8 @@ def piece_at(value: torch.Tensor, dim: int | None, split: Split, axis: TensorAxi
     if isinstance(value, SplitTensor):
         if dim is not None and value.division == Split(dim, split.blocks):
             return value.local
+        if dim is None:
+            return value.shared()
         value = value.whole()
     return shared(value, axis) if dim is None else scattered(value, split.at(dim), axis)
 
@@ -41,3 +43,14 @@ def wrap(found: Any, split: Split, axis: TensorAxis) -> Any:
 def whole_of(values: dict[str, Any]) -> dict[str, Any]:
     """Return options with whole tensors."""
     return {name: as_whole(value) for name, value in values.items()}
+
+
+def summed(parts: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the sum of the ranks' tensors [batch, tokens, features].
+
+    With a division of tokens (``TensorAxis.token_dim``), each rank gets the sum for its tokens.
+    """
+    dim = axis.token_dim
+    if dim is None or parts.dim() != 3 or not Split(dim).divides(parts.shape[dim], axis.size):
+        return total(parts, axis)
+    return SplitTensor.of(total_piece(parts, Split(dim), axis), Split(dim), axis)

@@ -1,11 +1,14 @@
 """Attention: each rank computes its heads."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from ..exchange import TensorAxis
 from ..split_tensor import NO_RULE, SplitTensor, rule_for
 from .alignment import piece_at
 
@@ -103,8 +106,21 @@ def multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
         weights = None
     length, batch = query.shape[:2]
     out = out.permute(2, 0, 1, 3).reshape(length, batch, -1)
-    found = F.linear(out, given["out_proj_weight"], given.get("out_proj_bias"))
+    with _tokens_along(weight.axis, query):
+        found = F.linear(out, given["out_proj_weight"], given.get("out_proj_bias"))
     return found, weights
+
+
+@contextmanager
+def _tokens_along(axis: TensorAxis, query: Any) -> Iterator[None]:
+    """Divide tokens of a sum like those of the query, where sums are divided."""
+    before = axis.token_dim
+    if before is not None and isinstance(query, SplitTensor) and query.division.dim < 2:
+        axis.token_dim = query.division.dim
+    try:
+        yield
+    finally:
+        axis.token_dim = before
 
 
 def _attention_mask(given: dict[str, Any], query: Any, key: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..exchange import TensorAxis, total
 from ..split_tensor import NO_RULE, SplitTensor, named_functions, rule_for
 from ..splits import Split
-from .alignment import piece_at
+from .alignment import piece_at, summed
 
 Labels = Sequence[Hashable]
 
@@ -24,6 +24,7 @@ def contract(
     result: Labels,
     compute: Callable[..., torch.Tensor],
     fixed: Sequence[Hashable] = (),
+    add: Callable[[torch.Tensor, TensorAxis], torch.Tensor] = total,
 ) -> Any:
     """Compute a sum of products of pieces.
 
@@ -31,6 +32,7 @@ def contract(
         labels: Of each operand, the labels of its dims.
         result: Those of the result.
         fixed: Labels that can't be divided.
+        add: Adds the parts of ranks.
     """
     chosen = _chosen(operands, labels, fixed)
     if chosen is None:
@@ -48,22 +50,25 @@ def contract(
     found = compute(*pieces)
     if label in result:
         return SplitTensor.of(found, split.at(result.index(label)), axis)
-    return total(found, axis)
+    return add(found, axis)
 
 
 def _chosen(
     operands: Sequence[torch.Tensor], labels: Sequence[Labels], fixed: Sequence[Hashable]
 ) -> tuple[Hashable, Split, TensorAxis, int] | None:
-    """Return the label that is divided, that of the largest split operand, and its extent."""
-    found: list[tuple[int, Hashable, SplitTensor]] = []
+    """Return the label that is divided, and its extent.
+
+    It is that of features, because a weight is not gathered, else that of the largest operand.
+    """
+    found: list[tuple[bool, int, Hashable, SplitTensor]] = []
     for operand, own in zip(operands, labels, strict=True):
         if isinstance(operand, SplitTensor):
             label = own[operand.division.dim]
             if label not in fixed:
-                found.append((operand.numel(), label, operand))
+                found.append((label in _FEATURES, operand.numel(), label, operand))
     if not found:
         return None
-    _, label, operand = max(found, key=lambda one: one[0])
+    _, _, label, operand = max(found, key=lambda one: one[:2])
     return label, operand.division, operand.axis, operand.shape[operand.division.dim]
 
 
@@ -86,7 +91,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
         return NO_RULE
     batch = [("batch", i) for i in range(x.dim() - 1)]
     labels: list[Labels] = [(*batch, "in"), ("out", "in")]
-    return _with_bias((x, weight), labels, (*batch, "out"), bias, "out", F.linear, -1)
+    return _with_bias((x, weight), labels, (*batch, "out"), bias, "out", F.linear, -1, summed)
 
 
 def _with_bias(
@@ -97,13 +102,14 @@ def _with_bias(
     out: str,
     compute: Callable[..., torch.Tensor],
     dim: int,
+    add: Callable[[torch.Tensor, TensorAxis], torch.Tensor] = total,
 ) -> Any:
     """Compute a product and add the bias: once, where ranks have parts of the sum."""
     if bias is None:
-        return contract(operands, labels, result, compute, _FIXED)
+        return contract(operands, labels, result, compute, _FIXED, add)
     chosen = _chosen(operands, labels, _FIXED)
     if chosen is not None and chosen[0] not in result:
-        found = contract(operands, labels, result, compute, _FIXED)
+        found = contract(operands, labels, result, compute, _FIXED, add)
         if found is NO_RULE:
             return NO_RULE
         whole = bias.whole() if isinstance(bias, SplitTensor) else bias
@@ -113,6 +119,7 @@ def _with_bias(
     return contract((*operands, bias), [*labels, (out,)], result, compute, _FIXED)
 
 
+_FEATURES = ("in", "out")
 _FIXED = ("k0", "k1", "k2", "s0", "s1", "s2")
 
 
@@ -248,4 +255,4 @@ def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if padding is not None and rank * rows <= padding < (rank + 1) * rows:
         own_padding = padding - rank * rows
     found = F.embedding(here.where(is_own, 0), weight.local, own_padding, **options)
-    return total(found.where(is_own.unsqueeze(-1), 0), weight.axis)
+    return summed(found.where(is_own.unsqueeze(-1), 0), weight.axis)

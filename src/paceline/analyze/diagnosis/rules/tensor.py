@@ -1,0 +1,32 @@
+"""Rule for the exchange of activations between the ranks of a tensor axis."""
+
+from typing import Any
+
+from ....plurals import counted
+from ...figures.process_groups import Collective, Group
+from ..evidence import Evidence, NamedCause
+
+TENSOR = "tensor"  # the axis, as records name it
+
+
+def tensor_exchange(
+    e: Evidence, group: Group, calls: Collective, figures: dict[str, Any], line: str
+) -> NamedCause | None:
+    """Return the cause if the costliest group is one of a tensor axis.
+
+    Args:
+        figures: Those of the collective, which the evidence has as well.
+        line: Text of the line with most of the time; "" if it is unknown.
+    """
+    if group.axis != TENSOR:
+        return None
+    host = dict(zip(e.report.ranks, e.report.hosts, strict=True))
+    hosts = len({host[rank] for rank in group.ranks})
+    where = f" on {hosts} nodes" if hosts > 1 else ""
+    size = calls.bytes / max(calls.count, 1)
+    sentence = (
+        f"the {group.size} ranks{where} of the tensor axis exchange activations in each divided "
+        f"layer: {counted(calls.count / e.steps, 'call')} of {calls.name} per step with "
+        f"{size / 1e3:,.3g} kB each, which computing does not hide{line}"
+    )
+    return "tensor-exchange", sentence, figures | {"extent": group.size, "hosts": hosts}

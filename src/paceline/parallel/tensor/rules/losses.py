@@ -1,0 +1,116 @@
+"""Cross entropy of logits whose classes (vocabulary) are divided over the ranks.
+
+Each rank exchanges three numbers for each sample, and never gathers the logits.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from ..exchange import total
+from ..split_tensor import NO_RULE, SplitTensor, as_whole, rule_for
+from ..splits import Split
+from .alignment import piece_at
+
+_NAMES = (
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "label_smoothing",
+)
+
+
+@rule_for(F.cross_entropy)
+def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute the cross entropy of this rank's classes, and add those of all ranks."""
+    given = dict(zip(_NAMES, args, strict=False)) | kwargs
+    x, target, weight = given["input"], given["target"], as_whole(given.get("weight"))
+    reduction, smoothing = given.get("reduction", "mean"), given.get("label_smoothing", 0.0)
+    if not isinstance(x, SplitTensor) or isinstance(target, SplitTensor):
+        return NO_RULE
+    is_old = given.get("size_average") is not None or given.get("reduce") is not None
+    dim = 1 if x.dim() > 1 else 0
+    if x.division.dim != dim or x.division.blocks > 1 or is_old or not 0 <= smoothing <= 1:
+        return NO_RULE
+    if reduction not in ("none", "mean", "sum"):
+        return NO_RULE
+    terms = _Terms(x, dim, weight)
+    if target.is_floating_point():
+        if target.shape != x.shape:
+            return NO_RULE
+        losses, norm = terms.of_probabilities(target, smoothing), x.numel() / x.shape[dim]
+    else:
+        if target.shape != x.shape[:dim] + x.shape[dim + 1 :] or target.dtype is not torch.int64:
+            return NO_RULE
+        losses, norm = terms.of_classes(target, given.get("ignore_index", -100), smoothing)
+    if reduction != "none":
+        losses = losses.sum() / (norm if reduction == "mean" else 1)
+    return losses.to(terms.result_dtype)
+
+
+class _Terms:
+    """Sums over all classes, for each sample.
+
+    Attributes:
+        result_dtype: The dtype of PyTorch's result.
+    """
+
+    def __init__(self, x: SplitTensor, dim: int, weight: torch.Tensor | None) -> None:
+        local = x.local
+        is_autocast = torch.is_autocast_enabled(local.device.type)
+        computed = torch.promote_types(local.dtype, torch.float32)  # as PyTorch's kernels do
+        self.result_dtype = computed if is_autocast else local.dtype
+        self.local, self.dim, self.axis = local.to(computed), dim, x.axis
+        self.classes = x.shape[dim]
+        self.whole_weight = None if weight is None else weight.to(computed)
+        self.weight: torch.Tensor | None = None
+        if self.whole_weight is not None:
+            own = piece_at(self.whole_weight, 0, x.division, x.axis)
+            self.weight = own.view(-1, *(1,) * (x.dim() - 1 - dim))
+        largest = self.local.detach().amax(dim)
+        self.largest = torch.stack(x.axis.pieces(largest)).amax(0)
+
+    def _sums(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the logarithm of the sum of exponentials, and sums of the ranks' parts."""
+        exponentials = (self.local - self.largest.unsqueeze(self.dim)).exp().sum(self.dim)
+        sums, *others = total(torch.stack([exponentials, *parts]), self.axis).unbind()
+        return sums.log() + self.largest, *others
+
+    def of_classes(
+        self, target: torch.Tensor, ignored: int, smoothing: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of each sample, and by what a mean divides their sum."""
+        is_used = target != ignored
+        is_wrong = is_used & ((target < 0) | (target >= self.classes))
+        if target.device.type == "cpu" and bool(is_wrong.any()):
+            wrong = int(target[is_wrong][0])
+            raise IndexError(f"Target {wrong} is out of bounds ({self.classes} classes)")
+        own = target - self.axis.rank * self.local.shape[self.dim]
+        is_own = is_used & (own >= 0) & (own < self.local.shape[self.dim])
+        index = own.where(is_own, 0).unsqueeze(self.dim)
+        picked = self.local.gather(self.dim, index).squeeze(self.dim).where(is_own, 0)
+        weight: Any = 1.0
+        if self.whole_weight is not None:
+            weight = self.whole_weight[target.where(is_used & ~is_wrong, 0)]
+        if smoothing:
+            weighted = self.local if self.weight is None else self.local * self.weight
+            logarithm, chosen, spread = self._sums(picked, weighted.sum(self.dim))
+            whole = self.classes if self.whole_weight is None else self.whole_weight.sum()
+            spread = logarithm * whole - spread
+        else:
+            (logarithm, chosen), spread = self._sums(picked), torch.zeros(())
+        losses = (logarithm - chosen) * weight
+        if smoothing:
+            losses = losses * (1 - smoothing) + spread * (smoothing / self.classes)
+        losses = losses.where(is_used, 0).masked_fill(is_wrong, float("nan"))
+        return losses, (torch.ones_like(losses) * weight).where(is_used, 0).sum()
+
+    def of_probabilities(self, target: torch.Tensor, smoothing: float) -> torch.Tensor:
+        """Return the loss of each sample."""
+        wanted = target.to(self.local.dtype)
+        if smoothing:
+            wanted = wanted * (1 - smoothing) + smoothing / self.classes
+        own = piece_at(wanted, self.dim, Split(self.dim), self.axis)
+        own = own if self.weight is None else own * self.weight
+        parts = (own * self.local).sum(self.dim), own.sum(self.dim)
+        logarithm, product, mass = self._sums(*parts)
+        return logarithm * mass - product
