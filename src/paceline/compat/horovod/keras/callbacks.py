@@ -53,7 +53,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _send(self) -> None:
         optimizer = getattr(self.model, "optimizer", None)
         found = [*self.model.weights, *(getattr(optimizer, "variables", None) or ())]
-        new = [one for one in found if id(one) not in self._sent | self._local]
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        # Each rank has gradients of its own in them.
+        sums = {id(one) for one in getattr(inner, "_accumulated_gradients", ())}
+        new = [one for one in found if id(one) not in self._sent | self._local | sums]
         broadcast_variables(new, self.root_rank, self.process_set)
         self._sent |= {id(one) for one in new}
 

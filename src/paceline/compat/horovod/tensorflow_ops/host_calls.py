@@ -20,6 +20,7 @@ from ....record.ring.recorder import waiting_for_this_thread
 from .library import tf
 
 Function = Callable[..., Sequence[torch.Tensor]]
+ALIGNMENT = 64  # bytes; TensorFlow aborts at tensors that it finds unaligned
 _LAST = "_paceline_last_call"  # attribute of a graph: the operation of its last call
 _XLA = (
     "Horovod's operations can't be called from a function that XLA compiles for a device: XLA has "
@@ -43,8 +44,13 @@ def call_on_host(
             do not wait for other ranks.
 
     Raises:
-        ValueError: The call is in a function that XLA compiles.
+        ValueError: The call is in a function that XLA compiles, or a tensor has strings.
     """
+    if any(one.dtype == tf.string for one in inputs):
+        raise ValueError(
+            "tensors of strings can't be exchanged. HINT: hvd.broadcast_object or "
+            "hvd.allgather_object"
+        )
     if tf.executing_eagerly():
         results = function(*[from_tensorflow(one) for one in inputs])
         return [to_tensorflow(one) for one in results]
@@ -76,7 +82,7 @@ def specs_of(tensors: Sequence[Any]) -> list[Any]:
 def from_tensorflow(tensor: Any) -> torch.Tensor:
     """Return an eager tensor as one of torch in the same memory, where that is possible."""
     is_on_host = "GPU" not in tensor.device
-    if is_on_host and tensor.dtype not in (tf.bool, tf.string) and tensor.shape.num_elements():
+    if is_on_host and tensor.dtype != tf.bool and tensor.shape.num_elements():
         return torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
     return _from_array(tensor.numpy())
 
@@ -85,7 +91,10 @@ def to_tensorflow(tensor: torch.Tensor) -> Any:
     """Return a tensor of torch as an eager one in the same memory, where that is possible."""
     if tensor.dtype == torch.bool or not tensor.numel():
         return tf.constant(_to_array(tensor, _dtype_of(tensor)))
-    capsule: Any = torch.utils.dlpack.to_dlpack(tensor.detach().contiguous())
+    tensor = tensor.detach().contiguous()
+    if tensor.data_ptr() % ALIGNMENT:  # a part of another tensor
+        tensor = tensor.clone()
+    capsule: Any = torch.utils.dlpack.to_dlpack(tensor)
     return tf.experimental.dlpack.from_dlpack(capsule)
 
 
@@ -97,11 +106,6 @@ def _from_array(array: Any) -> torch.Tensor:
     array = np.ascontiguousarray(array).reshape(np.shape(array))
     if array.dtype == tf.bfloat16.as_numpy_dtype:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    if array.dtype == object:
-        raise ValueError(
-            "tensors of strings can't be exchanged. HINT: hvd.broadcast_object or "
-            "hvd.allgather_object"
-        )
     return torch.from_numpy(array)
 
 
