@@ -1,9 +1,9 @@
 """Which package ``import horovod`` finds in a rank: Horovod, or Paceline's implementation of it.
 
-A folder with a package ``horovod`` is added to ``sys.path``, from where processes that the script
-starts with ``multiprocessing`` inherit it. The package replaces itself with
-``paceline.compat.horovod``, or with Horovod if that is installed
-(``paceline/compat/horovod/import_alias.py``).
+A folder with the packages ``horovod`` and ``ddl`` is added to ``sys.path``, from where processes that the script
+starts with ``multiprocessing`` inherit it. Each package replaces itself with
+``paceline.compat.horovod`` or ``paceline.compat.ddl``, or with the library of this name if that is
+installed (``paceline/compat/horovod/import_alias.py``).
 """
 
 import importlib.machinery
@@ -31,14 +31,14 @@ def check_choice(choice: str | None) -> str:
     return choice or AUTO
 
 
-def find_installed(folders: list[str]) -> ModuleSpec | None:
-    """Return where the package horovod is installed in ``folders``; None if it is not.
+def find_installed(folders: list[str], package: str = "horovod") -> ModuleSpec | None:
+    """Return where a package is installed in ``folders``; None if it is not.
 
     Paceline's own, folders without a module (``horovod/`` with scripts), and folders in which
     other users can add files do not count.
     """
     others = [folder for folder in folders if not _is_shim(folder) and not is_open(folder)]
-    spec = importlib.machinery.PathFinder.find_spec("horovod", others)
+    spec = importlib.machinery.PathFinder.find_spec(package, others)
     return spec if spec is not None and spec.origin is not None else None
 
 

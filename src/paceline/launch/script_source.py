@@ -21,7 +21,9 @@ _IMPORT = re.compile(
 )
 _NAME = re.compile(r"[\w.]+")
 _HOROVOD = re.compile(
-    r"^[^#\n]*\b(?:from[ \t]+horovod\b|import[ \t][^#\n]*\bhorovod\b|HOROVOD_[A-Z])", re.MULTILINE
+    r"^[^#\n]*\b(?:from[ \t]+horovod\b|import[ \t][^#\n]*\bhorovod\b|HOROVOD_[A-Z])"
+    r"|^[ \t]*(?:from[ \t]+ddl[ \t]+import\b|import[ \t]+ddl\b)",
+    re.MULTILINE,
 )
 
 
@@ -58,7 +60,9 @@ def read_source(name: str, module: bool) -> ScriptSource:
 
 
 def uses_horovod(job: Job) -> bool:
-    """Return whether the script or a local module imports horovod, or names its variables."""
+    """Return whether the script or a local module imports horovod or ddl, or names variables of
+    Horovod.
+    """
     files = islice(_read_files(job.name, job.module), MAX_FILES)
     return any(_HOROVOD.search(file.text) for file in files)
 

@@ -18,11 +18,9 @@ from ...cluster.rank_identity import rank_identity
 from ...record.ring.launcher_messages import notify
 
 OURS_PACKAGE = "paceline.compat.horovod"
+OURS_DDL = "paceline.compat.ddl"
 _WAYS_OUT = {
-    "tensorflow": "use tf.distribute.MultiWorkerMirroredStrategy, for which paceline run sets "
-    "TF_CONFIG",
-    "keras": "use tf.distribute.MultiWorkerMirroredStrategy, for which paceline run sets TF_CONFIG",
-    "_keras": "import horovod.torch",
+    "_keras": "import horovod.keras",
     "mxnet": "MXNet is no longer maintained; PyTorch scripts import horovod.torch",
     "spark": "start the script with paceline run, outside of Spark",
     "ray": "start the script with paceline run, outside of Ray",
@@ -63,8 +61,8 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
             first, "paceline run --horovod theirs uses Horovod, if it is installed"
         )
         raise ModuleNotFoundError(
-            f"{name} does not exist in Paceline's implementation of Horovod, which is for PyTorch. "
-            f"HINT: {way_out}",
+            f"{name} does not exist in Paceline's implementation of Horovod, which is for PyTorch, "
+            f"TensorFlow and Keras. HINT: {way_out}",
             name=name,
         )
 
@@ -75,20 +73,41 @@ def replace_shim(shim: str) -> None:
     Args:
         shim: Name of the package, "horovod".
     """
-    real = find_installed(sys.path) if os.environ.get(VARIABLE) != OURS else None
-    if real is not None and real.loader is not None:
-        module = importlib.util.module_from_spec(real)
-        sys.modules[shim] = module
-        real.loader.exec_module(module)
+    if os.environ.get(VARIABLE) != OURS and _load_installed(shim):
         return
     if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AliasFinder())
     sys.modules[shim] = importlib.import_module(OURS_PACKAGE)
-    _announce()
+    why = "" if os.environ.get(VARIABLE) == OURS else "Horovod is not installed; "
+    announce(
+        f"{why}import horovod uses Paceline's implementation, {OURS_PACKAGE} (see --horovod of "
+        "paceline run)"
+    )
 
 
-def _announce() -> None:
-    """Say once in a job that ``import horovod`` is Paceline's."""
+def replace_ddl(shim: str) -> None:
+    """Replace the package ``ddl`` of ``shim/`` with one that is installed or beside the script, or
+    with Paceline's.
+    """
+    if _load_installed(shim):
+        return
+    sys.modules[shim] = importlib.import_module(OURS_DDL)
+    announce(f"ddl is not installed; import ddl uses Paceline's implementation, {OURS_DDL}")
+
+
+def _load_installed(name: str) -> bool:
+    """Import an installed package in place of the shim; return whether there is one."""
+    real = find_installed(sys.path, name)
+    if real is None or real.loader is None:
+        return False
+    module = importlib.util.module_from_spec(real)
+    sys.modules[name] = module
+    real.loader.exec_module(module)
+    return True
+
+
+def announce(text: str) -> None:
+    """Say once in a job which implementation an import has found."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     # A process of multiprocessing imports the script before it knows its parent.
     if again or any("multiprocessing" in word for word in sys.orig_argv):
@@ -98,8 +117,4 @@ def _announce() -> None:
     except ValueError:  # hvd.init() reports it
         return
     if rank == 0:
-        why = "" if os.environ.get(VARIABLE) == OURS else "Horovod is not installed; "
-        notify(
-            f"paceline: {why}import horovod uses Paceline's implementation, {OURS_PACKAGE} (see "
-            "--horovod of paceline run)\n"
-        )
+        notify(f"paceline: {text}\n")

@@ -28,9 +28,12 @@ _current_backward = torch._C._current_graph_task_id
 def is_in_background(recorder: Recorder) -> bool:
     """Return whether the calling thread is not the one that trains.
 
-    A thread of autograd's engine belongs to the training.
+    A thread of autograd's engine belongs to the training, and one for which the training waits.
     """
-    return get_ident() != recorder.training_thread and _current_backward() == -1
+    own = get_ident()
+    if own in (recorder.training_thread, recorder.deputy_thread):
+        return False
+    return _current_backward() == -1
 
 
 class CollectiveInFlight:

@@ -69,6 +69,7 @@ class Recorder:
         # While FSDP2 gathers or reduces a block: its label (record/hooks/sharded).
         self.block_peer = NO_PEER
         self.training_thread = threading.main_thread().ident or 0  # whose states are recorded
+        self.deputy_thread = 0  # that runs a call for which the training thread waits
         self.groups: weakref.WeakSet[Any] = weakref.WeakSet()  # RecordedGroups of this recorder
         self._last_step_end = now()
         self._meta: dict[str, Any] = {}
@@ -261,6 +262,22 @@ def update_all_headers(**fields: Any) -> None:
     """Add fields to the headers of all recorders of this process."""
     for recorder in list(_recorders):
         recorder.update_header(**fields)
+
+
+@contextmanager
+def waiting_for_this_thread() -> Iterator[None]:
+    """Record what this thread does as of the training thread, which waits for it meanwhile.
+
+    For threads of other libraries that call back into this process, such as TensorFlow's.
+    """
+    recorders, own = list(_recorders), threading.get_ident()
+    for recorder in recorders:
+        recorder.deputy_thread = own
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.deputy_thread = 0
 
 
 def _drop_rings() -> None:

@@ -50,14 +50,11 @@ class ExchangeOptions:
     process_set: Any
 
     @property
-    def scales(self) -> dict[str, float]:
+    def factors(self) -> tuple[float, float]:
         """The factors before and after the sum."""
         if self.op != Average or self.predivide_factor == 1.0:
-            return {}
-        return {
-            "prescale_factor": 1.0 / self.predivide_factor,
-            "postscale_factor": self.predivide_factor,
-        }
+            return 1.0, 1.0
+        return 1.0 / self.predivide_factor, self.predivide_factor
 
 
 @dataclass(eq=False)
@@ -327,7 +324,7 @@ class GradientExchange:
             # .data has a version counter of its own, so that changes by the script can be told
             # apart.
             data = grad.data
-            tensor, context = compress(_packed(data))
+            tensor, context = compress(packed(data))
             sent.watched.append(one)
             sent.grads.append(grad)
             sent.data.append(data)
@@ -342,13 +339,9 @@ class GradientExchange:
         """Return the request for tensors of a gradient, or of the group that begins with it."""
         checked(prefix, tensors, reduces=True)
         options = self.options
-        factors = (
-            options.scales.get("prescale_factor", 1.0),
-            options.scales.get("postscale_factor", 1.0),
-        )
         op = reduce_op(options.op, None)
         one.request = new_request(
-            prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, factors
+            prefix, Kind.ALLREDUCE, tensors, name, options.process_set, op, options.factors
         )
         return one.request
 
@@ -421,7 +414,7 @@ def _no_gradient(one: _Watched) -> torch.Tensor:
     )
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
+def packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as one piece of memory: itself, or a copy."""
     if tensor.is_contiguous():
         return tensor

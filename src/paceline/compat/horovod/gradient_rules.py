@@ -1,0 +1,137 @@
+"""Which gradients of TensorFlow and Keras are exchanged, under which names, in which groups."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from .core.process_sets import ProcessSet
+from .core.requests import ReduceOp
+from .torch.basics import Average, Sum
+from .torch.gradient_exchange import ExchangeOptions
+from .torch.named_parameters import split_evenly
+from .torch.submission import reduce_op
+
+GROUPS_RULE = "groups should be a non-negative integer or a list of list of variables"
+# Returns the exchanged gradients from gradients, their names, the options, and the numbers of those
+# that are reduced together.
+Exchange = Callable[[list[Any], list[str], ExchangeOptions, list[list[int]]], list[Any]]
+
+
+class GradientRules:
+    """The rules for the gradients of one optimizer or tape.
+
+    Gradients are named by their position: ranks may have given other names to their variables,
+    because they have built other models before.
+
+    Args:
+        prefix: Beginning of the names, the same on all ranks.
+        options: How gradients are exchanged.
+        groups: Number of groups of gradients that are reduced together, or lists of variables.
+        scales_local: Whether gradients of local variables are divided by the number of ranks.
+    """
+
+    def __init__(
+        self, prefix: str, options: ExchangeOptions, groups: Any, scales_local: bool
+    ) -> None:
+        self.options = options
+        self._prefix, self._groups, self._scales_local = prefix, groups, scales_local
+        self._local: dict[int, Any] = {}  # by identity
+
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether this rank exchanges gradients with others."""
+        members = self.options.process_set
+        return bool(members.included()) and (members.size() or 1) > 1
+
+    def add_local(self, variables: Iterable[Any]) -> None:
+        """Exclude variables from the exchange: each rank keeps its own gradient."""
+        self._local |= {id(one): one for one in variables}
+
+    def exchange(
+        self, gradients: Sequence[Any], variables: Sequence[Any], function: Exchange
+    ) -> list[Any]:
+        """Return the gradients after their exchange. Those that are None remain so."""
+        if not self.are_exchanged:
+            return list(gradients)
+        results = list(gradients)
+        local = [at for at, one in enumerate(variables) if id(one) in self._local]
+        chosen = [
+            at for at, one in enumerate(gradients) if one is not None and at not in local
+        ]
+        if chosen:
+            names = [f"{self._prefix}.{at}" for at in chosen]
+            groups = self._groups_of([variables[at] for at in chosen])
+            own = [gradients[at] for at in chosen]
+            for at, result in zip(
+                chosen, function(own, names, self.options, groups), strict=True
+            ):
+                results[at] = result
+        if self._scales_local:
+            size = self.options.process_set.size() or 1
+            for at in local:
+                if results[at] is not None:
+                    results[at] = results[at] / size
+        return results
+
+    def _groups_of(self, variables: list[Any]) -> list[list[int]]:
+        """Return the numbers of the variables of each group; [] without groups."""
+        if not self._groups:
+            return []
+        if isinstance(self._groups, int):
+            return split_evenly(range(len(variables)), self._groups)
+        numbers = {id(one): at for at, one in enumerate(variables)}
+        groups = [
+            [numbers.pop(id(one)) for one in group if id(one) in numbers] for group in self._groups
+        ]
+        return [group for group in groups if group] + [[at] for at in numbers.values()]
+
+
+def new_rules(
+    prefix: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: Any,
+    predivide_factor: float,
+    num_groups: int,
+    groups: Any,
+    process_set: ProcessSet,
+    scales_local: bool,
+    ops: Sequence[ReduceOp] = (Average, Sum),
+) -> GradientRules:
+    """Return rules from arguments of ``DistributedOptimizer`` or ``DistributedGradientTape``.
+
+    ops: Reductions that are possible.
+
+    Raises:
+        ValueError: An argument is invalid.
+    """
+    how = reduce_op(op, None)
+    if how not in ops:
+        raise ValueError(
+            f"op={how.name.capitalize()} is not possible: op currently only supports "
+            f"{', '.join(one.name.capitalize() for one in ops)}. HINT: op=hvd.Average"
+        )
+    if predivide_factor != 1.0 and how != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be > 0, not {predivide_factor}")
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"{process_set} is not registered. HINT: hvd.init(), then "
+            f"hvd.add_process_set({process_set.ranks})"
+        )
+    if num_groups:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3
+        )
+        groups = num_groups if groups is None else groups
+    if isinstance(groups, bool) or not isinstance(groups, int | list | tuple | None):
+        raise ValueError(f"{GROUPS_RULE}; this is of type {type(groups).__name__}")
+    if isinstance(groups, int) and groups < 0:
+        raise ValueError(f"{GROUPS_RULE}; this is {groups}")
+    if isinstance(groups, list | tuple) and any(
+        not isinstance(one, list | tuple) for one in groups
+    ):
+        raise ValueError(f"{GROUPS_RULE}; an item of the list is not a list")
+    options = ExchangeOptions(compression, how, predivide_factor, 0, sparse_as_dense, process_set)
+    return GradientRules(prefix, options, groups, scales_local)

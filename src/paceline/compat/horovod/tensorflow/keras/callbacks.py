@@ -1,0 +1,3 @@
+"""The names of ``horovod.tensorflow.keras.callbacks``."""
+
+from ...keras.callbacks import *  # noqa: F403

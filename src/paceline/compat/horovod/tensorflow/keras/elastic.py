@@ -1,0 +1,3 @@
+"""The names of ``horovod.tensorflow.keras.elastic``."""
+
+from ...keras.elastic import *  # noqa: F403

@@ -1,0 +1,128 @@
+"""Exchange of the gradients of a step that TensorFlow computes.
+
+Inside ``tf.function`` the gradients are submitted in parts, each as soon as TensorFlow has computed
+it: the exchange runs in the core's thread while TensorFlow computes the others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..torch.gradient_exchange import BATCH_BYTES, ExchangeOptions
+from ..torch.gradient_list import GradientList
+from .collectives import allreduce
+from .host_calls import call_on_host, specs_of
+from .library import tf
+
+Part = list[int]  # numbers of gradients that are submitted together
+
+
+def exchange_gradients(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    options: ExchangeOptions,
+    groups: Sequence[Part] = (),
+) -> list[Any]:
+    """Return the gradients reduced over all ranks.
+
+    Args:
+        gradients: Tensors or ``tf.IndexedSlices``.
+        names: A name for each, the same on all ranks.
+        groups: Numbers of gradients that are reduced together.
+    """
+    results = list(gradients)
+    dense = []
+    for at, one in enumerate(gradients):
+        if not isinstance(one, tf.IndexedSlices):
+            dense.append(at)
+        elif options.sparse_as_dense:
+            results[at] = tf.convert_to_tensor(one)
+            dense.append(at)
+        else:
+            members = options.process_set
+            results[at] = allreduce(one, op=options.op, name=names[at], process_set=members)
+    if dense:
+        place = {at: number for number, at in enumerate(dense)}
+        exchange = _Exchange(
+            [results[at] for at in dense],
+            [names[at] for at in dense],
+            options,
+            [[place[at] for at in group if at in place] for group in groups],
+        )
+        for at, result in zip(dense, exchange.results(), strict=True):
+            results[at] = result
+    return results
+
+
+class _Exchange:
+    """The dense gradients of one step, or of one graph that runs in every step."""
+
+    def __init__(
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        options: ExchangeOptions,
+        groups: Sequence[Part],
+    ) -> None:
+        self._gradients, self._names, self._options = gradients, names, options
+        self._groups = [group for group in groups if group]
+        self._sent: list[tuple[Part, GradientList]] = []
+
+    def results(self) -> list[Any]:
+        parts = self._parts()
+        if len(parts) == 1 or tf.executing_eagerly():
+            return call_on_host(self._exchange(parts), self._gradients, specs_of(self._gradients))
+        tokens = [self._submit_when_computed(part) for part in parts]
+        return call_on_host(self._wait, tokens, specs_of(self._gradients))
+
+    def _parts(self) -> list[Part]:
+        """Return which gradients are submitted together. The last layer's are computed first."""
+        if self._groups:
+            return self._groups
+        parts: list[Part] = [[]]
+        nbytes = 0
+        for at in reversed(range(len(self._gradients))):
+            if nbytes >= BATCH_BYTES:
+                parts.append([])
+                nbytes = 0
+            parts[-1].append(at)
+            gradient = self._gradients[at]
+            nbytes += (gradient.shape.num_elements() or 0) * gradient.dtype.size
+        return parts
+
+    def _exchange(self, parts: list[Part]) -> Callable[..., list[torch.Tensor]]:
+        def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            for part in parts:
+                self._submit(part, [tensors[at] for at in part])
+            return self._wait()
+
+        return call
+
+    def _submit_when_computed(self, part: Part) -> Any:
+        """Add a call to the graph that submits gradients; return a tensor that it computes."""
+
+        def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            self._submit(part, tensors)
+            return [torch.tensor(0, dtype=torch.int32)]
+
+        inputs = [self._gradients[at] for at in part]
+        spec = tf.TensorSpec([], tf.int32)
+        return call_on_host(call, inputs, [spec], is_ordered=False)[0]
+
+    def _submit(self, part: Part, tensors: Sequence[torch.Tensor]) -> None:
+        sent = GradientList(self._options, in_place=False)
+        names = [self._names[at] for at in part]
+        if self._groups:
+            sent.submit_group(f"group.{names[0]}", tensors)
+        else:
+            sent.submit(names, tensors)
+        self._sent.append((part, sent))
+
+    def _wait(self, *_: torch.Tensor) -> list[torch.Tensor]:
+        sent, self._sent = self._sent, []
+        results: dict[int, torch.Tensor] = {}
+        for part, one in sent:
+            results |= zip(part, one.wait(), strict=True)
+        return [results[at] for at in range(len(self._gradients))]
+

@@ -1,0 +1,128 @@
+"""Call functions of this process on TensorFlow's tensors, eagerly and inside ``tf.function``.
+
+A function gets tensors of torch that share the memory of TensorFlow's, and must not change them.
+Its results become tensors of TensorFlow in the same memory. Where memory can't be shared (booleans,
+tensors on a GPU), it is copied.
+
+Calls of one graph run one after the other, in the order in which the script makes them. So a rank
+never waits for two collectives in two threads of TensorFlow, which has few: ranks that wait for
+different ones would wait for ever.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....record.ring.recorder import waiting_for_this_thread
+from .library import tf
+
+Function = Callable[..., Sequence[torch.Tensor]]
+ALIGNMENT = 64  # bytes; TensorFlow aborts at tensors that it finds unaligned
+_LAST = "_paceline_last_call"  # attribute of a graph: the operation of its last call
+_XLA = (
+    "Horovod's operations can't be called from a function that XLA compiles for a device: XLA has "
+    "no calls of the host. HINT: model.compile(..., jit_compile=False), or "
+    "tf.function(jit_compile=False)"
+)
+# numpy's arrays of TensorFlow's inputs are read-only, as they are used here
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+def call_on_host(
+    function: Function, inputs: Sequence[Any], outputs: Sequence[Any], is_ordered: bool = True
+) -> list[Any]:
+    """Return the tensors that a function computes.
+
+    Args:
+        function: Gets a tensor of torch for each input, and returns one for each output.
+        inputs: Tensors of TensorFlow.
+        outputs: ``tf.TensorSpec`` of each result; a dimension may be None.
+        is_ordered: Whether the call runs after the earlier calls of the graph. Only for calls that
+            do not wait for other ranks.
+
+    Raises:
+        ValueError: The call is in a function that XLA compiles, or a tensor has strings.
+    """
+    if any(one.dtype == tf.string for one in inputs):
+        raise ValueError(
+            "tensors of strings can't be exchanged. HINT: hvd.broadcast_object or "
+            "hvd.allgather_object"
+        )
+    if tf.executing_eagerly():
+        results = function(*[from_tensorflow(one) for one in inputs])
+        return [to_tensorflow(one) for one in results]
+    graph = tf.compat.v1.get_default_graph()
+    if _is_compiled(graph):
+        raise ValueError(_XLA)
+    dtypes = [spec.dtype for spec in outputs]
+
+    def call(*arrays: Any) -> list[Any]:
+        with waiting_for_this_thread():
+            results = function(*[_from_array(one) for one in arrays])
+            return [_to_array(one, dtype) for one, dtype in zip(results, dtypes, strict=True)]
+
+    last = getattr(graph, _LAST, None)
+    with tf.control_dependencies([last] if last is not None else []):
+        found = tf.numpy_function(call, list(inputs), dtypes, stateful=True)
+    if is_ordered:
+        setattr(graph, _LAST, found[0].op if dtypes else found)
+    for tensor, spec in zip(found if dtypes else (), outputs, strict=True):
+        tensor.set_shape(spec.shape)
+    return list(found) if dtypes else []
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """Return the ``tf.TensorSpec`` of results with the shapes and dtypes of these tensors."""
+    return [tf.TensorSpec(one.shape, one.dtype) for one in tensors]
+
+
+def from_tensorflow(tensor: Any) -> torch.Tensor:
+    """Return an eager tensor as one of torch in the same memory, where that is possible."""
+    is_on_host = "GPU" not in tensor.device
+    if is_on_host and tensor.dtype != tf.bool and tensor.shape.num_elements():
+        return torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+    return _from_array(tensor.numpy())
+
+
+def to_tensorflow(tensor: torch.Tensor) -> Any:
+    """Return a tensor of torch as an eager one in the same memory, where that is possible."""
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return tf.constant(_to_array(tensor, _dtype_of(tensor)))
+    tensor = tensor.detach().contiguous()
+    if tensor.data_ptr() % ALIGNMENT:  # a part of another tensor
+        tensor = tensor.clone()
+    capsule: Any = torch.utils.dlpack.to_dlpack(tensor)
+    return tf.experimental.dlpack.from_dlpack(capsule)
+
+
+def _dtype_of(tensor: torch.Tensor) -> Any:
+    return tf.as_dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+def _from_array(array: Any) -> torch.Tensor:
+    array = np.ascontiguousarray(array).reshape(np.shape(array))
+    if array.dtype == tf.bfloat16.as_numpy_dtype:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_array(tensor: torch.Tensor, dtype: Any) -> Any:
+    tensor = tensor.detach().contiguous().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(tf.bfloat16.as_numpy_dtype)
+    return tensor.numpy().astype(dtype.as_numpy_dtype, copy=False)
+
+
+def _is_compiled(graph: Any) -> bool:
+    """Return whether XLA compiles the function that is traced into a graph."""
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                return True
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+    return False
