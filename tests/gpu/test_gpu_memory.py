@@ -89,7 +89,7 @@ def test_automatic_recomputation_keeps_its_budget(pair, free):
     sync()
     used, loss = peak_of(lambda: forward(model))
     loss.backward()
-    assert used < (free + 0.15) * kept + 8 * MIB
+    assert used < (free + 0.15) * kept + 8 * MIB, said
     assert said
     assert said[0].startswith("recompute='auto': activations of 4 blocks")
 
