@@ -101,10 +101,10 @@ def test_layout_time(tmp_path):
 
 
 def test_spatial_time(tmp_path):
-    few = ("--sizes", "16", "--width", "4")
+    few = ("--sizes", "16", "--width", "4", "--samples", "1")
     result = result_of("spatial_time", tmp_path / "spatial.json", *few)
-    assert set(result["measurements"]["16"]["step_s"]) == {"whole", "parts"}
-    assert 0.5 < result["ratios"]["16"]["memory"] < 1
+    assert set(result["measurements"]["1 x 16^3"]["step_s"]) == {"whole", "parts"}
+    assert 0.5 < result["ratios"]["1 x 16^3"]["memory"] < 1
 
 
 def test_tensor_time(tmp_path):

@@ -2,7 +2,8 @@
 volume, with one thread each, and keeps at most half of the activations and 5 %.
 
 Both train in the same processes, in turns. Memory is what a forward leaves for its backward, in
-bytes of PyTorch's allocator.
+bytes of PyTorch's allocator. With one sample, PyTorch computes many layers of the whole volume
+without oneDNN (``parallel/spatial/halves.py``); with two samples it uses oneDNN for all.
 """
 
 import json
@@ -22,11 +23,16 @@ def main() -> None:
     parser = options("spatial_time", __doc__ or "", repeats=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[48, 64])
     parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--samples", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     facts = machine()
-    found = {size: measure(size, args.width, args.repeats) for size in args.sizes}
+    found = {
+        f"{count} x {size}^3": measure(size, args.width, args.repeats, count)
+        for count in args.samples
+        for size in args.sizes
+    }
     table = Table(title=f"Step of a 3-D U-Net, {args.repeats} rounds")
-    headings = ("volume", "whole, s", "half, s", "of whole", "kept of whole, MiB", "of whole")
+    headings = ("samples", "whole, s", "half, s", "of whole", "kept of whole, MiB", "of whole")
     for heading in headings:
         table.add_column(heading, justify="right")
     medians, results, targets = {}, {}, []
@@ -34,33 +40,33 @@ def main() -> None:
         times, memory = of["step_s"], of["kept_bytes"]
         step = ratio(times["parts"], times["whole"])
         share = memory["parts"] / memory["whole"]
-        medians[str(size)] = {kind: spread(times[kind]) for kind in ("whole", "parts")}
+        medians[size] = {kind: spread(times[kind]) for kind in ("whole", "parts")}
         table.add_row(
-            f"{size}^3",
-            *(f"{one['median']:.3f}" for one in medians[str(size)].values()),
+            size,
+            *(f"{one['median']:.3f}" for one in medians[size].values()),
             f"{step['median']:.2f}",
             f"{memory['whole'] / 2**20:.0f}",
             f"{share:.2f}",
         )
-        results[str(size)] = {"step": step, "memory": share}
-        targets.append(target(f"step of half of {size}^3, of the whole", STEP_LIMIT, step))
+        results[size] = {"step": step, "memory": share}
+        targets.append(target(f"step of halves of {size}, of the whole", STEP_LIMIT, step))
         peak = {"median": share, "rounds": [share]}
-        targets.append(target(f"memory of half of {size}^3, of the whole", MEMORY_LIMIT, peak))
+        targets.append(target(f"memory of halves of {size}, of the whole", MEMORY_LIMIT, peak))
     console.print(table)
-    measurements = {str(size): of for size, of in found.items()}
     finish(
         *("spatial_time", args, facts),
-        measurements=measurements,
+        measurements=found,
         medians=medians,
         ratios=results,
         targets=targets,
     )
 
 
-def measure(size: int, width: int, rounds: int) -> dict[str, Any]:
+def measure(size: int, width: int, rounds: int, samples: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         given = ["--size", str(size), "--width", str(width), "--rounds", str(rounds)]
+        given += ["--samples", str(samples)]
         script = str(SCRIPTS / "layouts/spatial_steps.py")
         command = [str(BIN / "paceline"), "run", "-n", "2", script, str(out), *given]
         launch(command, OMP_NUM_THREADS="1")

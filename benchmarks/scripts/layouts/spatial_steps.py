@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     world = paceline.init(progress=False)
@@ -56,7 +57,7 @@ def main() -> None:
     whole, plain = UNet(args.width), UNet(args.width)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     model, optimizer = world.distribute(plain, optimizer, layout=args.layout)
-    x, y = torch.randn(2, 1, 1, *[args.size] * 3)
+    x, y = torch.randn(2, args.samples, 1, *[args.size] * 3)
     times: dict[str, list[float]] = {"whole": [], "parts": []}
     kept = {}
     for number in range(args.rounds + 1):  # the first one warms up

@@ -16,8 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 import paceline
 from paceline.cost.layout import Layout
 from paceline.parallel.mesh import Mesh
+from paceline.parallel.spatial import convolution as convolutions
+from paceline.parallel.spatial import halves
+from paceline.parallel.spatial.samples import FROM_END, even_parts, spatial_groups
 from paceline.parallel.spatial.split_tensor import SplitTensor, split
-from paceline.parallel.spatial.strategy import FROM_END, even_parts, spatial_groups
 
 TOLERANCE = 1e-12
 
@@ -273,6 +275,10 @@ def main():
     wrong, refused, largest = [], [], 0.0
     for _ in range(int(count)):
         layout, groups = r.choice(made)
+        # as for large layers, and for float32 on CPUs
+        convolutions.MIN_OVERLAPPED = r.choice((1, 1 << 60))
+        halves.DTYPES = r.choice(((), (torch.float64,)))
+        halves.MIN_PRODUCTS = 1
         try:
             text, error, reason = compare(r, groups, layout)
         except ValueError as found:

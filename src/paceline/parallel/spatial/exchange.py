@@ -5,7 +5,7 @@ times the number of ranks that share the sample; gradients of values that all ra
 it. So the mean of parameters' gradients over all ranks is the gradient of the whole sample.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,173 @@ class Line:
     place: int
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """How the rows travel that the ranks' windows read of a divided tensor.
+
+    Attributes:
+        dim: The divided dim.
+        have: Which rows each rank holds.
+        windows: Of each rank; rows of several ranks may overlap. ``order`` is not applied.
+        line: The ranks.
+        fill: Value of the padding.
+    """
+
+    dim: int
+    have: Partition
+    windows: tuple[Window, ...]
+    line: Line
+    fill: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no rank reads rows of another one. The same on all ranks."""
+        parts = self.have.parts()
+        return all(
+            part[0] <= a and b <= part[1]
+            for one, part in zip(self.windows, parts, strict=True)
+            for a, b in one.needed
+        )
+
+    @property
+    def own(self) -> Rows:
+        """The rows of this rank."""
+        return self.have.part(self.line.place)
+
+    @property
+    def length(self) -> int:
+        """Number of rows of this rank's window, with its padding."""
+        mine = self.windows[self.line.place]
+        return mine.before + sum(b - a for a, b in mine.needed) + mine.after
+
+    @property
+    def own_range(self) -> Rows:
+        """The rows of this rank's window that need no other rank: its own, with padding."""
+        mine = self.windows[self.line.place]
+        own = [
+            (at, at + b - a)
+            for peer, (a, b), at in _pieces(mine, self.have)
+            if peer == self.line.place
+        ]
+        if not own:
+            return 0, 0
+        first, end = own[0][0], own[-1][1]
+        return (
+            0 if first == mine.before else first,
+            self.length if end == self.length - mine.after else end,
+        )
+
+    def _given(self) -> dict[int, list[Rows]]:
+        """Return which of this rank's rows each other rank reads."""
+        found = {
+            peer: _overlaps(window.needed, self.own)
+            for peer, window in enumerate(self.windows)
+            if peer != self.line.place
+        }
+        return {peer: rows for peer, rows in found.items() if rows}
+
+    def _taken(self) -> dict[int, list[Rows]]:
+        """Return which rows this rank reads of each other one."""
+        needed = self.windows[self.line.place].needed
+        found = {
+            peer: _overlaps(needed, self.have.part(peer))
+            for peer in range(self.have.ranks)
+            if peer != self.line.place
+        }
+        return {peer: rows for peer, rows in found.items() if rows}
+
+    def start(self, local: torch.Tensor) -> "Transfer":
+        """Send this rank's rows to the ranks that read them, and begin to receive."""
+        first = self.own[0]
+        outgoing = {
+            peer: _joined([local.narrow(self.dim, a - first, b - a) for a, b in rows], self.dim)
+            for peer, rows in self._given().items()
+        }
+        incoming = {peer: _empty(local, self.dim, _count(r)) for peer, r in self._taken().items()}
+        return Transfer(outgoing, incoming, self.line)
+
+    def assemble(
+        self,
+        local: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        first: int = 0,
+        end: int | None = None,
+    ) -> torch.Tensor:
+        """Return the rows of this rank's window, or those from ``first`` to before ``end``.
+
+        They are a view where all are this rank's own.
+
+        Args:
+            received: By place, from ``start``; without those of ranks that have none of these rows.
+        """
+        end = self.length if end is None else end
+        mine, dim = self.windows[self.line.place], self.dim
+        for peer, (a, b), at in _pieces(mine, self.have):
+            if peer == self.line.place and at <= first and end <= at + b - a:
+                return local.narrow(dim, a - self.own[0] + first - at, end - first)
+        out = _empty(local, dim, end - first)
+        inner = self.length - mine.after
+        for a, b in ((first, min(end, mine.before)), (max(first, inner), end)):
+            if a < b:
+                out.narrow(dim, a - first, b - a).fill_(self.fill)
+        used = dict.fromkeys(range(self.have.ranks), 0)
+        for peer, (a, b), at in _pieces(mine, self.have):
+            low, high = max(at, first), min(at + b - a, end)
+            source, start = (
+                (local, a - self.own[0])
+                if peer == self.line.place
+                else (received.get(peer), used[peer])
+            )
+            used[peer] += b - a
+            if low < high:
+                assert source is not None
+                rows = source.narrow(dim, start + low - at, high - low)
+                out.narrow(dim, low - first, high - low).copy_(rows)
+        return out
+
+    def start_back(self, gradient: torch.Tensor) -> "Transfer":
+        """Send the gradients of other ranks' rows to them, and begin to receive those of own rows.
+
+        Args:
+            gradient: Of what ``assemble`` has returned.
+        """
+        pieces: dict[int, list[torch.Tensor]] = {}
+        for peer, (a, b), at in _pieces(self.windows[self.line.place], self.have):
+            if peer != self.line.place:
+                pieces.setdefault(peer, []).append(gradient.narrow(self.dim, at, b - a))
+        incoming = {
+            peer: _empty(gradient, self.dim, _count(r)) for peer, r in self._given().items()
+        }
+        outgoing = {peer: _joined(parts, self.dim) for peer, parts in pieces.items()}
+        return Transfer(outgoing, incoming, self.line)
+
+    def add_back(
+        self, gradient: torch.Tensor, received: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the gradient of this rank's rows; those of other ranks are added in their order.
+
+        Args:
+            received: What ``start_back`` has begun to receive.
+        """
+        dim, start = self.dim, self.own[0]
+        own = [piece for piece in _pieces(self.windows[self.line.place], self.have)
+               if piece[0] == self.line.place]  # fmt: skip
+        if len(own) == 1 and own[0][1] == self.own:  # the usual case: all rows, once
+            rows = gradient.narrow(dim, own[0][2], _count([self.own]))
+            total = rows.clone(memory_format=torch.contiguous_format)
+        else:
+            total = _empty(gradient, dim, _count([self.own])).zero_()
+            for _, (a, b), at in own:
+                total.narrow(dim, a - start, b - a).add_(gradient.narrow(dim, at, b - a))
+        given = self._given()
+        for peer in sorted(received):
+            at = 0
+            for a, b in given[peer]:
+                total.narrow(dim, a - start, b - a).add_(received[peer].narrow(dim, at, b - a))
+                at += b - a
+        return total
+
+
 def fetch(
     local: torch.Tensor,
     dim: int,
@@ -46,35 +213,24 @@ def fetch(
 
     Args:
         local: This rank's rows.
-        dim: The divided dim.
-        have: Which rows each rank holds.
-        windows: Of each rank; rows of several ranks may overlap. ``order`` is not applied.
-        fill: Value of the padding.
+        dim, have, windows, line, fill: As for ``Fetch``.
     """
-    mine, part = windows[line.place], have.part(line.place)
+    plan = Fetch(dim, have, tuple(windows), line, fill)
+    mine, part = windows[line.place], plan.own
     is_own = mine.needed == (part,) or (not mine.needed and part[0] == part[1])
-    if is_own and not mine.before and not mine.after and _is_local(windows, have):
+    is_plain = not mine.before and not mine.after and plan.is_local
+    if is_own and is_plain:
         return local
-    if len(mine.needed) == 1 and not mine.before and not mine.after and _is_local(windows, have):
+    if len(mine.needed) == 1 and is_plain:
         (a, b), start = mine.needed[0], part[0]
         return local.narrow(dim, a - start, b - a)  # a view, which can be changed in place
-    moved: torch.Tensor = _Fetch.apply(local, dim, have, tuple(windows), line, fill)  # type: ignore[no-untyped-call]
+    moved: torch.Tensor = _Fetch.apply(local, plan)  # type: ignore[no-untyped-call]
     return moved
 
 
 def rows_of(parts: Sequence[Rows]) -> list[Window]:
     """Return windows that read some rows of each rank, without padding."""
     return [Window(((a, b),) if a < b else (), 0, 0) for a, b in parts]
-
-
-def _is_local(windows: Sequence[Window], have: Partition) -> bool:
-    """Return whether no rank reads rows of another one. The same on all ranks."""
-    parts = have.parts()
-    return all(
-        part[0] <= a and b <= part[1]
-        for one, part in zip(windows, parts, strict=True)
-        for a, b in one.needed
-    )
 
 
 def _overlaps(want: Segments, part: Rows) -> list[Rows]:
@@ -93,90 +249,54 @@ def _pieces(window: Window, have: Partition) -> Iterator[tuple[int, Rows, int]]:
                 at += b - a
 
 
+def _count(rows: Sequence[Rows]) -> int:
+    return sum(b - a for a, b in rows)
+
+
 class _Fetch(torch.autograd.Function):
     """Rows of other ranks; their gradients go back, and are added there in the order of ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: torch.Tensor,
-        dim: int,
-        have: Partition,
-        windows: tuple[Window, ...],
-        line: Line,
-        fill: float,
-    ) -> torch.Tensor:
-        ctx.dim, ctx.have, ctx.windows, ctx.line, ctx.shape = dim, have, windows, line, local.shape
-        me, start, mine = line.place, have.bounds[line.place], windows[line.place]
-        outgoing, incoming = {}, {}
-        for peer in range(have.ranks):
-            given = _overlaps(windows[peer].needed, have.part(me)) if peer != me else []
-            if given:
-                rows = [local.narrow(dim, a - start, b - a) for a, b in given]
-                outgoing[peer] = _joined(rows, dim)
-            taken = _overlaps(mine.needed, have.part(peer)) if peer != me else []
-            if taken:
-                incoming[peer] = _empty(local, dim, sum(b - a for a, b in taken))
-        received = exchange(outgoing, incoming, line)
-        length = sum(b - a for a, b in mine.needed)
-        out = _empty(local, dim, mine.before + length + mine.after)
-        out.narrow(dim, 0, mine.before).fill_(fill)
-        out.narrow(dim, mine.before + length, mine.after).fill_(fill)
-        used = dict.fromkeys(incoming, 0)
-        for peer, (a, b), at in _pieces(mine, have):
-            if peer == me:
-                rows_of_piece = local.narrow(dim, a - start, b - a)
-            else:
-                rows_of_piece = received[peer].narrow(dim, used[peer], b - a)
-                used[peer] += b - a
-            out.narrow(dim, at, b - a).copy_(rows_of_piece)
-        return out
+    def forward(ctx: Any, local: torch.Tensor, plan: Fetch) -> torch.Tensor:
+        ctx.plan = plan
+        return plan.assemble(local, plan.start(local).wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        dim, have, windows, line = ctx.dim, ctx.have, ctx.windows, ctx.line
-        me, start = line.place, have.bounds[line.place]
-        total = gradient.new_zeros(ctx.shape)
-        pieces: dict[int, list[torch.Tensor]] = {}
-        for peer, (a, b), at in _pieces(windows[me], have):
-            piece = gradient.narrow(dim, at, b - a)
-            if peer == me:
-                total.narrow(dim, a - start, b - a).add_(piece)
-            else:
-                pieces.setdefault(peer, []).append(piece)
-        incoming, given = {}, {}
-        for peer in range(have.ranks):
-            given[peer] = _overlaps(windows[peer].needed, have.part(me)) if peer != me else []
-            if given[peer]:
-                incoming[peer] = _empty(gradient, dim, sum(b - a for a, b in given[peer]))
-        outgoing = {peer: _joined(parts, dim) for peer, parts in pieces.items()}
-        received = exchange(outgoing, incoming, line)
-        for peer in sorted(received):
-            at = 0
-            for a, b in given[peer]:
-                total.narrow(dim, a - start, b - a).add_(received[peer].narrow(dim, at, b - a))
-                at += b - a
-        return total, None, None, None, None, None
+        received = ctx.plan.start_back(gradient).wait()
+        return ctx.plan.add_back(gradient, received), None
 
 
-def exchange(
-    outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], line: Line
-) -> dict[int, torch.Tensor]:
-    """Send tensors to ranks of a line by place, and return those that come from others."""
-    received = {peer: exchangeable(tensor) for peer, tensor in incoming.items()}
-    operations = [
-        dist.P2POp(dist.irecv, _bytes(tensor), line.ranks[peer], line.group)
-        for peer, tensor in received.items()
-    ]
-    sent = {peer: exchangeable(tensor) for peer, tensor in outgoing.items()}
-    operations += [
-        dist.P2POp(dist.isend, _bytes(tensor), line.ranks[peer], line.group)
-        for peer, tensor in sent.items()
-    ]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return {peer: tensor.to(incoming[peer].device) for peer, tensor in received.items()}
+class Transfer:
+    """Tensors that travel between the ranks of a line.
+
+    Args:
+        outgoing: By place of the receiver.
+        incoming: By place of the sender, tensors of the shapes that come.
+    """
+
+    def __init__(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], line: Line
+    ) -> None:
+        self._devices = {peer: tensor.device for peer, tensor in incoming.items()}
+        self._received = {peer: exchangeable(tensor) for peer, tensor in incoming.items()}
+        self._sent = {peer: exchangeable(tensor) for peer, tensor in outgoing.items()}
+        operations = [
+            dist.P2POp(dist.irecv, _bytes(tensor), line.ranks[peer], line.group)
+            for peer, tensor in self._received.items()
+        ]
+        operations += [
+            dist.P2POp(dist.isend, _bytes(tensor), line.ranks[peer], line.group)
+            for peer, tensor in self._sent.items()
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> dict[int, torch.Tensor]:
+        """Return what has come, by place of the sender."""
+        for work in self._works:
+            work.wait()
+        return {peer: one.to(self._devices[peer]) for peer, one in self._received.items()}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

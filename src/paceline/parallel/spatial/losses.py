@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from ...optim.norms import wide
 from .exchange import sum_over
-from .pointwise import aligned, merged_parts
-from .split_tensor import SplitTensor, first_split, handles, refused
+from .pointwise import aligned, merged_parts, pointwise
+from .split_tensor import SplitTensor, first_split, handles, part_of, refused
 
 _ELEMENTWISE = [
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy),
@@ -116,6 +116,11 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         raise refused(f"{func.__name__} with a generator for a tensor", "leave generator out")
     if options.get("training") is False:
         return values.like(func(values.local, *args, **options))
+    if values.groups.draws_whole:
+        whole = func(values.whole().clone(), *args, **options)
+        part = part_of(whole, values.parts, values.groups)
+        is_changed = func.__name__.endswith("_") or options.get("inplace")
+        return pointwise(torch.Tensor.copy_, values, part) if is_changed else values.like(part)
     with own_random_numbers(values):
         result = func(values.local, *args, **options)
     return values if result is values.local else values.like(result)

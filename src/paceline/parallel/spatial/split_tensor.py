@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ...comm.group_device import exchangeable
 from .exchange import Line, fetch, rows_of
 from .partition import Partition
 
@@ -29,10 +31,12 @@ class SpatialGroups:
     Attributes:
         lines: Of each divided axis of the mesh, its ranks.
         groups: The process group of each set of axes.
+        draws_whole: Whether random numbers are those of one process, for a comparison with it.
     """
 
     def __init__(self, lines: Mapping[str, Line], groups: Mapping[frozenset[str], Any]) -> None:
         self.lines, self.groups = lines, groups
+        self.draws_whole = False
         self.warned: set[str] = set()
         self.say: Callable[[str], None] = lambda line: None
 
@@ -40,6 +44,19 @@ class SpatialGroups:
         """Return the group over which the divided ones of some dims lie; None without one."""
         axes = frozenset(parts[dim].axis for dim in dims if dim in parts)
         return self.groups[axes] if axes else None
+
+    @property
+    def all(self) -> Any:
+        """The group of all ranks that share this rank's samples."""
+        return self.groups[frozenset(self.lines)]
+
+    def numbers(self, number: int) -> dict[int, int]:
+        """Return a number of each rank that shares this rank's samples, by rank. Collective."""
+        own = exchangeable(torch.tensor([number]), self.all)
+        ranks = dist.get_process_group_ranks(self.all)
+        found = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(found, own, group=self.all)
+        return {rank: int(one) for rank, one in zip(ranks, found, strict=True)}
 
     @property
     def offset(self) -> int:

@@ -11,6 +11,8 @@ from .exchange import fetch
 from .partition import Partition, window, windows_of
 from .split_tensor import SplitTensor, handles, refused
 
+CHANGED_IN_PLACE = "HINT: inplace=False in the layer after it"
+
 
 def sizes(value: Any, count: int) -> tuple[int, ...]:
     """Return an argument of PyTorch, a number or one for each dim, as one for each dim."""
@@ -145,8 +147,7 @@ class _Rim:
         if self._part._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: the input of a layer over positions. HINT: inplace=False in "
-                "the layer after it"
+                f"inplace operation: the input of a layer over positions. {CHANGED_IN_PLACE}"
             )
         rows = self._part
         for dim, start, length, _ in self._blocks:
@@ -194,113 +195,6 @@ def check_positions(values: SplitTensor, first: int) -> None:
         raise refused(
             "a layer over positions got samples or channels of a tensor", ".whole() first"
         )
-
-
-@handles(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
-def convolution(
-    func: Any,
-    values: Any,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    """Convolve; its padding is zeros at the borders of the whole sample."""
-    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
-        raise refused("a convolution with the kernel from a tensor", ".whole() first")
-    count = weight.dim() - 2
-    lead = values.dim() - count
-    check_positions(values, lead)
-    shape = whole_shape(func, values, weight, bias, stride, padding, dilation, groups)
-    stride, dilation = sizes(stride, count), sizes(dilation, count)
-    if padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        around = [(one // 2, one - one // 2) for one in total]
-    else:
-        numbers = sizes(0 if padding == "valid" else padding, count)
-        around = [(one, one) for one in numbers]
-    parts = output_parts(values, shape)
-    asked = {}
-    for i, (before, after) in enumerate(around):
-        how = (weight.size(i + 2), stride[i], before, dilation[i])
-        if lead + i in parts:
-            asked[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
-        elif before != after:  # "same" with an even kernel
-            asked[lead + i] = [(-before, values.size(lead + i) + after)]
-    read = Windowed(values, asked)
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:]:
-        return values.like(empty_result([read.rows, weight, bias], wanted), parts)
-    rest = tuple(0 if lead + i in asked else around[i][0] for i in range(count))
-    with read.compact():
-        result = func(read.rows, weight, bias, stride, rest, dilation, groups)
-    return values.like(result, parts)
-
-
-@handles(
-    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
-    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-)
-def transposed_convolution(
-    func: Any,
-    values: Any,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    """Transposed convolution: a rank reads the rows that reach its rows of the output."""
-    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
-        raise refused("a convolution with the kernel from a tensor", ".whole() first")
-    count = weight.dim() - 2
-    lead = values.dim() - count
-    check_positions(values, lead)
-    given = (weight, bias, stride, padding, output_padding, groups, dilation)
-    shape = whole_shape(func, values, *given)
-    stride, padding, dilation = (sizes(one, count) for one in (stride, padding, dilation))
-    extra = sizes(output_padding, count)
-    parts = output_parts(values, shape)
-    local, crops = values.local, {}
-    for dim, partition in parts.items():
-        i = dim - lead
-        reach = dilation[i] * (weight.size(i + 2) - 1)
-        rows = values.parts[dim].rows
-        sources = [_sources(part, stride[i], padding[i], reach, rows) for part in partition.parts()]
-        local = gather_rows(values, local, dim, sources)
-        place = values.groups.lines[partition.axis].place
-        start = sources[place][0] * stride[i] - padding[i]  # of the local result
-        crops[dim] = (partition.bounds[place] - start, partition.part(place))
-    wanted = local_shape(values, shape, parts)
-    if 0 in wanted[lead:] or 0 in local.shape[lead:]:
-        result = empty_result([local, weight], wanted)
-    else:
-        kept = [0 if lead + i in parts else one for i, one in enumerate(padding)]
-        more = [0 if lead + i in parts else one for i, one in enumerate(extra)]
-        result = func(local, weight, None, stride, tuple(kept), tuple(more), groups, dilation)
-        for dim, (skip, (first, end)) in crops.items():
-            after = skip + (end - first) - result.size(dim)
-            around = [0, 0] * (result.dim() - 1 - dim) + [-skip, after]
-            result = F.pad(result, around)
-    if bias is not None:
-        result = result + bias.to(result.dtype).view(-1, *[1] * count)
-    return values.like(result, parts)
-
-
-def _sources(
-    part: tuple[int, int], stride: int, padding: int, reach: int, rows: int
-) -> tuple[int, int]:
-    """Return the rows of the input that reach the rows ``part`` of the output."""
-    first, end = part
-    if end <= first:
-        return 0, 0
-    low = max(-(-(first + padding - reach) // stride), 0)
-    high = min((end - 1 + padding) // stride + 1, rows)
-    return (low, high) if low < high else (0, 0)
 
 
 _MAX_POOLS = {

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..comparison.model_comparison import DividedModelError
 from .exchange import TensorAxis
 from .names import place
 from .split_tensor import (
@@ -28,10 +29,6 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, to
 SAMPLES = 4  # of a large input
 MAX_FLOAT64_BYTES = 4 << 30  # of one operation; larger ones keep their dtype
 _CUT_SAMPLES = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d}
-
-
-class SplitOperationError(ValueError):
-    """An operation whose result with pieces is not that of the whole tensors."""
 
 
 class Comparison(Watch):
@@ -141,7 +138,7 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     """Compare one call; return the largest relative difference, None if the rule does not apply.
 
     Raises:
-        SplitOperationError: The results differ, on any rank.
+        DividedModelError: The results differ, on any rank.
     """
     tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
     is_large = sum(one.numel() for one in tensors) * 8 > MAX_FLOAT64_BYTES
@@ -164,7 +161,7 @@ def _compare(axis: TensorAxis, rule: Rule, func: Any, args: Any, kwargs: Any) ->
     numbers = axis.pieces(torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis)))
     largest = max(float(one) for one in numbers)
     if not largest <= limit:
-        raise SplitOperationError(
+        raise DividedModelError(
             f"{function_name(func)}{place()}: {where or 'a result on another rank'} differs from "
             f"that of the whole tensors by {largest:.2g} (relative), so that the tensor axis can't "
             "divide it. HINT: the rule 'replicate' for this module, in "

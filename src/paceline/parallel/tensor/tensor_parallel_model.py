@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ...record.hooks.phases import UncopiedHook
+from ..comparison.model_comparison import ModelComparison, compare_model
 from ..mesh import TENSOR, Mesh
 from ..replicated.replica import has_tensor, own_methods
 from ..strategy.distributed_model import DistributedModel, Part
 from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import TrainingStep
 from .comparison import Comparison
-from .model_comparison import ModelComparison, compare_model
+from .model_division import TensorDivision
 from .parameters import Views
 from .split_tensor import SplitTensor, watching, whole_outputs
 from .splits import Split
@@ -163,10 +164,11 @@ class TensorParallelModel(DistributedModel):
         self._is_inside = True
         try:
             takes_gradients = not self._request.layout.zero
-            found = compare_model(module, self.views, forward, takes_gradients)
+            division = TensorDivision(module, self.views, forward)
+            found = compare_model(module, division, takes_gradients)
         finally:
             self._is_inside = False
-        self._request.say(_summary(found, module.training))
+        self._request.say(_summary(found, division.operations, module.training))
 
 
 def _computes_on_parts(loss: Any) -> bool:
@@ -188,8 +190,7 @@ def _has_hooks(*modules: nn.Module) -> bool:
     )
 
 
-def _summary(found: ModelComparison, is_training: bool) -> str:
-    own = found.operations
+def _summary(found: ModelComparison, own: Comparison, is_training: bool) -> str:
     model = (
         f"the whole model is not compared: {found.reason}"
         if found.difference is None

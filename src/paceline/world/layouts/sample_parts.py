@@ -31,7 +31,7 @@ class SampleParts:
         Raises:
             ValueError: The array lacks a divided dim, or has fewer rows than ranks.
         """
-        from ...parallel.spatial.strategy import slices_of
+        from ...parallel.spatial.samples import slices_of
 
         groups = self._spatial_groups()
         return slices_of(shape, groups) if groups else (slice(None),) * len(shape)
@@ -48,7 +48,7 @@ class SampleParts:
         Raises:
             ValueError: The tensor does not have the shape of this rank's part.
         """
-        from ...parallel.spatial.strategy import from_part, split_positions
+        from ...parallel.spatial.samples import from_part, split_positions
 
         groups = self._spatial_groups()
         if not groups:
@@ -62,7 +62,7 @@ class SampleParts:
 
         Other tensors are returned as they are.
         """
-        from ...parallel.spatial.strategy import whole
+        from ...parallel.spatial.samples import whole
 
         found: torch.Tensor = whole(tensor)
         return found
@@ -128,6 +128,6 @@ class SampleParts:
     def _spatial_groups(self) -> "SpatialGroups | None":
         if not {"depth", "height", "width"} & self.mesh.shape.keys():
             return None
-        from ...parallel.spatial.strategy import spatial_groups
+        from ...parallel.spatial.samples import spatial_groups
 
         return spatial_groups(self.mesh)

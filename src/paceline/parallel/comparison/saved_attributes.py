@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from .split_tensor import SplitTensor
-
 # of nn.Module itself, such as parameters and hooks
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "training"}
 _NOT_FOLLOWED = (
@@ -75,7 +73,7 @@ class SavedAttributes:
             yield from saved.values()
 
     def _save_tensor(self, value: torch.Tensor) -> None:
-        tensor = value.local if isinstance(value, SplitTensor) else value
+        tensor = getattr(value, "local", value)  # of a tensor that is divided over ranks
         if tensor.layout is torch.strided:
             self._tensors.append((tensor, tensor.detach().clone()))
 

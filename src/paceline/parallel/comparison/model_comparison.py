@@ -1,27 +1,24 @@
-"""Comparison of a whole model with the divided one, in its first forward.
+"""Comparison of a divided model with the whole one, in its first forward.
 
-The operations are compared one by one (``comparison``). What passes them by, such as code that
-reads a piece as if it were whole, is found here: outputs and gradients of the model are compared
-with those of the same forward with whole parameters. Parameters get noise meanwhile, because
-zeros of an initialization would hide errors.
+Operations on parts are right by themselves, or refused. What passes them by, such as code that
+reads a part as if it were whole, is found here: outputs and gradients of the model are compared
+with those of a forward that is not divided. Parameters get noise meanwhile, because zeros of an
+initialization would hide errors.
 """
 
 import random
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..memory_budget import GIB, available_bytes
-from .attributes import SavedAttributes
-from .comparison import Comparison, SplitOperationError, axis_device_of
-from .parameters import Views
-from .split_tensor import Watch, watching, whole_outputs
+from .saved_attributes import SavedAttributes
 
 # relative differences of a norm that are accepted in any case
 FLOORS = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -29,8 +26,11 @@ FLOOR_16_BIT = 0.1
 ROUNDING_FACTOR = 50.0  # times the effect of changing each parameter by one epsilon
 NOISE = 0.02  # of a parameter's mean magnitude
 MIN_MAGNITUDE = 0.1
-MEMORY_FACTOR = 3  # whole parameters, their gradients, and activations
 _SEED = 12345
+
+
+class DividedModelError(ValueError):
+    """A model, or an operation, whose divided result is not the whole one."""
 
 
 @dataclass
@@ -38,13 +38,11 @@ class ModelComparison:
     """What the comparison of one forward has found.
 
     Attributes:
-        operations: The comparison of operations.
-        seconds: Time of all comparisons.
+        seconds: Its time.
         difference: Largest relative difference of the whole model; None if it was not compared.
         reason: Why it was not compared.
     """
 
-    operations: Comparison
     seconds: float = 0.0
     difference: float | None = None
     reason: str = ""
@@ -53,39 +51,94 @@ class ModelComparison:
 Tensors = list[torch.Tensor | None]
 
 
-def compare_model(
-    model: nn.Module, views: Views, forward: Callable[[], Any], takes_gradients: bool
-) -> ModelComparison:
-    """Compare operations and the model in a forward. Collective.
+class Division(ABC):
+    """How a model is divided over ranks, as its comparison needs it.
+
+    Attributes:
+        subject: The divided model, in the words of an error.
+        cause: What an error says after the difference, with a HINT.
+        device: Type of device of the tensors that ``pieces`` exchanges.
+    """
+
+    subject: str
+    cause: str
+    device: str
+
+    @abstractmethod
+    def pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which have the same shape."""
+
+    @abstractmethod
+    def divided(self) -> Any:
+        """Run the forward with parts, and return whole outputs."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Run the forward as on one rank, and return its outputs."""
+
+    def why_not(self) -> str:
+        """Return why the whole model can't be computed, the same on all ranks; "" if it can."""
+        return ""
+
+    def as_whole(self, takes_gradients: bool) -> AbstractContextManager[None]:
+        """Return a context in which parameters are whole for ``whole`` and its gradients."""
+        return nullcontext()
+
+    def whole_gradients(self, gradients: Tensors) -> Tensors:
+        """Return the gradients of the whole model from those of ``divided``. Collective."""
+        return gradients
+
+    def is_split(self, parameter: nn.Parameter) -> bool:
+        """Return whether ranks hold different parts of a parameter."""
+        return False
+
+    def mean_magnitude(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the mean magnitude of a parameter, the same on all ranks."""
+        return parameter.double().abs().mean()
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that hold parts."""
+        return 0
+
+
+def compare_model(model: nn.Module, division: Division, takes_gradients: bool) -> ModelComparison:
+    """Compare a divided model with the whole one. Collective.
 
     Args:
-        forward: Runs the model's forward.
         takes_gradients: Whether gradients are compared too.
 
     Raises:
-        SplitOperationError: An operation, or the model, differs.
+        DividedModelError: The model differs.
     """
     start = time.perf_counter()
-    result = ModelComparison(Comparison(), reason=_too_large(model, views))
+    result = ModelComparison(reason=division.why_not())
     takes_gradients = takes_gradients and not torch.is_inference_mode_enabled()
     trained = [p for p in model.parameters() if p.requires_grad] if takes_gradients else []
-    with _unchanged(model), torch.set_grad_enabled(takes_gradients):
+    with unchanged(model), torch.set_grad_enabled(takes_gradients):
         if takes_gradients:
-            _add_noise(model, NOISE, views)
+            _add_noise(model, NOISE, division)
         state = _State(model)
-        with watching(result.operations):
-            ours = _results(forward, trained)
+        outputs, gradients = _results(division.divided, trained)
+        ours = outputs, division.whole_gradients(gradients)
         if not result.reason:
             state.restore()
-            theirs = _whole_results(views, forward, trained, takes_gradients)
+            theirs = _whole_results(division, trained, takes_gradients)
             state.restore()
             rounded = theirs
             if takes_gradients:
-                _add_noise(model, None, views)
-                rounded = _whole_results(views, forward, trained, takes_gradients)
-            result.difference = _judge(model, trained, views, ours, theirs, rounded)
+                _add_noise(model, None, division)
+                rounded = _whole_results(division, trained, takes_gradients)
+            result.difference = _judge(model, trained, division, ours, theirs, rounded)
     result.seconds = time.perf_counter() - start
     return result
+
+
+def _whole_results(
+    division: Division, trained: list[nn.Parameter], takes_gradients: bool
+) -> tuple[Tensors, Tensors]:
+    with division.as_whole(takes_gradients):
+        return _results(division.whole, trained)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -102,7 +155,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[Tensors, Tensors]:
     """Return the outputs of a forward, and the gradients of a random sum of them."""
-    outputs = [one for one in tensors_in(whole_outputs(forward())) if one.is_floating_point()]
+    outputs = [one for one in tensors_in(forward()) if one.is_floating_point()]
     found: Tensors = [one.detach() for one in outputs]
     sources = [one for one in outputs if one.requires_grad]
     if not trained or not sources:
@@ -132,29 +185,10 @@ def _refuse_reentrant_checkpoints(outputs: list[torch.Tensor]) -> None:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _whole_results(
-    views: Views, forward: Callable[[], Any], trained: list[nn.Parameter], are_held: bool
-) -> tuple[Tensors, Tensors]:
-    """Return the results of a forward with whole parameters.
-
-    Args:
-        are_held: Whether modules can hold them; FSDP gives modules their parameters itself.
-    """
-    with watching(Watch()):
-        if are_held:
-            with views.whole_tensors():
-                return _results(forward, trained)
-        views.are_whole = True
-        try:
-            return _results(forward, trained)
-        finally:
-            views.are_whole = False
-
-
 def _judge(
     model: nn.Module,
     trained: list[nn.Parameter],
-    views: Views,
+    division: Division,
     ours: tuple[Tensors, Tensors],
     theirs: tuple[Tensors, Tensors],
     rounded: tuple[Tensors, Tensors],
@@ -162,7 +196,7 @@ def _judge(
     """Return the largest relative difference. Collective.
 
     Raises:
-        SplitOperationError: It is more than rounding explains, on any rank.
+        DividedModelError: It is more than rounding explains, on any rank.
     """
     worst, largest, where = 0.0, 0.0, ""  # worst: in parts of its limit
     names = {id(p): name for name, p in model.named_parameters()}
@@ -192,18 +226,16 @@ def _judge(
                 largest = max(largest, _distance(a, b) / max(of, 1e-3 * scale))
             if not part <= worst:
                 worst, where = part, f"{label} (by {difference:.2g}, relative)"
-    axis = views.axis
-    norms = torch.tensor([_norm(one) for one in ours[0]], device=axis_device_of(axis))
-    if any(not torch.allclose(one, norms, rtol=1e-3, equal_nan=True) for one in axis.pieces(norms)):
+    norms = torch.tensor([_norm(one) for one in ours[0]], device=division.device)
+    of_ranks = division.pieces(norms)
+    if any(not torch.allclose(one, norms, rtol=1e-3, equal_nan=True) for one in of_ranks):
         worst, where = float("inf"), "its outputs are not the same on all ranks"
-    own = torch.tensor([worst], dtype=torch.float64, device=axis_device_of(axis))
-    most = max(float(one) for one in axis.pieces(own))
+    own = torch.tensor([worst], dtype=torch.float64, device=division.device)
+    most = max(float(one) for one in division.pieces(own))
     if not most <= 1.0:
-        raise SplitOperationError(
-            "world.distribute: the model that is divided over the tensor axis differs from the "
-            f"whole one: {where if worst > 1 else 'on another rank'}. Each operation by itself "
-            "was right, so code of the model uses a part as if it were whole. HINT: the rule "
-            "'replicate' for the layers around it, in paceline.Layout(rules={...}); "
+        raise DividedModelError(
+            f"world.distribute: {division.subject} differs from the whole one: "
+            f"{where if worst > 1 else 'on another rank'}. {division.cause}; "
             "world.distribute(..., compare=False) trains nevertheless"
         )
     return largest
@@ -221,23 +253,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return value if value == value else float("inf")
 
 
-def _too_large(model: nn.Module, views: Views) -> str:
-    """Return why the whole model can't be computed on a rank, the same on all; "" if it can."""
-    tensors = [*model.parameters()]
-    device = next((p.device for p in tensors), torch.device("cpu"))
-    ranks = views.axis.size
-    split = [getattr(p, "_paceline_split", None) is not None for p in tensors]
-    needed = sum(
-        p.nbytes * (ranks if is_split else 1) for p, is_split in zip(tensors, split, strict=True)
-    )
-    missing = MEMORY_FACTOR * needed > available_bytes(device)
-    flag = torch.tensor([float(missing)], device=axis_device_of(views.axis))
-    if not any(float(one) for one in views.axis.pieces(flag)):
-        return ""
-    return f"its whole parameters ({needed / GIB:.1f} GiB) do not fit on a rank"
-
-
-def _add_noise(model: nn.Module, factor: float | None, views: Views) -> None:
+def _add_noise(model: nn.Module, factor: float | None, division: Division) -> None:
     """Change the parameters by noise, alike on all ranks that hold copies.
 
     Args:
@@ -247,22 +263,21 @@ def _add_noise(model: nn.Module, factor: float | None, views: Views) -> None:
         for number, parameter in enumerate(model.parameters()):
             if not parameter.is_floating_point() or not parameter.numel():
                 continue
-            is_split = getattr(parameter, "_paceline_split", None) is not None
-            seed = 2 * number + (1000003 * (views.axis.rank + 1) if is_split else 0)
+            seed = 2 * number
+            if division.is_split(parameter):
+                seed += 1000003 * (division.rank + 1)
             generator = torch.Generator().manual_seed(_SEED + seed)
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             if factor is None:
                 scale = parameter.abs() * torch.finfo(parameter.dtype).eps
             else:
-                magnitude = parameter.double().abs().mean()
-                if is_split:
-                    magnitude = views.axis.sum(magnitude) / views.axis.size
+                magnitude = division.mean_magnitude(parameter)
                 scale = (factor * magnitude.clamp(min=MIN_MAGNITUDE)).to(parameter.dtype)
             parameter.add_(noise * scale)
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers, attributes and random states at the end."""
     parameters = [(p, p.detach().clone()) for p in model.parameters()]
     state = _State(model)

@@ -1,0 +1,1 @@
+"""Comparison of a divided model with the whole one."""

@@ -1,0 +1,256 @@
+"""Convolutions: each rank fetches the rows that its outputs read, and returns their gradients."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812 - PyTorch's name
+
+from .exchange import Fetch
+from .halves import Geometry
+from .partition import window, windows_of
+from .split_tensor import SplitTensor, handles, refused
+from .windows import (
+    CHANGED_IN_PLACE,
+    Windowed,
+    check_positions,
+    empty_result,
+    gather_rows,
+    local_shape,
+    output_parts,
+    sizes,
+    whole_shape,
+)
+
+MIN_OVERLAPPED = 1 << 26  # multiplications of a rank, from which halos travel while it computes
+
+
+@handles(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)
+def convolution(
+    func: Any,
+    values: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Convolve; its padding is zeros at the borders of the whole sample."""
+    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
+        raise refused("a convolution with the kernel from a tensor", ".whole() first")
+    count = weight.dim() - 2
+    lead = values.dim() - count
+    check_positions(values, lead)
+    shape = whole_shape(func, values, weight, bias, stride, padding, dilation, groups)
+    stride, dilation = sizes(stride, count), sizes(dilation, count)
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        around = [(one // 2, one - one // 2) for one in total]
+    else:
+        numbers = sizes(0 if padding == "valid" else padding, count)
+        around = [(one, one) for one in numbers]
+    parts = output_parts(values, shape)
+    asked = {}
+    for i, (before, after) in enumerate(around):
+        how = (weight.size(i + 2), stride[i], before, dilation[i])
+        if lead + i in parts:
+            asked[lead + i] = [windows_of(part, *how) for part in parts[lead + i].parts()]
+        elif before != after:  # "same" with an even kernel
+            asked[lead + i] = [(-before, values.size(lead + i) + after)]
+    wanted = local_shape(values, shape, parts)
+    asked = dict(sorted(asked.items(), key=lambda one: one[0] in parts))  # divided dims last
+    if 0 in wanted[lead:]:
+        read = Windowed(values, asked)
+        return values.like(empty_result([read.rows, weight, bias], wanted), parts)
+    last, coordinates = asked.popitem()
+    read, partition = Windowed(values, asked), values.parts[last]
+    windows = tuple(window(first, end, partition.rows) for first, end in coordinates)
+    plan = Fetch(last, partition, windows, values.groups.lines[partition.axis])
+    rest = tuple(0 if lead + i in asked or lead + i == last else around[i][0] for i in range(count))
+    geometry = Geometry(func, stride, rest, dilation, groups)
+    apply: Any = _Convolution.apply
+    with read.compact():
+        result = apply(*_cast(read.rows, weight, bias), plan, geometry)
+    return values.like(result, parts)
+
+
+def _cast(rows: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return operands in the dtype of autocast, which does not reach autograd functions."""
+    kind = rows.device.type
+    if not torch.is_autocast_enabled(kind):
+        return rows, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        one if one is None or not one.is_floating_point() or one.dtype == torch.float64
+        else one.to(dtype)
+        for one in (rows, *others)
+    )  # fmt: skip
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution with the exchange of its halos along one dim.
+
+    In forward, outputs that need no halo are computed while halos travel; in backward, the gradient
+    of the weight is computed while gradients of halos travel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plan: Fetch,
+        geometry: Geometry,
+    ) -> torch.Tensor:
+        transfer = plan.start(local)
+        inner = None if plan.is_local else _inner_outputs(plan, geometry, local, weight)
+        if inner is None:
+            received = transfer.wait()
+            found = geometry.convolve(plan.assemble(local, received), weight, bias)
+        else:
+            cuts = (0, *inner, _outputs(plan, geometry, local, weight))
+            found_inner = _piece(plan, geometry, local, {}, (weight, bias), *inner)
+            received = transfer.wait()
+            pieces = [
+                found_inner if (a, b) == inner
+                else _piece(plan, geometry, local, received, (weight, bias), a, b)
+                for a, b in pairwise(cuts) if a < b
+            ]  # fmt: skip
+            found = torch.cat(pieces, plan.dim)
+        ctx.plan, ctx.geometry, ctx.has_bias = plan, geometry, bias is not None
+        ctx.peers = list(received)
+        ctx.save_for_backward(local, weight, *received.values())
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        plan, geometry = ctx.plan, ctx.geometry
+        try:
+            local, weight, *halos = ctx.saved_tensors
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {CHANGED_IN_PLACE}") from None
+        rows = plan.assemble(local, dict(zip(ctx.peers, halos, strict=True)))
+        of_local = of_weight = of_bias = transfer = None
+        gradient = gradient.contiguous()
+        given = (gradient, rows, weight, ctx.has_bias)
+        needs_rows, *needs = ctx.needs_input_grad[:3]
+        if needs_rows:
+            of_rows, *_ = geometry.gradients(*given, (True, False, False))
+            transfer = plan.start_back(of_rows)
+        if any(needs):
+            _, of_weight, of_bias = geometry.gradients(*given, (False, *needs))
+        if transfer is not None:
+            of_local = plan.add_back(of_rows, transfer.wait())
+        return of_local, of_weight, of_bias, None, None
+
+
+def _reach(
+    plan: Fetch, geometry: Geometry, local: torch.Tensor, weight: torch.Tensor
+) -> tuple[int, int]:
+    """Return stride and reach (rows that an output reads, less one) along the plan's dim."""
+    i = plan.dim - local.dim()  # from the end, as a sample may have no batch dim
+    return geometry.stride[i], geometry.dilation[i] * (weight.size(i) - 1)
+
+
+def _outputs(plan: Fetch, geometry: Geometry, local: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return the number of rows of this rank's output."""
+    stride, reach = _reach(plan, geometry, local, weight)
+    return (plan.length - reach - 1) // stride + 1
+
+
+def _piece(
+    plan: Fetch,
+    geometry: Geometry,
+    local: torch.Tensor,
+    received: dict[int, torch.Tensor],
+    parameters: tuple[torch.Tensor, torch.Tensor | None],
+    first: int,
+    end: int,
+) -> torch.Tensor:
+    """Return the rows from ``first`` to before ``end`` of this rank's output."""
+    stride, reach = _reach(plan, geometry, local, parameters[0])
+    rows = plan.assemble(local, received, first * stride, (end - 1) * stride + reach + 1)
+    return geometry.convolve(rows, *parameters)
+
+
+def _inner_outputs(
+    plan: Fetch, geometry: Geometry, local: torch.Tensor, weight: torch.Tensor
+) -> tuple[int, int] | None:
+    """Return the rows of the output that read no halo; None where the layer is too small."""
+    stride, reach = _reach(plan, geometry, local, weight)
+    outputs = _outputs(plan, geometry, local, weight)
+    first, end = plan.own_range
+    low, high = -(-first // stride), (end - reach - 1) // stride + 1
+    if 2 * (high - low) < outputs:
+        return None
+    channels = weight.size(1) * geometry.groups
+    others = local.numel() // (local.size(plan.dim) * channels)  # positions along other dims
+    return (low, high) if weight.numel() * (high - low) * others >= MIN_OVERLAPPED else None
+
+
+@handles(
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+)
+def transposed_convolution(
+    func: Any,
+    values: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """Transposed convolution: a rank reads the rows that reach its rows of the output."""
+    if not isinstance(values, SplitTensor) or isinstance(weight, SplitTensor):
+        raise refused("a convolution with the kernel from a tensor", ".whole() first")
+    count = weight.dim() - 2
+    lead = values.dim() - count
+    check_positions(values, lead)
+    given = (weight, bias, stride, padding, output_padding, groups, dilation)
+    shape = whole_shape(func, values, *given)
+    stride, padding, dilation = (sizes(one, count) for one in (stride, padding, dilation))
+    extra = sizes(output_padding, count)
+    parts = output_parts(values, shape)
+    local, crops = values.local, {}
+    for dim, partition in parts.items():
+        i = dim - lead
+        reach = dilation[i] * (weight.size(i + 2) - 1)
+        rows = values.parts[dim].rows
+        sources = [_sources(part, stride[i], padding[i], reach, rows) for part in partition.parts()]
+        local = gather_rows(values, local, dim, sources)
+        place = values.groups.lines[partition.axis].place
+        start = sources[place][0] * stride[i] - padding[i]  # of the local result
+        crops[dim] = (partition.bounds[place] - start, partition.part(place))
+    wanted = local_shape(values, shape, parts)
+    if 0 in wanted[lead:] or 0 in local.shape[lead:]:
+        result = empty_result([local, weight], wanted)
+    else:
+        kept = [0 if lead + i in parts else one for i, one in enumerate(padding)]
+        more = [0 if lead + i in parts else one for i, one in enumerate(extra)]
+        result = func(local, weight, None, stride, tuple(kept), tuple(more), groups, dilation)
+        for dim, (skip, (first, end)) in crops.items():
+            after = skip + (end - first) - result.size(dim)
+            around = [0, 0] * (result.dim() - 1 - dim) + [-skip, after]
+            result = F.pad(result, around)
+    if bias is not None:
+        result = result + bias.to(result.dtype).view(-1, *[1] * count)
+    return values.like(result, parts)
+
+
+def _sources(
+    part: tuple[int, int], stride: int, padding: int, reach: int, rows: int
+) -> tuple[int, int]:
+    """Return the rows of the input that reach the rows ``part`` of the output."""
+    first, end = part
+    if end <= first:
+        return 0, 0
+    low = max(-(-(first + padding - reach) // stride), 0)
+    high = min((end - 1 + padding) // stride + 1, rows)
+    return (low, high) if low < high else (0, 0)

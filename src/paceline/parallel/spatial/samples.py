@@ -1,0 +1,152 @@
+"""Samples in parts: inputs of a model, and arrays that no rank reads whole.
+
+A tensor of samples has the dims (samples, channels, [[depth,] height,] width).
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from ...cost.layout import AXIS_WORDS
+from ...plurals import counted, named_ranks
+from ..comparison.model_comparison import tensors_in
+from ..mesh import Mesh
+from .exchange import Line
+from .partition import Partition
+from .split_tensor import SpatialGroups, SplitTensor, split
+
+AXES = ("d", "h", "w")
+FROM_END = {"depth": 3, "height": 2, "width": 1}  # place of the dim
+MAX_COMPARED = 1 << 20  # elements of an input, by which ranks see that they have the same one
+
+
+def spatial_groups(mesh: Mesh) -> SpatialGroups:
+    """Return the ranks along each divided axis, and groups of all combinations. Collective."""
+    axes = [AXIS_WORDS[one] for one in AXES if AXIS_WORDS[one] in mesh.shape]
+    lines = {}
+    for axis in axes:
+        ranks = tuple(mesh.ranks_along((axis,)))
+        lines[axis] = Line(mesh.group(axis), ranks, ranks.index(mesh.rank))
+    groups = {
+        frozenset(some): mesh.group(*some)
+        for count in range(1, len(axes) + 1)
+        for some in combinations(axes, count)
+    }
+    return SpatialGroups(lines, groups)
+
+
+def split_inputs(value: Any, groups: SpatialGroups) -> Any:
+    """Return inputs of a model with this rank's part of each tensor that has positions."""
+    return each_tensor(value, lambda tensor: split_positions(tensor, groups))
+
+
+def split_positions(tensor: torch.Tensor, groups: SpatialGroups) -> torch.Tensor:
+    """Return this rank's part of a tensor (samples, channels, [[depth,] height,] width).
+
+    Tensors of two dims or fewer have no positions and stay whole.
+
+    Raises:
+        ValueError: The tensor lacks a divided dim, has fewer rows than ranks, or requires a
+            gradient.
+    """
+    if isinstance(tensor, SplitTensor) or tensor.dim() <= 2:
+        return tensor
+    parts = even_parts(tensor.shape, groups)
+    if tensor.requires_grad:
+        raise ValueError(
+            f"an input of shape {tuple(tensor.shape)} requires a gradient, which is not "
+            "implemented for samples that are divided over ranks. HINT: requires_grad_(False)"
+        )
+    return split(tensor, parts, groups)
+
+
+def even_parts(shape: Sequence[int], groups: SpatialGroups) -> dict[int, Partition]:
+    """Return the partitions of samples [samples, channels, [[depth,] height,] width].
+
+    Raises:
+        ValueError: The shape lacks a divided dim, or has fewer rows than ranks.
+    """
+    parts = {}
+    for axis, line in groups.lines.items():
+        dim = len(shape) - FROM_END[axis]
+        if dim < 2:
+            raise ValueError(
+                f"an input of shape {tuple(shape)} has no {axis}, along which samples are divided: "
+                "its dims are samples, channels, and then depth, height and width. HINT: layout w "
+                "for sequences, h and w for images, d, h and w for volumes"
+            )
+        if shape[dim] < len(line.ranks):
+            raise ValueError(
+                f"an input of shape {tuple(shape)} has {counted(shape[dim], 'row')} along the "
+                f"{axis} for {len(line.ranks)} ranks. HINT: layout {axis[0]}{shape[dim]}, or "
+                "larger samples"
+            )
+        parts[dim] = Partition.even(axis, shape[dim], len(line.ranks))
+    return parts
+
+
+def slices_of(shape: Sequence[int], groups: SpatialGroups) -> tuple[slice, ...]:
+    """Return this rank's part of an array [..., [[depth,] height,] width]."""
+    missing = max(2 + max(FROM_END[axis] for axis in groups.lines) - len(shape), 0)
+    parts = even_parts((1,) * missing + tuple(shape), groups) if missing <= 2 else {}
+    if not parts or any(dim < missing for dim in parts):
+        even_parts(shape, groups)  # its error
+    found = [slice(None)] * len(shape)
+    for dim, partition in parts.items():
+        found[dim - missing] = slice(*partition.part(groups.lines[partition.axis].place))
+    return tuple(found)
+
+
+def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups) -> SplitTensor:
+    """Return this rank's part of samples of a shape as a divided tensor."""
+    parts, expected = even_parts(shape, groups), list(shape)
+    for dim, partition in parts.items():
+        first, end = partition.part(groups.lines[partition.axis].place)
+        expected[dim] = end - first
+    if list(tensor.shape) != expected:
+        raise ValueError(
+            f"world.part: this rank's part of {tuple(shape)} has shape {tuple(expected)}, and the "
+            f"tensor {tuple(tensor.shape)}. HINT: array[world.slices(array.shape)]"
+        )
+    return SplitTensor(tensor, parts, groups)
+
+
+def each_tensor(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: each_tensor(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(each_tensor(item, change) for item in value)
+    return value
+
+
+def whole(value: Any) -> Any:
+    """Return a nest of tensors whole on all ranks of a sample. Collective."""
+    return each_tensor(value, lambda one: one.whole() if isinstance(one, SplitTensor) else one)
+
+
+def check_same(value: Any, groups: SpatialGroups) -> None:
+    """Check that the ranks of a sample have the same inputs. Collective.
+
+    Raises:
+        ValueError: They have not.
+    """
+    number = 0
+    for one in tensors_in(value):
+        number = zlib.crc32(f"{tuple(one.shape)} {one.dtype}".encode(), number)
+        if not isinstance(one, SplitTensor):
+            flat = one.detach().reshape(-1)
+            some = flat[:: max(flat.numel() // MAX_COMPARED, 1)].contiguous().cpu()
+            number = zlib.crc32(some.view(torch.uint8).numpy().data, number)
+    found = groups.numbers(number)
+    others = [rank for rank, other in found.items() if other != number]
+    if others:
+        raise ValueError(
+            f"{named_ranks(sorted(found))} share each sample, and the model got other inputs on "
+            f"{named_ranks(others)} than here. HINT: world.shard(loader) gives them the same "
+            "samples; random numbers of the script need one seed on all ranks"
+        )
