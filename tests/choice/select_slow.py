@@ -4,6 +4,7 @@ one tenth of all. Tests in REQUIRED always run if a file that they use has chang
     select_slow.py choose IDS OUT      choose from the test ids in IDS, one per line
     select_slow.py measure XML ...     write durations.json from JUnit reports
     select_slow.py number              print the number of this CI run
+    select_slow.py frameworks          exit code 0: this run includes `make test-frameworks`
 
 The tenth is ``crc32(salt and test id) % 10 == run number % 10``, so ten consecutive run numbers run
 every test. The run number is PACELINE_CI_RUN (the run number of the CI service). Without it, it is
@@ -47,6 +48,19 @@ REQUIRED = {
         "examples/slow.py",
     ),
 }
+
+
+# `make test-frameworks`, which has an environment of its own, runs in one of ten runs, and whenever
+# a file that begins with one of these has changed.
+FRAMEWORKS = (
+    "src/paceline/compat/",
+    "src/paceline/record/hooks/keras_training.py",
+    "src/paceline/record/hooks/training_loop.py",
+    "src/paceline/launch/ranks/framework_variables.py",
+    "tests/frameworks/",
+    "examples/keras/",
+)
+FRAMEWORKS_PART = 6
 
 
 def git(*words: str) -> str:
@@ -129,6 +143,12 @@ def required(ids: list[str], changed: list[str]) -> list[str]:
     return [test for test in tests if any(f.startswith(REQUIRED[test]) for f in changed)]
 
 
+def runs_frameworks(number: int, changed: list[str]) -> bool:
+    """Return whether a CI run includes the tests of other frameworks."""
+    is_touched = any(one.startswith(FRAMEWORKS) for one in changed)
+    return is_touched or number % SLICES == FRAMEWORKS_PART
+
+
 def touched(ids: list[str], changed: list[str], source: Path = SOURCE) -> dict[str, int]:
     """Return the tests that the change can affect, with their distance from it."""
     folders = import_distances(changed, source)
@@ -196,6 +216,10 @@ def main(command: str, *paths: str) -> None:
     if command == "number":
         print(run_number())
         return
+    if command == "frameworks":
+        chosen = runs_frameworks(run_number(), changed_files())
+        print(f"make test-frameworks: {'chosen' if chosen else 'not in this run'}")
+        sys.exit(not chosen)
     ids = [line for line in Path(paths[0]).read_text().splitlines() if "::" in line]
     durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     number, changed = run_number(), changed_files()

@@ -85,6 +85,13 @@ def test_walk_through_the_tutorial_runs_if_a_file_it_uses_has_changed(changed, r
         assert not runs or [*first, *rotation].count(WALK) == 1
 
 
+def test_frameworks_run_in_one_of_ten_runs_or_if_touched():
+    assert sum(select_slow.runs_frameworks(number, ["docs/index.md"]) for number in range(10)) == 1
+    changed = ["src/paceline/compat/horovod/keras/callbacks.py"]
+    assert all(select_slow.runs_frameworks(number, changed) for number in range(10))
+    assert all((select_slow.ROOT / one).exists() for one in select_slow.FRAMEWORKS)
+
+
 def test_run_number_increases(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("PACELINE_CI_RUN", raising=False)

@@ -4,6 +4,7 @@ import inspect
 import os
 import shlex
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -25,7 +26,7 @@ LINKED = ("horovodrun", "ddlrun")  # names under which a link to paceline runs t
 _BUILT = """Paceline {version}, with Horovod's interface:
 
 Available Frameworks:
-    [ ] TensorFlow
+    [{tensorflow}] TensorFlow
     [X] PyTorch
     [ ] MXNet
 
@@ -172,7 +173,9 @@ def _run(tool: str, words: list[str]) -> None:
         import torch
 
         nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-        typer.echo(_BUILT.format(version=__version__, nccl="X" if nccl else " "))
+        parts = {"nccl": nccl, "tensorflow": find_spec("tensorflow") is not None}
+        marks = {name: "X" if there else " " for name, there in parts.items()}
+        typer.echo(_BUILT.format(version=__version__, **marks))
         return
     for line in command.lines(tool):
         typer.echo(f"paceline: {line}", err=True)

@@ -1,7 +1,7 @@
 """Which package ``import horovod`` finds in a rank: Horovod, or Paceline's implementation of it.
 
-A folder with the packages ``horovod`` and ``ddl`` is added to ``sys.path``, from where processes that the script
-starts with ``multiprocessing`` inherit it. Each package replaces itself with
+A folder with the packages ``horovod`` and ``ddl`` is added to ``sys.path``, from where processes
+that the script starts with ``multiprocessing`` inherit it. Each package replaces itself with
 ``paceline.compat.horovod`` or ``paceline.compat.ddl``, or with the library of this name if that is
 installed (``paceline/compat/horovod/import_alias.py``).
 """

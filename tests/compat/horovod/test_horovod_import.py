@@ -66,6 +66,30 @@ def test_script_finds_paceline_by_every_name(tmp_path):
     assert done.stderr.count(ANNOUNCED) == 1
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_ddl_is_found_unless_the_script_has_one(tmp_path, local):
+    """IBM's ddl has a world as soon as it is imported; Keras is imported with the first callback."""
+    script = ranks.write(
+        tmp_path,
+        """
+        import ddl
+        if hasattr(ddl, "size"):
+            print(ddl.size(), sorted([ddl.rank(), 1 - ddl.rank()]), ddl.local_size())
+            try:
+                ddl.Bcast
+            except AttributeError as error:
+                assert "HINT: horovod.tensorflow" in str(error)
+        else:
+            print(ddl.OWN)
+        """,
+    )
+    if local:
+        (tmp_path / "ddl.py").write_text("OWN = 'own'\n")
+    done = ranks.run(script)
+    assert ranks.untagged(done.stdout) == ({"own"} if local else {"2 [0, 1] 2"})
+    assert ("import ddl uses Paceline's implementation" in done.stderr) is not local
+
+
 def test_processes_of_multiprocessing_find_it(tmp_path):
     """They import the script again: the loaders of Horovod's examples are of this kind."""
     script = ranks.write(

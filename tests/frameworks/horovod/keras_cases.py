@@ -305,12 +305,8 @@ def saved_model_loads_with_and_without(rank, size):
     assert type(plain.optimizer).__name__ == "Adam"
     assert not hasattr(plain.optimizer, "register_local_var")
     assert hasattr(distributed.optimizer, "register_local_var")
-    for one, other in zip(
-        distributed.optimizer.variables, model.optimizer.variables, strict=True
-    ):
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(one), ops.convert_to_numpy(other), 1e-6
-        )
+    for one, other in zip(distributed.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_allclose(ops.convert_to_numpy(one), ops.convert_to_numpy(other), 1e-6)
     train(distributed, x[rank::size], y[rank::size], 6)
     weights = hvd.allgather_object([float(np.sum(w)) for w in distributed.get_weights()])
     np.testing.assert_allclose(weights, [weights[0]] * size, 1e-6)
@@ -335,9 +331,7 @@ def loss_scale_skips_the_step_on_all_ranks(rank, size):
         scale = float(ops.convert_to_numpy(scaled.dynamic_scale))
         assert scale == 16384.0, scale
         mean = (size - 1) / 2  # first at scale 32768, then at 16384
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(variable), 1 - 0.1 * mean * 3, rtol=1e-5
-        )
+        np.testing.assert_allclose(ops.convert_to_numpy(variable), 1 - 0.1 * mean * 3, rtol=1e-5)
 
 
 @case
@@ -467,9 +461,7 @@ def bad_learning_rates(rank, size):
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
     model = model_of(keras.optimizers.SGD(rate))
     x, y = samples(1)
-    raises(
-        ValueError, "LearningRateSchedule", train, model, x, y, callbacks=[schedule(0.1, 0.5)]
-    )
+    raises(ValueError, "LearningRateSchedule", train, model, x, y, callbacks=[schedule(0.1, 0.5)])
 
 
 # Values, objects, elastic states

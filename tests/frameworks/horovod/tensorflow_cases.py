@@ -459,7 +459,7 @@ def collectives_in_loops_and_branches(rank, size):
     @tf.function
     def compute(x):
         for at in tf.range(3):
-            if at == 1:
+            if at == 1:  # noqa: SIM108  a branch of the graph
                 x = hvd.allreduce(x, op=hvd.Sum)
             else:
                 x = hvd.allreduce(x)

@@ -16,7 +16,7 @@ _init()
 
 
 def __getattr__(name: str) -> Any:
-    """Import Keras with the first callback: a script may choose its backend after ``import ddl``."""
+    """Import Keras with the first callback: its backend may be chosen after ``import ddl``."""
     if name in _CALLBACKS:
         from . import callbacks
 

@@ -6,9 +6,7 @@ from ..horovod.keras.callback_order import other_callbacks
 from ..horovod.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from ..horovod.keras.optimizer import DistributedOptimizer, is_distributed
 
-_FIRST_AND_LAST = (
-    "HINT: callbacks=[ddl.DDLCallback(), ..., ddl.DDLGlobalVariablesCallback()]"
-)
+_FIRST_AND_LAST = "HINT: callbacks=[ddl.DDLCallback(), ..., ddl.DDLGlobalVariablesCallback()]"
 
 
 class DDLCallback(MetricAverageCallback):
@@ -24,9 +22,7 @@ class DDLCallback(MetricAverageCallback):
                 f"ddl.DDLCallback comes after {type(callbacks[0]).__name__}, which would get the "
                 f"metrics of its own rank. {_FIRST_AND_LAST}"
             )
-        if callbacks and not any(
-            isinstance(one, DDLGlobalVariablesCallback) for one in callbacks
-        ):
+        if callbacks and not any(isinstance(one, DDLGlobalVariablesCallback) for one in callbacks):
             raise ValueError(
                 "ddl.DDLCallback needs ddl.DDLGlobalVariablesCallback: without it, the ranks begin "
                 f"with different weights. {_FIRST_AND_LAST}"

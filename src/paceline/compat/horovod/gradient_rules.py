@@ -55,16 +55,12 @@ class GradientRules:
             return list(gradients)
         results = list(gradients)
         local = [at for at, one in enumerate(variables) if id(one) in self._local]
-        chosen = [
-            at for at, one in enumerate(gradients) if one is not None and at not in local
-        ]
+        chosen = [at for at, one in enumerate(gradients) if one is not None and at not in local]
         if chosen:
             names = [f"{self._prefix}.{at}" for at in chosen]
             groups = self._groups_of([variables[at] for at in chosen])
             own = [gradients[at] for at in chosen]
-            for at, result in zip(
-                chosen, function(own, names, self.options, groups), strict=True
-            ):
+            for at, result in zip(chosen, function(own, names, self.options, groups), strict=True):
                 results[at] = result
         if self._scales_local:
             size = self.options.process_set.size() or 1

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ..ring.recorder import Recorder, measure_difference_ns, now
 from ..ring.states import State
-from . import group_shutdown
+from . import group_shutdown, keras_training
 from .collective_check import announce_check, make_check
 from .collectives import RecordedGroup, measure_wrapper_cost
 from .hook_failures import report_failure
@@ -46,6 +46,11 @@ def install(loop: LoopRecorder) -> None:
         ),
         "torch.autograd.profiler": functools.partial(_patch_profiler, recorder),
         horovod_operations.MODULE: functools.partial(horovod_operations.patch_operations, recorder),
+        keras_training.TENSORFLOW_TRAINER: functools.partial(
+            keras_training.patch_tensorflow_trainer, loop
+        ),
+        keras_training.TORCH_TRAINER: functools.partial(keras_training.patch_torch_trainer, loop),
+        keras_training.MODEL: functools.partial(keras_training.patch_models, loop),
         "safetensors.torch": functools.partial(
             _patch_saving, recorder, ["save_file", "save_model"]
         ),

@@ -68,8 +68,16 @@ class LoopRecorder:
 
     # Batches
 
-    def fetch(self, iterator: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Fetch the next batch of a loader's iterator, and record its time and samples."""
+    def fetch(
+        self,
+        iterator: Any,
+        fetch: Callable[[Any], Any],
+        count: Callable[[Any], int] | None = None,
+    ) -> Any:
+        """Fetch the next batch of a loader's iterator, and record its time and samples.
+
+        count: returns the number of samples; None: of batches of torch.
+        """
         if _FETCH in failed_hooks:
             return fetch(iterator)
         start, iterator_start = now(), 0
@@ -94,7 +102,8 @@ class LoopRecorder:
             self.recorder.event(_INPUT, start, now())
             known = len(self._fingerprints) >= MAX_FINGERPRINTS
             fingerprint = 0 if known else self._fingerprint(batch)
-            self._loop.fetched(id(iterator), start, iterator_start, _samples(batch), fingerprint)
+            samples = (count or _samples)(batch)
+            self._loop.fetched(id(iterator), start, iterator_start, samples, fingerprint)
         except Exception as error:
             report_failure(_FETCH, error)
         return batch
@@ -262,6 +271,27 @@ class LoopRecorder:
             return
         self.recorder.end_of_step()  # may end an experiment, and so the process
         self._loop.step_end = now()
+
+    def whole_step(self, model: Any, optimizer: Any, call: Callable[[], Any]) -> Any:
+        """Make a step of a library that computes it as a whole, recorded as a forward."""
+        start, self.busy = now(), True
+        self.recorder.begin(int(State.FORWARD), start)
+        try:
+            result = call()
+        finally:
+            self.busy, end = False, now()
+        try:
+            self.recorder.hook_calls += 1
+            self._loop.training_forward(model, True, start, end)
+            self._loop.backward_begins(end)
+            is_counted = self._loop.step(optimizer, end, end)
+        except Exception as error:
+            report_failure(_FORWARD, error)
+            return result
+        if is_counted:
+            self.recorder.end_of_step()  # may end an experiment, and so the process
+            self._loop.step_end = now()
+        return result
 
     def end(self) -> None:
         """Record the iterations that are still open; called at the end of the script."""

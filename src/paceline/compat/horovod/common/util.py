@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from ..core import built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is an interface for a framework: only for "torch"."""
-    return ext_base_name == "torch"
+    """Return whether a framework is installed for which there is an interface."""
+    known = ("torch", "tensorflow", "keras")
+    return ext_base_name in known and find_spec(ext_base_name) is not None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -130,10 +130,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
-            if rank() == 0:
-                done = f"finished gradual learning rate warmup to {self._rate():g}"
-                print(f"\nEpoch {epoch + 1}: {done}.")
+        is_last = self.end_epoch is not None and epoch == self.end_epoch - 1
+        if is_last and self.verbose > 0 and rank() == 0:
+            done = f"finished gradual learning rate warmup to {self._rate():g}"
+            print(f"\nEpoch {epoch + 1}: {done}.")
 
 
 def _check_rate(optimizer: Any, callback: str) -> None:
@@ -145,8 +145,8 @@ def _check_rate(optimizer: Any, callback: str) -> None:
     ):
         raise ValueError(
             f"{callback} can't set the learning rate of an optimizer that has a "
-            "LearningRateSchedule. HINT: give the optimizer a number as its learning rate, or leave "
-            "the callback out"
+            "LearningRateSchedule. HINT: give the optimizer a number as its learning rate, or "
+            "leave the callback out"
         )
 
 

@@ -7,7 +7,9 @@ from ..tensorflow_ops.collectives import grouped_allreduce as grouped_allreduce
 from ..tensorflow_ops.collectives import grouped_reducescatter as grouped_reducescatter
 from ..tensorflow_ops.collectives import reducescatter as reducescatter
 from ..tensorflow_ops.gradient_tape import DistributedGradientTape as DistributedGradientTape
-from ..tensorflow_ops.gradient_tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+from ..tensorflow_ops.gradient_tape import (
+    PartialDistributedGradientTape as PartialDistributedGradientTape,
+)
 from ..tensorflow_ops.variables import allgather_object as allgather_object
 from ..tensorflow_ops.variables import broadcast_global_variables as broadcast_global_variables
 from ..tensorflow_ops.variables import broadcast_object as broadcast_object

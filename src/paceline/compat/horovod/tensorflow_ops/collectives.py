@@ -83,9 +83,7 @@ def grouped_allreduce(
     dense = [one for i, one in enumerate(tensors) if i not in sparse]
 
     def forward(*own: torch.Tensor) -> Tensors:
-        return torch_ops.grouped_allreduce(
-            own, None, name, compression, how, *factors, process_set
-        )
+        return torch_ops.grouped_allreduce(own, None, name, compression, how, *factors, process_set)
 
     found = iter(_allreduced(dense, forward, (how, *factors, process_set)) if dense else ())
     return [
@@ -248,9 +246,7 @@ def grouped_reducescatter(
     factors = (prescale_factor, postscale_factor)
 
     def forward(*own: torch.Tensor) -> Tensors:
-        return torch_ops.grouped_reducescatter(
-            own, name, compression, op, process_set, *factors
-        )
+        return torch_ops.grouped_reducescatter(own, name, compression, op, process_set, *factors)
 
     def backward(upstream: Tensors, *_: Tensors) -> Tensors:
         factor = factors[0] * factors[1]

@@ -125,4 +125,3 @@ class _Exchange:
         for part, one in sent:
             results |= zip(part, one.wait(), strict=True)
         return [results[at] for at in range(len(self._gradients))]
-

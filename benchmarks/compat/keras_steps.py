@@ -1,0 +1,83 @@
+"""Claim: with horovod.keras and horovod.tensorflow a step takes at most 1.10 of a peer's.
+
+The network is Keras' CNN for images of 28 x 28. With the PyTorch backend the peer is DDP, with the
+TensorFlow backend MultiWorkerMirroredStrategy. Both train in own loops, in the same processes, in
+alternate blocks of steps (scripts/compat/keras_steps.py). The exchange's own share is printed. It
+needs TensorFlow: ``make test-frameworks`` makes an environment.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import (
+    BIN,
+    SCRIPTS,
+    console,
+    finish,
+    launch,
+    machine,
+    options,
+    ratio,
+    run,
+    spread,
+    target,
+)
+from rich.table import Table
+
+LIMIT = 1.10
+PEERS = {"torch": "ddp", "tensorflow": "mirrored strategy"}
+
+
+def main() -> None:
+    parser = options("keras", __doc__ or "", repeats=8)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
+    parser.add_argument("--backends", nargs="+", choices=list(PEERS), default=list(PEERS))
+    args = parser.parse_args()
+    facts = machine()
+    times = {backend: measure(backend, args) for backend in args.backends}
+    table = Table(title=f"Milliseconds a step, {args.repeats} rounds: median (quartiles)")
+    for heading in ("backend", "horovod", "peer", "of the peer", "exchange alone"):
+        table.add_column(heading, justify="left" if heading == "backend" else "right")
+    ratios, targets = {}, []
+    for backend, found in times.items():
+        peer = PEERS[backend]
+        ratios[backend] = ratio(found["horovod"], found[peer])
+        alone = spread(found["exchange alone"])
+        share = alone["median"] / spread(found["horovod"])["median"]
+        table.add_row(
+            backend, shown(found["horovod"]), f"{peer}: {shown(found[peer])}",
+            f"{ratios[backend]['median']:.3f}", f"{alone['median'] * 1e3:.2f} ({share:.0%})",
+        )  # fmt: skip
+        targets.append(target(f"{backend}: a step, of that of {peer}", LIMIT, ratios[backend]))
+    console.print(table)
+    finish("keras", args, facts, measurements=times, ratios=ratios, targets=targets)
+
+
+def measure(backend: str, args: Any) -> dict[str, list[float]]:
+    """Run one job, and return the times of its blocks."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "times.json"
+        words = ["--rounds", str(args.repeats), "--steps", str(args.steps), "--out", str(out)]
+        command = [str(BIN / "paceline"), "run", "-n", str(args.ranks)]
+        launch(
+            [*command, str(SCRIPTS / "compat/keras_steps.py"), *words],
+            OMP_NUM_THREADS="1",
+            KERAS_BACKEND=backend,
+            TF_CPP_MIN_LOG_LEVEL="3",
+        )
+        found: dict[str, list[float]] = json.loads(out.read_text())
+    return found
+
+
+def shown(values: list[float]) -> str:
+    s = spread(values)
+    return f"{s['median'] * 1e3:.2f} ({s['q1'] * 1e3:.2f}-{s['q3'] * 1e3:.2f})"
+
+
+if __name__ == "__main__":
+    run(main)

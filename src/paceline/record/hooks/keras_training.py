@@ -1,0 +1,135 @@
+"""Record scripts that train with ``keras.Model.fit``, with the TensorFlow or the PyTorch backend.
+
+With PyTorch, forward, backward, optimizer step and batches are those of torch; Keras' models and
+optimizers are no modules and optimizers that torch calls, so they are patched here. TensorFlow
+computes a step as a whole: it is recorded as one forward, with the waits for collectives inside.
+Its batches are fetched by a call of their own, and given to the same compiled step.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..ring.recorder import now
+from ..ring.states import State
+from .hook_failures import failed_hooks, report_failure
+from .training_loop import LoopRecorder
+
+TENSORFLOW_TRAINER = "keras.src.backend.tensorflow.trainer"
+TORCH_TRAINER = "keras.src.backend.torch.trainer"
+MODEL = "keras.src.models.model"
+_HOOK = "Keras' training step"
+
+
+def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
+    """Record the steps and the evaluations of Keras with TensorFlow."""
+    trainer, tf = module.TensorFlowTrainer, module.tf
+    original = trainer.make_train_function
+
+    @functools.wraps(original)
+    def make_train_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.train_function
+        result = original(self, *args, **kwargs)
+        if self.train_function is not before and self.train_function is not None:
+            self.train_function = _recorded_step(loop, tf, self, self.train_function)
+        return result
+
+    trainer.make_train_function = make_train_function
+    _patch_evaluation(loop, trainer)
+
+
+def _recorded_step(
+    loop: LoopRecorder, tf: Any, model: Any, step: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Return a function that fetches a batch and makes a step with it, both recorded."""
+
+    @functools.wraps(step)
+    def recorded(iterator: Any) -> Any:
+        if loop.busy or loop.ignores_thread() or _HOOK in failed_hooks:
+            return step(iterator)
+        given = iterator
+        if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
+            batch = loop.fetch(iterator, next, functools.partial(_samples_in, tf))
+            given = iter([batch])
+        return loop.whole_step(model, model.optimizer, functools.partial(step, given))
+
+    return recorded
+
+
+def _samples_in(tf: Any, batch: Any) -> int:
+    """Return the number of samples of a batch: the first dimension of its first tensor."""
+    first = tf.nest.flatten(batch)[0]
+    return int(first.shape[0]) if len(first.shape) else 1
+
+
+def patch_torch_trainer(loop: LoopRecorder, module: Any) -> None:
+    """Record the forward passes, optimizer steps and evaluations of Keras with PyTorch."""
+    _patch_evaluation(loop, module.TorchTrainer)
+    optimizer = module.optimizers_module.base_optimizer.BaseOptimizer
+    apply = optimizer.apply
+
+    @functools.wraps(apply)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if loop.busy:
+            return apply(self, *args, **kwargs)
+        loop.before_step(self)
+        result = apply(self, *args, **kwargs)
+        loop.after_step(self)
+        return result
+
+    optimizer.apply = recorded
+
+
+def patch_models(loop: LoopRecorder, module: Any) -> None:
+    """Record saves of models; with PyTorch also their forward passes."""
+    model = module.Model
+    for name in ("save", "save_weights"):
+        setattr(model, name, _spanned(loop, getattr(model, name), State.CHECKPOINT))
+    if module.backend.backend() != "torch":
+        return
+    call = model.__call__
+    flatten, symbolic = sys.modules["keras.src.tree"].flatten, module.backend.KerasTensor
+
+    def is_symbolic(inputs: Any) -> bool:
+        """Return whether Keras calls a model to learn about shapes."""
+        first = next(iter(flatten(inputs)), None)
+        is_meta = isinstance(first, torch.Tensor) and first.device.type == "meta"
+        return is_meta or isinstance(first, symbolic)
+
+    @functools.wraps(call)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if loop.busy or loop.ignores_thread() or is_symbolic((args, kwargs)):
+            return call(self, *args, **kwargs)
+        return loop.forward(self, call, args, kwargs)
+
+    model.__call__ = recorded
+
+
+def _patch_evaluation(loop: LoopRecorder, trainer: Any) -> None:
+    for name in ("evaluate", "predict"):
+        setattr(trainer, name, _spanned(loop, getattr(trainer, name), State.VALIDATION))
+
+
+def _spanned(loop: LoopRecorder, function: Any, state: State) -> Callable[..., Any]:
+    """Return a function that is recorded as a whole in one state."""
+
+    @functools.wraps(function)
+    def spanned(*args: Any, **kwargs: Any) -> Any:
+        if loop.busy or loop.ignores_thread():
+            return function(*args, **kwargs)
+        start = now()
+        loop.recorder.begin(int(state), start)
+        loop.busy = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            loop.busy = False
+            try:
+                loop.recorder.event(int(state), start, now())
+            except Exception as error:
+                report_failure(_HOOK, error)
+
+    return spanned
