@@ -6,6 +6,7 @@ These are the remedies of causes for which no setting exists. ``registry.KNOBS``
 from .knob import Knob
 
 _INPUT = ("input", "input-preprocessing", "input-waiting", "input-small-files", "input-bandwidth")
+_DIVIDES_LAYERS = r"\btp\d|\btp=|\.distribute\("
 _EVALUATES = r"\.eval\(\)|no_grad|inference_mode"
 
 EDITS: dict[str, Knob] = {
@@ -24,6 +25,14 @@ EDITS: dict[str, Knob] = {
         "part of it; without such code: paceline check, and end other programs on its cores",
         looks_for=r"^\s*(el)?if .*rank\w*(\(\))?\s*(==|>|<|!=|in\b|%)|^\s*(el)?if .*is_main",
         effort=2,
+    ),
+    "tensor-axis": Knob(
+        "the tensor axis has fewer ranks, and the data axis more",
+        ("tensor-exchange",),
+        "{value}",
+        looks_for=_DIVIDES_LAYERS,
+        costs="memory for a larger part of the divided layers on each rank; a larger global batch, "
+        "or smaller batches of a rank",
     ),
     "rarer-validation": Knob(
         "validation runs half as often",

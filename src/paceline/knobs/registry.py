@@ -8,7 +8,6 @@ them.
 from .edits import EDITS
 from .knob import COMPUTING as COMPUTING
 from .knob import Knob as Knob
-from .layouts.tensor import TENSOR
 from .sharded import SHARDED
 from .value_types import ON, Choice, LayoutText, Range
 
@@ -296,6 +295,16 @@ KNOBS: dict[str, Knob] = {
         r"\bdistribute\(",
         "with a sharded layout, communication for parameters",
     ),
+    "sequence-split": Knob(
+        "with a tensor axis, norms and dropout compute with parts of the tokens: reduce-scatters "
+        "and all-gathers in place of all-reduces",
+        ("tensor-exchange",),
+        "paceline.Layout(tp=..., rules={..., '*norm*': 'sequence', '*dropout*': 'sequence'})",
+        "parallel.tensor.sequence:set_sequence",
+        ON,
+        r"\btp\d|\btp=|\.distribute\(",
+        "one more small sum for the gradient of each norm",
+    ),
     "channels-last": Knob(
         "convolutions get weights and images in the channels-last memory format",
         ("layout",),
@@ -445,6 +454,5 @@ KNOBS: dict[str, Knob] = {
         effort=3,
     ),
     **SHARDED,
-    **TENSOR,
     **EDITS,
 }

@@ -45,6 +45,7 @@ def test_the_axis_is_named_with_its_ranks_and_calls():
     )
     assert {"tensor-axis", "sequence-split"} <= found.keys()
     assert found["sequence-split"].gain is None  # it must be tried
+    assert found["sequence-split"].settable
     assert "'*norm*': 'sequence'" in found["sequence-split"].edit
     part = 1 - (1 / 2) / (3 / 4)
     saved = 0.5 * part

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from paceline import Layout
+from paceline.parallel.tensor import sequence
 from paceline.parallel.tensor.exchange import TensorAxis
 
 
@@ -119,6 +120,14 @@ def test_tokens_that_can_not_be_divided_are_whole_and_said(capsys):
     line = next(one for one in said if "blocks.0.norm1 ('sequence')" in one)
     assert "gets the shape (4, 5, 8), whose dim 1 of 3 can't be divided by 2 ranks" in line
     assert "HINT: sequences padded to a multiple of 2" in line
+
+
+def test_the_knob_divides_the_tokens_of_models_without_such_rules(monkeypatch):
+    turned = mock.Mock()
+    monkeypatch.setattr(sequence._Requested, "turned", turned)
+    tokens = torch.randint(0, 12, (4, 4), generator=torch.Generator().manual_seed(1))
+    assert run(tokens, RULES, 2) == 0
+    assert turned.done.called
 
 
 def test_sharded_layouts_are_refused():

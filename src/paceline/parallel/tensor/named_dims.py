@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -146,7 +147,7 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
     if isinstance(layer, (_NormBase, nn.GroupNorm)):
         return (layer.num_features if isinstance(layer, _NormBase) else layer.num_channels,)
     weight = layer.weight
-    assert hasattr(weight, "shape")
+    assert isinstance(weight, torch.Tensor)
     return tuple(weight.shape)
 
 

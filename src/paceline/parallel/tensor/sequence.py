@@ -6,19 +6,42 @@ of ``vocabulary`` embeddings are divided (reduce-scatter instead of all-reduce),
 layers gather their input.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from ...knobs.apply import KnobResult
 from ...record.hooks.phases import UncopiedHook
 from .exchange import scattered
+from .kinds import SEQUENCE
 from .parameters import Views
 from .split_tensor import SplitTensor
 from .splits import Split
 
 TOKEN_DIM = 1
+_WITHOUT_RULES = (nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd)
+
+
+class _Requested:
+    """Whether a knob asks for parts of the tokens in this process."""
+
+    turned: ClassVar[KnobResult | None] = None
+
+
+def set_sequence(_: bool, turned: KnobResult) -> None:
+    """Divide the tokens between the pairs of each model with a tensor axis."""
+    _Requested.turned = turned
+
+
+def requested_modules(model: nn.Module, known: Container[str]) -> dict[str, str]:
+    """Return the kind of norms and dropout that have none, if the knob asks for it."""
+    if _Requested.turned is None:
+        return {}
+    _Requested.turned.done()
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, _WITHOUT_RULES)]
+    return {name: SEQUENCE for name, _ in found if name and name not in known}
 
 
 def divide_tokens(module: nn.Module, name: str, views: Views, say: Callable[[str], None]) -> None:

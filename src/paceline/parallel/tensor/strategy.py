@@ -18,7 +18,7 @@ from .optimizer_check import check_steps_of_pieces
 from .parameters import Views, cut_states, divide_module
 from .rules_found import FoundRules, find_rules
 from .rules_given import kinds_from_rules
-from .sequence import TOKEN_DIM, divide_tokens
+from .sequence import TOKEN_DIM, divide_tokens, requested_modules
 from .splits import Split
 from .tensor_parallel_model import TensorParallelModel
 
@@ -55,6 +55,8 @@ class TensorParallel(ParallelStrategy):
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
         else:
             self._found = find_rules(model, ranks)
+        if not layout.zero:
+            self._found.kinds |= requested_modules(model, self._found.kinds)
         tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
         if layout.zero and tokens is not None:
             raise ValueError(

@@ -33,15 +33,19 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         return NO_RULE
     if reduction not in ("none", "mean", "sum"):
         return NO_RULE
+    ignored = given.get("ignore_index", -100)
+    are_classes = not target.is_floating_point()
+    without_classes = x.shape[:dim] + x.shape[dim + 1 :]
+    if target.shape != (without_classes if are_classes else x.shape):
+        return NO_RULE
+    if target.dtype is not torch.int64 if are_classes else ignored >= 0:
+        return NO_RULE
     terms = _Terms(x, dim, weight)
-    if target.is_floating_point():
-        if target.shape != x.shape:
-            return NO_RULE
-        losses, norm = terms.of_probabilities(target, smoothing), x.numel() / x.shape[dim]
+    if are_classes:
+        losses, norm = terms.of_classes(target, ignored, smoothing)
     else:
-        if target.shape != x.shape[:dim] + x.shape[dim + 1 :] or target.dtype is not torch.int64:
-            return NO_RULE
-        losses, norm = terms.of_classes(target, given.get("ignore_index", -100), smoothing)
+        losses = terms.of_probabilities(target, smoothing)
+        norm = torch.tensor(without_classes.numel(), device=losses.device)
     if reduction != "none":
         losses = losses.sum() / (norm if reduction == "mean" else 1)
     return losses.to(terms.result_dtype)

@@ -16,7 +16,7 @@ _UNARY = (
     *("isnan", "isneginf", "isposinf", "lgamma", "log", "log10", "log1p", "log2", "logical_not"),
     *("logit", "bitwise_not", "nan_to_num", "neg", "negative", "positive", "rad2deg"),
     *("reciprocal", "relu", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc"),
-    *("sinh", "sqrt", "square", "tan", "tanh", "trunc", "contiguous", "float", "double", "half"),
+    *("sinh", "sqrt", "square", "tan", "tanh", "trunc", "float", "double", "half"),
     *("bfloat16", "int", "long", "bool", "zeros_like", "ones_like", "empty_like", "full_like"),
     *("celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu"),
     *("logsigmoid", "mish", "relu6", "selu", "silu", "softplus", "softshrink", "softsign"),
@@ -78,6 +78,19 @@ def pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     if in_place and found is target.local:
         return target
     return wrap(found, split.at(dims + where), axis)
+
+
+@rule_for(*named_functions("contiguous"))
+def contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    """Give the piece the order of memory that the whole tensor gets.
+
+    A piece of extent 1 counts as contiguous in several orders, and would keep its own one.
+    """
+    x, formats = args[0], [*args[1:], *kwargs.values()]
+    found = x.local.contiguous(*formats)
+    if not formats and memory_order(found) != list(range(found.dim())):
+        found = found.clone(memory_format=torch.contiguous_format)
+    return SplitTensor.of(found, x.division, x.axis)
 
 
 class _Pieces:
