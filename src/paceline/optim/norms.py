@@ -200,7 +200,10 @@ def parse_norm(norm: str) -> tuple[str, int]:
         return kind, 0
     if kind in ("ghost", "group") and number.isdecimal() and int(number) > 0:
         return kind, int(number)
-    raise ValueError(f"world.distribute: norm must be one of {NORMS}; this is {norm!r}")
+    raise ValueError(
+        f"world.distribute: norm must be one of {NORMS}; this is {norm!r}. HINT: norm='sync' "
+        "normalizes over the batches of all ranks"
+    )
 
 
 def _replacement(name: str, old: _BatchNorm, kind: str, number: int) -> nn.Module:

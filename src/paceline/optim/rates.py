@@ -5,6 +5,7 @@ with warm-up is Goyal et al., arXiv 1706.02677, section 2.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,14 +64,23 @@ def scale_learning_rate(
     falls afterwards: "linear" or "polynomial" (of power 2) to 0 after ``steps`` steps, or "sqrt",
     with the root of the number of steps.
 
-    Raises ValueError for an unknown rule or decay, a batch below one, a negative warm-up, or a
-    decay without a number of steps that exceeds the warm-up.
+    Raises ValueError for an unknown rule or decay, a batch below one, a negative warm-up, a number
+    that is not whole, or a decay without a number of steps that exceeds the warm-up.
     """
     if rule not in RULES:
         raise ValueError(
             f"world.scale_learning_rate: rule must be one of {', '.join(map(repr, RULES))}; this "
             f"is {rule!r}. HINT: rule='linear'"
         )
+    counts = {"global_batch": global_batch, "reference_batch": reference_batch, "warmup": warmup}
+    for name, value in (counts | ({} if steps is None else {"steps": steps})).items():
+        try:
+            operator.index(value)
+        except TypeError:
+            raise ValueError(
+                f"world.scale_learning_rate: {name} must be a whole number; this is {value!r}. "
+                f"HINT: {name}=256"
+            ) from None
     if reference_batch < 1 or global_batch < 1:
         raise ValueError(
             "world.scale_learning_rate: reference_batch and global_batch must be at least 1; these "

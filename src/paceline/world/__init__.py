@@ -274,7 +274,8 @@ class World(ModelDistribution):
                 For other sizes, ``world.step`` multiplies the rate by the rule's further factor
                 during the step, also under other schedulers.
             rule: "linear" (Goyal et al., arXiv 1706.02677) or "sqrt".
-            warmup: Optimizer steps from the original to the scaled rate.
+            warmup: Optimizer steps from the original to the scaled rate. It has no effect if the
+                rate is not enlarged, which Paceline prints.
             decay: Fall of the rate after the warm-up: "linear" or "polynomial" (of power 2) to 0
                 after ``steps``, or "sqrt" (divided by the root of the number of steps).
             steps: Optimizer steps of the whole training.
@@ -302,6 +303,13 @@ class World(ModelDistribution):
             steps=steps,
         )
         self._scaled_optimizers.add(optimizer)
+        if warmup and global_batch <= reference_batch:
+            self._progress.say_once(
+                f"world.scale_learning_rate: warmup={warmup} has no effect, because the learning "
+                f"rate is not enlarged (global_batch={global_batch}, reference_batch="
+                f"{reference_batch}). HINT: reference_batch is the batch size for which the rate "
+                "was tuned; torch.optim.lr_scheduler.LinearLR rises from a part of any rate"
+            )
         if scheduler is not None:
             self._training.add_warmup(scheduler)
         if schedule is not None:

@@ -66,6 +66,19 @@ def test_learning_rate_is_scaled_once(world):
     world.scale_learning_rate(optimizer, global_batch=8, reference_batch=4)
 
 
+def test_warm_up_without_effect_is_told(world, monkeypatch):
+    lines = []
+    monkeypatch.setattr(world._progress, "say", lines.append)
+    for batch, warmup in ((4, 10), (2, 10), (4, 0), (8, 10)):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        world.scale_learning_rate(optimizer, global_batch=batch, reference_batch=4, warmup=warmup)
+    assert [line.partition(" (")[2].partition(")")[0] for line in lines] == [
+        "global_batch=4, reference_batch=4",
+        "global_batch=2, reference_batch=4",
+    ]
+    assert all("warmup=10 has no effect" in line and "HINT" in line for line in lines)
+
+
 def test_learning_rate_that_changes_in_the_step_stays_changed(world):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
