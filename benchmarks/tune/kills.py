@@ -2,9 +2,10 @@
 twice, deterministic trials have the same final ranking, and the study goes on within 5 s.
 
 The runner is killed with -9 and continued, again and again, until the number of kills is reached;
-then the study is completed. Every second time it is killed a random time after its start, which may
-be before a trial runs; the other times a random time after the study went on. The time until it
-goes on is that from the start of the command until the launcher of a trial runs.
+then the study is completed. In turn it is killed a random time after its start, which may be before
+a trial runs; a random time after the study went on; and a random time after a trial has reported,
+while it trains. The time until it goes on is that from the start of the command until the launcher
+of a trial runs.
 """
 
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ GOES_ON_LIMIT_S = 5.0
 MAX_LIFE_S = 6.0  # of a runner that is killed at any moment
 MAX_RUN_S = 2.0  # of one that is killed after the study went on
 START_TIMEOUT_S = 120.0
-SCRIPT = """
+STEPS, STEP_S = 5, 0.1  # of a trial
+WAYS = ("started", "went on", "trains")  # after which the time until a kill begins
+SCRIPT = f"""
 import sys, time
 from paceline.tune import report
 x = float(sys.argv[1])
-for step in range(1, 4):
-    time.sleep(0.1)
+for step in range(1, {STEPS} + 1):
+    time.sleep({STEP_S})
     report(-(x - 1) ** 2 * (1 + 1 / step), step)
 """
 STUDY = """
@@ -57,29 +61,47 @@ def main() -> None:
         folder = Path(name)
         (folder / "trial.py").write_text(SCRIPT)
         (folder / "study.toml").write_text(STUDY.format(trials=args.trials))
-        delays, killed = kill_often(folder, args.kills, random.Random(args.seed))
-        console.print(f"killed {killed} times; now to the end")
+        killed = kill_often(folder, args.kills, random.Random(args.seed))
+        console.print(f"killed {killed.count} times; now to the end")
         study = complete(folder)
         lost, twice = check(folder, study, args.trials)
-    report(args, facts, delays, lost, twice)
+    report(args, facts, killed, lost, twice)
 
 
-def kill_often(folder: Path, kills: int, draw: random.Random) -> tuple[list[float], int]:
-    """Kill the runner; return the seconds until the study went on, where it was seen, and the
-    number of kills.
+@dataclass
+class Killed:
+    """What was seen of the runners that were killed.
+
+    Attributes:
+        count: Number of kills.
+        training: Number of kills while a trial trained: it had reported, and not its last step.
+        delays: Seconds until the study went on, where it was seen.
     """
-    delays, killed = [], 0
+
+    count: int = 0
+    training: int = 0
+    delays: list[float] = field(default_factory=list)
+
+
+def kill_often(folder: Path, kills: int, draw: random.Random) -> Killed:
+    """Kill the runner, until the study is complete at the latest."""
+    killed = Killed()
     for number in range(kills):
         before = attempts(folder)
         began = time.monotonic()
         process = start(folder, continued=(folder / "study.journal").exists())
-        life = draw.uniform(0.0, MAX_LIFE_S) if number % 2 else START_TIMEOUT_S
-        until, seen = began + life, None
+        way = WAYS[number % len(WAYS)]
+        until = began + (draw.uniform(0.0, MAX_LIFE_S) if way == "started" else START_TIMEOUT_S)
+        goes_on, is_set = False, way == "started"
         while time.monotonic() < until and process.poll() is None:
-            if seen is None and attempts(folder) > before:
-                seen = time.monotonic() - began
-                delays.append(seen)
-                until = time.monotonic() + draw.uniform(0.0, MAX_RUN_S)
+            new = attempts(folder) - before
+            if new and not goes_on:
+                goes_on = True
+                killed.delays.append(time.monotonic() - began)
+            if not is_set and new and (way == "went on" or any(map(is_training, new))):
+                is_set = True
+                most = MAX_RUN_S if way == "went on" else (STEPS - 1) * STEP_S
+                until = time.monotonic() + draw.uniform(0.0, most)
             time.sleep(0.01)
         if process.poll() is not None:
             if process.returncode:
@@ -87,12 +109,19 @@ def kill_often(folder: Path, kills: int, draw: random.Random) -> tuple[list[floa
             break  # the study is complete
         process.send_signal(signal.SIGKILL)
         process.wait()
-        killed += 1
-    return delays, killed
+        killed.count += 1
+        killed.training += any(map(is_training, attempts(folder) - before))
+    return killed
 
 
-def attempts(folder: Path) -> int:
-    return sum(1 for _ in folder.glob("study.trials/*/attempt-*.out"))
+def attempts(folder: Path) -> set[Path]:
+    return {path.with_suffix("") for path in folder.glob("study.trials/*/attempt-*.out")}
+
+
+def is_training(attempt: Path) -> bool:
+    """Return whether an attempt at a trial has reported, and not its last step."""
+    reports = attempt.with_suffix(".reports")
+    return reports.exists() and 0 < reports.read_bytes().count(b"\n") < STEPS
 
 
 def start(folder: Path, continued: bool) -> "subprocess.Popen[bytes]":
@@ -118,7 +147,7 @@ def check(folder: Path, study: dict[str, Any], trials: int) -> tuple[int, int]:
     lost = abs(trials - len(study["trials"]))
     twice = 0
     for one in study["trials"]:
-        expected = -((one["parameters"]["x"] - 1) ** 2) * (1 + 1 / 3)
+        expected = -((one["parameters"]["x"] - 1) ** 2) * (1 + 1 / STEPS)
         lost += one["state"] != "complete" or abs(one["values"][0] - expected) > 1e-12
         ends = (folder / f"study.trials/{one['number']:05}").glob("attempt-*.end")
         twice += sum(json.loads(end.read_text())["code"] == 0 for end in ends) > 1
@@ -127,10 +156,17 @@ def check(folder: Path, study: dict[str, Any], trials: int) -> tuple[int, int]:
     return lost, twice
 
 
-def report(args: Any, facts: dict[str, Any], delays: list[float], lost: int, twice: int) -> None:
+def report(args: Any, facts: dict[str, Any], killed: Killed, lost: int, twice: int) -> None:
     console.print(f"{lost} trials lost or wrong, {twice} ran to their end twice")
-    console.print(f"the study went on after {statistics.median(delays):.2f} s (median)")
-    measured = {"goes_on_s": delays, "lost": [float(lost)], "twice": [float(twice)]}
+    console.print(f"{killed.training} kills while a trial trained")
+    console.print(f"the study went on after {statistics.median(killed.delays):.2f} s (median)")
+    measured = {
+        "goes_on_s": killed.delays,
+        "lost": [float(lost)],
+        "twice": [float(twice)],
+        "kills": [float(killed.count)],
+        "kills_in_training": [float(killed.training)],
+    }
     claims = (
         ("no trial is lost or has another value", 0.0, "lost"),
         ("no trial runs to its end twice", 0.0, "twice"),

@@ -1,10 +1,12 @@
-"""The start of a rank in a new interpreter."""
+"""The start of a rank in a new interpreter, and the end of one that was forked."""
 
 import errno
 import os
 import signal
 import socket
-from types import SimpleNamespace
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -46,6 +48,40 @@ def test_rank_server_that_was_killed_before_it_forks_is_reported(tmp_path):
     assert "was killed by SIGKILL (signal 9)" in host.exit_reason(0)
     os.waitpid(pid, 0)
     mine.close()
+
+
+def test_a_short_end_finalizes_what_the_rank_has_made_and_nothing_older(tmp_path, monkeypatch):
+    class Noted:
+        def __del__(self):
+            ended.append(self.name)
+
+    def module(name, folder):
+        made = ModuleType(name)
+        made.__file__, made.noted = str(folder / f"{name}.py"), Noted()
+        made.noted.name = name
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    ended, finalizers = [], {one: one.atexit for one in weakref.finalize._registry}
+    owner = Noted()
+    owner.name = "owner"
+    older = weakref.finalize(owner, int)
+    kept = [module("imported_by_the_server", tmp_path)]
+    try:
+        short = rank_process.ShortEnd()
+        newer = weakref.finalize(owner, int)
+        assert (older.atexit, newer.atexit) == (False, True)
+    finally:
+        for one, atexit in finalizers.items():
+            one.atexit = atexit
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    for name in ("__main__", "beside_the_script"):
+        module(name, tmp_path)
+    kept.append(module("of_a_library", tmp_path / "library"))
+    short.drop_script()
+    assert sorted(ended) == ["__main__", "beside_the_script"]
+    assert all(one.noted for one in kept)
 
 
 @pytest.mark.parametrize(

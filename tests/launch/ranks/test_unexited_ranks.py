@@ -1,5 +1,6 @@
 """Ranks that do not exit: each is reported once, with what is known about it."""
 
+import socket
 import time
 from types import SimpleNamespace
 
@@ -63,6 +64,16 @@ def test_finished_rank_that_does_not_exit_is_reported_and_killed_once(agent):
     assert "destructors (__del__) may not have run" in said
     assert "work is done" not in said
     assert agent._hosts[0].signals == [(1, 9)]
+
+
+def test_the_name_of_the_host_is_not_looked_up(agent, monkeypatch):
+    def lookup(*_):
+        raise AssertionError("this may wait for a name server")
+
+    monkeypatch.setattr(socket, "getfqdn", lookup)
+    agent._record_worker_events(None)
+    with agent.record_duration("RENDEZVOUS"):
+        pass
 
 
 def test_job_ends_although_a_finished_rank_can_not_be_killed(agent, monkeypatch):

@@ -22,6 +22,7 @@ from paceline.study.tune.machine import Machine, Node
 from paceline.study.tune.open_study import begin_study, continue_study, fork_study, locked
 from paceline.study.tune.runner import Runner
 from paceline.study.tune.searches.registry import make_search, search_class
+from paceline.study.tune.trial_folder import TrialFolder
 from paceline.study.tune.tune import load_spec
 
 
@@ -39,6 +40,7 @@ class Played:
     waits_at: int | None = None
     signalled: int = 0
     polls: int = 0  # since it was to pause
+    copies_until: int = 0  # poll of the server until which a checkpoint is copied
 
     @property
     def trial(self) -> int:
@@ -65,7 +67,7 @@ class PlayedServer:
         self.ends: list[tuple[int, int]] = []
         self.shares: list[Any] = []
         self.hosts: list[str] = []
-        self.most, self.polls_to_pause = 0, 0
+        self.most, self.polls_to_pause, self.polls = 0, 0, 0
 
     def start(self, start: Any) -> None:
         request = parse_json(start.variables[VARIABLE].encode(), TrialRequest, "request")
@@ -84,6 +86,7 @@ class PlayedServer:
 
     def ended(self, timeout_s: float) -> list[tuple[int, int]]:
         found = []
+        self.polls += 1
         for number, played in list(self.running.items()):
             code = self._advance(played)
             if code is not None:
@@ -98,6 +101,11 @@ class PlayedServer:
         """Play one report; return the exit code of a script that has ended."""
         if played.signalled:
             return 128 + (2 if played.signalled == signal.SIGINT else 15)
+        if played.start.parent and not played.checkpoint.exists():
+            if self.polls <= played.copies_until:
+                return None
+            folder = TrialFolder(played.checkpoint.parent)
+            folder.take_checkpoint(TrialFolder(Path(played.start.parent)))
         if played.waits_at is not None:
             answers = read_lines(played.request.answers, Answer, 1 << 20)
             decision = next((a.decision for a in answers if a.step == played.waits_at), None)

@@ -1,10 +1,10 @@
 """Population-based training: generations, lineage, kills, failures, the options in study files."""
 
 import errno
-import itertools
 import os
 import random
 import shutil
+import signal
 import tomllib
 from pathlib import Path
 
@@ -25,11 +25,14 @@ from played_trials import (
 )
 from test_tune_command import tune
 
+from paceline.launch.monitor.interrupt import TerminatedError
 from paceline.report.tuning.tuning_files import best_text, json_text
+from paceline.study.tune import trial_server
 from paceline.study.tune.parameters import Parameter
 from paceline.study.tune.runner import StudyStoppedError
 from paceline.study.tune.study_view import read_view
 from paceline.study.tune.trial_folder import TrialFolder
+from paceline.study.tune.trial_server import TrialStart
 
 STUDY = """
 [study]
@@ -254,23 +257,60 @@ def test_a_member_that_never_pauses_has_failed(tmp_path):
         play(study_in(tmp_path), LateServer(by_epochs(6), 99), cores=1)
 
 
-def test_one_checkpoint_is_copied_between_two_polls(tmp_path, monkeypatch):
-    class Polled(PlayedServer):
-        def ended(self, timeout_s):
-            events.append("poll")
-            return super().ended(timeout_s)
+def test_other_trials_go_on_while_a_checkpoint_is_copied(tmp_path):
+    class Copies(PlayedServer):
+        def start(self, start):
+            super().start(start)
+            played = self.running[start.number]
+            played.copies_until = self.polls + 40 * (played.trial % 2)
 
-    def take(self, other):
-        events.append("copy")
-        original(self, other)
+        def _advance(self, played):
+            copying = [one.trial for one in self.running.values() if is_copying(one)]
+            code = super()._advance(played)
+            if code is not None and copying and played.trial not in copying:
+                ended.append(played.trial)
+            return code
 
-    events, original = [], TrialFolder.take_checkpoint
-    monkeypatch.setattr(TrialFolder, "take_checkpoint", take)
-    server = Polled(by_epochs(6))
-    assert play(study_in(tmp_path), server, cores=4)[1]
-    assert events.count("copy") == 8
-    assert ("copy", "copy") not in set(itertools.pairwise(events))
-    assert server.most == 4
+    def is_copying(played):
+        return played.start.parent and not played.checkpoint.exists()
+
+    ended: list[int] = []
+    opened, _ = play(study_in(tmp_path / "quick"), PlayedServer(by_epochs(6)), cores=4)
+    server = Copies(by_epochs(6))
+    found, complete = play(study_in(tmp_path / "slow"), server, cores=2)
+    assert complete
+    assert outline(found) == outline(opened)
+    assert server.most == 2
+    assert ended
+
+
+def test_a_copy_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
+    def end(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("SIGTERM was ignored")
+
+    source, target = TrialFolder(tmp_path / "0"), TrialFolder(tmp_path / "1")
+    source.checkpoint.mkdir(parents=True)
+    (source.checkpoint / "epoch").write_text("1")
+    attempt = target.begin_attempt()
+    start = TrialStart(
+        1, [], 1, (0, 1, 0, 0), "", str(attempt.output), "", "", parent=str(source.path)
+    )
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copytree", end)
+            with pytest.raises(TerminatedError):
+                trial_server.take_parents_checkpoint(start)
+        files = {one.name for one in target.path.iterdir()}
+        assert files == {attempt.lock.name, ".paceline"}
+        for left in (".checkpoint-1", "gone-.checkpoint-2"):  # of processes that were killed
+            (target.path / left / "checkpoint").mkdir(parents=True)
+        trial_server.take_parents_checkpoint(start)
+        assert {one.name for one in target.path.iterdir()} == {*files, "checkpoint"}
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 @pytest.mark.parametrize("where", ["copy2", "makedirs"])

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import ranks
+import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,6 +27,7 @@ TRAIN = """
     args = parser.parse_args()
     world = paceline.init(progress=False, record=False)
     inputs = torch.arange(16.0).reshape(16, 1) / 16
+    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(inputs, 3 * inputs)
     loader = world.shard(torch.utils.data.DataLoader(data, batch_size=4), global_batch=4)
     model = torch.nn.Linear(1, 1)
@@ -77,23 +80,46 @@ def tune(folder, *options, check=True, timeout=240, **keys):
     return done
 
 
-def test_all_ranks_of_a_trial_have_its_parameters_and_pause_after_the_same_step(tmp_path):
+def losses_alone(lr, epochs):
+    """Return the losses of TRAIN in one process, without Paceline."""
+    inputs = torch.arange(16.0).reshape(16, 1) / 16
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    found = []
+    for _ in range(epochs):
+        total = 0.0
+        for x in inputs.split(4):
+            loss = ((model(x) - 3 * x) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(x)
+        found.append(total / len(inputs))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], pytest.param([1, 2], marks=pytest.mark.long)])
+def test_all_ranks_of_a_trial_have_its_parameters_and_pause_after_the_same_step(tmp_path, sizes):
+    """Also where a promoted trial has another number of ranks: the losses are those of one
+    process.
+    """
     ranks.write(tmp_path, TRAIN, "train.py")
-    (tmp_path / "study.toml").write_text(STUDY)
-    done = tune(tmp_path, "--json")
-    study = json.loads(done.stdout)
+    (tmp_path / "study.toml").write_text(f"{STUDY}[pruner]\nranks = {sizes}\n")
+    study = json.loads(tune(tmp_path, "--json").stdout)
     states = [one["state"] for one in study["trials"]]
     assert sorted(states) == ["complete", "stopped", "stopped"]
     for trial in study["trials"]:
-        folder = tmp_path / f"study.trials/{trial['number']:05}"
-        first, second = ((folder / f"rank-{n}").read_text().splitlines() for n in (0, 1))
-        whole = trial["state"] == "complete"
+        folder, lr = tmp_path / f"study.trials/{trial['number']:05}", trial["parameters"]["lr"]
+        epochs = range(3 if trial["state"] == "complete" else 1)
         for rank in (0, 1):
-            assert (folder / f"rank-{rank}-note").read_text() == "the destructor has written this"
-        assert [line.split()[0] for line in first] == list("012" if whole else "0")
-        assert [line.split()[:3] for line in first] == [line.split()[:3] for line in second]
-        assert {float(line.split()[1]) for line in first} == {trial["parameters"]["lr"]}
-        assert {line.split()[2] for line in first} == {"2"}
+            expected = [[str(e), repr(lr), str(n)] for e in epochs if rank < (n := sizes[e > 0])]
+            lines = (folder / f"rank-{rank}").read_text().splitlines() if expected else []
+            assert [line.split()[:3] for line in lines] == expected
+            note = folder / f"rank-{rank}-note"
+            assert not expected or note.read_text() == "the destructor has written this"
+        losses = [value for _, value in trial["intermediate"]]
+        assert losses == pytest.approx(losses_alone(lr, len(epochs)))
     assert not ranks.alive(str(tmp_path))
 
 
@@ -189,22 +215,32 @@ def test_the_output_of_a_foreign_script_has_the_metric(tmp_path):
 
 @pytest.mark.long
 def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
-    """Trials of 2 ranks on two nodes of one core; the runner is killed and continued on another
-    node.
+    """Trials of 2 ranks on two nodes of one core, and a journal that two nodes write.
+
+    A second runner on another node is refused while the first one runs. That one is killed, and the
+    study is continued on the other node.
     """
-    ranks.write(shared_folder, TRAIN, "train.py")
+    waits = "while not Path('go').exists(): time.sleep(0.05)\nfor epoch in"
+    script = "import time\n" + dedent(TRAIN).replace("for epoch in", waits, 1)
+    ranks.write(shared_folder, script, "train.py")
     (shared_folder / "study.toml").write_text(
         STUDY.replace("trials = 3", "trials = 4").replace('pruner = "promotion"', "")
     )
-    words = ("salloc", "-N", "2", ranks.PACELINE, "tune", "study.toml")
-    process = slurm.start(*words, cwd=shared_folder)
+    words = (ranks.PACELINE, "tune", "study.toml")
+    process = slurm.start("salloc", "-N", "2", *words, cwd=shared_folder)
     trials = shared_folder / "study.trials"
-    ranks.wait_until((trials / "00001/rank-1").exists, 200)
+    ranks.wait_until((trials / "00001/rank-1-note").exists, 200)
     runner = json.loads((trials / ".paceline-run.json").read_text())
+    second = slurm.run(*words, "--continue", host="host1", cwd=shared_folder, check=False)
+    assert second.returncode == 2
+    assert f"process {runner['pid']} on host0" in second.stderr
+    assert process.poll() is None
     slurm.hosts.run("host0", "kill", "-9", str(runner["pid"]))
     process.wait(60)
     assert runner["host"] == "host0"
-    done = slurm.run(*words, "--continue", "--json", cwd=shared_folder, timeout=400)
+    (shared_folder / "go").touch()
+    words = ("salloc", "-N", "2", *words, "--continue", "--json")
+    done = slurm.run(*words, host="host1", cwd=shared_folder, timeout=400)
     study = json.loads(done.stdout[done.stdout.index("{") :])
     assert [one["state"] for one in study["trials"]] == ["complete"] * 4
     nodes = set()

@@ -7,11 +7,12 @@ attempt has a new store on a port that is bound before any rank starts. There is
 hosts of the job, so that one process knows which rank failed first.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -190,8 +191,13 @@ class ElasticAgent(SimpleElasticAgent):
     def _shutdown(self, death_sig: Any = signal.SIGTERM, timeout: int = 30) -> None:
         self.end_ranks()
 
-    def _record_worker_events(self, result: RunResult) -> None:
+    @contextlib.contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
         """Record nothing: these events look up the host's name, which is slow on some hosts."""
+        yield
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        """Record nothing, for the same reason."""
 
     def end_ranks(self, grace: float = END_GRACE_S) -> None:
         """End every running rank: SIGTERM first, SIGKILL after ``grace`` seconds. A second Ctrl-C

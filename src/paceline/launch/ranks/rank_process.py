@@ -6,6 +6,7 @@ import errno
 import faulthandler
 import gc
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -88,7 +90,13 @@ def run_forked(start: RankStart) -> NoReturn:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _unshare_state(openmp_threads(os.environ))
     faulthandler.enable()
-    finish(execute(command), is_short=trial_reports.VARIABLE in os.environ)
+    short = ShortEnd() if may_be_short() else None
+    finish(execute(command), short)
+
+
+def may_be_short() -> bool:
+    """Return whether this rank is one of a trial, which may take less time than a whole end."""
+    return trial_reports.VARIABLE in os.environ
 
 
 def exec_fresh(start: RankStart) -> NoReturn:
@@ -282,7 +290,7 @@ def _record_failure(summary: str) -> None:
     update_all_headers(failure=summary[:MAX_FAILURE_CHARS])
 
 
-def finish(code: int, is_short: bool = False) -> NoReturn:
+def finish(code: int, short: "ShortEnd | None" = None) -> NoReturn:
     """End the process in the order of the interpreter, in steps that the launcher can follow.
 
     Threads are joined and exit handlers run first. The rank then reports "finished". The
@@ -290,9 +298,8 @@ def finish(code: int, is_short: bool = False) -> NoReturn:
 
     Args:
         code: Exit code.
-        is_short: Whether the rank is forked for a trial that may be short. Only the objects of the
-            script are then finalized: the interpreter would copy all memory that it shares with the
-            rank server, which takes longer than a short trial.
+        short: Of a rank that is forked for a trial that may be short: only the objects of the
+            script are then finalized.
     """
     try:
         # The interpreter calls these functions at exit; they have no public names.
@@ -305,8 +312,8 @@ def finish(code: int, is_short: bool = False) -> NoReturn:
         sys.stderr.write(format_error(error))
         code = code or 1
     send_to_launcher(finished=code)
-    if is_short:
-        _drop_script()
+    if short is not None:
+        short.drop_script()
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)  # output of libraries in C
@@ -315,15 +322,33 @@ def finish(code: int, is_short: bool = False) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def _drop_script() -> None:
-    """Drop the objects of the script and of modules beside it, so that their destructors run."""
-    folder = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "")
-    for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") or ""  # some modules import others in __getattr__
-        beside = file.startswith(folder) and os.sep not in file[len(folder) :]
-        if name == "__main__" or beside:
-            vars(module).clear()
-    gc.collect()  # skips what was imported before the fork
+class ShortEnd:
+    """The end of a forked rank that finalizes only what the rank has made itself.
+
+    The interpreter would copy all memory that it shares with the rank server, which takes longer
+    than a short trial. Created before the script runs.
+    """
+
+    def __init__(self) -> None:
+        self._last_imported = next(reversed(sys.modules))
+        for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            one.atexit = False  # its object belongs to the rank server
+
+    def drop_script(self) -> None:
+        """Drop the objects of the script and of modules beside it, so that their destructors run.
+
+        Modules that were imported before the fork are not even looked at, which would copy memory.
+        """
+        folder = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "")
+        vars(sys.modules["__main__"]).clear()
+        for name in itertools.takewhile(self._last_imported.__ne__, reversed(list(sys.modules))):
+            module: Any = sys.modules[name]  # None if its import is blocked
+            if not isinstance(module, ModuleType):
+                continue
+            file = vars(module).get("__file__") or ""  # some modules import others in __getattr__
+            if file.startswith(folder) and os.sep not in file[len(folder) :]:
+                vars(module).clear()
+        gc.collect()  # skips what was imported before the fork
 
 
 def _leave_group(code: int) -> None:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ...launch.linux_prctl import PARENT_DEATH_SIGNAL, prctl
@@ -188,8 +188,14 @@ class Launcher:
 # In the server
 
 
-def serve(channel: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
-    """Start launchers until the other end closes. Returns only in a launcher, with its request."""
+def serve(
+    channel: socket.socket, modules: Sequence[str], prepare: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Start launchers until the other end closes. Returns only in a launcher, with its request.
+
+    Args:
+        prepare: Called before the first fork, after the imports.
+    """
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, signal.SIG_IGN)  # the other end decides
     wake_out, wake_in = os.pipe()
@@ -197,6 +203,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     _import(modules)
+    prepare()
     launchers: dict[int, int] = {}  # by process ID
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])

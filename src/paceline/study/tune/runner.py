@@ -203,18 +203,16 @@ class Runner:
             if seat is None:
                 self._waiting.insert(0, work)
                 return
-            if self._start(work, seat):  # trials that run wait for answers
-                return
+            self._start(work, seat)
 
-    def _start(self, work: Work, seat: Seat) -> bool:
-        """Start a trial; return whether it has begun with a copy of a checkpoint."""
+    def _start(self, work: Work, seat: Seat) -> None:
         folder = self.opened.trial(work.number)
         self._check_ended(work.number, folder)
         add_old_figures(work.trial, folder)
-        attempt = folder.begin_attempt()
-        copies = work.checkpoint_of is not None and not folder.has_checkpoint
-        if work.checkpoint_of is not None and copies:
+        attempt, parent = folder.begin_attempt(), ""
+        if work.checkpoint_of is not None and not folder.has_checkpoint:
             other = self.opened.trial(work.checkpoint_of)
+            parent = str(other.path)
             if not other.has_checkpoint:
                 self.machine.give_back(seat)
                 text = (
@@ -223,8 +221,7 @@ class Runner:
                     f"while it runs; paceline tune {self.spec.path} --fork begins again"
                 )
                 self._tell(work, Outcome("failed", failure=Failure(NO_CHECKPOINT, text)))
-                return False
-            folder.take_checkpoint(other)
+                return
         every, steps = self.search.decides_at()
         request = TrialRequest(
             str(attempt.reports),
@@ -252,6 +249,7 @@ class Runner:
             str(attempt.summary),
             list(self.stage),
             self.spec.knobs(work.values),
+            parent,
         )
         self.search.running.add(work.number)
         self.server.start(start)
@@ -267,7 +265,6 @@ class Runner:
         )
         row = replace(self._refresh(work.number), ranks=work.ranks)
         self.listener.trial_started(row, self.view())
-        return copies
 
     def _own_values(self, work: Work, folder: TrialFolder) -> dict[str, str]:
         seed = self.table.seed + len(good_attempts(folder))

@@ -23,6 +23,7 @@ from ...security.removal import TemporaryFolder, remove_from_marked, write_mark
 from ...security.schema import read_json
 
 CHECKPOINT = "checkpoint"
+COPY_PREFIX = ".checkpoint-"  # of a folder in which a copy of a checkpoint begins
 MARK = "trial of a study"
 MAX_END_BYTES = 1 << 16
 POLL_S = 0.02
@@ -140,7 +141,9 @@ class TrialFolder:
 
     def take_checkpoint(self, other: "TrialFolder") -> None:
         """Begin with a copy of another trial's checkpoint: all of it, or none. Raises OSError."""
-        with TemporaryFolder(".checkpoint-", self.path) as new:
+        for left in self.path.glob(f"*{COPY_PREFIX}*"):  # by a process that was killed
+            remove_from_marked(left, MARK)
+        with TemporaryFolder(COPY_PREFIX, self.path) as new:
             _copy_tree(other.checkpoint, new / CHECKPOINT)
             os.replace(new / CHECKPOINT, self.checkpoint)
 

@@ -1,5 +1,6 @@
 """The trial server: the launcher server (script_runs/launcher_server.py) of a study's trials."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -10,9 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ...launch.monitor.interrupt import TerminatedError, raise_on_termination
 from ...launch.ranks.local_host import ForkedRankServer
 from ...security.folders import replace_file
+from ..script_runs.huge_pages import use_huge_pages
 from ..script_runs.launcher_server import MODULES, LauncherServer, become_launcher, serve
+from .trial_folder import TrialFolder
+
+OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.node_share", "encodings.idna")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class TrialStart:
         summary: File for the JSON summary.
         stage: Packed datasets to stage.
         settings: Knobs, by name.
+        parent: Folder of the trial whose checkpoint this one begins from; "": none.
     """
 
     number: int
@@ -52,6 +59,7 @@ class TrialStart:
     summary: str = ""
     stage: list[str] = field(default_factory=list)
     settings: dict[str, bool | int | float | str] = field(default_factory=dict)
+    parent: str = ""
 
 
 class TrialServer(LauncherServer):
@@ -64,7 +72,7 @@ class TrialServer(LauncherServer):
     after = "; then continue the study with --continue"
 
     def __init__(self, preloads: Sequence[str]) -> None:
-        super().__init__([*MODULES, *preloads], __name__)
+        super().__init__([*MODULES, *OF_TRIALS, *preloads], __name__)
 
     def start(self, request: TrialStart) -> None:
         """Start a launcher. Raises LauncherServerError."""
@@ -72,6 +80,18 @@ class TrialServer(LauncherServer):
 
 
 # In the server
+
+
+def _prepare() -> None:
+    """Do once what saves time in each of many forks."""
+    from ...launch.affinity.bind_ranks import plan_bindings
+    from ...launch.job import Job
+    from ...launch.records.job_folder import clear_orphans
+
+    with contextlib.suppress(ValueError, OSError):  # each launcher tells its own
+        plan_bindings(Job(""))  # later calls find compiled patterns
+    clear_orphans()
+    use_huge_pages()
 
 
 def _become_launcher(start: TrialStart) -> None:
@@ -84,6 +104,18 @@ def _become_launcher(start: TrialStart) -> None:
     become_launcher(start.output, start.folder)
     # A trial that pauses must not put the whole job of the study back into the queue.
     os.environ.pop("PACELINE_REQUEUE", None)
+
+
+def take_parents_checkpoint(start: TrialStart) -> None:
+    """Copy the checkpoint that the trial begins from. Here it delays no other trial.
+
+    Raises:
+        TerminatedError: The runner ends the trial; there is no checkpoint then.
+        OSError: It can't be copied.
+    """
+    if start.parent:
+        raise_on_termination()
+        TrialFolder(Path(start.output).parent).take_checkpoint(TrialFolder(Path(start.parent)))
 
 
 def launch(start: TrialStart) -> int:
@@ -113,15 +145,18 @@ def launch(start: TrialStart) -> int:
 
 
 def main(fd: int, modules: str) -> None:
-    start = TrialStart(**serve(socket.socket(fileno=fd), modules.split(",")))
+    start = TrialStart(**serve(socket.socket(fileno=fd), modules.split(","), _prepare))
     began, server = time.monotonic(), None
     try:
         _become_launcher(start)
+        take_parents_checkpoint(start)
         code = _end(start, began, launch(start), "")
     except ForkedRankServer as forked:
         server = forked
     except (ValueError, OSError) as mistake:
         code = _end(start, began, 2, f"paceline: {mistake}\n")
+    except TerminatedError as end:
+        code = _end(start, began, 128 + end.number, "paceline: terminated\n")
     except KeyboardInterrupt:
         code = _end(start, began, 130, "paceline: interrupted\n")
     if server is not None:  # outside of ``except``: a rank's exceptions get no __context__
