@@ -1,4 +1,4 @@
-"""Steps of pipelines whose stages sleep; rank 0 prints the seconds of each step as JSON.
+"""Steps of pipelines whose stages sleep; rank 0 prints seconds of computing, and of each step.
 
 Arguments: JSON with "schedules", "micro_batches" (numbers), "sleep_s" (of the forward of one
 micro-batch in one rank; its backward takes twice as long) and "steps". A sleep needs no core, so
@@ -10,6 +10,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import paceline
@@ -56,12 +57,17 @@ def main() -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             layout = f"pp{world.size} + schedule={schedule} + micro-batches={count}"
             model, optimizer = world.distribute(model, optimizer, layout=layout)
+            executor = world._training.models[-1]._executor
             x = torch.zeros(count, 4)
             found = []
             for _ in range(what["steps"] + 1):
                 start = time.monotonic()
                 world.forward_backward(model, x, x, loss=nn.functional.mse_loss)
-                found.append(time.monotonic() - start)
+                seconds = time.monotonic() - start
+                computing = executor.busy_ns / 1e9
+                of_all = torch.tensor([computing, seconds], dtype=torch.float64)
+                dist.all_reduce(of_all)
+                found.append((of_all / world.size).tolist())
                 world.step(optimizer)
             times[f"{schedule} {count}"] = found[1:]  # the first one plans
     if world.rank == 0:

@@ -36,7 +36,7 @@ ZERO_LEVELS = (1, 2, 3)
 HOST = "host"
 RECOMPUTES = ("blocks", "selective", "auto")
 OFFLOADS = ("optimizer", "parameters")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "auto")
 MAX_EXTENT = 1 << 20
 MAX_TEXT_CHARS = 4096
 _KEYWORDS = ("data", "dp", "zero1", "zero2", "zero3", "tp", "pp", "h", "w", "d")
@@ -55,7 +55,8 @@ class Layout:
             those of each node.
         tp: Ranks that share an operator; None: the ranks that remain, as for the other axes.
         pp: Pipeline stages.
-        schedule: Order of a pipeline's micro-batches; None: the default.
+        schedule: Order of a pipeline's micro-batches; "auto": the fastest of measured ones; None:
+            the default.
         micro_batches: Parts of a rank's batch in a pipeline; None: the default.
         h: Parts of each sample along its height.
         w: The same for the width.

@@ -42,10 +42,11 @@ def kinds_for(layout: Layout) -> list[type[ParallelStrategy]]:
         ValueError: Nothing divides one of the layout's axes yet.
     """
     found: list[type[ParallelStrategy]] = []
-    for kind in STRATEGIES:
-        is_done = any(kind.axes <= one.axes for one in found)  # by one that divides more axes
-        if kind.divides(layout) and not is_done:
-            found.append(kind)
+    dividing = [kind for kind in STRATEGIES if kind.divides(layout)]
+    for kind in dividing:
+        is_done = any(kind.axes <= one.axes for one in found)
+        if not is_done and not any(kind.axes < one.axes for one in dividing):
+            found.append(kind)  # else by one that divides more axes
     for axis in layout.divided_axes:
         if not any(axis in kind.axes for kind in found):
             text = str(layout.without_options)

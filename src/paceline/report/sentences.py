@@ -21,6 +21,7 @@ _LATE_BECAUSE = {
     "validation": "had evaluated the model",
     "starved": "had waited for a core",
     "other": "had done other work of the script",
+    "bubble": "had waited for another stage of its pipeline",
     "wait": "had waited for another rank",
     "transfer": "was late after its previous collective",
     STILL: "had stood still",
@@ -33,6 +34,7 @@ _DID_LONGER = {
     "validation": "evaluated",
     "starved": "waited for a core",
     "other": "did other work of the script",
+    "bubble": "waited for another stage of its pipeline",
     "transfer": "exchanged data",
     STILL: "stood still",
 }
@@ -71,6 +73,7 @@ def sentence(loss: Loss, report: Report) -> str:
         "validation": "evaluating",
         "starved": f"waiting for a core{_STARVED_WHILE.get(str(loss.doing), '')}",
         "other": "other work of the script, outside of the recognised phases",
+        "bubble": "waiting for other stages of the pipeline",
     }[loss.kind]
     most = ""
     if len(report.ranks) > 1 and loss.most is not None:

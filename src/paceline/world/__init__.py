@@ -39,7 +39,7 @@ from .finish import RunFinalizer
 from .kept_state import from_rank_0 as from_rank_0
 from .kept_state import per_rank as per_rank
 from .layouts.distribution import ModelDistribution
-from .layouts.export_file import export_from_world
+from .layouts.export_file import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
@@ -518,8 +518,8 @@ class World(ModelDistribution):
         args = (inputs, build, bounds, fields, backends, tolerance)
         result, error = None, None
         try:
-            self._state.owned.check_whole(model, "world.export")
-            result = export_from_world(model, Path(path), self.rank, *args)
+            gathered = self._gather_divided(model, build is not None)
+            result = export_from_world(model, Path(path), self.rank, *args, gathered)
         except Exception as failed:
             error = failed
         # All ranks learn of an error together, and the file exists on return.
@@ -530,6 +530,19 @@ class World(ModelDistribution):
         if (first := next((one for one in texts if one is not None), None)) is not None:
             raise ValueError(f"world.export failed on another rank: {first}")
         return result
+
+    def _gather_divided(self, model: torch.nn.Module, has_build: bool) -> dict[str, Any] | None:
+        """Return the whole state of a divided model on rank 0; None of another one. Collective."""
+        divided = self._state.owned.divided_model(model)
+        if divided is None:
+            return None
+        if not has_build:
+            raise ValueError(
+                "world.export: the layout divides the model, and no rank has all of it. HINT: "
+                "world.export(..., build=lambda: Net()), a function that returns the plain model"
+            )
+        whole = self._state.owned.wholes[id(divided)]
+        return gather_stages(divided, whole, self._collectives.gather)
 
     def close(self) -> None:
         """Complete the last checkpoint, print the summary, and destroy the process group.

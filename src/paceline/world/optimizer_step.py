@@ -266,10 +266,15 @@ class OptimizerSteps:
         self._distribution_check.after_backward()
         self.replicas.after_backward()
 
-    def _note_part(self, state: State, start: int) -> None:
-        """Record the forward or the backward of a part of a batch, which ends now."""
+    def _note_part(self, state: State, start: int, number: int, amount: int) -> None:
+        """Record the forward or the backward of a part of a batch, which ends now.
+
+        Args:
+            number: Of the micro-batch, from 1.
+            amount: Its virtual stage and part (record/ring/states.py).
+        """
         self._has_parts = True
-        self.phases.recorder.event(state, start, now())
+        self.phases.recorder.event(state, start, now(), amount=amount, seq=number)
 
     def _scaled(
         self, loss: torch.Tensor, weight: torch.Tensor | None = None, part: float = 1.0

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
-from paceline.parallel.pipeline.micro_batches import samples_of, sizes_of, split
+from paceline.parallel.pipeline.execution.micro_batches import samples_of, sizes_of, split
 from paceline.parallel.pipeline.partition import divide, units_of_modules, units_of_trace
 from paceline.parallel.pipeline.stage_plan import plan_forward
 from paceline.parallel.pipeline.stage_times import MEASURED_STEPS, SKIPPED_STEPS, StageTimes
@@ -50,8 +50,8 @@ def test_stages_begin_with_named_modules():
 def test_times_of_the_stages_name_the_slowest_and_a_better_balance():
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     partition, _ = plan(model, torch.ones(2, 4), 2)
-    said = []
-    times = StageTimes(partition, "1f1b", said.append)
+    said, noted = [], []
+    times = StageTimes(partition, "1f1b", said.append, lambda **fields: noted.append(fields))
     for step in range(SKIPPED_STEPS + MEASURED_STEPS + 1):
         factor = 1_000_000 * (100 if step < SKIPPED_STEPS else 1)
         times.add([30 * factor, 10 * factor], [40 * factor, 39 * factor], 4)
@@ -59,6 +59,8 @@ def test_times_of_the_stages_name_the_slowest_and_a_better_balance():
         "pipeline: stages were idle for 50% of 20 steps, 20% by the formula; computing took 30, 10 "
         "ms by stage. The others wait for stage 0. HINT: balance=['1']"
     ]
+    known = {"schedule": "1f1b", "stages": 2, "micro_batches": 4}
+    assert noted == [{"pipeline": known}, {"pipeline": known | {"balance": ["1"]}}]
 
 
 def test_skips_are_relayed_and_inputs_are_not():

@@ -117,5 +117,10 @@ def test_replicas_of_stages(script):
 
 
 @pytest.mark.long
+def test_replicas_with_parts_of_the_optimizer_states(script):
+    check(script, "pp2 x zero1", "chain,tied,heads", "1f1b", 4, dp=2)
+
+
+@pytest.mark.long
 def test_recomputation_in_stages(script):
     check(script, "pp2 + recompute", "tied,unet", "1f1b", 2)

@@ -12,7 +12,7 @@ import torch
 
 from paceline import Layout
 from paceline.parallel.mesh import Mesh
-from paceline.parallel.pipeline.lanes import Lane
+from paceline.parallel.pipeline.execution.lanes import Lane
 from paceline.parallel.pipeline.strategy import Pipeline
 from paceline.parallel.strategy.parallel_strategy import DistributionRequest
 
@@ -77,13 +77,15 @@ def test_one_training_moves_through_layouts_and_equals_one_process(folder):
     alone.mkdir()
     for name in (script.name, "pipelined_models.py"):
         shutil.copy(folder / name, alone)
-    ranks.run(alone / script.name, "data", 4, "out.pt", 0, ranks=1, launcher="python")
+    ranks.run(alone / script.name, "data", 6, "out.pt", 0, ranks=1, launcher="python")
     lines = []
     for epochs, layout, count in (
         (1, "pp2", 2),
         (2, "data", 2),
         (3, "pp4", 4),
         (4, "pp2 x dp2", 4),
+        (5, "pp2 x zero1", 4),
+        (6, "pp2", 2),
     ):
         report = f"paceline --json={folder}/{epochs}.json"
         done = ranks.run(script, layout, epochs, "out.pt", 0, ranks=count, launcher=report)
@@ -178,9 +180,12 @@ def test_mistakes_are_errors_on_all_ranks_and_training_goes_on(folder):
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        ("pp2 x tp2", "pp together with tp is not implemented yet. HINT: layout='pp2'"),
+        (
+            "pp2 x tp2 + schedule=zero-bubble",
+            "tp with zero-bubble is not implemented yet. HINT: schedule=1f1b",
+        ),
         ("pp2 x h2", "pp together with h is not implemented yet. HINT: layout='pp2'"),
-        ("pp2 x zero1", "pp together with zero1 is not implemented yet. HINT: layout='pp2'"),
+        ("pp2 x zero2", "pp together with zero2 is not implemented yet. HINT: zero1, which"),
         (
             "pp2 + recompute + schedule=zero-bubble",
             "zero-bubble is not implemented yet. HINT: sche",

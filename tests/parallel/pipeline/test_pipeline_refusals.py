@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from paceline.parallel.pipeline.kept_attributes import KeptByAnotherStage
+
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 4
 
@@ -296,3 +298,112 @@ def test_tensors_and_hooks_that_change_after_distribute_are_refused():
     }
     for text, change in changed.items():
         assert text in errors(scaled, change=change)
+
+
+class Hidden(nn.Linear):
+    """Changes a buffer in a way that no counter of versions sees."""
+
+    def __init__(self, change):
+        super().__init__(4, 4)
+        self.change = change
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.change(self)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.seen.data.add_(1),
+        lambda layer: layer.seen[:2].data.add_(1),
+        lambda layer: setattr(layer.seen, "data", layer.seen + 1),
+    ],
+    ids=["in place", "of a view", "assigned"],
+)
+def test_buffers_that_a_module_changes_through_data_are_refused(change):
+    def model(between):
+        found = Four(between)
+        found.b = Hidden(change)
+        return found
+
+    assert "the forward changes b.seen" in errors(plain, model=model)
+    read = functools.partial(
+        steps, between=plain, model=lambda _: with_layer(Hidden(lambda one: one.seen.data.sum()))
+    )
+    assert thread_ranks.run(read) == ["no error"] * 2
+
+
+def with_layer(layer):
+    model = Four(plain)
+    model.b = layer
+    return model
+
+
+def test_a_loss_that_ignores_labels_of_a_later_batch_is_refused():
+    ignored = Y.clone()
+    ignored[:3] = -100
+
+    def train(world):
+        model, _, _ = distribute(world, plain)
+        for batch in range(6):
+            targets = ignored if batch == 4 else Y  # batch 4 is the fifth one
+            try:
+                world.forward_backward(model, X, targets, loss=F.cross_entropy)
+            except ValueError as error:
+                return batch, str(error)
+        return "no error"
+
+    for batch, text in thread_ranks.run(train):
+        assert batch == 4
+        assert "it is no mean over samples" in text
+
+
+def keeps_a_penalty(model, x):
+    model.aux = x.square().mean()
+    return x
+
+
+def test_a_loss_that_reads_what_another_stage_keeps_is_refused():
+    def without_aux(between):
+        model = Four(between)
+        model.aux = None
+        return model
+
+    def train(world, loss_of):
+        model, _, _ = distribute(world, keeps_a_penalty, model=without_aux)
+
+        def loss(x, y):
+            return loss_of(F.cross_entropy(x, y), model.module.aux)
+
+        return [world.forward_backward(model, X, Y, loss=loss) for _ in range(2)]
+
+    reads = functools.partial(
+        train, loss_of=lambda loss, aux: loss if aux is None else loss + 0.1 * aux
+    )
+    found = thread_ranks.run(reads, outcomes=True)
+    assert "keeps aux as an attribute, and another stage runs it" in str(found[1])
+    plain_loss = functools.partial(train, loss_of=lambda loss, aux: loss)
+    first, second = thread_ranks.run(plain_loss)
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kept: 1 + kept,
+        lambda kept: torch.ones(2) * kept,
+        lambda kept: torch.add(torch.ones(2), kept),
+        lambda kept: kept.mean(),
+        lambda kept: kept[0],
+        bool,
+        float,
+        sum,
+    ],
+)
+def test_each_use_of_what_another_stage_keeps_is_an_error(use):
+    kept = KeptByAnotherStage("block.aux")
+    with pytest.raises(ValueError, match=r"keeps block\.aux as an attribute.*HINT: return it"):
+        use(kept)
+    assert copy.deepcopy(kept).name == "block.aux"

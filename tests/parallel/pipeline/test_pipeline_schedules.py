@@ -2,7 +2,8 @@
 
 import pytest
 
-from paceline.parallel.pipeline.schedules import SCHEDULES, chunks_of, idle_share
+from paceline.cost.pipeline import chunks_of, idle_share
+from paceline.parallel.pipeline.execution.schedules import SCHEDULES
 
 # time of a computation: a backward takes two forwards
 TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}

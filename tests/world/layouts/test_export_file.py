@@ -21,7 +21,8 @@ model = build()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model, optimizer = world.distribute(model, optimizer, layout=sys.argv[1])
 for _ in range(2):
-    world.backward(model(torch.ones(4, 3)).square().mean())
+    x = torch.ones(4, 3)
+    world.forward_backward(model, x, x, loss=lambda out, _: out.square().mean())
     world.step(optimizer)
 options = {"inputs": "x: float32[batch,3]", "backends": ["builtin"]}
 try:
@@ -36,13 +37,15 @@ if sys.argv[1] != "data":
     options["build"] = build
 result = world.export(model, "model.paceline", **options)
 assert (result is None) == (world.rank > 0)
-y = model(torch.ones(1, 3)).detach()
+y = model.eval()(torch.ones(1, 3)).detach()
 if world.rank == 0:
     torch.save(y, "y.pt")
 """
 
 
-@pytest.mark.parametrize("layout", ["data", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", ["data", *(pytest.param(one, marks=pytest.mark.long) for one in ("zero3", "pp2"))]
+)
 def test_parameters_are_gathered(tmp_path, layout):
     script = ranks.write(tmp_path, SCRIPT)
     done = ranks.run(script, layout, ranks=2)

@@ -16,7 +16,7 @@ from .report import Report
 
 FIGURES = (
     *("samples_per_s", "step_ms", "useful", "parallel", "load_balance", "communication"),
-    *("checkpoint", "validation", "input", "starved", "other"),
+    *("checkpoint", "validation", "input", "starved", "other", "bubble"),
 )
 _SAME_SAMPLES = 0.01  # of a step's samples, up to which steps of two runs are alike
 _MIN_EXPLAINED = 0.8  # of a difference, by the states that are named
@@ -300,6 +300,7 @@ class ScalingRow:
     input: float
     starved: float
     other: float
+    bubble: float
     useful: float
     computation_scalability: float | None
     global_efficiency: float | None

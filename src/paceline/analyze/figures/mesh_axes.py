@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..records.mesh_places import mesh_places
 from .measured_window import MeasuredWindow
-from .pop import busy_ns
+from .pop import unblocked_ns
 from .process_groups import Group
 
 ALL_RANKS = "all ranks"
@@ -20,7 +20,7 @@ class MeshAxis:
             explains are rows of their own.
         extent: Number of ranks of each group; of the largest one, for other groups.
         groups: Number of process groups.
-        wait, transfer: Blocked in communication of its groups.
+        wait, transfer: Blocked in communication of its groups; wait contains the bubble.
         hidden: Communication in flight while the rank was not blocked (overlap).
         load_balance: sum of b over the members / sum of the largest b of each member's group.
         wait_efficiency: 1 - wait.
@@ -64,7 +64,7 @@ def _axis(name: str, groups: list[Group], m: MeasuredWindow) -> MeshAxis:
         sum(getattr(group, what) * len(group.ranks) for group in groups) / count
         for what in ("wait", "transfer", "hidden")
     )
-    busy = {r.rank: busy_ns(own) for r, own in zip(m.records, m.states, strict=True)}
+    busy = {r.rank: unblocked_ns(own) for r, own in zip(m.records, m.states, strict=True)}
     times = [[busy[rank] for rank in group.ranks] for group in groups]
     most = sum(max(own) * len(own) for own in times)
     steps = len(m.steps) if m.steps is not None else 0
@@ -87,8 +87,11 @@ def _axis(name: str, groups: list[Group], m: MeasuredWindow) -> MeshAxis:
 
 def axes_add_up(axes: list[MeshAxis], states: list[dict[str, float]]) -> bool:
     """Return whether the axes add up to the blocked time of the ranks."""
+    lost = {
+        "wait": sum(rank["wait"] + rank["bubble"] for rank in states),
+        "transfer": sum(rank["transfer"] for rank in states),
+    }
     return not axes or all(
-        abs(sum(getattr(one, kind) for one in axes) - sum(r[kind] for r in states) / len(states))
-        < 1e-6
-        for kind in ("wait", "transfer")
+        abs(sum(getattr(one, kind) for one in axes) - ns / len(states)) < 1e-6
+        for kind, ns in lost.items()
     )

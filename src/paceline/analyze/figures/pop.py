@@ -2,8 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
-# The losses outside communication, in the order in which they are subtracted.
-LOSSES = ("checkpoint", "validation", "input", "starved", "other")
+# The losses outside wait and transfer, in the order in which they are subtracted.
+LOSSES = ("bubble", "checkpoint", "validation", "input", "starved", "other")
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,17 @@ class Efficiencies:
     starved: float
     other: float
     useful: float
+    bubble: float = 1.0  # 1 without a pipeline
 
 
 def busy_ns(states: dict[str, int]) -> int:
     """Return b = T - wait - transfer: the time outside communication (POP's useful time)."""
     return sum(time for name, time in states.items() if name not in ("wait", "transfer"))
+
+
+def unblocked_ns(states: dict[str, int]) -> int:
+    """Return b without the bubble: the time in which no other rank blocks this one."""
+    return busy_ns(states) - states["bubble"]
 
 
 def efficiencies(

@@ -11,7 +11,7 @@ from ..records.mesh_places import axes_of_groups
 from ..records.state_timeline import Ints, Timeline, Window, merge_intervals, total
 from .losses import collective_name
 from .measured_window import MeasuredWindow
-from .pop import busy_ns
+from .pop import unblocked_ns
 
 Rows = Ints | slice  # indices of rows
 
@@ -51,7 +51,7 @@ class Group:
 
     Attributes:
         size: Number of members; of those that are known, for an unknown group.
-        wait, transfer: Blocked in communication of the group.
+        wait, transfer: Blocked in communication of the group; wait contains its bubble.
         hidden: Communication of the group in flight while the rank was not blocked (overlap).
         load_balance: mean(b) / max(b) over the members.
         axis: The axes of the mesh along which its ranks differ: "tensor"; "" where that is unknown.
@@ -93,7 +93,7 @@ def group_figures(m: MeasuredWindow) -> list[Group]:
             continue
         members = members_of[name] or dict.fromkeys(np.unique(part.waits["record"]).tolist(), 0)
         size = max(*members.values(), len(members))
-        times = [busy_ns(m.states[i]) for i in members]
+        times = [unblocked_ns(m.states[i]) for i in members]
         whole = part.shares(len(members))
         result.append(
             Group(
@@ -123,7 +123,8 @@ class _GroupRows:
         self.m, self.launches, self.waits = m, launches, waits
         within = m.within
         self.inside = (launches["start"] >= within.start) & (launches["end"] <= within.end)
-        self._wait, self._transfer = m.blocked.wait[wait_rows], m.blocked.transfer[wait_rows]
+        self._wait = m.blocked.wait[wait_rows] + m.blocked.bubble[wait_rows]
+        self._transfer = m.blocked.transfer[wait_rows]
         self.blocked = self._wait + self._transfer
 
     def shares(self, members: int, op: int | None = None) -> tuple[float, float, float]:
@@ -177,7 +178,8 @@ def _overlapped_ns(
         flight = flight[~flight["background"]]  # not of the thread that trains
         start, end = (np.concatenate([flight[n], blocked[n]]) for n in ("start", "end"))
         start, end = merge_intervals(start, end, within)
-        time = line.cumulative_busy(end) - line.cumulative_busy(start) if len(start) else start
+        unblocked = line.cumulative_unblocked
+        time = unblocked(end) - unblocked(start) if len(start) else start
         result.append(int(time.sum()))
     return result
 
@@ -218,7 +220,7 @@ def _collective_figures(
 def groups_add_up(groups: list[Group], states: list[dict[str, float]]) -> bool:
     """Return whether the groups add up to the ranks' blocked time, and collectives to groups."""
     for kind in ("wait", "transfer"):
-        blocked = sum(rank[kind] for rank in states)
+        blocked = sum(rank[kind] + (rank["bubble"] if kind == "wait" else 0) for rank in states)
         found = sum(getattr(group, kind) * len(group.ranks) for group in groups)
         if abs(found - blocked) >= 1e-6 * max(len(states), 1):
             return False

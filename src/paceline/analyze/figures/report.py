@@ -24,7 +24,7 @@ from ..records.match_collectives import MatchedCommunication, match_collectives
 from ..records.mesh_places import mesh_places
 from ..records.read_record import Record
 from ..records.state_timeline import (
-    COMMUNICATION,
+    BUBBLE,
     STATES,
     Ints,
     Window,
@@ -37,7 +37,8 @@ from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .mesh_axes import MeshAxis, axes_add_up, axis_figures
 from .noise_scale import NoiseScale, noise_scale_of
-from .pop import Efficiencies, busy_ns, efficiencies
+from .pipeline import PipelineFigures, measure_pipeline
+from .pop import Efficiencies, efficiencies, unblocked_ns
 from .process_groups import Group, group_figures, groups_add_up, overlapped_ns
 from .rank_placement import LoaderTotals, RankPlacement, loader_totals, rank_placements
 from .stalls import Stall, Standstill, explain_outliers, find_stalls, find_standstills
@@ -45,7 +46,7 @@ from .step_work import Roofline, StepWork, on_roofline, sum_work
 from .steps import StepTimes, measure_steps, times_by_range
 from .wait_matrix import WaitPair, longest_waits
 
-BUSY_STATES = [name for i, name in enumerate(STATES) if i not in COMMUNICATION]
+BUSY_STATES = STATES[:BUBBLE]
 TABLES_DIFFER = (
     "the record contradicts itself: the losses or the communication groups do not add up to the "
     "time that the ranks lost"
@@ -129,6 +130,7 @@ class Report:
     # of each rank along the axes of the mesh; empty where "data" is the only one
     mesh: dict[int, dict[str, int]] = field(default_factory=dict)
     axes: list[MeshAxis] = field(default_factory=list)  # of the mesh; empty where "data" is alone
+    pipeline: PipelineFigures | None = None
 
     def named(self, ranks: Sequence[int], host: str = "") -> str:
         """Format ranks with the place in the mesh that they share, and their host."""
@@ -216,6 +218,7 @@ def analyse_with_window(
         noise_scale=noise_scale_of(records, axis.shards if axis else None),
         peaks=find_peaks(records),
         mesh=mesh_places(records),
+        pipeline=measure_pipeline(measured) if measured is not None else None,
     )
     return RunAnalysis(report, measured)
 
@@ -257,7 +260,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         return nothing | {name: [] for name in lists}
     length = m.within.length
     samples = axis.count_samples(m.records, m.within)
-    times = [busy_ns(rank) for rank in m.states]
+    times = [unblocked_ns(rank) for rank in m.states]
     mean = sum(times) / len(times)
     slowest = max(range(len(times)), key=times.__getitem__) if len(times) > 1 else None
     steps, still = m.steps, find_standstills(m)
@@ -406,7 +409,7 @@ def _unmatched(matched: MatchedCommunication, within: Window | None) -> int:
 def _blocked_ns(matched: MatchedCommunication, m: MeasuredWindow | None) -> Ints:
     """Return the blocked time of each wait; the exposed time in the window where there is one."""
     if m is not None:
-        return m.blocked.wait + m.blocked.transfer
+        return m.blocked.wait + m.blocked.bubble + m.blocked.transfer
     return np.asarray(matched.waits["end"] - matched.waits["start"], np.int64)
 
 
@@ -414,4 +417,4 @@ def _wait_below_residual(m: MeasuredWindow) -> int:
     """Return the exposed time in waits that are not longer than the clocks' residual (ns)."""
     rows = m.matched.waits
     wait = np.clip(rows["latest"], rows["start"], rows["end"]) - rows["start"]
-    return total(m.blocked.wait[wait <= m.residual_ns])
+    return total((m.blocked.wait + m.blocked.bubble)[wait <= m.residual_ns])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..records.state_timeline import COMMUNICATION, STATES, Ints
+from ..records.state_timeline import BUBBLE, COMMUNICATION, STATES, Ints
 from .measured_window import MeasuredWindow
 from .window_steps import Floats, Steps
 
@@ -134,7 +134,7 @@ def _find_cause(longer: Floats, excess: float) -> tuple[str | None, int | None, 
     A rank's own states come before its waiting, whose cause is another rank.
     """
     own = longer.copy()
-    own[:, list(COMMUNICATION)] = 0.0
+    own[:, BUBBLE:] = 0.0
     rank, state = np.unravel_index(int(own.argmax()), own.shape)
     if own[rank, state] >= _MIN_EXPLAINED * excess:
         similar = own[:, state] >= _MIN_SIMILAR_EXCESS * own[rank, state]

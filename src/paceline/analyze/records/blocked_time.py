@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .match_collectives import MatchedCommunication, split_by_record
-from .state_timeline import Ints, Timeline
+from .state_timeline import Ints, Timeline, is_pipeline_group
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,12 @@ class BlockedTime:
 
     Attributes:
         wait: Time in the state wait. The rows of a record add up to its timeline's state.
-        transfer: The same for the state transfer.
+        transfer, bubble: The same for these states.
     """
 
     wait: Ints
     transfer: Ints
+    bubble: Ints
 
 
 def assign_blocked_time(matched: MatchedCommunication, timelines: list[Timeline]) -> BlockedTime:
@@ -30,13 +31,18 @@ def assign_blocked_time(matched: MatchedCommunication, timelines: list[Timeline]
 
     Of several communications that block a rank at the same time, the one that began first counts.
     """
-    found: dict[str, list[Ints]] = {"wait": [], "transfer": []}
+    found: dict[str, list[Ints]] = {"wait": [], "transfer": [], "bubble": []}
+    pipelines = np.array([is_pipeline_group(name) for name in matched.groups], bool)
     for rows, line in zip(split_by_record(matched.waits, len(timelines)), timelines, strict=True):
         start, end = rows["start"].astype(np.int64), rows["end"].astype(np.int64)
         turn = np.clip(rows["latest"], start, end)
-        found["wait"].append(_exposed(line, "wait", start, turn))
+        in_pipeline = pipelines[rows["group"]]
+        for state, of in (("bubble", in_pipeline), ("wait", ~in_pipeline)):
+            times = np.zeros(len(rows), np.int64)
+            times[of] = _exposed(line, state, start[of], turn[of])
+            found[state].append(times)
         found["transfer"].append(_exposed(line, "transfer", turn, end))
-    return BlockedTime(np.concatenate(found["wait"]), np.concatenate(found["transfer"]))
+    return BlockedTime(**{state: np.concatenate(times) for state, times in found.items()})
 
 
 def _exposed(line: Timeline, state: str, start: Ints, end: Ints) -> Ints:

@@ -28,15 +28,34 @@ from .read_record import Record
 Ints = npt.NDArray[np.int64]
 Intervals = tuple[Ints, Ints]  # starts and ends (ns)
 
-STATE_PRIORITY = ("wait", "transfer", "checkpoint", "validation", "input", "useful")
-STATES = ("useful", "input", "checkpoint", "validation", "starved", "other", "wait", "transfer")
+STATE_PRIORITY = ("wait", "transfer", "bubble", "checkpoint", "validation", "input", "useful")
+STATES = (
+    *("useful", "input", "checkpoint", "validation", "starved", "other"),
+    *("bubble", "wait", "transfer"),
+)
 STARVED, OTHER = STATES.index("starved"), STATES.index("other")
+BUBBLE = STATES.index("bubble")  # the first of the states in which others block a rank
 COMMUNICATION = (STATES.index("wait"), STATES.index("transfer"))
 
 
 def blocking_states(record: Record) -> tuple[State, ...]:
     """Return the states in which others may block a rank. On a GPU: communication kernels."""
     return (State.COMMUNICATION_KERNEL,) if record.communicates_on_gpu else BLOCKING_STATES
+
+
+def is_pipeline_group(name: str) -> bool:
+    """Return whether a process group has the stages of one pipeline: waits in it are bubbles.
+
+    Args:
+        name: As ``read_record`` has it: "stage (data 0) #3".
+    """
+    axes = name.partition(" #")[0].partition(" (")[0].split(" x ")
+    return "stage" in axes and "data" not in axes
+
+
+def _pipeline_numbers(record: Record) -> list[int]:
+    groups = record.meta.get("groups", {})
+    return [int(n) for n, group in groups.items() if is_pipeline_group(group["name"])]
 
 
 def useful_states(record: Record) -> tuple[State, ...]:
@@ -137,8 +156,13 @@ class Timeline:
         result[np.arange(len(segment)), self.label[segment]] += times - self.edges[segment]
         return result
 
+    def cumulative_unblocked(self, times: Any) -> Ints:
+        """Return ns in which no other rank blocks this one, from the window's start on."""
+        # bubble, wait and transfer are the last three of STATES
+        return self._cumulative(self.label < BUBBLE, times)
+
     def cumulative_busy(self, times: Any) -> Ints:
-        """Return ns outside communication from the window's start to each time."""
+        """Return ns outside wait and transfer from the window's start to each time."""
         # Wait and transfer are the last two of STATES.
         return self._cumulative(self.label < COMMUNICATION[0], times)
 
@@ -183,9 +207,14 @@ def build_timeline(record: Record, latest: Ints, window: Window) -> Timeline:
     """
     blocked = record.events_in(*blocking_states(record))
     last_arrival = np.clip(latest, blocked["start"], blocked["end"])
+    in_pipeline = np.isin(blocked["group"], _pipeline_numbers(record))
+    waits = {
+        name: merge_intervals(blocked["start"][of], last_arrival[of], window)
+        for name, of in (("bubble", in_pipeline), ("wait", ~in_pipeline))
+    }
     useful_events = record.events_in(*useful_states(record))
     intervals = {
-        "wait": merge_intervals(blocked["start"], last_arrival, window),
+        **waits,
         "transfer": merge_intervals(last_arrival, blocked["end"], window),
         "checkpoint": _state_intervals(record, State.CHECKPOINT, window),
         "validation": _state_intervals(record, State.VALIDATION, window),
@@ -213,7 +242,7 @@ def _without_core_waits(record: Record, edges: Ints, label: npt.NDArray[np.int8]
     A thread that is blocked does not ask for a core. On a GPU, a delay of the thread costs nothing
     while kernels compute.
     """
-    start, end = place_delays(record, edges, label < COMMUNICATION[0])
+    start, end = place_delays(record, edges, label < BUBBLE)
     cuts = np.unique(np.concatenate([edges, start, end]))
     underlying = label[np.searchsorted(edges, cuts[:-1], "right") - 1]
     if not len(start):

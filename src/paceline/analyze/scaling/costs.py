@@ -29,6 +29,7 @@ _PART_OF = {
     "other": SCRIPT,
     "starved": STARVED,
     "transfer": EXCHANGE,
+    "bubble": JITTER,
 }
 LEAST_PART = 1e-3  # of a step: a smaller part varies as one of this size
 ASSUMED_RUNS = 2  # weight of the assumed spread between runs, as that of as many measured runs

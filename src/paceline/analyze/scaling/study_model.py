@@ -46,6 +46,7 @@ class StateSeconds:
     other: Seconds = 0.0
     wait: Seconds = 0.0
     transfer: Seconds = 0.0
+    bubble: Seconds = 0.0
 
 
 @dataclass(frozen=True)

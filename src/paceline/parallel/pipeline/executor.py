@@ -7,18 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...cost.pipeline import chunks_of
 from ...record.ring.recorder import now
-from ...record.ring.states import State
+from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
 from ..mesh import STAGE, Mesh
 from ..strategy.training_step import TrainingStep
-from .deferred_norms import DeferredNorms
-from .lanes import Lane
-from .micro_batches import check_whole, detached, whole_loss
-from .random_streams import RandomStreams
-from .schedules import SCHEDULES, Action, chunks_of
-from .split_backward import SplitBackward
+from .execution.deferred_norms import DeferredNorms
+from .execution.lanes import Lane
+from .execution.micro_batches import check_whole, detached, whole_loss
+from .execution.random_streams import RandomStreams
+from .execution.schedules import SCHEDULES, Action
+from .execution.split_backward import SplitBackward
 from .stage_plan import ForwardPlan, Wire
 from .stage_runner import Activations, StageModule, check_loss, run_backward, run_forward
+
+_RECORDED_PARTS = {kind: part for part, kind in PARTS_OF_BACKWARD.items()} | {"F": 0}
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,12 @@ class Executor:
         self.train_ns = now() - begin
         return mean
 
-    def _note_part(self, run: _Run, state: State, start: int) -> None:
+    def _note_part(self, run: _Run, action: Action, start: int) -> None:
         """Record the computation of a micro-batch, which ends now."""
         self.busy_ns += now() - start
-        run.step.note_part(state, start)
+        state = State.FORWARD if action.kind == "F" else State.BACKWARD
+        part = action.chunk * PARTS + _RECORDED_PARTS[action.kind]
+        run.step.note_part(state, start, action.micro_batch + 1, part)
 
     def _actions(self, batch: Batch) -> Sequence[Action]:
         found = list(SCHEDULES[batch.schedule](self.stage, self.stages, len(batch.plans)))
@@ -165,7 +170,7 @@ class Executor:
             if run.batch.whole_targets is not None:
                 run.outputs.append(detached(found.outputs))
             found.outputs = None
-        self._note_part(run, State.FORWARD, start)
+        self._note_part(run, Action("F", virtual // self.stages, m), start)
         if found.sent:
             self._lane(virtual, is_backward=False).send(found.sent)
 
@@ -211,7 +216,7 @@ class Executor:
             self._loss(run, m).backward()
         else:
             run_backward(held, gradients)
-        self._note_part(run, State.BACKWARD, start)
+        self._note_part(run, Action("B", virtual // self.stages, m), start)
         self._send_gradients(run, virtual, m, held.received)
 
     def _backward_of_inputs(self, run: _Run, virtual: int, m: int) -> None:
@@ -223,13 +228,13 @@ class Executor:
         split = SplitBackward(outputs, gradients, held.received)
         split.of_inputs(self.module.module.parameters())
         run.split[virtual, m] = split
-        self._note_part(run, State.BACKWARD, start)
+        self._note_part(run, Action("I", virtual // self.stages, m), start)
         self._send_gradients(run, virtual, m, held.received)
 
     def _backward_of_parameters(self, run: _Run, virtual: int, m: int) -> None:
         start = now()
         run.split.pop((virtual, m)).of_parameters(self.module.module.parameters())
-        self._note_part(run, State.BACKWARD, start)
+        self._note_part(run, Action("W", virtual // self.stages, m), start)
 
     # losses
 

@@ -5,7 +5,7 @@ example inputs are given, it is an atom of the model, in order of registration. 
 before units only, so that where an operation without parameters runs follows from them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -20,6 +20,10 @@ from .trace import Trace
 MAX_SHOWN_NAMES = 3
 
 
+class DoesNotFitError(ValueError):
+    """No division of a model has stages that fit in the memory of a rank."""
+
+
 @dataclass(frozen=True)
 class Unit:
     """Consecutive parts of a model that stay on one stage.
@@ -27,14 +31,16 @@ class Unit:
     Attributes:
         name: Of its first part.
         tensors: Parameters and buffers that it uses.
-        cost: Operations of its forward, or bytes of its parameters.
+        cost: Operations of its forward, bytes of its parameters, or measured seconds.
         can_begin: Whether a stage may begin with it.
+        activations: Bytes that a micro-batch keeps for its backward; 0 if they are not known.
     """
 
     name: str
     tensors: tuple[str, ...]
     cost: float
     can_begin: bool = True
+    activations: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Partition:
 
     units: tuple[tuple[Unit, ...], ...]
     held: Mapping[str, frozenset[int]]
+
+    @property
+    def cuts(self) -> list[int]:
+        """The number of the first unit of each stage after the first one."""
+        return list(accumulate(len(units) for units in self.units))[:-1]
 
     @property
     def shares(self) -> list[float]:
@@ -133,8 +144,15 @@ def _nbytes(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> int:
     return sum(tensors[name].nbytes for name in names)
 
 
+Fits = Callable[[int, Sequence[Unit]], bool]  # whether a stage has memory for these units
+
+
 def divide(
-    units: Sequence[Unit], stages: int, names: Sequence[str], begins: Sequence[str] | None = None
+    units: Sequence[Unit],
+    stages: int,
+    names: Sequence[str],
+    begins: Sequence[str] | None = None,
+    fits: Fits = lambda stage, units: True,
 ) -> Partition:
     """Divide units into stages: the largest is as small as possible, then all as even as possible.
 
@@ -143,22 +161,27 @@ def divide(
         begins: Names of modules with which the stages after the first one begin.
 
     Raises:
-        ValueError: There are not enough places to cut, or a name is unknown.
+        ValueError: There are not enough places to cut, a name is unknown, or no division fits.
     """
-    cuts = _named_cuts(units, stages, begins) if begins is not None else _best_cuts(units, stages)
-    ends = [*cuts, len(units)]
-    firsts = [0, *cuts]
+    if begins is not None:
+        return divide_at(units, _named_cuts(units, stages, begins), names)
+    return divide_at(units, _best_cuts(units, stages, fits), names)
+
+
+def divide_at(units: Sequence[Unit], cuts: Sequence[int], names: Sequence[str]) -> Partition:
+    """Divide units into stages that begin with the units of these numbers."""
+    firsts, ends = [0, *cuts], [*cuts, len(units)]
     parts = tuple(tuple(units[a:b]) for a, b in zip(firsts, ends, strict=True))
     held: dict[str, set[int]] = {}
     for stage, part in enumerate(parts):
         for unit in part:
             for name in unit.tensors:
                 held.setdefault(name, set()).add(stage)
-    every = frozenset(range(stages))
+    every = frozenset(range(len(parts)))
     return Partition(parts, {n: frozenset(held[n]) if n in held else every for n in names})
 
 
-def _best_cuts(units: Sequence[Unit], stages: int) -> list[int]:
+def _best_cuts(units: Sequence[Unit], stages: int, fits: Fits) -> list[int]:
     sums = [0.0, *accumulate(unit.cost for unit in units)]
     places = [i for i, unit in enumerate(units) if i and unit.can_begin]
     if len(places) < stages - 1:
@@ -174,13 +197,15 @@ def _best_cuts(units: Sequence[Unit], stages: int) -> list[int]:
         )
     # of each place: the best division of all before it, as its cost and its cuts
     best: dict[int, tuple[tuple[float, float], list[int]]] = {
-        end: ((sums[end], sums[end] ** 2), []) for end in (*places, len(units))
+        end: ((sums[end], sums[end] ** 2), [])
+        for end in (*places, len(units))
+        if fits(0, units[:end])
     }
-    for _ in range(stages - 1):
+    for stage in range(1, stages):
         found: dict[int, tuple[tuple[float, float], list[int]]] = {}
         for end in (*places, len(units)):
             for cut in places:
-                if cut >= end or cut not in best:
+                if cut >= end or cut not in best or not fits(stage, units[cut:end]):
                     continue
                 (largest, squares), cuts = best[cut]
                 own = sums[end] - sums[cut]
@@ -188,6 +213,8 @@ def _best_cuts(units: Sequence[Unit], stages: int) -> list[int]:
                 if end not in found or cost < found[end][0]:
                     found[end] = (cost, [*cuts, cut])
         best = found
+    if len(units) not in best:
+        raise DoesNotFitError(f"no division into {counted(stages, 'stage')} fits in the memory")
     return best[len(units)][1]
 
 

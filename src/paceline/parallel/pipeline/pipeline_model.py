@@ -9,21 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ...cost.layout import Layout
-from ..mesh import STAGE, Mesh
+from ...cost.pipeline import chunks_of
+from ..mesh import DATA, STAGE, TENSOR
 from ..placement import empty_as
 from ..sharded.replication import BufferSync
 from ..strategy.distributed_model import DistributedModel
+from ..strategy.parallel_strategy import DistributionRequest
 from ..strategy.training_step import Loss, TrainingStep
+from ..tensor.split_tensor import whole_outputs
 from .atoms import tensor_names
-from .deferred_norms import DeferredNorms, is_deferred
+from .execution.deferred_norms import DeferredNorms, is_deferred
+from .execution.gradient_exchange import reduce_gradients
+from .execution.micro_batches import LossComparisons, check_count, samples_of, sizes_of, split
+from .execution.schedule_choice import AUTO, Candidate, ScheduleChoice, candidates_for
+from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
+from .execution.sharded_states import ShardedStates, owners_of
 from .executor import Batch, Executor
-from .gradient_exchange import reduce_gradients
-from .micro_batches import check_count, samples_of, sizes_of, split
+from .kept_attributes import mark_kept
 from .partition import Partition
-from .schedules import DEFAULT, MICRO_BATCHES_OF_STAGE, chunks_of
 from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule
 from .stage_times import StageTimes
@@ -104,36 +111,54 @@ def _loss_key(loss: Loss) -> Any:
 
 
 class PipelineModel(DistributedModel):
-    """A model whose stages are on the ranks of the axis ``stage``, with replicas along ``data``."""
+    """A model whose stages are on the ranks of the axis ``stage``, with replicas along ``data``.
+
+    Attributes:
+        states: The optimizer's states in parts on the replicas (ZeRO-1); None: all on each.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         inner: DistributedModel,
-        mesh: Mesh,
-        layout: Layout,
+        request: DistributionRequest,
         partition: Partition,
         skeleton: Skeleton,
-        has_example: bool,
-        say: Callable[[str], None],
+        optimizer: Optimizer | None = None,
     ) -> None:
         super().__init__(module, inner)
+        mesh, layout, say = request.mesh, request.layout, request.say
         self.mesh, self.partition, self.skeleton = mesh, partition, skeleton
         self.schedule = layout.schedule or DEFAULT
         self.micro_batches = layout.micro_batches
-        self._has_example, self._say = has_example, say
+        self._has_example, self._say = request.example_inputs is not None, say
         self._called = PipelinedModule(module, self._evaluate)
         self._aliases = tensor_names(skeleton.model)
         self._plans: dict[Any, ForwardPlan] = {}
         self._weighted: dict[Any, bool] = {}
-        self._compared: set[Any] = set()  # losses whose value for a batch was compared
-        self._balance = StageTimes(partition, self.schedule, say)
+        self._comparisons = LossComparisons()
+        self._balance: StageTimes | None = None  # from the first step with the chosen schedule on
+        self._note = request.note
+        self._choice: ScheduleChoice | None = None
+        self._can_split = layout.recompute is None and TENSOR not in mesh.shape
+        self._samples = 0  # of the last batch
         self._syncs = self._is_first_step = True
         self._stages = mesh.shape[STAGE]
+        self.states: ShardedStates | None = None
+        if layout.zero and mesh.data_size > 1 and optimizer is not None:
+            self.states = self._shard_states(optimizer)
         self._tie_groups = self._create_tie_groups()
         self._buffers = BufferSync(module, mesh.data_group)
-        stage = StageModule(module, self._tensor, skeleton.constants)
+        whole = whole_outputs if TENSOR in mesh.shape else lambda nest: nest
+        stage = StageModule(module, self._tensor, skeleton.constants, whole)
         self._executor = Executor(mesh, stage, DeferredNorms(module), skeleton.device)
+
+    def _shard_states(self, optimizer: Optimizer) -> ShardedStates:
+        trained = self.skeleton.model.named_parameters()
+        sizes = {name: p.nbytes for name, p in trained if p.requires_grad}
+        stages = {name: self._ranks_of(name) for name in sizes}
+        owners = owners_of(sizes, stages, self.mesh.data_size)
+        return ShardedStates(optimizer, self.parameters(), owners, self.mesh)
 
     # names and parameters
 
@@ -150,10 +175,7 @@ class PipelineModel(DistributedModel):
 
     def _tensor(self, name: str) -> torch.Tensor:
         owner, _, key = name.rpartition(".")
-        module = self.module.get_submodule(owner)
-        found = module._parameters.get(key)
-        tensor = found if found is not None else module._buffers[key]
-        assert tensor is not None
+        tensor: torch.Tensor = getattr(self.module.get_submodule(owner), key)
         return tensor
 
     def _ranks_of(self, name: str) -> frozenset[int]:
@@ -164,7 +186,15 @@ class PipelineModel(DistributedModel):
 
     def parted_axes(self, name: str) -> frozenset[str]:
         is_everywhere = len(self._ranks_of(name)) == self._stages
-        return frozenset() if is_everywhere else frozenset({STAGE})
+        own = frozenset() if is_everywhere else frozenset({STAGE})
+        return own | super().parted_axes(name)
+
+    def axes_of_states(self, name: str) -> frozenset[str]:
+        data = {DATA} if self.states is not None else set()
+        return self.parted_axes(name) | data
+
+    def holds_states(self, name: str) -> bool:
+        return self.states is None or self.states.holds(name)
 
     @property
     def is_parted(self) -> bool:
@@ -236,13 +266,14 @@ class PipelineModel(DistributedModel):
                 name = next(iter(self.skeleton.kept))
                 self._say(
                     f"pipeline: the forward keeps {name}, which has a gradient, "
-                    "as an attribute: at most its own stage has it. HINT: return it from the "
-                    "forward, if the loss uses it"
+                    "as an attribute: at most its own stage has it, and reading it elsewhere is "
+                    "an error. HINT: return it from the forward, if the loss uses it"
                 )
-            chunks = chunks_of(self.schedule)
-            self._plans[key] = plan_forward(
-                trace, self.partition.held, self._stages * chunks, self._has_example
-            )
+            virtual = self._stages * chunks_of(self.schedule)
+            plan = plan_forward(trace, self.partition.held, virtual, self._has_example)
+            self._plans[key] = plan
+            own = range(self.mesh.place[STAGE], virtual, self._stages)
+            mark_kept(self.module, self.skeleton.kept, self.skeleton.atoms.names, plan, own)
         return self._plans[key]
 
     def _check_kept(self) -> None:
@@ -330,24 +361,31 @@ class PipelineModel(DistributedModel):
         asked = self.micro_batches
         if asked is not None and self._is_first_step:
             check_count(samples, asked)  # a later batch with fewer samples is the last of an epoch
-        count = asked or MICRO_BATCHES_OF_STAGE * self._stages
+        current = self._next_schedule(samples)
+        count = current.micro_batches
         sizes = sizes_of(samples, count)
         inputs, targets = split(step.inputs, sizes), split(step.targets, sizes)
         with torch.enable_grad():
-            plans = {size: self._plan(one) for size, one in zip(sizes, inputs, strict=True)}
+            different = dict(zip(reversed(sizes), reversed(inputs), strict=True))
+            plans = {size: self._plan(one) for size, one in different.items()}
             is_weighted = self._is_weighted(step, plans[sizes[0]], targets[0])
             if len(sizes) > 1:
                 for plan in plans.values():
                     self._check_changes(plan)
         busy, whole, is_weighted = self._agree(plans, sizes, is_weighted)
         self._is_first_step = False
-        self._balance.add(busy, whole, len(sizes))
+        if self._choice is not None and (line := self._choice.begin(max(whole), self._samples)):
+            self._say(line)
+        self._samples = samples
+        if self._balance is None and (self._choice is None or self._choice.chosen == current):
+            self._balance = StageTimes(self.partition, current.schedule, self._say, self._note)
+        if self._balance is not None:
+            self._balance.add(busy, whole, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:
             with torch.no_grad():
                 self._buffers.broadcast()
-        key = _loss_key(step.loss)
-        is_new = key not in self._compared and len(sizes) > 1
-        whole_targets = (step.targets,) if is_new else None
+        is_due = len(sizes) > 1 and self._comparisons.is_due(_loss_key(step.loss), step.targets)
+        whole_targets = (step.targets,) if is_due else None
         # how much a micro-batch counts is known after the forwards of all
         each = [plans[size] for size in sizes]
         batch = Batch(
@@ -355,7 +393,7 @@ class PipelineModel(DistributedModel):
             targets,
             sizes,
             each,
-            self.schedule,
+            current.schedule,
             forwards_first=is_weighted,
             whole_targets=whole_targets,
         )
@@ -365,7 +403,6 @@ class PipelineModel(DistributedModel):
             for parameter in tied:  # copies sum the gradients of this batch only
                 parameter.grad = None
             mean = self._executor.train(batch, step)
-            self._compared.add(key)
             for group, parameters in self._tie_groups:
                 reduce_gradients(parameters, group, 1)
             for parameter, gradient in zip(tied, before, strict=True):
@@ -379,6 +416,21 @@ class PipelineModel(DistributedModel):
                 )
                 reduce_gradients(trained, self.mesh.data_group, self.mesh.data_size)
         return mean
+
+    def _next_schedule(self, samples: int) -> Candidate:
+        """Return the schedule and the number of micro-batches of a step."""
+        if self.schedule != AUTO:
+            default = MICRO_BATCHES_OF_STAGE * self._stages
+            return Candidate(self.schedule, self.micro_batches or default)
+        if self._choice is None:
+            has_norms = any(isinstance(one, _BatchNorm) for one in self.skeleton.model.modules())
+            found = candidates_for(
+                *(self._stages, self.micro_batches, samples),
+                can_split=self._can_split,
+                may_differ=not has_norms,
+            )
+            self._choice = ScheduleChoice(found, samples)
+        return self._choice.next()
 
     def _is_weighted(self, step: TrainingStep, plan: ForwardPlan, targets: Any) -> bool:
         """Return whether a loss returns a sum and a weight, or can't be asked without data."""

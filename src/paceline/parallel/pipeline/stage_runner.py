@@ -22,11 +22,13 @@ class StageModule:
     Attributes:
         tensors: Parameters and buffers by name.
         constants: Tensors that modules hold as plain attributes.
+        whole: Returns a nest with whole tensors in place of parts of the tensor axis.
     """
 
     module: nn.Module
     tensors: Callable[[str], torch.Tensor]
     constants: Mapping[str, torch.Tensor]
+    whole: Callable[[Any], Any] = lambda nest: nest
 
 
 @dataclass(eq=False)
@@ -74,11 +76,11 @@ def run_forward(
         _run(stage, event, values)
         for value in unneeded:
             values.pop(value, None)
-    sent = [_checked(wire, values[wire.value], own) for wire in own.sent]
+    sent = [_checked(wire, stage.whole(values[wire.value]), own) for wire in own.sent]
     found = Activations(leaves, sent)
     if number == len(plan.stages) - 1:
         outputs = [values[leaf.key] if isinstance(leaf, Ref) else leaf for leaf in plan.leaves]
-        found.outputs = tree_unflatten(outputs, plan.spec)
+        found.outputs = stage.whole(tree_unflatten(outputs, plan.spec))
     return found
 
 

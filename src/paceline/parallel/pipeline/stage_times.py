@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from ...cost.pipeline import chunks_of, idle_share
 from .partition import Partition, divide
-from .schedules import chunks_of, idle_share
 
 SKIPPED_STEPS = 3  # they plan, and allocate memory
 MEASURED_STEPS = 20
@@ -16,10 +17,17 @@ class StageTimes:
 
     Args:
         say: Prints a line on rank 0.
+        note: Writes a field of the record's header.
     """
 
-    def __init__(self, partition: Partition, schedule: str, say: Callable[[str], None]) -> None:
-        self.partition, self.schedule, self._say = partition, schedule, say
+    def __init__(
+        self,
+        partition: Partition,
+        schedule: str,
+        say: Callable[[str], None],
+        note: Callable[..., None],
+    ) -> None:
+        self.partition, self.schedule, self._say, self._note = partition, schedule, say, note
         self._steps = 0
         self._busy: list[int] = []
         self._whole = 0
@@ -27,6 +35,8 @@ class StageTimes:
     def add(self, busy: Sequence[int], whole: Sequence[int], micro_batches: int) -> None:
         """Add the times of a step (ns) of each stage; after MEASURED_STEPS, print them."""
         self._steps += 1
+        if self._steps == 1:
+            self._note_header(len(busy), micro_batches)
         measured = self._steps - SKIPPED_STEPS
         if not 1 <= measured <= MEASURED_STEPS:
             return
@@ -35,6 +45,11 @@ class StageTimes:
         self._whole += max(whole)
         if measured == MEASURED_STEPS:
             self._say(self.text(micro_batches))
+            self._note_header(len(busy), micro_batches, balance=self.better_balance() or [])
+
+    def _note_header(self, stages: int, micro_batches: int, **more: Any) -> None:
+        known = {"schedule": self.schedule, "stages": stages, "micro_batches": micro_batches}
+        self._note(pipeline=known | more)
 
     def text(self, micro_batches: int) -> str:
         """Return a line about the measured steps."""
@@ -46,7 +61,7 @@ class StageTimes:
             f"pipeline: stages were idle for {idle:.0%} of {steps} steps, {formula:.0%} by the "
             f"formula; computing took {each} ms by stage"
         )
-        begins = self.better_balance() if chunks_of(self.schedule) == 1 else None
+        begins = self.better_balance()
         if begins is None:
             return line
         slowest = self._busy.index(max(self._busy))
@@ -54,6 +69,8 @@ class StageTimes:
 
     def better_balance(self) -> list[str] | None:
         """Return names for the option ``balance`` that would shorten the longest stage."""
+        if chunks_of(self.schedule) > 1:
+            return None
         costs = [sum(unit.cost for unit in of) for of in self.partition.units]
         units = [
             replace(unit, cost=unit.cost * ns / cost if cost else ns / len(of))

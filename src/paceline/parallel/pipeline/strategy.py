@@ -1,6 +1,7 @@
 """The strategy of pipelines: cut the model into stages, and leave one on each rank."""
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ...cost.layout import Layout
@@ -8,25 +9,32 @@ from ...cost.layout_memory import LayoutMemory, StepMemory
 from ...optim.norms import GhostBatchNorm, GlobalBatchNorm
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
+from ..tensor.strategy import TensorParallel
 
 PIPELINE_OPTIONS = ("balance",)
+_ZERO1 = "zero1, which shards the states of the optimizer over the replicas of each stage"
 _WHOLE_BATCH_NORMS = (nn.SyncBatchNorm, GlobalBatchNorm, GhostBatchNorm)
 
 
 class Pipeline(ParallelStrategy):
-    """Stages of a model on the ranks of the axis ``stage``, with replicas along ``data``."""
+    """Stages of a model on the ranks of the axis ``stage``, with replicas along ``data``.
 
-    axes = frozenset({"pp", "dp"})
+    Where ranks along ``tensor`` share a stage, its layers are divided over them.
+    """
+
+    axes = frozenset({"pp", "dp", "tp"})
 
     def __init__(self, request: DistributionRequest) -> None:
         super().__init__(request)
         layout = request.layout
         text = str(layout.without_options)
-        for name in ("tp", "d", "h", "w"):
+        for name in ("d", "h", "w"):
             if layout.extents[name] != 1:
                 raise self._refused(f"pp together with {name}", layout)
-        if layout.zero:
-            raise self._refused(f"pp together with zero{layout.zero}", layout)
+        if layout.zero > 1:
+            raise self._refused(f"pp together with zero{layout.zero}", layout, _ZERO1)
+        if layout.zero and layout.shards not in (None, "job"):
+            raise self._refused(f"pp together with shards on {layout.shards}", layout, _ZERO1)
         if layout.offload is not None:
             raise self._refused(f"offload={layout.offload!r}", layout)
         if layout.recompute == "auto":
@@ -44,6 +52,10 @@ class Pipeline(ParallelStrategy):
                 f"world.distribute: layout={text!r} has no option {unknown[0]!r}. HINT: "
                 "balance=['NAME'], or leave it out"
             )
+
+        self._tensor = TensorParallel(request) if layout.tp != 1 else None
+        if self._tensor is not None and layout.schedule == "zero-bubble":
+            raise self._refused("tp with zero-bubble", layout, "schedule=1f1b")
 
     def _refused(self, what: str, layout: Layout, hint: str = "") -> ValueError:
         stages = f"pp{layout.pp}" if layout.pp else "pp"
@@ -64,6 +76,13 @@ class Pipeline(ParallelStrategy):
                     f"{type(module).__name__}, which normalizes with other samples than those of "
                     "a micro-batch. HINT: nn.BatchNorm2d with norm='local', or norm='group:8'"
                 )
+        if self._tensor is not None:
+            norms = [name for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
+            if norms:
+                raise self._refused(
+                    f"batch normalization ({norms[0]}) with tp", self.request.layout
+                )
+            self._tensor.check(model, optimizer)
         if not any(True for _ in model.parameters()):
             raise ValueError(
                 f"world.distribute: the {type(model).__name__} has no parameters to divide. HINT: "
@@ -73,7 +92,7 @@ class Pipeline(ParallelStrategy):
     def apply(self, model: DistributedModel, optimizer: Optimizer | None) -> DistributedModel:
         from .divide_model import divide_model  # it imports much that other layouts do not need
 
-        return divide_model(model, optimizer, self.request)
+        return divide_model(model, optimizer, self.request, self._tensor)
 
     @classmethod
     def predict_memory(

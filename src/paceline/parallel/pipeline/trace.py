@@ -40,6 +40,8 @@ _OF_ONE_TENSOR = (
     torch.Tensor.retain_grad,
     torch.Tensor.backward,
 )
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
@@ -349,6 +351,8 @@ class _Recording(TorchFunctionMode):
         self._versions: list[int] = []
         self._made_by: list[int | None] = []
         self._of_functions: dict[int, tuple[torch.Tensor, str, str]] = {}
+        self._data: list[tuple[torch.Tensor, int]] = []  # of this event: results of .data
+        self._replaced: list[torch.Tensor] = []  # of this event: tensors whose .data was assigned
         for leaf in self.inputs:
             self._add(leaf, None)
 
@@ -365,12 +369,21 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if self._is_inside:
-            return func(*args, **options)
+            return self._inside(func, args, options)
         if _is_of_one_tensor(func) and not _is_of_counter(sys._getframe(1)):
             what = "sets an attribute" if func not in _OF_ONE_TENSOR else f"calls {func.__name__}()"
             line = _line_of(sys._getframe(1))
             raise _TraceError(f"{what} of a tensor outside of a module", line, _INSIDE)
         return self._run(func, func, args, options)
+
+    def _inside(self, func: Any, args: Any, options: Any) -> Any:
+        """Run a function of an atom; note ``.data``, whose changes no counter of versions has."""
+        if func == _SET_DATA:
+            self._replaced.append(args[0])
+        out = func(*args, **options)
+        if func == _GET_DATA:
+            self._data.append((out, out._version))
+        return out
 
     def call_module(self, name: str, call: Any, args: Any, options: Any) -> Any:
         if self._is_inside:
@@ -407,11 +420,14 @@ class _Recording(TorchFunctionMode):
         device, before = self.skeleton.device.type, self.flops()
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         with_grad = torch.is_grad_enabled()
+        self._data, self._replaced = [], []
         out = call(*args, **options)
         results, _ = tree_flatten(out)
         changed = self._changed()
         of_model = {n for n, version in buffers.items() if named[n]._version != version}
-        of_model |= self._shared(changed)
+        of_model |= self._sharing([self._tensors[n] for n in changed])
+        by_data = [one for one, version in self._data if one._version != version]
+        of_model |= self._sharing([*by_data, *self._replaced])
         if not changed and not of_model and not any(torch.is_tensor(one) for one in results):
             return out
         number = len(self.events)
@@ -470,9 +486,9 @@ class _Recording(TorchFunctionMode):
                 found.append(number)
         return found
 
-    def _shared(self, changed: list[int]) -> set[str]:
-        """Return the names of the model's tensors whose memory changed values share."""
-        storages = {StorageWeakRef(self._tensors[n].untyped_storage()) for n in changed}
+    def _sharing(self, changed: list[Any]) -> set[str]:
+        """Return the names of the model's tensors whose memory changed tensors share."""
+        storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in changed}
         if not storages:
             return set()
         return {

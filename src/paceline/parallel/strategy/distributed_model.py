@@ -115,6 +115,17 @@ class DistributedModel:
         """
         return True if self.inner is None else self.inner.is_first_copy(name)
 
+    def axes_of_states(self, name: str) -> frozenset[str]:
+        """Return the axes along which ranks hold other optimizer states than for this parameter.
+
+        They are those of ``parted_axes``, unless states alone are sharded.
+        """
+        return self.parted_axes(name) if self.inner is None else self.inner.axes_of_states(name)
+
+    def holds_states(self, name: str) -> bool:
+        """Return whether this rank has the optimizer states of a parameter."""
+        return True if self.inner is None else self.inner.holds_states(name)
+
     @property
     def is_parted(self) -> bool:
         """Whether ranks hold other parameters than this one. The same on all ranks."""

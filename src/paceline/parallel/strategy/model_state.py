@@ -115,17 +115,12 @@ class OwnedState:
             self.optimizers[id(plain)] if isinstance(plain, Optimizer) else self.wholes[id(model)]
         )
 
-    def check_whole(self, module: nn.Module, call: str) -> None:
-        """Raise ValueError for a model of which ranks hold different parts.
-
-        call: What the script calls, for the message.
-        """
+    def divided_model(self, module: nn.Module) -> DistributedModel | None:
+        """Return what ``world.distribute`` has made of a module, if ranks hold different parts."""
         for model in self.models:
-            if module in (model.called, model.plain) and self.divided(model.plain) is not None:
-                raise ValueError(
-                    f"{call}: the layout divides the model, and no rank has all of it. HINT: "
-                    "paceline export, with a checkpoint of world.epochs(..., checkpoint=DIR)"
-                )
+            if module in (model.called, model.plain):
+                return self.divided(model.plain)
+        return None
 
     def divided(self, plain: Any) -> DistributedModel | None:
         """Return the model of a module or optimizer, if ranks hold different parts of it."""
@@ -194,7 +189,7 @@ class OwnedState:
         own: Tree = {}
         for local, values in state["state"].items():
             name = names[local]
-            axes = model.parted_axes(name)
+            axes = model.axes_of_states(name)
             if not axes:
                 shared[numbers[name]] = values
                 continue
@@ -225,7 +220,8 @@ class OwnedState:
                 for key, value in of.items()
             ]
         for keys, name, value in values:
-            axes = model.parted_axes(name)
+            of = model.axes_of_states if isinstance(part, Optimizer) else model.parted_axes
+            axes = of(name)
             if axes and name in names and isinstance(value, torch.Tensor):
                 found.add_copies(path, keys, value, self.mesh.copies_of(value, axes))
 
@@ -251,7 +247,7 @@ class OwnedState:
         found = {}
         for local, name in enumerate(names):
             values = state["state"].get(numbers[name])
-            if values is not None:
+            if values is not None and model.holds_states(name):
                 place = model.part_of(name)
                 found[local] = {key: _cut(value, place) for key, value in values.items()}
         groups, first = [], 0

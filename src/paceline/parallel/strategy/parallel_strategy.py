@@ -27,6 +27,7 @@ class DistributionRequest:
         options: Further arguments of ``world.distribute``.
         example_inputs: Arguments of a forward, whose shapes and dtypes matter; None if unknown.
         say: Prints a line on rank 0.
+        note: Writes fields of the record's header.
         compare: Whether operations on parts are compared with whole ones before the first step.
     """
 
@@ -38,6 +39,7 @@ class DistributionRequest:
     example_inputs: Any = None
     compare: bool = True
     say: Callable[[str], None] = lambda _: None
+    note: Callable[..., None] = lambda **_: None
 
 
 class ParallelStrategy(ABC):

@@ -28,8 +28,9 @@ class TrainingStep:
             samples. A part of the batch (micro-batch) has its share of it as a third argument.
         note_exchange: Called with a group and gradients that are about to be averaged over it
             outside of a backward.
-        note_part: Called with the state and the start (ns) of a part of the step that has ended;
-            they take the place of the backward of the whole batch in the record.
+        note_part: Called with the state and the start (ns) of a part of the step that has ended,
+            the number of its micro-batch (from 1), and its amount in the record. Parts take the
+            place of the backward of the whole batch in the record.
     """
 
     module: nn.Module
@@ -39,7 +40,7 @@ class TrainingStep:
     backward: Callable[[torch.Tensor | None], AbstractContextManager[None]]
     scaled: Callable[..., torch.Tensor]
     note_exchange: Callable[[Any, Any], None] = lambda group, gradients: None
-    note_part: Callable[[State, int], None] = lambda state, start: None
+    note_part: Callable[[State, int, int, int], None] = lambda *_: None
 
     def call(self, module: nn.Module | None = None, inputs: Any = None) -> Any:
         """Run a forward; default: of the whole module with all inputs."""

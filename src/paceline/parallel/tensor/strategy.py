@@ -36,7 +36,7 @@ class TensorParallel(ParallelStrategy):
 
     def check(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         ranks, layout = self._ranks, self.request.layout
-        others = [axis for axis in layout.divided_axes if axis != "tp"]
+        others = [axis for axis in layout.divided_axes if axis not in ("tp", "pp")]
         if others:
             raise ValueError(
                 f"world.distribute: layout={str(layout.without_options)!r}: {others[0]} together "
@@ -58,6 +58,11 @@ class TensorParallel(ParallelStrategy):
         if not layout.zero:
             self._found.kinds |= requested_modules(model, self._found.kinds)
         tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
+        if layout.pp != 1 and tokens is not None:
+            raise ValueError(
+                f"world.distribute: rules: {tokens!r}: 'sequence' together with pp is not "
+                "implemented yet. HINT: rules without 'sequence'"
+            )
         if layout.zero and tokens is not None:
             raise ValueError(
                 f"world.distribute: rules: {tokens!r}: 'sequence' together with zero{layout.zero} "
@@ -93,6 +98,8 @@ class TensorParallel(ParallelStrategy):
         by_module: dict[nn.Module, dict[str, Split]] = {}
         for name, kind in self._found.kinds.items():
             layer = module.get_submodule(name)
+            if not any(True for _ in layer.parameters()):
+                continue  # on another stage of a pipeline
             for tensor, split in splits_of(layer, *parse_kind(kind), axis.size).items():
                 path, _, own = tensor.rpartition(".")
                 by_module.setdefault(layer.get_submodule(path), {})[own] = split

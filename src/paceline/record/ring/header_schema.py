@@ -55,6 +55,18 @@ class MeshPlace(TypedDict):
     groups: NotRequired[Annotated[dict[str, str], Meta(max_length=256)]]
 
 
+class PipelineHeader(TypedDict):
+    """The pipeline of a model (parallel/pipeline).
+
+    ``balance`` has the modules with which the later stages would begin in a faster division.
+    """
+
+    schedule: Annotated[str, Meta(pattern="^[a-z0-9-]{1,32}$")]
+    stages: Annotated[int, Meta(ge=1, lt=MAX_RANKS)]
+    micro_batches: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    balance: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_RANKS)]]
+
+
 class StepWork(TypedDict):
     """FLOPs and bytes of one step (record/hooks/flop_counter.py)."""
 
@@ -249,6 +261,7 @@ class RecordHeader(TypedDict):
     groups: NotRequired[dict[GroupNumber, GroupMember]]
     layout: NotRequired[Annotated[str, Meta(max_length=MAX_LAYOUT_CHARS)]]
     mesh: NotRequired[MeshPlace]
+    pipeline: NotRequired[PipelineHeader]
     # of sharded models, by number in the events
     blocks: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_BLOCKS)]]
     work: NotRequired[StepWork]

@@ -71,6 +71,10 @@ class Op(IntEnum):
 # A squared norm x is the amount (log2(x) + SQUARE_OFFSET) * SQUARE_UNIT.
 SQUARE_OFFSET, SQUARE_UNIT = 1100, 1 << 40
 NO_PEER = -1
+# The amount of a forward or backward of micro-batch seq - 1 is the virtual stage (chunk) times
+# PARTS, plus the part of a backward: all of it, of the activations, of the parameters.
+PARTS_OF_BACKWARD = {0: "B", 1: "I", 2: "W"}
+PARTS = 4
 # A collective of block N of a sharded model (FSDP2) has the peer FIRST_BLOCK_PEER - N.
 FIRST_BLOCK_PEER = -2
 SAMPLER_STATES = (

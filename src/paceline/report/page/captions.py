@@ -17,6 +17,14 @@ def of(report: Report, charts: dict[str, Any]) -> dict[str, str]:
         found["marks"] = _marks(report.step_times, bool(charts.get("steps", {}).get("together")))
     if "waiting" in charts:
         found["waiting"] = _waiting(report, charts["waiting"]["together"])
+    if "schedule" in charts:
+        found["schedule"] = (
+            f"Micro-batches of step {charts['schedule']['step']}, as they ran: F forward, B "
+            "backward, I backward of the activations, W backward of the parameters, ' second "
+            "virtual stage. Stages wait where a row is empty."
+        )
+        if charts["schedule"]["is_cut"]:
+            found["schedule"] += " Only the first ones of the step are shown."
     if "pairs" in charts:
         found["pairs"] = "Share of its time that each rank waited for each other rank."
         if charts["pairs"]["together"]:

@@ -37,7 +37,10 @@ _DEFINED = {  # names of definitions that differ from the name of the figure
     "useful": "useful share",
     "transfer": "transfer efficiency",
     "speedup": "speed-up",
-    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "starved", "other")},
+    **{
+        name: f"no {name}"
+        for name in ("checkpoint", "validation", "input", "starved", "other", "bubble")
+    },
     **{
         name: name.replace("_", " ")
         for name in ("scaling_efficiency", "computation_scalability", "global_efficiency")
@@ -238,7 +241,7 @@ def _stage(first: ScalingRow, then: ScalingRow) -> str:
         what += f": {then.samples_per_s / first.samples_per_s:.2f} times as fast"
     names = ("load_balance", "serialisation", "transfer", "checkpoint", "validation", "input")
     falls = {}
-    for name in (*names, "starved", "other", "computation_scalability"):
+    for name in (*names, "starved", "other", "bubble", "computation_scalability"):
         old, new = getattr(first, name), getattr(then, name)
         if old and new is not None:
             falls[name] = new / old

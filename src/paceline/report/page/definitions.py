@@ -17,6 +17,8 @@ DEFINITIONS = {
     "kernel counts it. It is taken out of the state in which it lay.",
     "other": "Time that no other state explains, such as work of the script between the phases of "
     "a step.",
+    "bubble": "Time in which a stage of a pipeline waits for another stage of it: for a message, "
+    "or in a collective of the stages before its last rank arrived.",
     "wait": "Time in a collective before its last rank arrived.",
     "transfer": "Time in a collective after its last rank arrived, and in the calls that start a "
     "collective: the communication itself.",
@@ -34,7 +36,7 @@ DEFINITIONS = {
     "POP efficiencies": "Factors between 0 and 1, defined by the POP Centre of Excellence. Their "
     "product is the useful share.",
     "useful share": "Useful time of all ranks over the whole time of all ranks: mean(u) / T. It is "
-    "the product of the parallel efficiency and the five factors below it.",
+    "the product of the parallel efficiency and the factors below it.",
     "parallel": "PE = LB x CommE = mean(b) / T, where b is a rank's time outside communication "
     "(POP Centre of Excellence). 0.8 and above is good.",
     "load_balance": "Mean over maximum of the ranks' time outside communication: LB = mean(b) / "
@@ -51,6 +53,8 @@ DEFINITIONS = {
     "no validation": "Share of the remaining time that remains without validation.",
     "no input": "Share of the remaining time that remains without waits for batches.",
     "no starved": "Share of the remaining time that remains without waits for a core.",
+    "no bubble": "Share of the time outside communication that remains without waits for other "
+    "stages of a pipeline.",
     "no other": "Share of the remaining time that remains without other work of the script. The "
     "rest is the useful time.",
     # the run
@@ -255,6 +259,7 @@ GLOSSARY = {
     "all-reduce": "all-reduce",
     "bandwidth, algorithm": "algbw",
     "bandwidth, bus": "busbw",
+    "bubble": "bubble",
     "cause": "cause",
     "collective": "collective",
     "confirmed cause": "confirmed",

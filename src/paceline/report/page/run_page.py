@@ -8,16 +8,12 @@ from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings, peak_sentence
 from ..noise_scale import noise_scale_sentence
 from ..numbers import counted
+from ..pipelines import pipeline_sentences
 from ..sentences import cause, outliers, troubles
 from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
-from ..state_names import state_name
+from ..state_names import shown_states, state_name
 from ..terminal import step_work
-from ..terminal.run_report import (
-    AXIS_HEADINGS,
-    EFFICIENCY_TREE,
-    MULTI_RANK_EFFICIENCIES,
-    axis_cells,
-)
+from ..terminal.run_report import AXIS_HEADINGS, EFFICIENCY_TREE, axis_cells, has_efficiency
 from ..verdict.of_run import verdict_of_run
 from . import captions
 from .roofline import chart
@@ -31,7 +27,10 @@ SHOWN_BLOCKS = 40
 _KEYS = {
     "transfer": "transfer efficiency",
     "useful": "useful share",
-    **{name: f"no {name}" for name in ("checkpoint", "validation", "input", "starved", "other")},
+    **{
+        name: f"no {name}"
+        for name in ("checkpoint", "validation", "input", "starved", "other", "bubble")
+    },
 }
 LONGER = {  # what a late rank did longer, as the tooltip of its bar
     "useful": "it computed longer",
@@ -40,6 +39,7 @@ LONGER = {  # what a late rank did longer, as the tooltip of its bar
     "validation": "it evaluated the model",
     "starved": "it waited for a core",
     "other": "it did other work of the script",
+    "bubble": "it waited for another stage of its pipeline",
     "wait": "it waited for another rank",
     "transfer": "its previous collective took longer",
 }
@@ -50,6 +50,7 @@ _PARTS = (
     ("steps", "Step times", lambda found: found["report"].step_times),
     ("waiting", "Waiting", lambda found: found["charts_of"].get("waiting")),
     ("whom", "Stragglers", lambda found: found["charts_of"].get("pairs")),
+    ("pipeline", "Pipeline", lambda found: found["report"].pipeline),
     ("collectives", "Collectives", lambda found: found["report"].groups),
     ("blocks", "Sharded blocks", lambda found: found["report"].blocks),
     ("moments", "Timeline", lambda found: found["charts_of"].get("moments")),
@@ -104,11 +105,11 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "told": told,
         "rest": lost - sum(loss.share for loss in told),
         "tree": list(tree(report)),
-        "states": [(name, state_name(report, name)) for name in STATES],
+        "states": [(name, state_name(report, name)) for name in shown_states(report.states)],
         "mean": {s: sum(rank[s] for rank in report.states) / count for s in STATES}
         if count
         else {},
-        "charts_of": dict.fromkeys(("waiting", "pairs", "moments")) | charts,
+        "charts_of": dict.fromkeys(("waiting", "pairs", "moments", "schedule")) | charts,
         "axis_headings": AXIS_HEADINGS,
         "axis_rows": [(axis.name, *axis_cells(axis)) for axis in report.axes],
         "groups": _groups(report),
@@ -116,6 +117,7 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "block_rows": [block_cells(block) for block in by_exposed_time(report)[:SHOWN_BLOCKS]],
         "hidden_blocks": max(len(report.blocks) - SHOWN_BLOCKS, 0),
         "exposed_blocks": exposed_blocks(report),
+        "pipeline": pipeline_sentences(report),
         "outliers": [*troubles(report), *outliers(report)],
         "caption": captions.of(report, charts),
         "worked": step_work.sentences(report),
@@ -129,8 +131,8 @@ def tree(report: Report) -> Any:
     Each is a tuple of name, field, name of the definition, depth in the tree, and value.
     """
     for name, field, depth in EFFICIENCY_TREE:
-        value = getattr(report.efficiencies, field, None)
-        if value is not None and not (report.size == 1 and field in MULTI_RANK_EFFICIENCIES):
+        if has_efficiency(report, field):
+            value = getattr(report.efficiencies, field)
             yield name, field, _KEYS.get(field, field), depth, value
 
 

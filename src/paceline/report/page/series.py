@@ -12,17 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ...analyze.figures.measured_window import MeasuredWindow
+from ...analyze.figures.pipeline import STAGE, micro_batch_events, stages_of
 from ...analyze.figures.report import RunAnalysis
 from ...analyze.figures.steps import states_by_step
 from ...analyze.figures.wait_matrix import wait_matrix
 from ...analyze.figures.window_steps import Steps
-from ...analyze.records.state_timeline import STATES
+from ...analyze.records.state_timeline import STATES, Window
+from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, State
 from ..state_names import STATE_NAMES
 
 COLUMNS = 400  # of a map: steps, or parts of one step
 ROWS = 1024  # of a map: ranks
 POINTS = 1000  # of the line of step times
 PAIRS = 64  # ranks, or blocks of them, that the matrix shows
+MAX_BARS = 4000  # of the picture of a schedule
 LATE = 15  # ranks whose lateness has a bar of its own
 FULL = 250  # stands for a share of 1
 
@@ -65,7 +68,42 @@ def series(examined: RunAnalysis) -> dict[str, Any]:
         found |= {"waiting": waiting(m, steps)} if len(m.records) > 1 else {}
     if len(m.records) > 1 and not m.clocks_unaligned:
         found |= {"pairs": who(m), "late": late(examined)}
+    if steps is not None and examined.report.pipeline is not None:
+        found |= {"schedule": schedule(m, steps, examined)}
     return found
+
+
+def schedule(m: MeasuredWindow, steps: Steps, examined: RunAnalysis) -> dict[str, Any]:
+    """Return the micro-batches of the typical step: in each rank of one pipeline, by time.
+
+    Rows have the stage; ``bars`` the row, start and end (ms), name, and whether it is a forward.
+    """
+    found = examined.report.step_times
+    assert found is not None
+    stages = stages_of(m.records)
+    at = {record.rank: number for number, record in enumerate(m.records)}
+    first = min(stages, key=lambda rank: (stages[rank], rank))
+    places = examined.report.mesh
+    beside = [axis for axis in places[first] if axis != STAGE]
+    shown = [r for r in stages if all(places[r][a] == places[first][a] for a in beside)]
+    shown.sort(key=lambda rank: stages[rank])
+    begin, end = steps.span(found.typical)
+    bars: list[tuple[int, float, float, str, bool]] = []
+    for row, rank in enumerate(shown):
+        events = micro_batch_events(m.records[at[rank]], Window(begin, end))
+        names = ("state", "start", "end", "seq", "amount")
+        for state, start, stop, number, amount in events[list(names)].tolist():
+            chunk, part = divmod(amount, PARTS)
+            is_forward = state == State.FORWARD
+            kind = "F" if is_forward else PARTS_OF_BACKWARD.get(part, "B")
+            times_ms = (_digits((start - begin) / 1e6), _digits((stop - begin) / 1e6))
+            bars.append((row, *times_ms, f"{kind}{number - 1}{chr(39) * chunk}", is_forward))
+    return {
+        "step": found.typical,
+        "rows": [f"stage {stages[rank]}" for rank in shown],
+        "bars": bars[:MAX_BARS],
+        "is_cut": len(bars) > MAX_BARS,
+    }
 
 
 def times(steps: Steps) -> dict[str, Any]:

@@ -35,6 +35,11 @@ _OWN = {
         "The script did other work between the phases of its steps.",
         "the lines named above: logging, metrics, waits for files, copies to the device",
     ),
+    "bubble": (
+        "Stages of the pipeline waited for each other: while it filled and emptied in each step, "
+        "and for the stage that computes longest.",
+        "the number of micro-batches, the schedule, and the balance of the stages",
+    ),
 }
 _LATE = {
     "useful": (
@@ -63,6 +68,10 @@ _LATE = {
     "other": (
         "{rank} did other work of the script while the other ranks waited for it.",
         "work that the script does on this rank only: logging, plots, files",
+    ),
+    "bubble": (
+        "{rank} arrived late because it had waited for another stage of its pipeline.",
+        "the balance of the stages",
     ),
     STILL: (
         "{rank} stood still for a while: none of its threads ran. All other ranks waited for "

@@ -11,7 +11,7 @@ from .size_rows import FACTORS, SizeRow, size_rows
 ESTIMATES = ("step", "throughput", "speedup", "efficiency")
 _COLUMN = {"step": "step_s", "throughput": "samples_per_s"}
 STATE_NAMES = ("useful", "input", "checkpoint", "validation", "starved", "other")
-STATE_COLUMNS = (*STATE_NAMES, "wait", "transfer")
+STATE_COLUMNS = (*STATE_NAMES, "bubble", "wait", "transfer")
 
 
 def csv_text(study: ScalingStudy) -> str:

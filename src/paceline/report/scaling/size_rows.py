@@ -17,7 +17,7 @@ from ...analyze.scaling.study_model import RunFigures, ScalingStudy, SizePoint
 
 FACTORS = (
     *("parallel", "load_balance", "communication", "serialisation", "transfer", "checkpoint"),
-    *("validation", "input", "starved", "other", "useful"),
+    *("validation", "input", "starved", "other", "bubble", "useful"),
 )
 MILLION = 1e6
 

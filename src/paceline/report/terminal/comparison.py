@@ -34,6 +34,7 @@ NAMES = {
     "input": "no wait for input",
     "starved": "no wait for a core",
     "other": "no other work",
+    "bubble": "no pipeline bubble",
     "computation_scalability": "computation scalability",
     "global_efficiency": "global efficiency",
     "speedup": "speed-up",
@@ -42,7 +43,7 @@ NAMES = {
 # Figures of a scaling table, from the global efficiency to its factors.
 FACTORS = (
     *("global_efficiency", "parallel", "load_balance", "communication", "serialisation"),
-    *("transfer", "checkpoint", "validation", "input", "starved", "other"),
+    *("transfer", "checkpoint", "validation", "input", "starved", "other", "bubble"),
     "computation_scalability",
 )
 

@@ -12,16 +12,16 @@ from rich.text import Text
 from ...analyze.figures.mesh_axes import MeshAxis
 from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
-from ...analyze.records.state_timeline import STATES
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings, peak_sentence
 from ..noise_scale import noise_scale_sentence
 from ..numbers import amount, counted, duration, percent, size
+from ..pipelines import pipeline_sentences
 from ..sentences import outliers, sentence, troubles
 from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
-from ..state_names import state_name
+from ..state_names import shown_states, state_name
 from ..verdict.of_run import verdict_of_run
 from ..verdict.table import verdict_table
 from . import step_work
@@ -45,6 +45,7 @@ COLOURS = {
     "validation": "blue",
     "starved": "bright_red",
     "other": "bright_black",
+    "bubble": "bright_yellow",
     "wait": "red",
     "transfer": "magenta",
     BACKGROUND: "bright_black",
@@ -56,6 +57,7 @@ MEANING = {
     "validation": "evaluating",
     "starved": "waiting for a core",
     "other": "in no other state",
+    "bubble": "waiting for other stages",
     "wait": "waiting for the last rank",
     "transfer": "after the last rank arrived",
     BACKGROUND: "collectives of other threads",
@@ -72,6 +74,7 @@ EFFICIENCY_TREE = (
     ("no wait for input", "input", 0),
     ("no wait for a core", "starved", 0),
     ("no other work", "other", 0),
+    ("no pipeline bubble", "bubble", 0),
     ("useful (the product)", "useful", 0),
 )
 
@@ -119,6 +122,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
         else:
             parts += [_efficiencies(report), *(Text(f"{line}.") for line in troubles(report))]
             parts += [Text(f"{line}.") for line in exposed_blocks(report)]
+        parts += [Text(f"{line}.") for line in pipeline_sentences(report)]
         parts += [*_core_waits(report), *_loading(report), _recording_overhead(report)]
     if report.noise_scale is not None:
         line = noise_scale_sentence(report.noise_scale)
@@ -161,7 +165,7 @@ def _states(report: Report, explained: bool) -> Table:
             table.add_column(report.named([rank]), justify="right")
     table.add_column("", min_width=BAR_COLUMNS)
     table.add_column("", style="bright_black", no_wrap=True)
-    rows = [(name, [rank[name] for rank in report.states]) for name in STATES]
+    rows = [(name, [rank[name] for rank in report.states]) for name in shown_states(report.states)]
     if max(report.background, default=0.0) >= MIN_BACKGROUND:
         rows.append((BACKGROUND, report.background))
     for name, shares in rows:
@@ -208,11 +212,20 @@ def _tree(report: Report) -> Table:
     table.add_column("", style="bright_black")
     for name, field, depth in EFFICIENCY_TREE:
         value = getattr(e, field)
-        if value is None or (report.size == 1 and field in MULTI_RANK_EFFICIENCIES):
+        if not has_efficiency(report, field):
             continue
         note = _slowest(report) if field == "load_balance" and report.size > 1 else ""
         table.add_row("  " * depth + name, _graded(value), note)
     return table
+
+
+def has_efficiency(report: Report, field: str) -> bool:
+    """Return whether a report shows a field of Efficiencies."""
+    if report.size == 1 and field in MULTI_RANK_EFFICIENCIES:
+        return False
+    if field == "bubble":
+        return "bubble" in shown_states(report.states)
+    return getattr(report.efficiencies, field, None) is not None
 
 
 MULTI_RANK_EFFICIENCIES = ("parallel", "load_balance", "communication", "serialisation", "transfer")

@@ -27,13 +27,21 @@ SIGNS = {
     "validation": "▞",
     "starved": "○",
     "other": "·",
+    "bubble": "▫",
     "wait": "░",
     "transfer": "▓",
 }
 # Short names of states for narrow terminals, so that the bars have room, and shorter ones for
 # terminals in which these are still too wide.
 _SHORT = {"checkpoint": "save", "validation": "eval"}
-_SHORTER = {**_SHORT, "useful": "use", "input": "inp", "starved": "core", "other": "oth"}
+_SHORTER = {
+    **_SHORT,
+    "useful": "use",
+    "input": "inp",
+    "starved": "core",
+    "other": "oth",
+    "bubble": "bub",
+}
 _SHORTER |= {"transfer": "trans"}
 _LEAST_BAR, _MOST_BAR = 8, 60
 _SEEN = 0.005  # a state with a smaller share on every rank gets no column

@@ -20,6 +20,7 @@ COLOURS = {
     "validation": "rail_response",  # blue
     "starved": "thread_state_uninterruptible",  # dark red
     "other": "grey",
+    "bubble": "yellow",
     "wait": "terrible",  # red
     "transfer": "detailed_memory_dump",  # magenta
     "forward": "cq_build_passed",  # light green

@@ -25,7 +25,7 @@ from ...analyze.records.mesh_places import mesh_places
 from ...analyze.records.read_record import Record
 from ...analyze.records.state_timeline import STATES, Ints, Window, blocking_states
 from ...plurals import named_ranks
-from ...record.ring.states import Op, State
+from ...record.ring.states import PARTS, PARTS_OF_BACKWARD, Op, State
 from ..state_names import STATE_NAMES
 from .chrome_trace import Process, Put, slice_label
 
@@ -134,7 +134,12 @@ class Tracks:
         names = {number: slice_label(name) for number, name in PHASES.items()}
         process.slices(
             *("phases", rows["start"], rows["end"]),
-            lambda at: [names[state] for state in rows["state"][at].tolist()],
+            lambda at: [
+                names[state] if not number else slice_label(_part_name(state, part, number))
+                for state, part, number in zip(
+                    *(rows[name][at].tolist() for name in ("state", "amount", "seq")), strict=True
+                )
+            ],
             lambda at: [f'"step":{step}' for step in rows["step"][at].tolist()],
             key=np.zeros(len(rows), np.int64),
         )
@@ -231,6 +236,14 @@ class Tracks:
         if len(rows):
             events = {n: _sample_event(record.lines.get(n)) for n in set(rows["amount"])}
             process.instants("script", rows["start"], [events[n] for n in rows["amount"]])
+
+
+def _part_name(state: int, part: int, number: int) -> str:
+    """Return the name of the forward or backward of a micro-batch: "forward 0"."""
+    chunk, kind = divmod(part, PARTS)
+    of = {"I": " of activations", "W": " of parameters"}.get(PARTS_OF_BACKWARD.get(kind, ""), "")
+    stage = f", virtual stage {chunk}" if chunk else ""
+    return f"{PHASES[state]}{of} {number - 1}{stage}"
 
 
 class Labels:

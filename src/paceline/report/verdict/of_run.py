@@ -10,6 +10,7 @@ from ...analyze.figures.stalls import STILL
 from ...analyze.memory.growth import MemoryGrowth
 from ..memory import first_end, memory_sentence
 from ..numbers import counted, duration, percent
+from ..pipelines import pipeline_remedy
 from ..sentences import doing, place, sentence
 from ..state_names import state_name
 from .verdict import Verdict, begin_sentence, diagnose_command, in_doubt, rank_options, with_comment
@@ -24,6 +25,7 @@ _LOST_TO = {
     "validation": "validation",
     "other": "other work of the script",
     "starved": "waiting for a core",
+    "bubble": "waiting for other stages of the pipeline",
 }
 # What to change in the line of the script that a loss was seen in.
 _EDITS = {
@@ -133,6 +135,8 @@ def _next(topic: _Topic, report: Report, command: str) -> str:
     if topic.key == STILL:
         host = topic.losses[0].host
         return f"read the system log of {host}: signals, pauses and swapping stop a process"
+    if topic.key == "bubble" and report.pipeline and (remedy := pipeline_remedy(report.pipeline)):
+        return remedy
     line = next((loss.lines[0] for loss in topic.losses if loss.lines), None)
     if topic.key in _EDITS and line is not None:
         return f"edit {place(line)} ({line['code']}): {_EDITS[topic.key]}"

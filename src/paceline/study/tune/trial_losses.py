@@ -14,7 +14,13 @@ MAX_SUMMARY_BYTES = 16 << 20
 MIN_SHARE = 0.1  # of the ranks' time; a smaller loss is not named
 # What waits, by the kind of a loss in a summary.
 INPUT, EXCHANGE, CORES = "input", "exchange", "cores"
-_WAITS = {"input": INPUT, "wait": EXCHANGE, "transfer": EXCHANGE, "starved": CORES}
+_WAITS = {
+    "input": INPUT,
+    "wait": EXCHANGE,
+    "transfer": EXCHANGE,
+    "bubble": EXCHANGE,
+    "starved": CORES,
+}
 
 
 class _Loss(msgspec.Struct, frozen=True):

@@ -139,7 +139,8 @@ class ModelDistribution(SampleParts):
                 with the undivided one, in the first forward of a layout with ``tp``.
             options: Those of DistributedDataParallel, such as ``find_unused_parameters=True``;
                 ``mp_policy`` of ``fully_shard`` for the sharded layouts; ``balance`` for
-                pipelines: names of the modules with which the stages after the first one begin.
+                pipelines: names of the modules with which the stages after the first one begin, or
+                "operations". Default: measured times, if there are ``example_inputs``.
 
         Raises:
             ValueError: An unknown layout or option, ``accumulate`` below 1, or a model, optimizer
@@ -198,7 +199,8 @@ class ModelDistribution(SampleParts):
         )
         assert memory.layout is not None
         request = arguments.request(memory.layout)
-        request = replace(request, example_inputs=example_inputs, say=say)
+        note = self._recorder.update_header
+        request = replace(request, example_inputs=example_inputs, say=say, note=note)
         layout = request.layout
         self._arrange(layout)
         memory = replace(memory, layout=layout)
@@ -219,7 +221,7 @@ class ModelDistribution(SampleParts):
         elif layout.recompute is not None:
             # a rank that has a part of the model can't see what others have
             blocks_to_recompute(model, layout.recompute, setup.recomputed_blocks, say)
-        is_sharded = bool(layout.zero) and self.mesh.data_size > 1
+        is_sharded = bool(layout.zero and not layout.divided_axes) and self.mesh.data_size > 1
         setup = replace(setup, recomputes=layout.recompute is not None)
         skeleton = skeleton_of(setup) if is_sharded else replace(setup, autocast_dtype=None)
         owned, whole = self._state.owned, None

@@ -12,7 +12,7 @@ from ...figures.window_steps import Floats, Steps, batches_per_step
 from ...records.data_axis import find_data_axis
 from ...records.load_run import Run
 from ...records.read_record import Record
-from ...records.state_timeline import COMMUNICATION, STATES
+from ...records.state_timeline import BUBBLE, STATES
 from ..study_model import (
     CollectiveLoad,
     HostPlacement,
@@ -127,7 +127,7 @@ def _clipped(value: float | None) -> float | None:
 def _spread(spent: Floats) -> Spread:
     """Return the spread of the ranks' times. spent: seconds by (rank, step, state)."""
     useful = spent[:, :, USEFUL]
-    busy = spent.sum(axis=2) - spent[:, :, list(COMMUNICATION)].sum(axis=2)
+    busy = spent[:, :, :BUBBLE].sum(axis=2)
     return Spread(
         own_mean_s=useful.mean(axis=1).tolist(),
         busy_mean_s=busy.mean(axis=1).tolist(),

@@ -132,6 +132,25 @@
     })];
   }
 
+  function schedule() { // of a pipeline: a bar for each forward and backward of a micro-batch
+    const { rows: stages, bars } = data.schedule;
+    const traces = [true, false].map((forward) => {
+      const own = bars.filter((bar) => bar[4] === forward);
+      return {
+        type: "bar", orientation: "h", y: own.map((bar) => stages[bar[0]]), base: own.map((bar) => bar[1]),
+        x: own.map((bar) => bar[2] - bar[1]), text: own.map((bar) => bar[3]), textposition: "inside",
+        insidetextanchor: "middle", name: forward ? "forward" : "backward",
+        marker: { color: css(forward ? "validation" : "useful"), line: { color: css("ground"), width: 1 } },
+        hovertemplate: "%{y}: %{text}<br>%{x:.3~g} ms, from %{base:.3~f} ms<extra></extra>",
+      };
+    });
+    return [traces, layout(Math.max(200, 46 * stages.length + 110), {
+      barmode: "overlay", showlegend: true, legend: { orientation: "h", y: 1.15 },
+      xaxis: { title: { text: "ms from the start of the step" } },
+      yaxis: { type: "category", autorange: "reversed", categoryorder: "array", categoryarray: stages },
+    })];
+  }
+
   function moment(number) {
     const one = data.moments[number];
     const z = rows(one.state, one.columns, (v) => (v >= FULL ? null : v));
@@ -433,7 +452,7 @@
   const DRAW = {
     tuningHistory, tuningParallel, tuningImportances, tuningCurves, tuningPareto, tuningLineage,
     samples, layers, rates,
-    roofline, states, steps, waiting, late, pairs, runs, courses,
+    roofline, states, steps, waiting, late, pairs, schedule, runs, courses,
     waterfall: () => waterfall(data.waterfall), after: () => waterfall(data.after),
     moment0: () => moment(0), moment1: () => moment(1), moment2: () => moment(2),
     speedup: () => curves("speedup"), efficiency: () => curves("efficiency"),

@@ -2,7 +2,7 @@
 
 The loss of a batch is the mean of those of its micro-batches, unless it is no mean over samples:
 with ``ignore_index``, weights of classes, or samples that are compared with each other. That is
-seen in the first batch of a loss, where both are computed.
+seen in some batches, where both are computed.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ...plurals import counted
-from ..strategy.training_step import TrainingStep
+from ....plurals import counted
+from ...strategy.training_step import TrainingStep
 
+INTERVAL = 100  # batches
+MAX_LOSSES = 256
 TOLERANCE = 1e-4  # of the largest loss
 HALF_TOLERANCE = 2e-2  # of bfloat16 and float16
 
@@ -75,6 +77,43 @@ def check_count(samples: int, count: int) -> None:
 def detached(outputs: Any) -> Any:
     """Return outputs without their graph."""
     return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+class LossComparisons:
+    """In which batches the loss of a batch is compared with the mean over its micro-batches.
+
+    They are the 1st, 2nd, 4th, 8th and so on, each 100th, and the first one with a negative label,
+    which losses of PyTorch ignore: earlier batches may not have had such a label.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[Any, int] = {}
+        self._with_ignored: set[Any] = set()
+
+    def is_due(self, loss: Any, targets: Any) -> bool:
+        """Return whether the next batch of a loss is compared.
+
+        Args:
+            loss: What tells losses apart.
+            targets: Of the batch.
+        """
+        if len(self._batches) >= MAX_LOSSES:
+            self._batches.clear()
+            self._with_ignored.clear()
+        number = self._batches[loss] = self._batches.get(loss, 0) + 1
+        is_first = loss not in self._with_ignored and _has_negative_label(targets)
+        if is_first:
+            self._with_ignored.add(loss)
+        return is_first or number & (number - 1) == 0 or number % INTERVAL == 0
+
+
+def _has_negative_label(targets: Any) -> bool:
+    """Return whether there is one on the CPU; on a GPU the question would wait for it."""
+    return any(
+        bool((leaf < 0).any())
+        for leaf in tree_flatten(targets)[0]
+        if torch.is_tensor(leaf) and leaf.dtype == torch.long and leaf.device.type == "cpu"
+    )
 
 
 @torch.no_grad()

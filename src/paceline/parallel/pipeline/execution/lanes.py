@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..mesh import Mesh
+from ...mesh import Mesh
 
 
 class Lane:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...optim.norms import next_factor
-from ...record.hooks.phases import UncopiedHook
+from ....optim.norms import next_factor
+from ....record.hooks.phases import UncopiedHook
 
 
 def is_deferred(model: nn.Module, name: str) -> bool:

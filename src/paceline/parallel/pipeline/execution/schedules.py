@@ -9,9 +9,10 @@ backward of micro-batch 0, and ``..`` a rank that waits.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ....cost.pipeline import INTERLEAVED_CHUNKS
+
 DEFAULT = "1f1b"
 MICRO_BATCHES_OF_STAGE = 4  # default: 4 for each stage, so that at most 1/5 of the time is idle
-INTERLEAVED_CHUNKS = 2  # virtual stages of a rank
 
 
 class Action(NamedTuple):
@@ -114,20 +115,3 @@ SCHEDULES: dict[str, Schedule] = {
     "zero-bubble": zero_bubble,
     "interleaved": interleaved,
 }
-
-
-def chunks_of(schedule: str) -> int:
-    """Return the number of virtual stages of a rank."""
-    return INTERLEAVED_CHUNKS if schedule == "interleaved" else 1
-
-
-def idle_share(schedule: str, stages: int, count: int) -> float:
-    """Return the share of a step in which a rank waits, where a backward takes two forwards.
-
-    It is (K - 1) / (M + K - 1) for K stages and M micro-batches; interleaved stages divide the
-    first term by their number. "zero-bubble" hides the backward of parameters in it.
-    """
-    idle = (stages - 1) / chunks_of(schedule)
-    if schedule == "zero-bubble":
-        idle = (stages - 1) / 3  # of F + I - W, each a third of a micro-batch
-    return idle / (count + idle)

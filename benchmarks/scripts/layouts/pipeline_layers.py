@@ -1,0 +1,47 @@
+"""Steps of a stack of equal layers, in one process or in a pipeline of two stages.
+
+Arguments: JSON with "name" ("one process", or a schedule and a number of micro-batches), "width"
+of the layers and "steps". Rank 0 prints the median seconds of a step.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+
+import paceline
+
+LAYERS, SAMPLES = 8, 512
+
+
+def main() -> None:
+    what = json.loads(sys.argv[1])
+    world = paceline.init(seed=1, progress=False, record=False)
+    width = what["width"]
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(LAYERS))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(SAMPLES, width)
+    layout = "data"
+    if what["name"] != "one process":
+        schedule, count = what["name"].split()
+        layout = f"pp2 + schedule={schedule} + micro-batches={count}"
+        balance = {"balance": "operations", "example_inputs": x[: SAMPLES // int(count)]}
+        model, optimizer = world.distribute(model, optimizer, layout=layout, **balance)
+    else:
+        model, optimizer = world.distribute(model, optimizer, layout=layout)
+    found = []
+    for _ in range(what["steps"] + 2):
+        start = time.monotonic()
+        world.forward_backward(model, x, x, loss=nn.functional.mse_loss)
+        world.step(optimizer)
+        found.append(time.monotonic() - start)
+    if world.rank == 0:
+        print(f"seconds {statistics.median(found[2:])}", flush=True)
+
+
+main()

@@ -1,0 +1,1 @@
+"""What the execution of a pipeline is made of: schedules, messages, gradients, random numbers."""

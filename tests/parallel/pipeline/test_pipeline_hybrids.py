@@ -1,0 +1,102 @@
+"""Pipelines together with other axes, on threads: each equals one process, or is refused."""
+
+import functools
+
+import pipelined_models
+import pytest
+import thread_ranks
+import torch
+
+CASES = ("tied", "heads", "chain", "unet")
+
+
+def one_process(case):
+    """Return losses and parameters of one process."""
+    torch.manual_seed(1)
+    model, inputs, targets, loss = pipelined_models.CASES[case](8)
+    one = pipelined_models.OneProcess(model)
+    found = [one.step(inputs, targets, loss, [2] * 4, clip=0.5) for _ in range(3)]
+    return found, one.model.state_dict()
+
+
+def part(tree, at):
+    if isinstance(tree, dict):
+        return {k: part(v, at) for k, v in tree.items()}
+    return tree[at] if torch.is_tensor(tree) else tree
+
+
+def train(world, case, layout):
+    torch.manual_seed(1)
+    model, inputs, targets, loss = pipelined_models.CASES[case](8)
+    _, example, _, _ = pipelined_models.CASES[case](2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    model, optimizer = world.distribute(model, optimizer, layout=layout, example_inputs=example)
+    n = 8 // world.mesh.data_size
+    own = slice(world.mesh.data_rank * n, (world.mesh.data_rank + 1) * n)
+    losses = []
+    for _ in range(3):
+        mean = world.forward_backward(model, part(inputs, own), part(targets, own), loss=loss)
+        losses.append(mean.item())
+        world.step(optimizer, clip=0.5)
+    distributed = next(one for one in world._training.models if one.called is model)
+    pieces = {}
+    for name, value in distributed.plain.state_dict().items():
+        of = distributed.part_of(name)
+        if of is None:
+            pieces[name] = [((slice(None),) * value.dim(), value)]
+            continue
+        slabs = of.slabs((0,) * value.dim(), tuple(value.shape))
+        pieces[name] = [
+            (tuple(slice(o, o + k) for o, k in zip(first, value[at].shape, strict=True)), value[at])
+            for first, at in slabs
+        ]
+    return losses, pieces, world.mesh.data_rank
+
+
+def check(case, layout, ranks):
+    expected, state = one_process(case)
+    found = thread_ranks.run(functools.partial(train, case=case, layout=layout), ranks)
+    replicas = {}
+    for losses, pieces, data_rank in found:
+        replicas.setdefault(data_rank, []).append(losses)
+        for name, parts in pieces.items():
+            for at, value in parts:
+                torch.testing.assert_close(
+                    value, state[name][at], rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    assert any(
+        value.shape != state[name].shape
+        for _, pieces, _ in found
+        for name, parts in pieces.items()
+        for _, value in parts
+    )
+    names = {name for _, pieces, _ in found for name in pieces}
+    assert names == set(state)
+    means = [each[0] for _, each in sorted(replicas.items())]
+    for each in replicas.values():  # the same on all ranks that share samples
+        assert all(one == pytest.approx(each[0]) for one in each)
+    assert [sum(of) / len(of) for of in zip(*means, strict=True)] == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_whose_layers_are_divided_over_the_tensor_axis(case):
+    check(case, "pp2 x tp2 + micro-batches=4", 4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2 x tp2 + micro-batches=4 + schedule=gpipe",
+        "pp2 x tp2 + micro-batches=4 + schedule=interleaved",
+    ],
+)
+def test_other_schedules_with_the_tensor_axis(layout):
+    check("chain", layout, 4)
+
+
+@pytest.mark.parametrize("layout", ["dp2 x pp2 x tp2", "pp2 x zero1 x tp2"])
+def test_all_three_axes(layout):
+    check("transformer", f"{layout} + micro-batches=2", 8)
