@@ -130,3 +130,11 @@ def test_other_backends_are_refused(tmp_path, backend):
     done = ranks.run(script, ranks=1, check=False, KERAS_BACKEND=backend, **QUIET)
     assert done.returncode
     assert f"does not support Keras' backend {backend}. HINT: " in done.stderr
+
+
+def test_benchmark_measures_both_backends(tmp_path):
+    script = EXAMPLES.parents[1] / "benchmarks/compat/keras_steps.py"
+    words = [ranks.BIN / "python", script, "--repeats", 1, "--steps", 2, "--json", "out.json"]
+    ranks.run_command(words, tmp_path, ranks.environment(), timeout=400)
+    found = json.loads((tmp_path / "out.json").read_text())["measurements"]
+    assert len(found["torch"]["ddp"]) == len(found["tensorflow"]["mirrored strategy"]) == 1
