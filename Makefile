@@ -13,7 +13,7 @@ RETRY := --reruns 1 -raR
 PIP_ARGS := -q --disable-pip-version-check -c constraints.txt
 TORCH_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX),)
 
-.PHONY: demo test test-chosen test-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
+.PHONY: demo test test-chosen test-frameworks bench-frameworks test-benchmarks test-long test-torch test-packages test-slow everything soak fuzz gpu test-versions lint types format bench picture plotly-bundle docs tutorial clean
 .DELETE_ON_ERROR:
 
 KERNEL := hatch_build.py $(wildcard src/paceline/comm/*/*.[ch]) \
@@ -67,6 +67,9 @@ test-chosen: $(VENV)/frameworks
 
 test-frameworks: $(TF_VENV)/installed
 	$(TF_VENV)/bin/pytest tests/frameworks
+
+bench-frameworks: $(TF_VENV)/installed
+	$(TF_VENV)/bin/python benchmarks/compat/keras_steps.py
 
 # PyTorch's own tests of collectives and DDP, over the exchange in shared memory: on four ranks,
 # and those of groups on eight, as they ask for.

@@ -1,4 +1,4 @@
-"""Ranks of benchmarks/compat/keras_steps.py: steps of a Keras CNN with horovod's interface and a peer's.
+"""Ranks of benchmarks/compat/keras_steps.py: steps of a Keras CNN, ours and those of a peer.
 
 With PyTorch the peer is DDP, with TensorFlow MultiWorkerMirroredStrategy. Both train equal models
 in own loops, in the same process, in alternate blocks. A block's time is the median step of the

@@ -68,7 +68,7 @@ def test_script_finds_paceline_by_every_name(tmp_path):
 
 @pytest.mark.parametrize("local", [False, True])
 def test_ddl_is_found_unless_the_script_has_one(tmp_path, local):
-    """IBM's ddl has a world as soon as it is imported; Keras is imported with the first callback."""
+    """IBM's ddl has a world as soon as it is imported. Keras comes with the first callback."""
     script = ranks.write(
         tmp_path,
         """

@@ -66,7 +66,7 @@ class GradientRules:
             size = self.options.process_set.size() or 1
             for at in local:
                 if results[at] is not None:
-                    results[at] = results[at] / size
+                    results[at] = _divided(results[at], size)
         return results
 
     def _groups_of(self, variables: list[Any]) -> list[list[int]]:
@@ -80,6 +80,13 @@ class GradientRules:
             [numbers.pop(id(one)) for one in group if id(one) in numbers] for group in self._groups
         ]
         return [group for group in groups if group] + [[at] for at in numbers.values()]
+
+
+def _divided(gradient: Any, number: int) -> Any:
+    """Return a gradient divided by a number. It may be ``tf.IndexedSlices``."""
+    if not hasattr(gradient, "dense_shape"):
+        return gradient / number
+    return type(gradient)(gradient.values / number, gradient.indices, gradient.dense_shape)
 
 
 def new_rules(

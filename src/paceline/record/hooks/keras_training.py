@@ -2,7 +2,7 @@
 
 With PyTorch, forward, backward, optimizer step and batches are those of torch; Keras' models and
 optimizers are no modules and optimizers that torch calls, so they are patched here. TensorFlow
-computes a step as a whole: it is recorded as one forward, with the waits for collectives inside.
+computes a step as a whole: it is recorded as one backward, with the waits for collectives inside.
 Its batches are fetched by a call of their own, and given to the same compiled step.
 """
 
@@ -54,7 +54,7 @@ def _recorded_step(
         if isinstance(iterator, tf.data.Iterator) and model.steps_per_execution == 1:
             batch = loop.fetch(iterator, next, functools.partial(_samples_in, tf))
             given = iter([batch])
-        return loop.whole_step(model, model.optimizer, functools.partial(step, given))
+        return loop.whole_step(model.optimizer, functools.partial(step, given))
 
     return recorded
 

@@ -272,21 +272,24 @@ class LoopRecorder:
         self.recorder.end_of_step()  # may end an experiment, and so the process
         self._loop.step_end = now()
 
-    def whole_step(self, model: Any, optimizer: Any, call: Callable[[], Any]) -> Any:
-        """Make a step of a library that computes it as a whole, recorded as a forward."""
+    def whole_step(self, optimizer: Any, call: Callable[[], Any]) -> Any:
+        """Make a step of a library that computes it as a whole, recorded as a backward.
+
+        Not as a forward: gradients are exchanged in it, which are no activations.
+        """
         start, self.busy = now(), True
-        self.recorder.begin(int(State.FORWARD), start)
+        self.recorder.begin(int(State.BACKWARD), start)
         try:
             result = call()
         finally:
             self.busy, end = False, now()
         try:
             self.recorder.hook_calls += 1
-            self._loop.training_forward(model, True, start, end)
-            self._loop.backward_begins(end)
+            self._loop.backward_begins(start)
+            self._loop.backward_ends(start, end, True)
             is_counted = self._loop.step(optimizer, end, end)
         except Exception as error:
-            report_failure(_FORWARD, error)
+            report_failure(_BACKWARD, error)
             return result
         if is_counted:
             self.recorder.end_of_step()  # may end an experiment, and so the process

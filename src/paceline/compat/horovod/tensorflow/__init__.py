@@ -1,6 +1,5 @@
 """The names of ``horovod.tensorflow``: ``import paceline.compat.horovod.tensorflow as hvd``."""
 
-from ..keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from ..keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from ..tensorflow_ops.collectives import allreduce as allreduce
 from ..tensorflow_ops.collectives import grouped_allreduce as grouped_allreduce
@@ -61,3 +60,4 @@ from .mpi_ops import size as size
 from .mpi_ops import size_op as size_op
 from .mpi_ops import start_timeline as start_timeline
 from .mpi_ops import stop_timeline as stop_timeline
+from .optimizer import DistributedOptimizer as DistributedOptimizer
