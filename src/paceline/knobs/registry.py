@@ -299,11 +299,12 @@ KNOBS: dict[str, Knob] = {
         "with a tensor axis, norms and dropout compute with parts of the tokens: reduce-scatters "
         "and all-gathers in place of all-reduces",
         ("tensor-exchange",),
-        "paceline.Layout(tp=..., rules={..., '*norm*': 'sequence', '*dropout*': 'sequence'})",
+        "paceline.Layout(tp=2, rules=rules), with '*norm*': 'sequence' and '*dropout*': 'sequence' "
+        "among the rules",
         "parallel.tensor.sequence:set_sequence",
         ON,
         r"\btp\d|\btp=|\.distribute\(",
-        "one more small sum for the gradient of each norm",
+        "small sums for the gradients of norms, and of biases of row layers",
     ),
     "channels-last": Knob(
         "convolutions get weights and images in the channels-last memory format",

@@ -1,12 +1,16 @@
 """Figures of each axis of a mesh: with a known record, and their sums."""
 
 import io
+import re
 
 import pytest
 from records import Rank, report_of
 
+from paceline.analyze.figures.report import analyse_with_window
+from paceline.analyze.records.load_run import Run
 from paceline.record.ring.states import Op, State
 from paceline.report.console import PlainConsole
+from paceline.report.page.run_page import single
 from paceline.report.terminal.run_report import panel
 
 
@@ -71,6 +75,16 @@ def test_the_table_of_axes(tmp_path):
     assert cells[:3] == ["tensor", "2", "2"]
     assert row.index("2.5") < row.index("15")
     assert "1e+03 B" in row
+
+
+def test_the_table_of_axes_on_the_page(tmp_path):
+    run = Run("test", [rank.record() for rank in job(tmp_path)], missing=[])
+    page = single(analyse_with_window(run))
+    table = page.partition('<table id="axes">')[2].partition("</table>")[0]
+    rows = re.findall(r"<tr><td>([^<]+)</td>(.*?)</tr>", table)
+    assert [name for name, _ in rows] == ["data", "tensor", "all ranks"]
+    cells = re.findall(r">([^<]+)</td>", rows[1][1])
+    assert cells[:4] == ["2", "2", "2.5 %", "15.0 %"]
 
 
 def test_without_other_axes_than_data_there_is_no_table(tmp_path):

@@ -172,6 +172,41 @@ def test_the_loss_is_compared_with_that_of_whole_outputs(monkeypatch):
         assert "differs from that of the whole tensors by 0.01" in str(error)
 
 
+class WithLoss(Language):
+    """It computes its loss itself."""
+
+    def forward(self, x, y):
+        return F.cross_entropy(super().forward(x), y, label_smoothing=0.1)
+
+
+def test_a_model_that_computes_its_loss():
+    def train_with_loss(world=None):
+        torch.manual_seed(2)
+        model = WithLoss()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.randint(0, 12, (4, 3))
+        if world is not None:
+            model, optimizer = world.distribute(model, optimizer, layout="tp2", compare=False)
+        found = []
+        for _ in range(3):
+            loss = model(x, x.roll(-1, 1).flatten())
+            if world is None:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                world.backward(loss)
+                world.step(optimizer)
+            found.append(float(loss.detach()))
+        return found
+
+    expected = train_with_loss()
+    with mock.patch.object(SplitTensor, "whole", side_effect=AssertionError("gathered")):
+        every = thread_ranks.run(train_with_loss, 2)
+    for found in every:
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_hooks_of_the_script_see_whole_outputs():
     layout = Layout(tp=2)
     for _, seen in thread_ranks.run(

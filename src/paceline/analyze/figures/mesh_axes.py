@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..records.match_collectives import UNKNOWN_GROUP
 from ..records.mesh_places import mesh_places
 from .measured_window import MeasuredWindow
 from .pop import unblocked_ns
@@ -52,7 +53,8 @@ def axis_figures(m: MeasuredWindow, groups: list[Group]) -> list[MeshAxis]:
     count = len(m.records)
     of_axis: dict[str, list[Group]] = {}
     for group in groups:
-        default = ALL_RANKS if len(group.ranks) == count > 1 else OTHER_GROUPS
+        is_whole = len(group.ranks) == count > 1 and group.name != UNKNOWN_GROUP
+        default = ALL_RANKS if is_whole else OTHER_GROUPS
         of_axis.setdefault(group.axis or default, []).append(group)
     found = [_axis(name, own, m) for name, own in of_axis.items()]
     return sorted(found, key=lambda one: -(one.wait + one.transfer))

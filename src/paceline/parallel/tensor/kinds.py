@@ -104,10 +104,7 @@ KINDS: list[tuple[type[nn.Module], dict[str, Callable[..., Splits]]]] = [
     (_ConvNd, {"channels": _out_channels, "row": _in_channels}),
     (nn.GroupNorm, {"channels": _group_channels}),
     (_NormBase, {"channels": _norm_channels}),
-    *(
-        (kind, {SEQUENCE: _tokens})
-        for kind in (nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd)
-    ),
+    *((kind, {SEQUENCE: _tokens}) for kind in (nn.LayerNorm, nn.RMSNorm, nn.Dropout)),
 ]
 ALL_KINDS = ("column", "row", "vocabulary", "channels", "heads", SEQUENCE, REPLICATE)
 

@@ -21,7 +21,7 @@ from .split_tensor import SplitTensor
 from .splits import Split
 
 TOKEN_DIM = 1
-_WITHOUT_RULES = (nn.LayerNorm, nn.RMSNorm, nn.modules.dropout._DropoutNd)
+_WITHOUT_RULES = (nn.LayerNorm, nn.RMSNorm, nn.Dropout)
 
 
 class _Requested:
