@@ -215,10 +215,11 @@ def test_the_output_of_a_foreign_script_has_the_metric(tmp_path):
 
 @pytest.mark.long
 def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
-    """Trials of 2 ranks on two nodes of one core, and a journal that two nodes write.
+    """Trials of 2 ranks, on two nodes of one core and on nodes of two cores, and a journal that two
+    nodes write.
 
     A second runner on another node is refused while the first one runs. That one is killed, and the
-    study is continued on the other node.
+    study is continued on the other node. Then two trials run side by side, each on a node.
     """
     waits = "while not Path('go').exists(): time.sleep(0.05)\nfor epoch in"
     script = "import time\n" + dedent(TRAIN).replace("for epoch in", waits, 1)
@@ -229,7 +230,7 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
     words = (ranks.PACELINE, "tune", "study.toml")
     process = slurm.start("salloc", "-N", "2", *words, cwd=shared_folder)
     trials = shared_folder / "study.trials"
-    ranks.wait_until((trials / "00001/rank-1-note").exists, 200)
+    ranks.wait_until((trials / "00000/rank-1-note").exists, 200)
     runner = json.loads((trials / ".paceline-run.json").read_text())
     second = slurm.run(*words, "--continue", host="host1", cwd=shared_folder, check=False)
     assert second.returncode == 2
@@ -239,7 +240,8 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
     process.wait(60)
     assert runner["host"] == "host0"
     (shared_folder / "go").touch()
-    words = ("salloc", "-N", "2", *words, "--continue", "--json")
+    two_cores = ("salloc", "-N", "2", "--ntasks-per-node", "2")
+    words = (*two_cores, *words, "--continue", "--json")
     done = slurm.run(*words, host="host1", cwd=shared_folder, timeout=400)
     study = json.loads(done.stdout[done.stdout.index("{") :])
     assert [one["state"] for one in study["trials"]] == ["complete"] * 4
@@ -249,8 +251,9 @@ def test_trials_on_two_nodes_of_slurm(slurm, shared_folder):
         lines = [line.split() for file in files for line in file.read_text().splitlines()]
         assert {line[1] for line in lines} == {repr(one["parameters"]["lr"])}
         assert {line[2] for line in lines} == {"2"}
-        nodes |= {line[3] for line in lines}
-    assert len(nodes) >= 2
+        assert len({line[3] for line in lines}) == 1
+        nodes.add(lines[0][3])
+    assert len(nodes) == 2
     assert not slurm.left_over()
 
 

@@ -179,7 +179,10 @@ def parameter_of(name: str, table: ParameterTable) -> Parameter:
     if low is None or high is None:
         raise ValueError(f"{where} needs low and high, or choices")
     if not math.isfinite(low) or not math.isfinite(high) or low > high:
-        raise ValueError(f"{where}: low = {low:g} and high = {high:g} are no range")
+        raise ValueError(
+            f"{where}: low = {low:g} and high = {high:g} are no range. HINT: finite numbers, low "
+            "not above high"
+        )
     if table.log and low <= 0:
         raise ValueError(f"{where}: log needs a low above 0; it is {low:g}")
     if table.log and step is not None:

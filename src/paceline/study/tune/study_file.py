@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -170,7 +170,7 @@ def read_study_file(path: Path) -> StudySpec:
     try:
         found = msgspec.convert(tree, StudyTree)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise InvalidFileError(path, _words(str(error))) from None
+        raise InvalidFileError(path, _words(str(error), tree)) from None
     try:
         return _checked(path, found, tree)
     except InvalidFileError:
@@ -251,14 +251,30 @@ def _check_keys(tree: dict[str, Any], path: Path) -> None:
         )
 
 
-def _words(error: str) -> str:
+def _words(error: str, tree: dict[str, Any]) -> str:
     """Return an error of msgspec as a sentence about a key."""
     reason, _, place = error.partition(" - at ")
     place = place.strip("`").removeprefix("$.").replace("`", "")
     if "missing required field" in reason:
         key = reason.rpartition("`")[0].rpartition("`")[2]
         return f"the table [{place or 'study'}] has no {key}"
-    return f"{place or 'the file'}: {reason.replace('`', '')}"
+    table, _, key = place.partition(".")
+    text, given = reason.replace("`", ""), tree.get(table)
+    value = given.get(key.partition("[")[0]) if isinstance(given, dict) else None
+    if value is None:
+        return f"{place or 'the file'}: {text}"
+    if table == "study" and (
+        choices := _choices(get_type_hints(StudyTable)[key.partition("[")[0]])
+    ):
+        return f"{place}: {value!r} is not known. HINT: {' or '.join(map(repr, choices))}"
+    return f"{place}: {text}; it is {value!r}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """Return the values of the literals in a type."""
+    if get_origin(kind) is Literal:
+        return [str(one) for one in get_args(kind)]
+    return [one for part in get_args(kind) for one in _choices(part)]
 
 
 def _in_order(parameters: list[Parameter]) -> list[Parameter]:

@@ -122,21 +122,15 @@ class PromotionSearch(Search):
         ]
 
     def _best(self, rung: int, share: float, least: int = 0) -> list[int]:
-        """Return the numbers of the best trials of those that have reached a rung.
-
-        There is none while so many were promoted: else those that were among the best when few
-        trials had reached the rung would be promoted in addition.
-        """
+        """Return the numbers of the best trials of those that have reached a rung."""
         sign = -1 if self._better is max else 1
         there = [
-            (sign * values[rung], one.number, one.user_attrs.get(ALLOWED, 0) > rung)
+            (sign * values[rung], one.number)
             for one in self._trials()
             if len(values := reached(one, self.rungs)) > rung
         ]
         most = max(int(len(there) * share + 1e-9), least)
-        if sum(is_promoted for *_, is_promoted in there) >= most:
-            return []
-        return [number for _, number, _ in sorted(there)[:most]]
+        return [number for _, number in sorted(there)[:most]]
 
     def _promotable(self, share: float, least: int = 0) -> "FrozenTrial | None":
         """Return a paused trial that is among the best of its rung; the highest rung first."""
