@@ -13,7 +13,7 @@ from ..analyze.diagnosis.causes import Cause
 from ..analyze.diagnosis.evidence import MIN_SHARE, Evidence
 from ..analyze.diagnosis.ladder import Interval
 from ..analyze.diagnosis.rules.ranks import data
-from . import sharded, tensor
+from . import pipeline, sharded, tensor
 from .edits import edit_line, edit_operators, edit_script
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
@@ -386,5 +386,8 @@ GAINS: dict[str, PredictSaving] = {
     "sharded-blocks": sharded.other_blocks,
     "data-parallel": sharded.data_parallel,
     "tensor-axis": tensor.smaller_axis,
+    "micro-batches": pipeline.more_micro_batches,
+    "pipeline-schedule": pipeline.other_schedule,
+    "pipeline-balance": pipeline.other_balance,
     "sequence-split": tensor.split_sequence,
 }

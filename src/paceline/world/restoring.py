@@ -7,6 +7,7 @@ Modules and optimizers are restored in their own memory, tensor by tensor, so th
 part of the state twice.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def load_part(part: Any, state: Any, name: str, owned: OwnedState | None = None)
     try:
         if not problem:
             own = state if owned is None else owned.local(part, state)
-            part.load_state_dict(placed_for(part, own))
+            placed = placed_for(part, own)
+            if isinstance(whole, WholeModel):
+                placed = _with_versions(part, placed)
+            part.load_state_dict(placed)
             return
     except (RuntimeError, ValueError, KeyError) as error:
         found = isinstance(part, nn.Module) and _difference(WholeModel.of(part).shapes, state)
@@ -63,6 +67,17 @@ def load_part(part: Any, state: Any, name: str, owned: OwnedState | None = None)
         f"the checkpoint does not fit this script's {name}: {problem}. HINT: resume with the "
         "script that saved it, or set another checkpoint folder"
     )
+
+
+def _with_versions(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state as one of the present versions of the module's parts.
+
+    PyTorch adds the tensors that earlier versions lack, such as the number of batches of batch
+    normalization, also where another rank has the layer.
+    """
+    found = OrderedDict(state)
+    found._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    return found
 
 
 def placed_for(part: Any, state: Any) -> Any:

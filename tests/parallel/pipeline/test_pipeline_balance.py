@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
+from paceline.parallel.pipeline.divide_model import MAX_SAMPLES, _few_samples
 from paceline.parallel.pipeline.execution.sharded_states import owners_of
 from paceline.parallel.pipeline.partition import DoesNotFitError, Unit, divide, units_of_trace
 from paceline.parallel.pipeline.stage_memory import StageMemory, held_micro_batches
@@ -177,3 +178,12 @@ def test_other_shards_are_refused(layout, text):
 
     for error in thread_ranks.run(distribute, 4, outcomes=True):
         assert f"pp together with {text} is not implemented yet. HINT: zero1" in str(error)
+
+
+def test_large_example_inputs_are_measured_in_part():
+    inputs, scale = _few_samples({"x": torch.zeros(256, 3), "scale": 0.5})
+    assert inputs["x"].shape == (MAX_SAMPLES, 3)
+    assert inputs["scale"] == 0.5
+    assert scale == 256 / MAX_SAMPLES
+    other = (torch.zeros(256, 3), torch.zeros(3))
+    assert _few_samples(other) == (other, 1.0)

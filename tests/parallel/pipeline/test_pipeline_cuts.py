@@ -1,5 +1,8 @@
 """Where a model is cut, what crosses the borders, and models that can't be cut there."""
 
+import copy
+from types import SimpleNamespace
+
 import pipelined_models
 import pytest
 import torch
@@ -7,11 +10,14 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
+from paceline.parallel.pipeline.divide_model import keep_tensors
 from paceline.parallel.pipeline.execution.micro_batches import samples_of, sizes_of, split
 from paceline.parallel.pipeline.partition import divide, units_of_modules, units_of_trace
 from paceline.parallel.pipeline.stage_plan import plan_forward
 from paceline.parallel.pipeline.stage_times import MEASURED_STEPS, SKIPPED_STEPS, StageTimes
 from paceline.parallel.pipeline.trace import Skeleton
+from paceline.parallel.strategy.model_state import WholeModel
+from paceline.world.restoring import load_part
 
 CPU = torch.device("cpu")
 
@@ -233,3 +239,16 @@ def test_sizes_of_micro_batches():
     with pytest.raises(ValueError, match="have 7 and 5 there"):
         samples_of(torch.ones(7, 2), torch.ones(5))
     assert split((), [1, 2]) == [(), ()]
+
+
+def test_a_stage_without_a_batch_normalization_is_restored():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    state, whole = model.state_dict(), WholeModel.of(model)
+    stage = copy.deepcopy(model)
+    keep_tensors(stage, {"0.weight", "0.bias"})
+    owned = SimpleNamespace(
+        whole_of=lambda part: whole,
+        local=lambda part, state: {name: state[name] for name in part.state_dict()},
+    )
+    load_part(stage, {name: value + 1 for name, value in state.items()}, "model", owned)
+    assert stage[0].bias.equal(model[0].bias + 1)

@@ -22,7 +22,7 @@ from .evidence import MIN_SHARE, Evidence
 from .exchanged_calls import CollectiveKind
 from .ladder import BARS, Interval, RungResult, Waterfall
 from .overlap import Cause, check_no_time_is_named_twice, ranked, without_overlap
-from .rules import compute, exchange, exchange_parts, inputs, lines, ranks, script
+from .rules import compute, exchange, exchange_parts, inputs, lines, pipeline, ranks, script
 from .rules.failed_parts import FailedParts, NoFailedParts
 from .rules.operators import Finding
 
@@ -90,6 +90,7 @@ def witnesses(e: Evidence) -> list[Witness]:
         ),
         Witness("validation", bar("validation"), share("validation", doing=("validation",))),
         Witness("checkpoint", bar("checkpoint"), share("checkpoint", doing=("checkpoint",))),
+        Witness("bubble", None, share("bubble", doing=("bubble",))),
         Witness("script", None, share("other")),
         Witness("standing", None, script.off_core_share(e)),
         Witness(BINDING, None, ranks.waits_of_binding(e)),
@@ -127,6 +128,7 @@ RULES: dict[str, Rule] = {
     "input": inputs.inputs,
     "validation": ranks.rule_for_phase("validation"),
     "checkpoint": ranks.rule_for_phase("checkpoint"),
+    "bubble": pipeline.bubble,
     "script": script.script,
     "standing": script.off_core,
     BINDING: ranks.restricted_binding,

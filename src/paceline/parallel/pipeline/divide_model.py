@@ -1,7 +1,7 @@
 """Cut a model into stages, and leave one on this rank."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..mesh import STAGE
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from .atoms import Atoms, tensor_names, tensors_by_name
+from .execution.micro_batches import samples_of, split
 from .execution.schedules import DEFAULT, MICRO_BATCHES_OF_STAGE
 from .partition import (
     DoesNotFitError,
@@ -36,6 +37,7 @@ from .stage_times import MIN_GAIN
 from .trace import Skeleton
 from .unit_costs import measure_units
 
+MAX_SAMPLES = 64  # of example inputs that are computed with
 BY_OPERATIONS = "operations"  # a value of the option ``balance``: nothing is measured
 
 
@@ -106,7 +108,7 @@ def _divide(
         if example is None:
             units = units_of_modules(module, skeleton.atoms)
             return _Division(divide(units, virtual, names, begins), "parameters' bytes")
-        inputs = _as_step_inputs(example)
+        inputs, scale = _few_samples(_as_step_inputs(example))
         trace = skeleton.trace(module, inputs)
         units = units_of_trace(trace, module)
         plain = divide(units, virtual, names, begins)
@@ -116,6 +118,7 @@ def _divide(
     measured = measure_units(module, skeleton, trace, units, inputs) if is_measured else None
     if measured is None:
         return _Division(plain, "operations")
+    measured = [replace(unit, activations=scale * unit.activations) for unit in measured]
     held = held_micro_batches(schedule, stages, _micro_batches(layout, stages))
     memory = StageMemory(tensors, held, optimizer)
     return _best_division(measured, plain, names, memory, virtual == stages, request.device)
@@ -173,6 +176,17 @@ def least_budget(device: torch.device) -> int:
 
 def _micro_batches(layout: Layout, stages: int) -> int:
     return layout.micro_batches or MICRO_BATCHES_OF_STAGE * stages
+
+
+def _few_samples(inputs: Any) -> tuple[Any, float]:
+    """Return inputs with at most MAX_SAMPLES, and by which factor they were more."""
+    try:
+        samples = samples_of(inputs)
+    except ValueError:  # tensors that are not divided along their first dim
+        return inputs, 1.0
+    if samples <= MAX_SAMPLES:
+        return inputs, 1.0
+    return split(inputs, [MAX_SAMPLES, samples - MAX_SAMPLES])[0], samples / MAX_SAMPLES
 
 
 def _as_step_inputs(example: Any) -> Any:

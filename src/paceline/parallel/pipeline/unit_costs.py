@@ -24,6 +24,7 @@ from .stage_plan import ForwardPlan, plan_forward
 from .stage_runner import StageModule, run_backward, run_forward
 from .trace import Skeleton, Trace
 
+LONG_S = 1.0  # of a unit, from which on the first measurement counts
 REPEATS = 3  # after one that is not measured; the shortest counts
 MIN_SECONDS = 0.02  # of the whole model: a shorter one consists of calls rather than of computing
 
@@ -187,7 +188,9 @@ def _measure(
                 seconds.append(time.perf_counter() - start)
             if repeat == 0:
                 activations = kept.nbytes(copies)
-        costs.append(UnitCost(min(seconds[1:]), activations))
+                if seconds[0] > LONG_S:
+                    break
+        costs.append(UnitCost(min(seconds[1:] or seconds), activations))
         received = sent
     return costs
 

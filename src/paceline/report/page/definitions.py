@@ -209,6 +209,8 @@ DEFINITIONS = {
     "held by search": "Time of a step, minus that of a step without the search. The record: search "
     "of DDP for unused parameters after each forward, and the all-reduce of its map of used "
     "parameters, if all parameters are used.",
+    "held by bubble": "Time in which stages of a pipeline wait for each other. Only the record "
+    "measures it.",
     "held by script": "Work of the script between the phases of its steps. Only the record "
     "measures it.",
     "remedy": "A change that addresses a cause, with a predicted gain: a knob or an edit of the "

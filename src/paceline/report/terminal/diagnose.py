@@ -46,6 +46,7 @@ NAMES = {
     "input": "input",
     "validation": "validation",
     "checkpoint": "checkpoints",
+    "bubble": "bubble of the pipeline",
     "script": "other work of the script",
     "standing": "time off the CPU",
     "binding": "waits for bound cores",

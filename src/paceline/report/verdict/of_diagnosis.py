@@ -28,6 +28,7 @@ LOST_TO = {
     "object-collectives": "exchanges of Python objects",
     "sharded-exchange": "gathers and reductions of sharded blocks",
     "tensor-exchange": "exchange of activations on the tensor axis",
+    "pipeline-bubble": "waits of the stages of a pipeline for each other",
     "no-overlap": "gradient synchronization after the backward",
     "exchange-bandwidth": "communication limited by bandwidth",
     "uneven-data": "batches of different sizes",

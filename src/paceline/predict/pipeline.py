@@ -1,0 +1,57 @@
+"""Predict the savings of remedies for the bubble of a pipeline, by its formula."""
+
+from ..analyze.diagnosis.causes import Cause
+from ..analyze.diagnosis.evidence import Evidence
+from ..analyze.diagnosis.ladder import Interval
+from ..analyze.figures.pipeline import PipelineFigures
+from ..cost.pipeline import idle_share
+from .saving import FORMULA, RECORD, Saving
+
+
+def _figures(cause: Cause) -> PipelineFigures | None:
+    """Return the figures of the pipeline, which are the evidence of its cause."""
+    return PipelineFigures(**cause.evidence) if "stage_s" in cause.evidence else None
+
+
+def _saving(cause: Cause, one: PipelineFigures, edit: str, part: float, source: str) -> Saving:
+    """Return a saving of a part of the bubble."""
+    low, high = cause.interval
+    part = max(part, 0.0)
+    return Saving(edit, Interval(part * cause.share, part * low, part * high), source)
+
+
+def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose twice as many micro-batches, if a batch has as many samples."""
+    one = _figures(cause)
+    if one is None or not e.report.samples:
+        return None
+    count = 2 * one.micro_batches
+    data_ranks = max(e.report.size // one.stages, 1)
+    if e.report.samples / e.steps / data_ranks < count:
+        return None
+    less = one.formula - idle_share(one.schedule, one.stages, count)
+    edit = f"set micro-batches={count} in the layout, in place of {one.micro_batches}"
+    return _saving(cause, one, edit, less / one.bubble, FORMULA)
+
+
+def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose zero-bubble in place of schedules with a longer bubble."""
+    one = _figures(cause)
+    edit = "set schedule=zero-bubble in the layout, or schedule=auto, which measures it"
+    if one is None:
+        return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), FORMULA)
+    if one.schedule == "zero-bubble":
+        return None
+    less = one.formula - idle_share("zero-bubble", one.stages, one.micro_batches)
+    return _saving(cause, one, edit, less / one.bubble, FORMULA) if less > 0 else None
+
+
+def other_balance(e: Evidence, cause: Cause) -> Saving | None:
+    """Propose the division in which the longest stage is shorter, if the run has measured one."""
+    one = _figures(cause)
+    if one is None or not one.balance:
+        return None
+    longest, mean = max(one.stage_s), sum(one.stage_s) / len(one.stage_s)
+    wait = 1 - mean / longest  # of the stages' time, because of their differences
+    edit = f"set balance={one.balance!r} of world.distribute"
+    return _saving(cause, one, edit, min(wait / one.bubble, 1.0) / 2, RECORD)

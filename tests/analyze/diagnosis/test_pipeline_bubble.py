@@ -1,0 +1,61 @@
+"""The cause of waits between the stages of a pipeline, and its remedies."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rungs import rung
+
+from paceline.analyze.diagnosis.causes import Evidence, causes
+from paceline.analyze.diagnosis.ladder import waterfall
+from paceline.analyze.figures.losses import Loss
+from paceline.analyze.figures.pipeline import PipelineFigures
+from paceline.predict.remedies import remedies
+
+RUNGS = {"alone": rung(ranks=1), "silent": rung(), "cached": rung(), "everything": rung()}
+EVEN = PipelineFigures("1f1b", 2, 4, bubble=0.25, formula=0.2, stage_s=[0.04, 0.04], slowest=None)
+
+
+def proposed(pipeline=EVEN, samples=1000):
+    """Return causes and remedies of ten steps, a quarter of which is the bubble."""
+    share = pipeline.bubble if pipeline is not None else 0.0
+    report = SimpleNamespace(
+        losses=[Loss("bubble", share, 0)] if share else [], groups=[], hosts=["a", "a"],
+        ranks=[0, 1], states=[{"useful": 1 - share, "other": 0.0, "starved": 0.0}] * 2, size=2,
+        samples=samples, pipeline=pipeline,
+    )  # fmt: skip
+    e = Evidence(
+        waterfall=waterfall(*RUNGS.values()), report=report, loader=None, threads=1, cores=2,
+        per_host=2, steps=10, rungs=RUNGS, facts=[{}, {}],
+    )  # fmt: skip
+    found = causes(e)
+    return found, {remedy.knob: remedy for remedy in remedies(e, found, "", {})}
+
+
+def test_the_bubble_is_named_beside_its_formula_with_remedies():
+    (cause,), found = proposed()
+    assert cause.id == "pipeline-bubble"
+    assert cause.share == pytest.approx(0.25)
+    assert cause.sentence == (
+        "the stages of the pipeline wait for each other for 25% of their time, 20% by the formula "
+        "of 1f1b with 2 stages and 4 micro-batches"
+    )
+    assert found.keys() == {"micro-batches", "pipeline-schedule"}
+    assert "micro-batches=8 in the layout, in place of 4" in found["micro-batches"].edit
+    saved = 1 / 5 - 1 / 9
+    assert found["micro-batches"].gain.mean == pytest.approx(saved / (1 - saved), rel=0.01)
+    assert "schedule=zero-bubble" in found["pipeline-schedule"].edit
+
+
+def test_the_stage_to_relieve_and_the_modules_to_move_are_named():
+    uneven = replace(EVEN, bubble=0.5, stage_s=[0.06, 0.02], slowest=0, balance=["1"])
+    (cause,), found = proposed(uneven)
+    assert "and stage 0 computes longest" in cause.sentence
+    assert "balance=['1']" in found["pipeline-balance"].edit
+
+
+def test_what_can_not_help_is_not_proposed():
+    assert "micro-batches" not in proposed(samples=50)[1]  # 5 samples in a step
+    zero_bubble = replace(EVEN, schedule="zero-bubble", formula=1 / 13)
+    assert "pipeline-schedule" not in proposed(zero_bubble)[1]
+    assert proposed(None) == ([], {})
