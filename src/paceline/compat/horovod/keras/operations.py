@@ -94,10 +94,10 @@ def exchange_gradients(
     """Return gradients reduced over all ranks. Those of torch are reduced in place."""
     if IS_TENSORFLOW:
         return gradients.exchange_gradients(own, names, options, groups)
-    return _exchange_torch(own, names, options, groups)
+    results: list[Any] = _uncompiled_exchange(own, names, options, groups)
+    return results
 
 
-@torch.compiler.disable
 @torch.no_grad()
 def _exchange_torch(
     own: list[Any], names: list[str], options: ExchangeOptions, groups: list[list[int]]
@@ -112,6 +112,9 @@ def _exchange_torch(
         exchange.submit(names, own)
     results = dict(zip(order, exchange.wait(), strict=True))
     return [results[at] for at in range(len(own))]
+
+
+_uncompiled_exchange: Any = torch.compiler.disable(_exchange_torch)
 
 
 def broadcast_variables(

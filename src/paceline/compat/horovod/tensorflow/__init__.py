@@ -1,5 +1,9 @@
 """The names of ``horovod.tensorflow``: ``import paceline.compat.horovod.tensorflow as hvd``."""
 
+from ..tensorflow_ops import library as _library  # noqa: F401  its error comes first
+
+# isort: split
+
 from ..keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from ..tensorflow_ops.collectives import allreduce as allreduce
 from ..tensorflow_ops.collectives import grouped_allreduce as grouped_allreduce

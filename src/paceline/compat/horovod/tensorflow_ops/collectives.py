@@ -310,7 +310,6 @@ def _run(
     """
     own = [tf.convert_to_tensor(one) for one in tensors]
 
-    @tf.custom_gradient
     def run(*own: Any) -> Any:
         results = call_on_host(forward, own, specs(own))
         kept = results if keeps_results else []
@@ -332,4 +331,4 @@ def _run(
 
         return results, gradient
 
-    return list(run(*own))
+    return list(tf.custom_gradient(run)(*own))

@@ -20,6 +20,7 @@ from ....record.ring.recorder import waiting_for_this_thread
 from .library import tf
 
 Function = Callable[..., Sequence[torch.Tensor]]
+_dlpack: Any = torch.utils.dlpack
 ALIGNMENT = 64  # bytes; TensorFlow aborts at tensors that it finds unaligned
 _LAST = "_paceline_last_call"  # attribute of a graph: the operation of its last call
 _XLA = (
@@ -83,7 +84,8 @@ def from_tensorflow(tensor: Any) -> torch.Tensor:
     """Return an eager tensor as one of torch in the same memory, where that is possible."""
     is_on_host = "GPU" not in tensor.device
     if is_on_host and tensor.dtype != tf.bool and tensor.shape.num_elements():
-        return torch.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+        shared: torch.Tensor = _dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
+        return shared
     return _from_array(tensor.numpy())
 
 
@@ -94,8 +96,7 @@ def to_tensorflow(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().contiguous()
     if tensor.data_ptr() % ALIGNMENT:  # a part of another tensor
         tensor = tensor.clone()
-    capsule: Any = torch.utils.dlpack.to_dlpack(tensor)
-    return tf.experimental.dlpack.from_dlpack(capsule)
+    return tf.experimental.dlpack.from_dlpack(_dlpack.to_dlpack(tensor))
 
 
 def _dtype_of(tensor: torch.Tensor) -> Any:

@@ -2,5 +2,4 @@
 
 from ...core.errors import HorovodInternalError as HorovodInternalError
 from ...keras import *  # noqa: F403
-from ...tensorflow_ops.library import tf as _tensorflow  # noqa: F401  it is needed here
 from ...tensorflow_ops.variables import broadcast_variables as broadcast_variables
