@@ -265,16 +265,18 @@ class Executor:
 
     def _share_loss(self, run: _Run) -> torch.Tensor:
         """Return the mean loss of the batch, on all ranks that share it. Collective."""
-        shared = torch.zeros(3, dtype=torch.float64, device=self.device)
+        shared = torch.zeros(4, dtype=torch.float64, device=self.device)
         for m, (loss, _) in run.losses.items():
+            shared[3] = float(loss.dtype == torch.float64)
             shared[0] += loss.detach().double().reshape(()) * self._part(run, m)
         if run.losses and run.batch.whole_targets is not None:
             losses = [loss.detach() for loss, _ in run.losses.values()]
             targets = run.batch.whole_targets[0]
-            shared[1:] = whole_loss(run.step, run.outputs, targets, run.batch.sizes, losses)
+            shared[1:3] = whole_loss(run.step, run.outputs, targets, run.batch.sizes, losses)
         dist.broadcast(shared, self._last_rank(run.batch.plans[0]), self.group)
-        check_whole(*shared.tolist())
-        return shared[0].float()
+        mean, expected, bound, is_double = shared.tolist()
+        check_whole(mean, expected, bound)
+        return shared[0] if is_double else shared[0].float()
 
     def _last_rank(self, plan: ForwardPlan) -> int:
         return self.ranks[(len(plan.stages) - 1) % self.stages]
