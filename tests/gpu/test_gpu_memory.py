@@ -149,7 +149,7 @@ def test_activations_on_the_host_give_the_same_bits(device, number, backwards):
 
 @pytest.mark.only_gpu
 def test_activations_leave_the_device(device, monkeypatch):
-    monkeypatch.setattr(host_activations, "MAX_LEAVING_BYTES", 16 * MIB)
+    monkeypatch.setattr(host_activations.leaving_storages(device), "limit", 16 * MIB)
     block = nn.Sequential(*(Block(WIDTH) for _ in range(4))).to(device)
     x = torch.randn(BATCH, WIDTH, device=device, requires_grad=True)
     block(x)  # allocates the workspace of cuBLAS, which stays

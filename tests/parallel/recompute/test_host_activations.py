@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.recompute import host_activations, plan
+from paceline.parallel.recompute.choice import Way
 from paceline.parallel.recompute.host_activations import (
     LeavingStorages,
     activations_on_host,
@@ -108,6 +109,17 @@ def test_auto_moves_activations_where_that_is_faster_and_fits(
     model(torch.randn(512, 16)).sum().backward()
     assert expected in said[0]
     assert ("moved" in said[0]) == ("moved" in expected)
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(1100, 3), (1300, 2), (2000, 0)])
+def test_storages_on_their_way_to_the_host_are_part_of_the_budget(monkeypatch, budget, expected):
+    leaving = LeavingStorages()
+    monkeypatch.setattr(plan, "leaving_storages", lambda device: leaving)
+    ways = [[Way("keep", 500, 0, 0.0), Way("host", 0, 500, 1.0)] for _ in range(4)]
+    choice = plan._choose(ways, budget, torch.device("cpu"))
+    assert choice.names.count("host") == expected
+    kept = 500 * choice.names.count("keep")
+    assert kept + (leaving.limit if expected else 0) <= budget
 
 
 def test_memory_is_freed_after_the_computing_stream_has_waited_for_its_copy(monkeypatch):

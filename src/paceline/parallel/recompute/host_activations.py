@@ -36,9 +36,13 @@ class LeavingStorages:
     The stream that computes waits for a copy before its storage is freed, so that the memory can be
     used again in the order of that stream. (``record_stream`` frees it when the host sees that the
     copy has ended: a host that runs ahead would have allocated other memory by then.)
+
+    Attributes:
+        limit: Bytes that are held at most, beside the last storage.
     """
 
     def __init__(self) -> None:
+        self.limit = MAX_LEAVING_BYTES
         self._held: deque[tuple[torch.Tensor, Any, Any]] = deque()
         self._bytes = 0
 
@@ -46,7 +50,7 @@ class LeavingStorages:
         """Hold the bytes of a storage until ``stream`` has waited for the event ``copied``."""
         self._held.append((source, stream, copied))
         self._bytes += source.nbytes
-        while self._bytes > MAX_LEAVING_BYTES and len(self._held) > 1:
+        while self._bytes > self.limit and len(self._held) > 1:
             self._free_oldest()
 
     def free(self) -> None:

@@ -11,12 +11,19 @@ from torch.utils._pytree import tree_leaves
 from ...plurals import counted
 from ..memory_budget import activation_bytes, free_bytes
 from .buffers import ReplayedBuffers
-from .choice import Way, choose_ways, least_bytes
-from .host_activations import is_movable, now, seconds_per_byte
+from .choice import Choice, Way, choose_ways, least_bytes
+from .host_activations import (
+    MAX_LEAVING_BYTES,
+    is_movable,
+    leaving_storages,
+    now,
+    seconds_per_byte,
+)
 from .products import is_product, works_in_place
 
 GIB = 1 << 30
 HOST_SHARE = 0.5  # of the host's free memory that activations may take
+LEAVING_SHARE = 0.125  # of the budget that copies to the host may hold
 
 
 class Block(Protocol):
@@ -71,7 +78,7 @@ class Plan:
             budget = activation_bytes(model, _device_of(output))
             source = f"; {budget / GIB:.4g} GiB of the rank's memory are available for them"
             budget = max(budget, least_bytes(ways))
-        choice = choose_ways(ways, budget)
+        choice = _choose(ways, budget, _device_of(output))
         if choice is None:
             least, held = least_bytes(ways) / GIB, self._held_gib
             beside = (
@@ -93,6 +100,17 @@ class Plan:
         blocks = counted(len(ways), "block")
         self._say_once(f"recompute='auto': activations of {blocks}: {text}{source}")
         self._measured.clear()
+
+
+def _choose(blocks: list[list[Way]], budget: int, device: torch.device) -> Choice | None:
+    """Return the choice of ways; with "host", what is on its way there is part of the budget."""
+    choice = choose_ways(blocks, budget)
+    if choice is None or "host" not in choice.names:
+        return choice
+    leaving = leaving_storages(device)
+    leaving.limit = min(MAX_LEAVING_BYTES, int(LEAVING_SHARE * budget))
+    without = [[way for way in ways if way.name != "host"] for ways in blocks]
+    return choose_ways(blocks, budget - leaving.limit) or choose_ways(without, budget) or choice
 
 
 def _within_host_memory(blocks: list[list[Way]]) -> list[list[Way]]:
