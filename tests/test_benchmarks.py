@@ -547,6 +547,12 @@ def test_pipeline_idle(tmp_path):
     assert set(result["measurements"]) == {f"{name}, 2 stages, 4 micro-batches" for name in names}
 
 
+def test_pipeline_speed(tmp_path):
+    few = ("--schedules", "1f1b", "--micro-batches", "4", "--steps", "1", "--width", "32")
+    result = result_of("pipeline_speed", tmp_path / "speed.json", *few)
+    assert set(result["measurements"]) == {"one process", "1f1b 4"}
+
+
 def test_pipeline_cases(tmp_path):
     few = ("--cases", "skip", "tied")
     result = result_of("pipeline_cases", tmp_path / "cases.json", *few)

@@ -12,7 +12,7 @@ from records import MS, Rank
 
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
-from paceline.record.ring.states import Op, State
+from paceline.record.ring.states import PARTS, Op, State
 from paceline.report.trace import timeline
 from paceline.report.trace.chrome_trace import lanes, microseconds
 from paceline.security.text import printable
@@ -356,3 +356,20 @@ def test_microseconds_preserve_nanosecond_precision():
     assert [int(float(text) * 1000) for text in texts] == times.tolist()
     assert not any("e" in text for text in texts)
     assert sum(map(len, texts)) / len(texts) < 12
+
+
+def test_micro_batches_of_a_pipeline_have_their_numbers(tmp_path):
+    rank = Rank(tmp_path, 0, 1)
+    rank.step(0, 10)
+    for at, state, number, amount in (
+        *((10, State.FORWARD, 1, 0), (20, State.FORWARD, 1, PARTS)),
+        *((30, State.BACKWARD, 1, 1), (40, State.BACKWARD, 1, 2), (50, State.BACKWARD, 2, 0)),
+    ):
+        rank.was(state, at, at + 9, seq=number, amount=amount)
+    rank.step(10, 60, number=1)
+    path = tmp_path / "trace.json"
+    timeline.write(examined([rank]), path)
+    assert {event["name"] for event in slices_in(trace(path), "phases")} == {
+        *("forward 0", "forward 0, virtual stage 1", "backward 1"),
+        *("backward of activations 0", "backward of parameters 0"),
+    }

@@ -11,12 +11,18 @@ CASES = ("tied", "heads", "chain", "unet")
 
 
 def one_process(case):
-    """Return losses and parameters of one process."""
+    """Return losses, parameters and outputs of one process."""
     torch.manual_seed(1)
     model, inputs, targets, loss = pipelined_models.CASES[case](8)
     one = pipelined_models.OneProcess(model)
     found = [one.step(inputs, targets, loss, [2] * 4, clip=0.5) for _ in range(3)]
-    return found, one.model.state_dict()
+    with torch.no_grad():
+        outputs = called(one.model.eval(), inputs)
+    return found, one.model.state_dict(), outputs
+
+
+def called(model, inputs):
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def part(tree, at):
@@ -51,14 +57,15 @@ def train(world, case, layout):
             (tuple(slice(o, o + k) for o, k in zip(first, value[at].shape, strict=True)), value[at])
             for first, at in slabs
         ]
-    return losses, pieces, world.mesh.data_rank
+    return losses, pieces, called(model.eval(), inputs), world.mesh.data_rank
 
 
 def check(case, layout, ranks):
-    expected, state = one_process(case)
+    expected, state, outputs = one_process(case)
     found = thread_ranks.run(functools.partial(train, case=case, layout=layout), ranks)
     replicas = {}
-    for losses, pieces, data_rank in found:
+    for losses, pieces, evaluated, data_rank in found:
+        torch.testing.assert_close(evaluated, outputs, rtol=2e-4, atol=1e-5)
         replicas.setdefault(data_rank, []).append(losses)
         for name, parts in pieces.items():
             for at, value in parts:
@@ -67,11 +74,11 @@ def check(case, layout, ranks):
                 )
     assert any(
         value.shape != state[name].shape
-        for _, pieces, _ in found
+        for _, pieces, _, _ in found
         for name, parts in pieces.items()
         for _, value in parts
     )
-    names = {name for _, pieces, _ in found for name in pieces}
+    names = {name for _, pieces, _, _ in found for name in pieces}
     assert names == set(state)
     means = [each[0] for _, each in sorted(replicas.items())]
     for each in replicas.values():  # the same on all ranks that share samples

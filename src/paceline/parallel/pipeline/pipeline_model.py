@@ -190,8 +190,8 @@ class PipelineModel(DistributedModel):
         return own | super().parted_axes(name)
 
     def axes_of_states(self, name: str) -> frozenset[str]:
-        data = {DATA} if self.states is not None else set()
-        return self.parted_axes(name) | data
+        data = frozenset({DATA}) if self.states is not None else frozenset()
+        return super().axes_of_states(name) | data
 
     def holds_states(self, name: str) -> bool:
         return self.states is None or self.states.holds(name)

@@ -120,7 +120,8 @@ class DistributedModel:
 
         They are those of ``parted_axes``, unless states alone are sharded.
         """
-        return self.parted_axes(name) if self.inner is None else self.inner.axes_of_states(name)
+        inner = frozenset() if self.inner is None else self.inner.axes_of_states(name)
+        return self.parted_axes(name) | inner
 
     def holds_states(self, name: str) -> bool:
         """Return whether this rank has the optimizer states of a parameter."""
