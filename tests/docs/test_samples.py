@@ -45,6 +45,13 @@ PREAMBLES = {
     model = torch.nn.Conv3d(1, 1, 3, padding=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     volume = target = np.ones((1, 4, 6, 5), np.float32)
+    if world.rank == 0:
+        import h5py
+
+        with h5py.File("volumes.h5", "w") as file:
+            file["x"] = np.ones((2, 1, 4, 6, 5), np.float32)
+            file["y"] = np.zeros((2, 4, 6, 5), np.int64)
+    world.any(False)  # the file is there
     """,
     "docs/explanation/pipelines.md": WORLD
     + """

@@ -192,6 +192,9 @@ class World(ModelDistribution):
         used, and uneven last batches are weighted by their true size in ``world.backward``, meters
         and means.
 
+        In a layout with axes d, h or w, ranks that share samples get the same ones. Of arrays in
+        HDF5, netCDF, zarr or memory, without a transform, each reads its part only.
+
         Args:
             loader: DataLoader whose ``batch_size`` is per rank, unless ``global_batch`` is given.
             global_batch: Batch size of all ranks together. A ``paceline.BatchSchedule`` changes it
@@ -227,6 +230,7 @@ class World(ModelDistribution):
             split=split,
             agree=self._collectives.check_equal,
             count_all=self._collectives.count,
+            division=self._sample_division(),
         )
         experiment = self._recorder.experiment
         sharded.is_branch = experiment is not None and experiment.limit.branches

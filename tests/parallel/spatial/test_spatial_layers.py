@@ -77,6 +77,7 @@ REFUSED = """
         "weighted mean": lambda x: F.mse_loss(x, torch.zeros(2, 3, 6, 4), weight=x),
         "a gathered view in place": lambda x: x.view(2, -1).mul_(3),
         "a hook": lambda x: (x.register_hook(lambda g: g * 2), x)[1],
+        "a part as the whole": lambda x: x * getattr(x, "local", x).mean(),
         "a loss": lambda x: Loss.apply(x.softmax(1)).backward(),
     }
     world = paceline.init(progress=False)
@@ -131,6 +132,7 @@ REFUSED = """
             wrong.append(f"{name} draws {draws}")
     found["forms"] = wrong
     for text, value in (
+        ("other samples", x + world.rank), ("other shapes", x[: world.rank + 1]),
         ("few rows", torch.zeros(1, 1, 1, 5)), ("no height", torch.zeros(1, 2, 9)),
         ("gradient", torch.zeros(1, 1, 4, 4, requires_grad=True)),
     ):

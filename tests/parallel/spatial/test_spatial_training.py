@@ -109,3 +109,63 @@ def test_a_unet_on_four_parts_continues_on_one_rank(tmp_path):
     expected = trained(script, tmp_path, "alone", ("data", 2, 1))
     check_equal(trained(script, tmp_path, "four", ("h2 x w2", 2, 4)), expected)
     check_equal(trained(script, tmp_path, "moved", ("h2 x w2", 1, 4), ("data", 2, 1)), expected)
+
+
+LOADED = """
+    import copy, sys
+    import h5py
+    import torch
+    import torch.nn.functional as F
+    import paceline
+    from paceline.data import Loader
+    from paceline.data.sources.formats.hdf5 import HDF5Rows
+
+    world = paceline.init(progress=False)
+    with h5py.File("volumes.h5") as file:
+        known = torch.from_numpy(file["x"][:])
+        targets = torch.from_numpy(file["y"][:])
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3, padding=1), torch.nn.BatchNorm2d(4),
+                                torch.nn.ReLU(), torch.nn.Conv2d(4, 3, 3, padding=1))
+    model = world.distribute(copy.deepcopy(plain), layout="h2")
+    data = Loader(("volumes.h5:x", "y"), 2, shuffle=True)
+    loader = world.shard(data, global_batch=2)
+
+    def read(*_):
+        raise AssertionError("a sample is read whole")
+
+    whole_rows, HDF5Rows.read = HDF5Rows.read, read
+    seen = []
+    weight = torch.tensor([1.0, 3.0, 0.5])
+    for x, y in world.batches(loader):
+        assert x.shape == (2, 2, 5, 7) and y.shape == (2, 5, 7), (x.shape, y.shape)
+        assert x.local.size(2) == y.local.size(1) == 2 + world.rank
+        loss = F.cross_entropy(model(x), y, weight=weight, ignore_index=2)
+        world.backward(loss)
+        whole = world.whole(x)
+        at = [next(i for i, one in enumerate(known) if torch.equal(one, row)) for row in whole]
+        expected = F.cross_entropy(plain(known[at]), targets[at], weight=weight, ignore_index=2)
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+            mine.grad = theirs.grad = None
+        seen += at
+    assert sorted(seen) == list(range(6)), seen
+    HDF5Rows.read = whole_rows
+    shown = world.shard(Loader(("volumes.h5:x", "y"), transform=lambda a: a * 2), global_batch=1)
+    x, _ = next(iter(shown))
+    assert type(x) is torch.Tensor and x.shape == (1, 2, 5, 7)  # a transform sees whole samples
+    if world.rank == 0:
+        open(sys.argv[1], "w").write("right")
+    """
+
+
+def test_a_loader_reads_parts_of_volumes_and_losses_are_those_of_whole_ones(tmp_path):
+    h5py, np = pytest.importorskip("h5py"), pytest.importorskip("numpy")
+    draw = np.random.default_rng(0)
+    with h5py.File(tmp_path / "volumes.h5", "w") as file:
+        file["x"] = draw.normal(size=(6, 2, 5, 7)).astype(np.float32)
+        file["y"] = draw.integers(0, 3, (6, 5, 7))
+    ranks.run(ranks.write(tmp_path, LOADED), "out.txt", ranks=2)
+    assert (tmp_path / "out.txt").read_text() == "right"

@@ -33,6 +33,7 @@ from ..records.state_timeline import (
     total,
 )
 from ..sharding.block_exchange import ShardedBlock, measure_blocks
+from .halos import HaloLayer, halo_layers
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
 from .mesh_axes import MeshAxis, axes_add_up, axis_figures
@@ -125,6 +126,7 @@ class Report:
     blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
     noise_scale: NoiseScale | None = None  # None: one rank, or too few sampled steps
     peaks: list[MemoryPeak] = field(default_factory=list)  # of each rank, the largest first
+    halos: list[HaloLayer] = field(default_factory=list)  # most exposed time first
     # Whether the slowest rank is slower by more than chance; None: one rank, or too few steps.
     slowest_real: bool | None = None
     # of each rank along the axes of the mesh; empty where "data" is the only one
@@ -217,6 +219,7 @@ def analyse_with_window(
         memory=find_growth(records),
         noise_scale=noise_scale_of(records, axis.shards if axis else None),
         peaks=find_peaks(records),
+        halos=halo_layers(records),
         mesh=mesh_places(records),
         pipeline=measure_pipeline(measured) if measured is not None else None,
     )

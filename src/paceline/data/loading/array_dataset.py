@@ -57,6 +57,11 @@ class ArrayDataset:
         """Return (array, label) of a sample; the array is a copy."""
         return self.x[i].copy(), None if self.y is None else self.y[i]
 
+    def read_part(self, i: int, part: Any, label_part: Any) -> tuple[Any, Any]:
+        """Return parts of a sample and of its label, as copies; None for a part: all of it."""
+        array = self.x[(i, *(part or ()))].copy()
+        return array, None if self.y is None else np.array(self.y[(i, *(label_part or ()))])
+
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
 

@@ -25,6 +25,7 @@ from .batch import PendingBatch, SamplePipeline
 from .external_transforms import adapt_transform
 from .mixup import MixUp
 from .open_dataset import make_sampler, open_dataset
+from .part_dataset import Cut, PartDataset
 from .read_ahead import ReadAhead, read_ahead_samples
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
@@ -181,7 +182,7 @@ class Loader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
         """Override DataLoader's warning about too many worker processes, as workers are threads."""
 
-    def over(self, batches: Any, seed: int) -> "Loader":
+    def over(self, batches: Any, seed: int, cut: Cut | None = None) -> "Loader":
         """Return a copy that loads the batches of one rank, for ``world.shard``.
 
         The copy returns None for a batch whose samples are all left out.
@@ -189,6 +190,9 @@ class Loader(DataLoader[Any]):
         Args:
             batches: Batch sampler that yields lists of (epoch, sample).
             seed: Seed of the world.
+            cut: Return the part of a sample that this rank computes with. Samples that are
+                transformed, mixed or collated, images, and samples that may be left out, are
+                loaded whole.
 
         Raises:
             ValueError: This loader is to continue a pass, in which the ranks have another order.
@@ -201,13 +205,19 @@ class Loader(DataLoader[Any]):
                 "HINT: world.epochs(..., checkpoint=...) saves and restores the position of "
                 "sharded loaders"
             )
+        pipeline = self._pipeline.seeded(derive_seed(seed, self._pipeline.seed))
+        is_plain = pipeline.plain and pipeline.collate is None and self._dali is None
+        source: Any = self.dataset
+        if cut is not None and is_plain and not pipeline.skips and not source.images:
+            part = PartDataset(source, cut)
+            pipeline.source = part if part.is_divided else source
         other = Loader.__new__(Loader)
         other.__dict__.update(
             self.__dict__,
             batch_sampler=batches,
             # DataLoader draws its base seed from this generator, not from that of the training.
             generator=torch.Generator().manual_seed(seed),
-            _pipeline=self._pipeline.seeded(derive_seed(seed, self._pipeline.seed)),
+            _pipeline=pipeline,
             _passes=Passes(self.sampler),
             _rank_batches=batches,
             _max_batch_size=batches.largest,
@@ -215,6 +225,12 @@ class Loader(DataLoader[Any]):
             _workers=None,
         )
         return other
+
+    @property
+    def divided_shapes(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None:
+        """Shapes of whole samples and labels of which parts are loaded; None if none are."""
+        source = self._pipeline.source
+        return source.shapes if isinstance(source, PartDataset) else None
 
     # Position
 

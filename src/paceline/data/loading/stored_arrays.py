@@ -4,6 +4,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,25 @@ class StoredArrays(UnpackedDataset):
         """
         return self._row(i).copy(), None if self.label is None else self._label(i)
 
+    def read_part(self, i: int, part: Any, label_part: Any) -> tuple[Any, Any]:
+        """Return parts of a sample and of its label; None for a part: all of it.
+
+        Raises:
+            DataError: The sample can't be read.
+        """
+        if part is None:
+            array = self._row(i).copy()
+        else:
+            array = self._checked(i, lambda: self._source.x.read_part(i, part))
+        if self.label is None:
+            return array, None
+        if label_part is None:
+            return array, self._label(i)
+        labels = self._labels
+        if isinstance(labels, Rows):
+            return array, self._checked(i, lambda: labels.read_part(i, label_part))
+        return array, np.array(self._label(i)[label_part])
+
     def read_into(self, i: int, arrays: Any, labels: Any, k: int, scratch: Any) -> None:
         """Copy a sample to ``arrays[k]`` and its label to ``labels[k]``.
 
@@ -169,11 +189,22 @@ class StoredArrays(UnpackedDataset):
                 self._open()
 
     def _row(self, i: int) -> Any:
+        def read() -> Any:
+            rows, size = self._source.x, self.chunk_samples
+            return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
+
+        return self._checked(i, read)
+
+    def _checked(self, i: int, read: Callable[[], Any]) -> Any:
+        """Read of a sample in this process.
+
+        Raises:
+            DataError: It can't be read.
+        """
         if self._process != os.getpid():
             self._open_in_child()
-        rows, size = self._source.x, self.chunk_samples
         try:
-            return rows.row(i) if size == 1 else self._unpacked(rows, i // size)[i % size]
+            return read()
         except (OSError, ValueError, KeyError, ArithmeticError, MemoryError) as error:
             reason = str(error) or type(error).__name__
             raise DataError(self._arguments[0], -1, 0, f"sample {i}: {reason}") from None

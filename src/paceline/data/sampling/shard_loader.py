@@ -89,6 +89,16 @@ class SkippingLoader(Protocol):
     def skipped(self) -> Sequence[Exception]: ...
 
 
+class SampleDivision(Protocol):
+    """How several ranks divide each sample, in a layout with axes d, h or w."""
+
+    def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """Return this rank's part of a sample; None if it has no positions to divide."""
+
+    def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return parts of samples as a tensor of the whole ones; shape: of a whole sample."""
+
+
 class ShardedLoader:
     """One rank's part of a map-style ``DataLoader``.
 
@@ -112,7 +122,9 @@ class ShardedLoader:
         global_batch: int | BatchSchedule | None = None,
         every_sample_once: bool = False,
         agree: Callable[[int, str], None] | None = None,
+        division: SampleDivision | None = None,
     ) -> None:
+        self._division = division
         self.every_sample_once = every_sample_once
         self.seed = seed
         self.rank = rank
@@ -139,7 +151,7 @@ class ShardedLoader:
         self.split = BatchSplit(samples, self.schedule.at(0), ranks, loader.drop_last)
         each = -(-largest // ranks)
         self._batches = RankBatches(self.split, rank, not every_sample_once, each)
-        self.loader = _over(loader, self._batches, seed)
+        self.loader = _over(loader, self._batches, seed, division)
 
     @property
     def batch(self) -> int:
@@ -173,7 +185,7 @@ class ShardedLoader:
         shares = (split.share(p, self.rank) for p in range(start, len(split)))
         if not self._batches.fill:
             shares = (share for share in shares if not share.filler)
-        pairs = self.paired(shares)
+        pairs = self._assembled(self.paired(shares))
         loader: object = self.loader
         if isinstance(loader, SkippingLoader) and loader.may_skip:
             yield from self._fill_empty(pairs, loader.skipped)
@@ -185,6 +197,25 @@ class ShardedLoader:
         trains the batches of several ranks one after the other.
         """
         return zip(self.loader, shares, strict=True)
+
+    def _assembled(
+        self, pairs: Iterator[tuple[Any, BatchShare]]
+    ) -> Iterator[tuple[Any, BatchShare]]:
+        """Make tensors of whole samples of the parts that the loader yields."""
+        shapes = getattr(self.loader, "divided_shapes", None)
+        division = self._division
+        if division is None or shapes is None:
+            return pairs
+
+        def whole(batch: Any) -> Any:
+            tensors = batch if isinstance(batch, list) else [batch]
+            found = [
+                one if shape is None else division.assemble(one, shape)
+                for one, shape in zip(tensors, shapes, strict=False)
+            ]
+            return found if isinstance(batch, list) else found[0]
+
+        return ((whole(batch), share) for batch, share in pairs)
 
     def _fill_empty(
         self, pairs: Iterator[tuple[Any, BatchShare]], skipped: Sequence[Exception]
@@ -253,12 +284,15 @@ class ShardedLoader:
         return order
 
 
-def _over(loader: DataLoader[Any], batches: RankBatches, seed: int) -> DataLoader[Any]:
+def _over(
+    loader: DataLoader[Any], batches: RankBatches, seed: int, division: SampleDivision | None
+) -> DataLoader[Any]:
     """Return a copy of the user's loader with these batches and with seeded samples."""
     # data.Loader has this method. Its class is not imported, to keep every start fast.
     over: Any = getattr(loader, "over", None)
     if over is not None:
-        made: DataLoader[Any] = over(batches, seed)
+        cut = division.cut if division is not None else None
+        made: DataLoader[Any] = over(batches, seed, cut)
         return made
     return DataLoader(
         _SeededSamples(loader.dataset, seed),
@@ -301,6 +335,7 @@ def shard(loader: Any, *, split: str | None = None, **options: Any) -> Any:
             "batch_size=...)"
         )
     agree, count_all = options.pop("agree"), options.pop("count_all")
+    division = options.pop("division", None)
     if isinstance(loader.dataset, IterableDataset):
         return ShardedStream(loader, split=split, count_all=count_all, **options)
-    return ShardedLoader(loader, agree=agree, **options)
+    return ShardedLoader(loader, agree=agree, division=division, **options)

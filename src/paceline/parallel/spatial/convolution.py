@@ -237,8 +237,8 @@ def transposed_convolution(
         result = func(local, weight, None, stride, tuple(kept), tuple(more), groups, dilation)
         for dim, (skip, (first, end)) in crops.items():
             after = skip + (end - first) - result.size(dim)
-            around = [0, 0] * (result.dim() - 1 - dim) + [-skip, after]
-            result = F.pad(result, around)
+            if skip or after:
+                result = F.pad(result, [0, 0] * (result.dim() - 1 - dim) + [-skip, after])
     if bias is not None:
         result = result + bias.to(result.dtype).view(-1, *[1] * count)
     return values.like(result, parts)

@@ -5,8 +5,9 @@ times the number of ranks that share the sample; gradients of values that all ra
 it. So the mean of parameters' gradients over all ranks is the gradient of the whole sample.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ...comm.group_device import exchangeable
+from .halo_totals import halo_totals
+from .layer_names import layer
 from .partition import Partition, Rows, Window
 
 Segments = tuple[Rows, ...]
@@ -44,6 +47,7 @@ class Fetch:
         windows: Of each rank; rows of several ranks may overlap. ``order`` is not applied.
         line: The ranks.
         fill: Value of the padding.
+        name: The layer that reads them.
     """
 
     dim: int
@@ -51,6 +55,7 @@ class Fetch:
     windows: tuple[Window, ...]
     line: Line
     fill: float = 0.0
+    name: str = field(default_factory=layer)
 
     @property
     def is_local(self) -> bool:
@@ -117,7 +122,7 @@ class Fetch:
             for peer, rows in self._given().items()
         }
         incoming = {peer: _empty(local, self.dim, _count(r)) for peer, r in self._taken().items()}
-        return Transfer(outgoing, incoming, self.line)
+        return Transfer(outgoing, incoming, self.line, self.name)
 
     def assemble(
         self,
@@ -172,7 +177,7 @@ class Fetch:
             peer: _empty(gradient, self.dim, _count(r)) for peer, r in self._given().items()
         }
         outgoing = {peer: _joined(parts, self.dim) for peer, parts in pieces.items()}
-        return Transfer(outgoing, incoming, self.line)
+        return Transfer(outgoing, incoming, self.line, self.name)
 
     def add_back(
         self, gradient: torch.Tensor, received: Mapping[int, torch.Tensor]
@@ -259,7 +264,9 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, plan: Fetch) -> torch.Tensor:
         ctx.plan = plan
-        return plan.assemble(local, plan.start(local).wait())
+        rows = plan.assemble(local, plan.start(local).wait())
+        is_view = rows.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        return rows.clone() if is_view else rows  # the model may change it in place
 
     @staticmethod
     @once_differentiable
@@ -274,11 +281,17 @@ class Transfer:
     Args:
         outgoing: By place of the receiver.
         incoming: By place of the sender, tensors of the shapes that come.
+        layer: Which layer reads them.
     """
 
     def __init__(
-        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], line: Line
+        self,
+        outgoing: dict[int, torch.Tensor],
+        incoming: dict[int, torch.Tensor],
+        line: Line,
+        layer: str,
     ) -> None:
+        self._layer = layer
         self._devices = {peer: tensor.device for peer, tensor in incoming.items()}
         self._received = {peer: exchangeable(tensor) for peer, tensor in incoming.items()}
         self._sent = {peer: exchangeable(tensor) for peer, tensor in outgoing.items()}
@@ -294,8 +307,12 @@ class Transfer:
 
     def wait(self) -> dict[int, torch.Tensor]:
         """Return what has come, by place of the sender."""
+        start = time.monotonic_ns()
         for work in self._works:
             work.wait()
+        if self._works:
+            received = sum(one.nbytes for one in self._received.values())
+            halo_totals.add(self._layer, received, time.monotonic_ns() - start)
         return {peer: one.to(self._devices[peer]) for peer, one in self._received.items()}
 
 

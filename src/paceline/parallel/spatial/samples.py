@@ -5,6 +5,7 @@ A tensor of samples has the dims (samples, channels, [[depth,] height,] width).
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -98,6 +99,29 @@ def slices_of(shape: Sequence[int], groups: SpatialGroups) -> tuple[slice, ...]:
     for dim, partition in parts.items():
         found[dim - missing] = slice(*partition.part(groups.lines[partition.axis].place))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class LoadedParts:
+    """How a loader divides samples [channels, [[depth,] height,] width], and their labels."""
+
+    groups: SpatialGroups
+
+    def cut(self, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """Return this rank's part of a sample; None if it has no positions to divide."""
+        if len(shape) <= max(FROM_END[axis] for axis in self.groups.lines):
+            return None
+        return slices_of(shape, self.groups)
+
+    def assemble(self, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return parts of samples, or of labels, as a tensor of the whole ones."""
+        parts = {
+            part.dim() - FROM_END[axis]: Partition.even(
+                axis, shape[len(shape) - FROM_END[axis]], len(line.ranks)
+            )
+            for axis, line in self.groups.lines.items()
+        }
+        return SplitTensor(part, parts, self.groups)
 
 
 def from_part(tensor: torch.Tensor, shape: Sequence[int], groups: SpatialGroups) -> SplitTensor:

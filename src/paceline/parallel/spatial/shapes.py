@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
 from .exchange import fetch, rows_of
+from .layer_names import layer
 from .partition import Partition
 from .pointwise import aligned, functions, merged_parts
 from .split_tensor import SplitTensor, first_split, handles, refused
@@ -82,8 +83,6 @@ def _places(
 def _say_gather(values: SplitTensor, func: Any) -> None:
     bytes_of = values.numel() * values.element_size()
     if bytes_of > 64 << 20:
-        from .split_tensor import layer
-
         line = (
             f"{layer()}: {func.__name__} merges divided dims, so each rank gathers "
             f"{bytes_of / 2**20:,.0f} MiB. HINT: pool before it"

@@ -5,24 +5,21 @@ of three ways: a handler computes this rank's part of the result, or the whole t
 (a flatten before a head), or it is refused. Nothing else computes with the part alone.
 """
 
-import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...comm.group_device import exchangeable
 from .exchange import Line, fetch, rows_of
+from .layer_names import layer
 from .partition import Partition
 
 Handler = Callable[..., Any]
 
 HANDLERS: dict[Any, Handler] = {}
 _ANYWHERE: set[Handler] = set()  # handlers whose first argument can be another tensor
-_names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # for messages
 
 
 class SpatialGroups:
@@ -233,25 +230,6 @@ def first_split(values: Iterable[Any]) -> SplitTensor | None:
         if isinstance(value, (list, tuple)) and (found := first_split(value)) is not None:
             return found
     return None
-
-
-# where an error is
-
-
-def name_modules(model: nn.Module) -> None:
-    """Note the names of a model's modules for messages."""
-    _names.update((module, name or "the model") for name, module in model.named_modules())
-
-
-def layer() -> str:
-    """Return the layer of the model that is computing, for messages."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in _names:
-            return f"{_names[module]} ({type(module).__name__})"
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return "the script"
 
 
 def refused(what: str, hint: str) -> ValueError:

@@ -19,9 +19,10 @@ from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from . import convolution, losses, norms, pointwise, resampling, shapes  # noqa: F401 - handlers
+from .layer_names import name_modules
 from .model_division import compare_parts
 from .samples import AXES, check_same, spatial_groups, split_inputs, whole
-from .split_tensor import SpatialGroups, name_modules
+from .split_tensor import SpatialGroups
 
 GATHER = "gather"  # the kind of a rule
 

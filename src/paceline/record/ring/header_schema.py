@@ -19,6 +19,7 @@ MAX_RESTARTS = 1 << 20
 MAX_FAILURE_CHARS = 300  # of the text of an exception
 MAX_BLOCKS = 512  # of sharded models
 MAX_BLOCK_CHARS = 200  # of the name of one
+MAX_HALO_LAYERS = 64
 MAX_LAYOUT_CHARS = 512
 MAX_LAYOUTS_CHARS = 64  # of the axes of all models
 MAX_AXES = 8
@@ -88,6 +89,20 @@ class LoaderTotals(TypedDict):
     workers: NonNegativeInt
     processes: bool
     left_out: NonNegativeInt
+
+
+class HaloTotals(TypedDict):
+    """Halos of a rank by layer: name, exchanges, bytes received, seconds waited for them.
+
+    Attributes:
+        seconds: Since the first one.
+    """
+
+    seconds: NonNegativeFloat
+    layers: Annotated[
+        list[tuple[BlockName, NonNegativeInt, NonNegativeInt, NonNegativeFloat]],
+        Meta(max_length=MAX_HALO_LAYERS),
+    ]
 
 
 class Knob(TypedDict):
@@ -266,6 +281,7 @@ class RecordHeader(TypedDict):
     blocks: NotRequired[Annotated[list[BlockName], Meta(max_length=MAX_BLOCKS)]]
     work: NotRequired[StepWork]
     loader: NotRequired[LoaderTotals]
+    halos: NotRequired[HaloTotals]
     knobs: NotRequired[dict[str, Knob]]
     rung: NotRequired[RungTotals]
     children: NotRequired[ChildProcesses]

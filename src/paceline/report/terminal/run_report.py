@@ -117,6 +117,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
                 *_axes(report),
                 *_groups(report),
                 *_sharded_blocks(report),
+                *_halos(report),
             ]
             parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
@@ -341,6 +342,22 @@ def _sharded_blocks(report: Report) -> list[RenderableType]:
         table.add_row(f"{counted(len(more), 'more block')} (--json)", "", "", "", "", rest)
     lines = [Text(f"{line}.") for line in exposed_blocks(report)]
     return [table, *lines, Text()]
+
+
+def _halos(report: Report) -> list[RenderableType]:
+    """Return the layers that wait longest for halos, in layouts that divide samples."""
+    if not report.halos:
+        return []
+    table = Table(box=None, pad_edge=False)
+    headings = ("halos of", "exchanges", "received, all ranks", "exposed")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    for one in report.halos[:MAX_LISTED_BLOCKS]:
+        table.add_row(one.name, str(one.exchanges), size(one.bytes), percent(one.exposed))
+    if more := report.halos[MAX_LISTED_BLOCKS:]:
+        rest = percent(sum(one.exposed for one in more))
+        table.add_row(f"{counted(len(more), 'more layer')} (--json)", "", "", rest)
+    return [table, Text()]
 
 
 def _collective(one: Collective) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from ...parallel.mesh import Mesh
 
 if TYPE_CHECKING:  # imported by the first layout that divides samples
+    from ...parallel.spatial.samples import LoadedParts
     from ...parallel.spatial.split_tensor import SpatialGroups
 
 Slices = tuple[slice, ...]
@@ -124,6 +125,15 @@ class SampleParts:
                     out.flush()
             if group is not None:
                 dist.barrier(group)
+
+    def _sample_division(self) -> "LoadedParts | None":
+        """Return how loaders divide samples; None without axes d, h or w."""
+        groups = self._spatial_groups()
+        if groups is None:
+            return None
+        from ...parallel.spatial.samples import LoadedParts
+
+        return LoadedParts(groups)
 
     def _spatial_groups(self) -> "SpatialGroups | None":
         if not {"depth", "height", "width"} & self.mesh.shape.keys():

@@ -71,6 +71,11 @@ class HDF5Rows(Rows):
             return self._shaped(rows, first, end)
         return self._decoder.decode(native(rows, self.description))
 
+    def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        with convert_library_errors(self.description):
+            rows = self._data[(i, *part)]
+        return self._decoder.decode(native(rows, self.description))
+
     def _shaped(self, rows: Any, first: int, end: int) -> Array:
         arrays = np.empty(end - first, object)
         shapes: Any = [(-1,)] * len(arrays)

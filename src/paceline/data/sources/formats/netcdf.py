@@ -48,8 +48,14 @@ class NetCDFRows(Rows):
         return int(self._data.shape[0])
 
     def read(self, first: int, end: int) -> Array:
+        return self._read(slice(first, end))
+
+    def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        return self._read((i, *part)).astype(self.dtype, copy=False)
+
+    def _read(self, index: Any) -> Array:
         with convert_library_errors(self.description), _LOCK:
-            rows = self._data[first:end]
+            rows = self._data[index]
         if np.ma.isMaskedArray(rows):
             rows = with_nan(rows.data, np.ma.getmaskarray(rows), self.description)
         return native(rows, self.description)

@@ -54,6 +54,14 @@ class Rows(ABC):
     def row(self, i: int) -> Any:
         return self.read(i, i + 1)[0]
 
+    def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        """Return a hyperslab of row ``i``; other rows of its chunk are not decompressed.
+
+        Raises OSError or ValueError.
+        """
+        found: Array = self.row(i)[part]
+        return found
+
     def close(self) -> None:
         return None
 
@@ -80,6 +88,9 @@ class StackedRows(Rows):
 
     def read(self, first: int, end: int) -> Array:
         return np.stack([one.read(first, end) for one in self.parts], axis=1)
+
+    def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        return np.stack([one.read_part(i, part[1:]) for one in self.parts[part[0]]])
 
     def close(self) -> None:
         for one in self.parts:

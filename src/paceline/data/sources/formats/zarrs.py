@@ -55,6 +55,10 @@ class ZarrRows(Rows):
         with convert_library_errors(self.description):
             return self._decoder.decode(native(self._data[first:end], self.description))
 
+    def read_part(self, i: int, part: tuple[slice, ...]) -> Array:
+        with convert_library_errors(self.description):
+            return self._decoder.decode(native(self._data[(i, *part)], self.description))
+
 
 def _attributes(data: Any) -> dict[str, Any]:
     """Return the attributes of an array. In zarr version 2, xarray stores _FillValue as the fill
