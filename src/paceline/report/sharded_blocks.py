@@ -1,20 +1,24 @@
-"""Gathers and reductions of sharded models, for the terminal and the page."""
+"""Gathers and reductions of sharded models, and exchange of a tensor axis by layer, for the
+terminal and the page."""
 
 from ..analyze.diagnosis.evidence import MIN_SHARE
 from ..analyze.figures.report import Report
-from ..analyze.sharding.block_exchange import KINDS, ShardedBlock
+from ..analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
 from ..analyze.sharding.late_gathers import describe_blocks, exposed_s
 from .numbers import duration, size
 
 MAX_LISTED_BLOCKS = 8
 
 
-def by_exposed_time(report: Report) -> list[ShardedBlock]:
-    """Return the blocks, those with most exposed time first."""
-    return sorted(report.blocks, key=lambda block: -block.exposed_s())
+LAYER_HEADINGS = ("layer of the tensor axis", "size", *LAYER_KINDS, "exposed per step")
 
 
-def block_cells(block: ShardedBlock) -> list[str]:
+def by_exposed_time(blocks: list[ShardedBlock]) -> list[ShardedBlock]:
+    """Return blocks or layers, those with most exposed time first."""
+    return sorted(blocks, key=lambda block: -block.exposed_s())
+
+
+def block_cells(block: ShardedBlock, kinds: tuple[str, ...] = KINDS) -> list[str]:
     """Return the texts of a table row: name, size, calls of each kind, exposed time of a step.
 
     Calls: their number in a step, and how late each one comes.
@@ -22,7 +26,7 @@ def block_cells(block: ShardedBlock) -> list[str]:
     most = max((one.bytes for one in block.calls), default=0.0)
     calls = {one.kind: one for one in block.calls}
     cells = [block.name, size(most)]
-    for kind in KINDS:
+    for kind in kinds:
         one = calls.get(kind)
         cells.append(f"{one.count:.3g} x {duration(one.late_s)}" if one is not None else "-")
     return [*cells, duration(block.exposed_s())]

@@ -9,12 +9,19 @@ from paceline.analyze.diagnosis.causes import Evidence, causes
 from paceline.analyze.diagnosis.ladder import waterfall
 from paceline.analyze.figures.losses import Loss
 from paceline.analyze.figures.process_groups import Collective, Group
+from paceline.analyze.sharding.block_exchange import BlockCalls, ShardedBlock
 from paceline.predict.remedies import remedies
 
 RUNGS = {
     "alone": rung(0.05, ranks=1), "silent": rung(0.05),
     "cached": rung(0.1), "everything": rung(0.1),
 }  # fmt: skip
+
+
+LAYERS = [
+    ShardedBlock(name, [BlockCalls("forward", 1, 4e6, seconds, 0.0, seconds)])
+    for name, seconds in (("mlp.0", 0.01), ("mlp.2", 0.04))
+]
 
 
 def proposed(axis="tensor", extent=4, hosts=1, calls="all-reduce"):
@@ -24,7 +31,7 @@ def proposed(axis="tensor", extent=4, hosts=1, calls="all-reduce"):
     group = Group("g", extent, members, 0.0, 0.5, 0.0, 1.0, [collective], axis)
     names = [f"node{rank * hosts // extent}" for rank in members]
     report = SimpleNamespace(
-        losses=[Loss("transfer", 0.5)], groups=[group], hosts=names, ranks=members,
+        losses=[Loss("transfer", 0.5)], groups=[group], hosts=names, ranks=members, layers=LAYERS,
         states=[{"useful": 0.5, "other": 0.0, "starved": 0.0}] * extent, size=extent,
     )  # fmt: skip
     e = Evidence(
@@ -43,6 +50,8 @@ def test_the_axis_is_named_with_its_ranks_and_calls():
         "the 4 ranks of the tensor axis exchange activations in each divided layer: 16 calls of "
         "all-reduce per step with 4e+03 kB each"
     )
+    assert cause.sentence.endswith("; most in mlp.2, 40 ms of a step")
+    assert cause.evidence["layers"][1] == {"name": "mlp.0", "exposed_s": 0.01}
     assert {"tensor-axis", "sequence-split"} <= found.keys()
     assert found["sequence-split"].gain is None  # it must be tried
     assert found["sequence-split"].settable

@@ -8,10 +8,12 @@ from records import Rank, report_of
 
 from paceline.analyze.figures.report import analyse_with_window
 from paceline.analyze.records.load_run import Run
-from paceline.record.ring.states import Op, State
+from paceline.record.ring.states import FIRST_BLOCK_PEER, Op, State
 from paceline.report.console import PlainConsole
 from paceline.report.page.run_page import single
 from paceline.report.terminal.run_report import panel
+
+LAYER = FIRST_BLOCK_PEER  # label of the first name of "blocks"
 
 
 def job(folder):
@@ -26,15 +28,16 @@ def job(folder):
         groups = {f"t{data}": (2, tensor), f"d{tensor}": (2, data), "all": (4, i)}
         labels = {f"t{data}": f"tensor (data {data})", f"d{tensor}": f"data (tensor {tensor})"}
         mesh = {"axes": [["data", 2], ["tensor", 2]], "place": [data, tensor], "groups": labels}
-        rank = Rank(folder, i, 4, groups=groups, mesh=mesh)
+        rank = Rank(folder, i, 4, groups=groups, mesh=mesh, blocks=["mlp.2", "blocks.0"])
         for step in range(11):
             begin = 100 * step
             arrived = begin + (60 if i == 3 else 50)
             rank.was(State.FORWARD, begin, arrived)
-            rank.collective(arrived, arrived, begin + 70, amount=1000, group=f"t{data}")
+            rank.collective(arrived, arrived, begin + 70, amount=1000, group=f"t{data}", peer=LAYER)
             rank.collective(
                 *(begin + 70, begin + 70, begin + 90),
                 op=Op.REDUCE_SCATTER,
+                peer=LAYER - 1,
                 amount=500,
                 group=f"d{tensor}",
             )
@@ -67,6 +70,18 @@ def test_each_axis_has_efficiencies_of_its_own(tmp_path):
     assert report.doubts == []
 
 
+def test_exchange_of_the_tensor_axis_by_layer(tmp_path):
+    report = report_of(job(tmp_path))
+    (layer,) = report.layers
+    (calls,) = layer.calls
+    assert (layer.name, calls.kind, calls.bytes) == ("mlp.2", "forward", 1000)
+    assert calls.count == pytest.approx(1)
+    axis = next(one for one in report.axes if one.name == "tensor")
+    assert layer.exposed_s() == pytest.approx((axis.wait + axis.transfer) * 0.1)
+    (block,) = report.blocks
+    assert [(block.name, one.kind) for one in block.calls] == [("blocks.0", "reduction")]
+
+
 def test_the_table_of_axes(tmp_path):
     console = PlainConsole(file=io.StringIO(), width=200)
     console.print(panel(report_of(job(tmp_path)), 200, full=True))
@@ -74,6 +89,8 @@ def test_the_table_of_axes(tmp_path):
     cells = row.strip(" │").split()
     assert cells[:3] == ["tensor", "2", "2"]
     assert row.index("2.5") < row.index("15")
+    assert "layer of the tensor axis" in console.file.getvalue()
+    assert re.search(r"mlp\.2 +1e\+03 B +1 x 17\.5 ms +- +17\.5 ms", console.file.getvalue())
     assert "1e+03 B" in row
 
 
@@ -85,6 +102,7 @@ def test_the_table_of_axes_on_the_page(tmp_path):
     assert [name for name, _ in rows] == ["data", "tensor", "all ranks"]
     cells = re.findall(r">([^<]+)</td>", rows[1][1])
     assert cells[:4] == ["2", "2", "2.5 %", "15.0 %"]
+    assert "<td>mlp.2</td>" in page.partition('<table id="layers">')[2].partition("</table>")[0]
 
 
 def test_without_other_axes_than_data_there_is_no_table(tmp_path):

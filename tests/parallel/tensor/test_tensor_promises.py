@@ -149,6 +149,13 @@ def check_record(report, layout, count):
     assert axes["tensor"]["groups"] * axes["tensor"]["extent"] == count
     assert ("data" in axes) == ("dp2" in layout)
     assert axes["tensor"]["bytes_per_step"] > 0
+    layers = {layer["name"]: layer["calls"] for layer in report["layers"]}
+    assert {"embedding", "encoder.linear2", "lstm"} <= layers.keys()
+    assert {call["kind"] for call in layers["encoder.linear1"]} >= {"backward"}
+    exposed = sum(c["wait_s"] + c["transfer_s"] for calls in layers.values() for c in calls)
+    whole = (axes["tensor"]["wait"] + axes["tensor"]["transfer"]) * report["window_s"]
+    assert 0 < exposed <= whole / (report["steps"] - 1) * (1 + 1e-6)
+    assert not {layer["name"] for layer in report["blocks"]} & layers.keys()
     for kind in ("wait", "transfer"):
         of_ranks = sum(rank[kind] for rank in report["states"]) / count
         assert sum(axis[kind] for axis in axes.values()) == pytest.approx(of_ranks, abs=1e-9)

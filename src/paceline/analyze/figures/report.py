@@ -32,7 +32,7 @@ from ..records.state_timeline import (
     find_window,
     total,
 )
-from ..sharding.block_exchange import ShardedBlock, measure_blocks
+from ..sharding.block_exchange import ShardedBlock, measure_blocks, measure_layers
 from .halos import HaloLayer, halo_layers
 from .losses import Loss, losses_add_up
 from .measured_window import MeasuredWindow
@@ -124,6 +124,7 @@ class Report:
     other_threads: list[OtherThreads] = field(default_factory=list)  # of each rank
     memory: list[MemoryGrowth] = field(default_factory=list)  # steady growth, the soonest end first
     blocks: list[ShardedBlock] = field(default_factory=list)  # of sharded models
+    layers: list[ShardedBlock] = field(default_factory=list)  # that exchange on a tensor axis
     noise_scale: NoiseScale | None = None  # None: one rank, or too few sampled steps
     peaks: list[MemoryPeak] = field(default_factory=list)  # of each rank, the largest first
     halos: list[HaloLayer] = field(default_factory=list)  # most exposed time first
@@ -256,7 +257,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
             "starved_in",
             "other_threads",
             "blocks",
-            "axes",
+            *("axes", "layers"),
         ]
         nothing: dict[str, Any] = dict.fromkeys((*names, "slowest_real", "step_times"))
         nothing |= {"samples": 0}
@@ -286,6 +287,7 @@ def _window_figures(m: MeasuredWindow | None, axis: DataAxis | None) -> dict[str
         "groups": groups,
         "axes": axis_figures(m, groups),
         "blocks": measure_blocks(m.records, m.matched, m.blocked, m.within),
+        "layers": measure_layers(m.records, m.matched, m.blocked, m.within),
         "ranges": _range_efficiencies(m),
         "losses": m.losses,
         "step_times": took,

@@ -1,6 +1,7 @@
-"""Measure the gathers and reductions of a sharded model (FSDP2), by block.
+"""Measure the gathers and reductions of a sharded model (FSDP2) by block, and the exchange of a
+tensor axis by layer.
 
-The events of these collectives have the number of the block (record/hooks/sharded).
+The events of these collectives have the number of the module (record/hooks/sharded).
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from ...record.ring.states import FIRST_BLOCK_PEER, LAUNCH_STATES, Op, State
 from ..records.blocked_time import BlockedTime
 from ..records.match_collectives import MatchedCommunication, launch_states, split_by_record
+from ..records.mesh_places import axes_of_groups
 from ..records.read_record import Record
 from ..records.state_timeline import Ints, Window, blocking_states
 
@@ -20,6 +22,9 @@ ROOT = "(root)"  # parameters of a model outside of its blocks
 UNNAMED = "(unnamed)"  # blocks whose name the header does not have
 FORWARD_GATHER, BACKWARD_GATHER, REDUCTION = "forward gather", "backward gather", "reduction"
 KINDS = (FORWARD_GATHER, BACKWARD_GATHER, REDUCTION)
+FORWARD, BACKWARD = "forward", "backward"
+LAYER_KINDS = (FORWARD, BACKWARD)
+TENSOR = "tensor"  # the axis of such a group
 _FIGURES = ("count", "bytes", "in_flight_ns", "wait_ns", "transfer_ns")
 
 
@@ -29,7 +34,8 @@ class BlockCalls:
 
     Attributes:
         kind: "forward gather" (outside of a backward), "backward gather", or "reduction" (reduce-
-            scatters, and all-reduces between the replicas of shards).
+            scatters, and all-reduces between the replicas of shards); of a layer of a tensor axis
+            "forward" or "backward".
         count: Calls per optimizer step.
         bytes: Bytes of a mean call, of the whole vector.
         in_flight_s: Time of a mean call from its launch to its known end.
@@ -56,7 +62,7 @@ class BlockCalls:
 
 @dataclass(frozen=True)
 class ShardedBlock:
-    """One block of a sharded model: parameters that are gathered together.
+    """One block of a sharded model: parameters that are gathered together; or one layer.
 
     Attributes:
         name: Name of the module; ROOT for the model.
@@ -78,52 +84,98 @@ def measure_blocks(
 
     blocked: Exposed time of each row of ``matched.waits``.
     """
-    names = list(dict.fromkeys(name for record in records for name in _names(record)))
-    if not names:
+    return _measure(_Sums(records, KINDS, of_tensor=False), matched, blocked, within)
+
+
+def measure_layers(
+    records: list[Record], matched: MatchedCommunication, blocked: BlockedTime, within: Window
+) -> list[ShardedBlock]:
+    """Return the exchange of a tensor axis by layer, in the order of their first exchange."""
+    return _measure(_Sums(records, LAYER_KINDS, of_tensor=True), matched, blocked, within)
+
+
+class _Sums:
+    """Sums over labelled collectives, by module, kind and figure.
+
+    Attributes:
+        of_tensor: Whether they are collectives of a tensor axis, or of all other groups.
+    """
+
+    def __init__(self, records: list[Record], kinds: tuple[str, ...], of_tensor: bool) -> None:
+        self.records, self.kinds, self.of_tensor = records, kinds, of_tensor
+        self.names = list(dict.fromkeys(name for record in records for name in _names(record)))
+        # the last module is UNNAMED
+        self.values = np.zeros((len(self.names) + 1, len(kinds), len(_FIGURES)))
+        self.axes = axes_of_groups(records)
+
+    def index(self, record: Record) -> Ints:
+        """Return the places of a record's modules, and that of unnamed ones."""
+        known = [self.names.index(name) for name in _names(record)]
+        return np.array([*known, len(self.names)])
+
+    def labelled(self, record: Record, rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Return which events belong to these sums."""
+        groups = record.meta.get("groups", {})
+        of_tensor = np.zeros(max([int(number) for number in groups] + [0]) + 1, bool)
+        for number, group in groups.items():
+            of_tensor[int(number)] = self.axes.get(group["name"]) == TENSOR
+        labelled = rows["peer"] <= FIRST_BLOCK_PEER
+        return np.asarray(labelled & (of_tensor[rows["group"]] == self.of_tensor))
+
+    def kind_of(self, rows: npt.NDArray[Any], record: Record) -> Ints:
+        """Return the place of each event's kind: by where the rank launched it.
+
+        A kernel of a GPU may run when the rank is in another phase already.
+        """
+        inside = _in_backward(rows, record)
+        if self.of_tensor:
+            return np.where(inside, LAYER_KINDS.index(BACKWARD), LAYER_KINDS.index(FORWARD))
+        gather = np.where(inside, KINDS.index(BACKWARD_GATHER), KINDS.index(FORWARD_GATHER))
+        is_gather = rows["op"] == Op.ALL_GATHER
+        return np.where(is_gather, gather, KINDS.index(REDUCTION))
+
+
+def _measure(
+    sums: _Sums, matched: MatchedCommunication, blocked: BlockedTime, within: Window
+) -> list[ShardedBlock]:
+    records, steps = sums.records, 0
+    if not sums.names:
         return []
-    sums = np.zeros((len(names) + 1, len(KINDS), len(_FIGURES)))  # the last one is UNNAMED
-    steps = 0
     ends = np.cumsum([len(rows) for rows in split_by_record(matched.waits, len(records))])
     exposed = (np.split(times, ends[:-1]) for times in (blocked.wait, blocked.transfer))
     for record, wait, transfer in zip(records, *exposed, strict=True):
         step_ends = record.events_in(State.STEP)["end"]
         steps += int(((step_ends > within.start) & (step_ends <= within.end)).sum())
-        index = np.array([*(names.index(name) for name in _names(record)), len(names)])
-        _add_launches(sums, record, index, within)
-        _add_waits(sums, record, index, wait, transfer)
+        _add_launches(sums, record, within)
+        _add_waits(sums, record, wait, transfer)
     if not steps:
         return []
-    return [block for block in _blocks([*names, UNNAMED], sums, steps) if block.calls]
+    return [block for block in _blocks(sums, steps) if block.calls]
 
 
 def _names(record: Record) -> list[str]:
     return [str(name) or ROOT for name in record.meta.get("blocks", [])]
 
 
-def _add_launches(
-    sums: npt.NDArray[np.float64], record: Record, index: Ints, within: Window
-) -> None:
+def _add_launches(sums: _Sums, record: Record, within: Window) -> None:
     """Add number, bytes and time in flight of the collectives that lie in the window."""
     rows = record.events_in(*launch_states(record))
     rows = rows[(rows["start"] >= within.start) & (rows["end"] <= within.end)]
-    labelled = rows["peer"] <= FIRST_BLOCK_PEER
-    rows = rows[labelled]
-    place = (_block_of(rows, index), _kind_of(rows, record))
-    np.add.at(sums[:, :, 0], place, 1.0)
-    np.add.at(sums[:, :, 1], place, rows["amount"].astype(np.float64))
-    np.add.at(sums[:, :, 2], place, (rows["end"] - rows["start"]).astype(np.float64))
+    rows = rows[sums.labelled(record, rows)]
+    place = (_block_of(rows, sums.index(record)), sums.kind_of(rows, record))
+    np.add.at(sums.values[:, :, 0], place, 1.0)
+    np.add.at(sums.values[:, :, 1], place, rows["amount"].astype(np.float64))
+    np.add.at(sums.values[:, :, 2], place, (rows["end"] - rows["start"]).astype(np.float64))
 
 
-def _add_waits(
-    sums: npt.NDArray[np.float64], record: Record, index: Ints, wait: Ints, transfer: Ints
-) -> None:
+def _add_waits(sums: _Sums, record: Record, wait: Ints, transfer: Ints) -> None:
     """Add the exposed time. wait, transfer: of each BLOCKED and CALL event of the record (ns)."""
     rows = record.events_in(*blocking_states(record))
-    labelled = (rows["peer"] <= FIRST_BLOCK_PEER) & ((wait > 0) | (transfer > 0))
+    labelled = sums.labelled(record, rows) & ((wait > 0) | (transfer > 0))
     rows = rows[labelled]
-    place = (_block_of(rows, index), _kind_of(rows, record))
-    np.add.at(sums[:, :, 3], place, wait[labelled].astype(np.float64))
-    np.add.at(sums[:, :, 4], place, transfer[labelled].astype(np.float64))
+    place = (_block_of(rows, sums.index(record)), sums.kind_of(rows, record))
+    np.add.at(sums.values[:, :, 3], place, wait[labelled].astype(np.float64))
+    np.add.at(sums.values[:, :, 4], place, transfer[labelled].astype(np.float64))
 
 
 def _block_of(rows: npt.NDArray[Any], index: Ints) -> Ints:
@@ -132,11 +184,8 @@ def _block_of(rows: npt.NDArray[Any], index: Ints) -> Ints:
     return np.asarray(index[np.minimum(number, len(index) - 1)])
 
 
-def _kind_of(rows: npt.NDArray[Any], record: Record) -> Ints:
-    """Return the position in KINDS of each event: a gather by where the rank launched it.
-
-    A kernel of a GPU may run when the rank is in another phase already.
-    """
+def _in_backward(rows: npt.NDArray[Any], record: Record) -> npt.NDArray[np.bool_]:
+    """Return which events the rank launched in a backward."""
     launched = record.events_in(*LAUNCH_STATES)
     launched = launched[launched["peer"] <= FIRST_BLOCK_PEER]
     start = rows["start"].astype(np.int64)
@@ -151,9 +200,7 @@ def _kind_of(rows: npt.NDArray[Any], record: Record) -> Ints:
     if len(backward):
         at = np.searchsorted(backward["start"], start, "right") - 1
         inside = (at >= 0) & (start < backward["end"][at])
-    gather = np.where(inside, KINDS.index(BACKWARD_GATHER), KINDS.index(FORWARD_GATHER))
-    is_gather = rows["op"] == Op.ALL_GATHER
-    return np.asarray(np.where(is_gather, gather, KINDS.index(REDUCTION)))
+    return inside
 
 
 def _call_number(rows: npt.NDArray[Any]) -> Ints:
@@ -161,8 +208,8 @@ def _call_number(rows: npt.NDArray[Any]) -> Ints:
     return np.asarray(rows["group"].astype(np.int64) << 32 | rows["seq"].astype(np.int64))
 
 
-def _blocks(names: list[str], sums: npt.NDArray[np.float64], steps: int) -> Iterator[ShardedBlock]:
-    for name, kinds in zip(names, sums.tolist(), strict=True):
+def _blocks(sums: _Sums, steps: int) -> Iterator[ShardedBlock]:
+    for name, kinds in zip([*sums.names, UNNAMED], sums.values.tolist(), strict=True):
         calls = [
             BlockCalls(
                 kind,
@@ -172,7 +219,7 @@ def _blocks(names: list[str], sums: npt.NDArray[np.float64], steps: int) -> Iter
                 wait / steps / 1e9,
                 transfer / steps / 1e9,
             )
-            for kind, (count, size, flight, wait, transfer) in zip(KINDS, kinds, strict=True)
+            for kind, (count, size, flight, wait, transfer) in zip(sums.kinds, kinds, strict=True)
             if count or wait or transfer
         ]
         yield ShardedBlock(name, calls)

@@ -15,11 +15,15 @@ parallelism); each one is the backward of another one.
 | ``total_piece`` | reduce-scatter | all-gather |
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...record.hooks.sharded.block_labels import BlockLabels, labels_of_group
+from .names import module_name
 from .splits import Split
 
 # the name of newer versions of PyTorch
@@ -39,15 +43,37 @@ class TensorAxis:
     """
 
     token_dim: int | None = None
+    _labels: BlockLabels | None = None
+    _layer: str | None = None  # that exchanges, if it is known
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self.group, self._labels = group, labels_of_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def layer(self) -> str:
+        """The name of the module that exchanges, for records; "" without a record."""
+        if self._labels is None:
+            return ""
+        return module_name() if self._layer is None else self._layer
+
+    @contextmanager
+    def exchange_of(self, layer: str) -> Iterator[None]:
+        """Context of the exchange of a layer, in forward or backward."""
+        before, self._layer = self._layer, layer
+        try:
+            yield
+        finally:
+            self._layer = before
+
+    def _labelled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._labels is None else self._labels.calls_of(self.layer)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks."""
         found = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(found, group=self.group)
+        with self._labelled():
+            dist.all_reduce(found, group=self.group)
         return found
 
     def sum_piece(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
@@ -55,7 +81,8 @@ class TensorAxis:
         each = [split.cut(tensor, rank, self.size) for rank in range(self.size)]
         sent = torch.stack(each)
         found = sent.new_empty(sent.shape[1:])
-        _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
+        with self._labelled():
+            _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
         return found
 
     def pieces(self, local: torch.Tensor) -> list[torch.Tensor]:
@@ -64,74 +91,85 @@ class TensorAxis:
         if sent.dtype is torch.bool:
             return [one.bool() for one in self.pieces(sent.to(torch.uint8))]
         found = sent.new_empty((self.size, sent.numel()))
-        _all_gather(found.view(-1), sent.view(-1), group=self.group)
+        with self._labelled():
+            _all_gather(found.view(-1), sent.view(-1), group=self.group)
         return [row.view(sent.shape) for row in found.unbind()]
 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, axis.layer
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_Total, gradient, ctx.axis), None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_Total, gradient, ctx.axis), None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return axis.sum(x)
+        ctx.axis, ctx.layer = axis, axis.layer
+        with axis.exchange_of(ctx.layer):
+            return axis.sum(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_Shared, gradient, ctx.axis), None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_Shared, gradient, ctx.axis), None
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis = split, axis
-        return split.join(axis.pieces(x))
+        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
+        with axis.exchange_of(ctx.layer):
+            return split.join(axis.pieces(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_Scattered, gradient, ctx.split, ctx.axis), None, None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_Scattered, gradient, ctx.split, ctx.axis), None, None
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis = split, axis
+        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
         return split.cut(x, axis.rank, axis.size).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_Gathered, gradient, ctx.split, ctx.axis), None, None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_Gathered, gradient, ctx.split, ctx.axis), None, None
 
 
 class _SharedWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis = split, axis
-        return split.join(axis.pieces(x))
+        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
+        with axis.exchange_of(ctx.layer):
+            return split.join(axis.pieces(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_TotalPiece, gradient, ctx.split, ctx.axis), None, None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_TotalPiece, gradient, ctx.split, ctx.axis), None, None
 
 
 class _TotalPiece(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis = split, axis
-        return axis.sum_piece(x, split)
+        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
+        with axis.exchange_of(ctx.layer):
+            return axis.sum_piece(x, split)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _apply(_SharedWhole, gradient, ctx.split, ctx.axis), None, None
+        with ctx.axis.exchange_of(ctx.layer):
+            return _apply(_SharedWhole, gradient, ctx.split, ctx.axis), None, None
 
 
 def _apply(function: Any, *args: Any) -> Any:

@@ -43,11 +43,11 @@ def split_recurrent(
 ) -> Callable[..., Any]:
     """Return the forward of a recurrent layer with these splits."""
 
-    def forward(module: nn.RNNBase, x: Any, hx: Any = None) -> Any:
-        usual = isinstance(x, torch.Tensor) and x.dim() == 3 and not module.proj_size
+    def forward(self: nn.RNNBase, x: Any, hx: Any = None) -> Any:  # names.module_name sees self
+        usual = isinstance(x, torch.Tensor) and x.dim() == 3 and not self.proj_size
         if views.are_whole or not usual:
-            return _with_whole_weights(kind, module, splits, views, x, hx)
-        return _Layers(module, views.axis).run(x, hx)
+            return _with_whole_weights(kind, self, splits, views, x, hx)
+        return _Layers(self, views.axis).run(x, hx)
 
     return forward
 

@@ -4,13 +4,14 @@ from typing import Any
 
 from ...analyze.figures.report import Report, RunAnalysis
 from ...analyze.records.state_timeline import STATES
+from ...analyze.sharding.block_exchange import LAYER_KINDS
 from ..core_waits import core_wait_sentence
 from ..memory import memory_warnings, peak_sentence
 from ..noise_scale import noise_scale_sentence
 from ..numbers import counted
 from ..pipelines import pipeline_sentences
 from ..sentences import cause, outliers, troubles
-from ..sharded_blocks import block_cells, by_exposed_time, exposed_blocks
+from ..sharded_blocks import LAYER_HEADINGS, block_cells, by_exposed_time, exposed_blocks
 from ..state_names import shown_states, state_name
 from ..terminal import step_work
 from ..terminal.run_report import AXIS_HEADINGS, EFFICIENCY_TREE, axis_cells, has_efficiency
@@ -114,7 +115,13 @@ def _context(report: Report, charts: dict[str, Any]) -> dict[str, Any]:
         "axis_rows": [(axis.name, *axis_cells(axis)) for axis in report.axes],
         "groups": _groups(report),
         "shown_groups": SHOWN_GROUPS,
-        "block_rows": [block_cells(block) for block in by_exposed_time(report)[:SHOWN_BLOCKS]],
+        "block_rows": [
+            block_cells(block) for block in by_exposed_time(report.blocks)[:SHOWN_BLOCKS]
+        ],
+        "layer_headings": LAYER_HEADINGS,
+        "layer_rows": [
+            block_cells(one, LAYER_KINDS) for one in by_exposed_time(report.layers)[:SHOWN_BLOCKS]
+        ],
         "hidden_blocks": max(len(report.blocks) - SHOWN_BLOCKS, 0),
         "exposed_blocks": exposed_blocks(report),
         "pipeline": pipeline_sentences(report),

@@ -12,6 +12,7 @@ from rich.text import Text
 from ...analyze.figures.mesh_axes import MeshAxis
 from ...analyze.figures.process_groups import Collective
 from ...analyze.figures.report import Report
+from ...analyze.sharding.block_exchange import KINDS, LAYER_KINDS, ShardedBlock
 from ...record.ring.launcher_messages import notify
 from ..console import PlainConsole
 from ..core_waits import core_wait_sentence
@@ -20,7 +21,13 @@ from ..noise_scale import noise_scale_sentence
 from ..numbers import amount, counted, duration, percent, size
 from ..pipelines import pipeline_sentences
 from ..sentences import outliers, sentence, troubles
-from ..sharded_blocks import MAX_LISTED_BLOCKS, block_cells, by_exposed_time, exposed_blocks
+from ..sharded_blocks import (
+    LAYER_HEADINGS,
+    MAX_LISTED_BLOCKS,
+    block_cells,
+    by_exposed_time,
+    exposed_blocks,
+)
 from ..state_names import shown_states, state_name
 from ..verdict.of_run import verdict_of_run
 from ..verdict.table import verdict_table
@@ -118,6 +125,7 @@ def panel(report: Report, width: int = 100, full: bool = False) -> Panel:
                 *_groups(report),
                 *_sharded_blocks(report),
                 *_halos(report),
+                *_tensor_layers(report),
             ]
             parts += [*_losses(report), *_flops_and_roofline(report, width)]
         else:
@@ -328,20 +336,34 @@ def _groups(report: Report) -> list[RenderableType]:
 
 def _sharded_blocks(report: Report) -> list[RenderableType]:
     """Return the gathers and reductions of the blocks with most exposed time."""
-    if not report.blocks:
+    headings = ("sharded block", "size", "late in forward", "late in backward", "late reductions")
+    table = _modules(report.blocks, (*headings, "exposed per step"), KINDS, "block")
+    lines = [Text(f"{line}.") for line in exposed_blocks(report)]
+    return [*table, *lines, Text()] if table else []
+
+
+def _tensor_layers(report: Report) -> list[RenderableType]:
+    """Return the exchange of the layers of a tensor axis with most exposed time."""
+    table = _modules(report.layers, LAYER_HEADINGS, LAYER_KINDS, "layer")
+    return [*table, Text()] if table else []
+
+
+def _modules(
+    found: list[ShardedBlock], headings: tuple[str, ...], kinds: tuple[str, ...], word: str
+) -> list[RenderableType]:
+    if not found:
         return []
     table = Table(box=None, pad_edge=False)
-    headings = ("sharded block", "size", "late in forward", "late in backward", "late reductions")
-    for heading in (*headings, "exposed per step"):
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    blocks = by_exposed_time(report)
+    blocks = by_exposed_time(found)
     for block in blocks[:MAX_LISTED_BLOCKS]:
-        table.add_row(*block_cells(block))
+        table.add_row(*block_cells(block, kinds))
     if more := blocks[MAX_LISTED_BLOCKS:]:
         rest = duration(sum(block.exposed_s() for block in more))
-        table.add_row(f"{counted(len(more), 'more block')} (--json)", "", "", "", "", rest)
-    lines = [Text(f"{line}.") for line in exposed_blocks(report)]
-    return [table, *lines, Text()]
+        empty = ("",) * (len(headings) - 2)
+        table.add_row(f"{counted(len(more), f'more {word}')} (--json)", *empty, rest)
+    return [table]
 
 
 def _halos(report: Report) -> list[RenderableType]:

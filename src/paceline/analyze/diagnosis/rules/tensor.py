@@ -4,9 +4,10 @@ from typing import Any
 
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
+from ...sharding.block_exchange import TENSOR
 from ..evidence import Evidence, NamedCause
 
-TENSOR = "tensor"  # the axis, as records name it
+MAX_LISTED_LAYERS = 8
 
 
 def tensor_exchange(
@@ -29,4 +30,10 @@ def tensor_exchange(
         f"layer: {counted(calls.count / e.steps, 'call')} of {calls.name} per step with "
         f"{size / 1e3:,.3g} kB each, which computing does not hide{line}"
     )
-    return "tensor-exchange", sentence, figures | {"extent": group.size, "hosts": hosts}
+    layers = sorted(e.report.layers, key=lambda one: -one.exposed_s())[:MAX_LISTED_LAYERS]
+    if layers:
+        each = 1e3 * layers[0].exposed_s()
+        sentence += f"; most in {layers[0].name}, {each:.3g} ms of a step"
+    listed = [{"name": one.name, "exposed_s": one.exposed_s()} for one in layers]
+    found = {"extent": group.size, "hosts": hosts, "layers": listed}
+    return "tensor-exchange", sentence, figures | found

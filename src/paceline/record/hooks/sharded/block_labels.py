@@ -1,4 +1,7 @@
-"""Label the gathers and reductions of FSDP2 with the block whose parameters they carry.
+"""Label collectives with the module that they serve.
+
+The gathers and reductions of FSDP2 get the block whose parameters they carry, exchanges of a tensor
+axis the layer.
 
 A block is what one ``fully_shard`` call shards: parameters that are gathered together. FSDP2 calls
 ``FSDPParamGroup.unshard`` to launch a gather, also to prefetch it, and ``post_backward`` to reduce
@@ -7,7 +10,9 @@ process group writes into the events of its collectives.
 """
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...ring.header_schema import MAX_BLOCK_CHARS, MAX_BLOCKS
@@ -35,10 +40,25 @@ class BlockLabels:
     def peer_of(self, param_group: Any) -> int:
         """Return the label of a group of parameters; NO_PEER before FSDP2 has named it."""
         name = param_group._module_fqn
-        if name is None:
-            return NO_PEER
+        return NO_PEER if name is None else self._label(name)
+
+    def _label(self, name: str) -> int:
         found = self._peers.get(name)
         return self._add(name) if found is None else found
+
+    @contextmanager
+    def calls_of(self, name: str) -> Iterator[None]:
+        """Label the collectives that begin in this context with the name of a module."""
+        recorder, before = self._recorder, self._recorder.block_peer
+        try:
+            recorder.hook_calls += 1
+            recorder.block_peer = self._label(name)
+        except Exception as error:
+            report_failure(HOOK, error)
+        try:
+            yield
+        finally:
+            recorder.block_peer = before
 
     def _add(self, name: str) -> int:
         stored = name[:MAX_BLOCK_CHARS]
@@ -75,9 +95,25 @@ class BlockLabels:
         return call
 
 
+_labels: weakref.WeakKeyDictionary[Recorder, BlockLabels] = weakref.WeakKeyDictionary()
+
+
+def labels_of(recorder: Recorder) -> BlockLabels:
+    """Return the labels of a recorder."""
+    if recorder not in _labels:
+        _labels[recorder] = BlockLabels(recorder)
+    return _labels[recorder]
+
+
+def labels_of_group(group: Any) -> BlockLabels | None:
+    """Return the labels for collectives of a process group; None if it is not recorded."""
+    recorder = getattr(group, "_recorder", None)
+    return labels_of(recorder) if isinstance(recorder, Recorder) else None
+
+
 def patch_param_groups(recorder: Recorder, module: Any) -> None:
     """Label the collectives of all models that FSDP2 shards. module: ``_fsdp_param_group``."""
-    labels = BlockLabels(recorder)
+    labels = labels_of(recorder)
     for name in _LABELLED:
         method = getattr(module.FSDPParamGroup, name)
         setattr(module.FSDPParamGroup, name, labels.labelled(method))
