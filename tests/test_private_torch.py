@@ -58,6 +58,7 @@ INTERFACES = {
     f"{BOUND}.TCPStore": "the store of ranks and nodes",
     f"{BOUND}.Work._source_rank": "sender of a message that was received from any rank",
     "torch.distributed.rendezvous._torchelastic_use_agent_store": "whose store env:// uses",
+    "torch.distributed.rendezvous._rendezvous_handlers": "a rehearsed rank has no network",
     "torch.ops._c10d_functional": "functional collectives that are recorded",
     # Memory of a step without data (parallel/memory)
     "torch._subclasses.fake_tensor.FakeTensorMode": "tensors without data",

@@ -51,6 +51,7 @@ from .common.options import (
     TuneExchange,
     Until,
     knobs_of,
+    layout_knob,
     tuning_of,
 )
 from .common.script_options import ScriptCommand
@@ -100,6 +101,8 @@ class RunCommand(ScriptCommand):
         ("paceline run -n 4 --record run/record train.py", "then: paceline report run/record"),
         ("paceline run -n 4 --max-restarts 3 train.py", "restart after failures"),
         ("paceline run -n 4 --show-memory train.py", "memory of each layout, before training"),
+        ("paceline run --rehearse 512 train.py", "errors of 512 ranks, on one machine"),
+        ("paceline run -n 8 --show-layout --layout 'dp2 x tp4' train.py", "what axes send"),
         ("paceline run --make-reference ref.json train.py", "losses of one rank, 3 seeds"),
         ("paceline run -n 4 --reference ref.json train.py", "report a loss that leaves them"),
         ("paceline run -n 4 --until 'accuracy>=0.97' train.py", "end when it is reached"),
@@ -155,6 +158,37 @@ def run(
             "--json, print it as JSON.",
         ),
     ] = False,
+    rehearse: Annotated[
+        int | None,
+        typer.Option(
+            "--rehearse",
+            help="Run SCRIPT as single ranks of a job of N ranks, one after the other, in one "
+            "process on this machine without network, for two steps. Print what each axis "
+            "exchanges, the memory of the ranks, and the first error that they would meet (exit "
+            "code 1). Computes on the CPU; values are not those of a training.",
+            metavar="N",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    show_layout: Annotated[
+        bool,
+        typer.Option(
+            "--show-layout",
+            help="Print on which host each rank would run, and what each axis of the layout sends "
+            "in a step over which links, and end. Rehearses the script (see --rehearse).",
+        ),
+    ] = False,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            "--layout",
+            help="Layout of the models of world.distribute, in place of that of the script: "
+            "'dp2 x tp4', 'zero3'.",
+            metavar="LAYOUT",
+            show_default=False,
+        ),
+    ] = None,
     hosts: Hosts = None,
     hostfile: Hostfile = None,
     launcher: Launcher = None,
@@ -240,8 +274,7 @@ def run(
     from ..launch.start import start
 
     with exit_on_mistake():
-        if show_memory and record is not None:
-            raise ValueError("--show-memory records nothing. HINT: leave out --record")
+        ranks = _check_shown(show_memory, rehearse, show_layout, ranks, record, make_reference)
         guard = guard_of(reference, metric, on_divergence, record, until)
         if make_reference is not None:
             if until is not None:
@@ -253,7 +286,7 @@ def run(
         elif seeds is not None:
             raise ValueError(SEEDS_WITHOUT_REFERENCE)
         found_horovod = check_choice(horovod)
-        knobs = knobs_of(settings, script, exchange)
+        knobs = knobs_of(settings, script, exchange) | layout_knob(layout)
         tuning = tuning_of(tune_exchange, tune_compression, script, knobs)
         sets = sets_of(
             stage or [], [] if dry_run else pack or [], PackHosts(hosts, hostfile, launcher)
@@ -307,6 +340,8 @@ def run(
             dry_run,
             explain_default=True,
             show_memory=show_memory,
+            rehearse=rehearse is not None,
+            show_layout=show_layout,
             discovery=host_discovery_script,
         )
     except ValueError as mistake:
@@ -318,3 +353,37 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing needs cleanup, and torch's takes half a second
+
+
+def _check_shown(
+    show_memory: bool,
+    rehearse: int | None,
+    show_layout: bool,
+    ranks: int | None,
+    record: Path | None,
+    make_reference: Path | None,
+) -> int | None:
+    """Return the number of ranks, after checking the options that train nothing.
+
+    Raises:
+        ValueError: Options contradict each other.
+    """
+    given = {
+        "--show-memory": show_memory,
+        "--rehearse": rehearse is not None,
+        "--show-layout": show_layout,
+    }
+    named = [name for name, is_given in given.items() if is_given]
+    if len(named) > 1 and show_memory:
+        raise ValueError(f"{' and '.join(named)} can't be used together. HINT: one of them")
+    if named and record is not None:
+        raise ValueError(f"{named[0]} records nothing. HINT: leave out --record")
+    if named and make_reference is not None:
+        raise ValueError(f"{named[0]} trains nothing. HINT: leave out --make-reference")
+    if rehearse is None:
+        return ranks
+    if ranks not in (None, rehearse):
+        raise ValueError(
+            f"-n {ranks} and --rehearse {rehearse} name two numbers of ranks. HINT: leave out -n"
+        )
+    return rehearse

@@ -7,10 +7,11 @@ import os
 import resource
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..analyze.rehearsal.facts import RehearsalRequest
 from ..cluster import horovod_import
 from ..cluster.schedulers import time_limit
 from ..cluster.topology.local_resources import free_memory
@@ -73,6 +74,7 @@ class Job:
         stage: Absolute paths of the packed datasets to stage.
         show_memory: Number of ranks, and their largest number on a node, for which to predict the
             memory of each layout, and end; or None.
+        rehearsal: What one rank rehearses in place of training, or None.
         guard: What holds the loss against a reference, or None.
         horovod: What ``import horovod`` finds: a value of ``horovod_import``.
         watch: What the ranks send of each step: value of PACELINE_GUARD; "" for nothing.
@@ -101,6 +103,7 @@ class Job:
     tuning: Tuning | None = None
     stage: list[str] = field(default_factory=list)
     show_memory: tuple[int, int] | None = None
+    rehearsal: RehearsalRequest | None = None
     guard: GuardRequest | None = None
     watch: str = ""
     horovod: str = horovod_import.AUTO
@@ -168,6 +171,8 @@ def variables(job: Job, run: str) -> dict[str, str]:
         found["PACELINE_END_TIME"] = end
     if job.show_memory is not None:
         found["PACELINE_SHOW_MEMORY"] = "{}:{}".format(*job.show_memory)
+    if job.rehearsal is not None:
+        found["PACELINE_REHEARSE"] = json.dumps(asdict(job.rehearsal))
     if job.summary is not None:
         found["PACELINE_SUMMARY"] = str(job.summary.absolute())
     return found

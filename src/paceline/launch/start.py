@@ -6,15 +6,20 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ..analyze.rehearsal.facts import HostFacts, RehearsalRequest
 from ..cluster.schedulers.hostfile import Host
 from ..cluster.topology.local_resources import allowed_threads
 from ..cluster.topology.topology import topology
+from ..plurals import format_ranges
 from ..security.outputs import write_output
 from . import single_node
-from .job import Job, check
+from .job import Job, check, source_file
 from .layout import explain_default_ranks, ranks_per_host
 from .remote.forwarded_env import parse_env_options
-from .target import find_target, plan_job, render_plan
+from .script_source import uses_horovod
+from .target import Target, find_target, plan_job, render_plan
+
+MAX_REHEARSED_RANKS = 16_384  # process groups of more ranks take minutes to create
 
 
 def start(
@@ -29,6 +34,8 @@ def start(
     excluded_hosts: dict[str, str] | None = None,
     explain_default: bool = False,
     show_memory: bool = False,
+    rehearse: bool = False,
+    show_layout: bool = False,
     discovery: str | None = None,
 ) -> int:
     """Run the job on the hosts given by the options or the allocation, and return its exit code.
@@ -46,6 +53,8 @@ def start(
         explain_default: Whether to print how many ranks are started by default, where this host has
             cores for more.
         show_memory: Whether to predict the memory of the ranks in each layout, and end.
+        rehearse: Whether to run the script as single ranks of the job, and end.
+        show_layout: The same, to print the placement of the ranks and what each axis sends.
         discovery: Value of ``--host-discovery-script``, or None. ``ranks`` is then the largest
             world size.
 
@@ -54,7 +63,7 @@ def start(
     """
     environment = parse_env_options(variables)
     guard = None
-    if job.guard is not None and not show_memory:
+    if job.guard is not None and not (show_memory or rehearse or show_layout):
         from .guard.loss_guard import LossGuard
 
         guard = LossGuard(job.guard, ranks or 1, job.words)
@@ -85,6 +94,9 @@ def start(
         os.environ.update(environment)
         alone = replace(job, ranks=1, max_restarts=0, min_hosts=None)
         return single_node.run(replace(alone, show_memory=(sum(each), max(each))))
+    if rehearse or show_layout:
+        os.environ.update(environment)
+        return single_node.run(_rehearsing(job, where, shown_ranks, show_layout))
     if where.tool is None:
         os.environ.update(environment)
         (count,) = ranks_per_host(where.hosts, ranks, where.explicit)
@@ -112,6 +124,48 @@ def start(
         discovery=discovery,
         max_ranks=None if discovery is None else ranks,
     )
+
+
+def _rehearsing(job: Job, where: Target, ranks: int | None, shows_layout: bool) -> Job:
+    """Return the job of one rank on this node that rehearses those of all hosts.
+
+    Raises:
+        ValueError: The script uses Horovod, or there are too many ranks.
+    """
+    if uses_horovod(job):
+        raise ValueError(
+            "--rehearse can't run scripts that use Horovod: its ranks agree about each tensor. "
+            "HINT: paceline run -n 2 tries the script on two ranks"
+        )
+    each = ranks_per_host(where.hosts, ranks, where.explicit)
+    if sum(each) > MAX_REHEARSED_RANKS:
+        raise ValueError(
+            f"--rehearse {sum(each)}: at most {MAX_REHEARSED_RANKS:,} ranks can be rehearsed. "
+            f"HINT: --rehearse {MAX_REHEARSED_RANKS}"
+        )
+    hosts = [
+        HostFacts(host.name, count, _places(job, count) if where.tool is None else [])
+        for host, count in zip(where.hosts, each, strict=True)
+        if count
+    ]
+    layout = str(job.settings.get("layout", ""))
+    names_gpus = b"cuda" in source_file(job.name, job.module).read_bytes()
+    alone = replace(job, ranks=1, max_restarts=0, min_hosts=None, hang_timeout=0.0)
+    alone = replace(alone, tuning=None, report_bindings=False)
+    return replace(alone, rehearsal=RehearsalRequest(hosts, shows_layout, names_gpus, layout))
+
+
+def _places(job: Job, ranks: int) -> list[str]:
+    """Return where on this host its ranks would run; "" for one that is not bound."""
+    from .affinity.bind_ranks import plan_bindings
+
+    found = []
+    for place in plan_bindings(replace(job, ranks=ranks)):
+        parts = [f"socket {format_ranges(list(place.packages))}"] if place.packages else []
+        parts += [f"GPU {place.device}"] if place.device is not None else []
+        parts += [f"near {', '.join(place.cards)}"] if place.cards else []
+        found.append(", ".join(parts))
+    return found
 
 
 def _at_most(ranks: int | None, hosts: list[Host]) -> int | None:

@@ -101,7 +101,7 @@ def watch(
         )
         return STOPPED_EARLY_EXIT_CODE
     if result.state == WorkerState.SUCCEEDED:
-        return agent.guarded.exit_code or int(agent.output.lost)
+        return agent.guarded.exit_code or agent.job_code or int(agent.output.lost)
     return agent.cause.shell_exit_code or 1 if agent.cause is not None else 1
 
 

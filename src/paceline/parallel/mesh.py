@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.sharded_tensor import copies_in_mesh, is_sharded
 from ..comm.group_device import exchangeable
+from ..cost.crossing import FREQUENT_AXES, crossing_line
 from ..cost.layout import AXIS_WORDS, Layout
 from ..plurals import Places, named_ranks
 
@@ -32,9 +33,6 @@ STAGE = "stage"
 TENSOR = "tensor"
 AXES = tuple(AXIS_WORDS.values())
 MODEL_AXES = tuple(axis for axis in AXES if axis != DATA)
-# Their ranks exchange in each layer, so a slow link between them is reported.
-_FREQUENT_AXES = ("depth", "height", "width", "tensor")
-
 FIRST_USE_S = 120.0  # for the connections of a new group
 
 
@@ -248,21 +246,14 @@ class Mesh:
         order = {node: number for number, node in reversed([*enumerate(nodes)])}
         self._ranks = sorted(range(self.size), key=lambda rank: (order[nodes[rank]], rank))
         self._numbers = {rank: number for number, rank in enumerate(self._ranks)}
-        return [line for axis in _FREQUENT_AXES if (line := self._crossing(axis, nodes))]
+        return [line for axis in FREQUENT_AXES if (line := self._crossing(axis, nodes))]
 
     def _crossing(self, axis: str, nodes: Sequence[str]) -> str:
         """Return a line about ranks of an axis on several nodes; "" if there are none."""
         if axis not in self.shape:
             return ""
         groups = [self.ranks_along((axis,), rank) for rank in range(self.size)]
-        crossing = [ranks for ranks in groups if len({nodes[rank] for rank in ranks}) > 1]
-        if not crossing:
-            return ""
-        of_node = min(nodes.count(node) for node in nodes)
-        return (
-            f"the ranks of the axis {axis} exchange in each layer, and {named_ranks(crossing[0])} "
-            f"are on several nodes. HINT: an extent that divides the {of_node} ranks of a node"
-        )
+        return crossing_line(axis, groups, nodes)
 
     def header(self) -> dict[str, Any]:
         """Return the header field ``mesh`` of this rank's record."""

@@ -137,6 +137,12 @@ def update_header(**fields: Any) -> None:
         _loop.recorder.update_header(**fields)
 
 
+def current_recorder() -> Recorder | None:
+    """Return this process's recorder; None without one."""
+    recorder: Recorder | None = _loop.recorder if _loop is not None else None
+    return recorder
+
+
 def release_recorder() -> Recorder | None:
     """Stop recording the training loop, and return this process's recorder; None without one.
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..analyze.figures.noise_scale import NoiseScale, estimate_noise_scale
 from ..checkpoint.saver import CheckpointSaver
 from ..cluster.rank_identity import rank_identity
+from ..comm.rehearsal.install import is_rehearsed
 from ..data.sampling.batch_schedule import BatchSchedule as BatchSchedule
 from ..data.sampling.sample_order import derive_seed, seed_everything
 from ..data.sampling.shard_loader import shard
@@ -43,6 +44,7 @@ from .layouts.export_file import export_from_world, gather_stages
 from .loops.loop_log import LoopLog
 from .loops.training_loops import TrainingLoops
 from .meter import Meter
+from .nonfinite import MODES
 from .optimizer_step import OptimizerSteps
 from .process_group import (
     attempt_store,
@@ -127,6 +129,11 @@ class World(ModelDistribution):
         self._survey = _memory_survey()
         if self._survey is not None:
             record = progress = False
+        if is_rehearsed():  # values are those of no training, and nothing has a GPU
+            nonfinite = "ignore" if nonfinite in MODES else nonfinite
+            replicas = "ignore" if replicas in MODES else replicas
+            device = "cpu" if device is None or device.startswith("cuda") else device
+            precision = "bf16" if precision == "fp16" else precision
         self.rank, self.size, self.local_rank = identity.rank, identity.size, identity.local_rank
         self.mesh = Mesh(self.rank, self.size)
         # Number of ranks before the job lost hosts (launch.recovery.shrink).
@@ -354,7 +361,10 @@ class World(ModelDistribution):
             raise ValueError(
                 f"world.epochs: count must be at least 0; this is {count}. HINT: world.epochs(10)"
             )
-        if checkpoint is None or self._survey is not None:
+        if checkpoint is None:
+            return self._loops.epochs(count, None)
+        interval = CheckpointInterval.parse(every)
+        if self._survey is not None or is_rehearsed():
             return self._loops.epochs(count, None)
         # in a diagnosis the script's own checkpoint folder is not touched
         experiment, source = self._recorder.experiment, None
@@ -365,7 +375,7 @@ class World(ModelDistribution):
         store = PrefixStore(f"{self._savers}", self._store) if self._store else None
         saver = CheckpointSaver(Path(checkpoint), self.rank, self.size, store, self._progress.warn)
         about = (self._state, self._recorder, self._collectives, self._progress.say)
-        checkpointer = Checkpointer(saver, CheckpointInterval.parse(every), *about, source)
+        checkpointer = Checkpointer(saver, interval, *about, source)
         self._finish.savers.append(saver)
         return self._loops.epochs(count, checkpointer)
 

@@ -310,6 +310,18 @@ Json = Annotated[
 ]
 
 
+def layout_knob(layout: str | None) -> dict[str, Any]:
+    """Return the knob that --layout sets. Raises ValueError for a text that is no layout."""
+    if layout is None:
+        return {}
+    from ...cost.layout import Layout
+
+    try:
+        return {"layout": str(Layout.parse(layout))}
+    except ValueError as error:
+        raise ValueError(f"--layout: {error}") from None
+
+
 def knobs_of(settings: Path | None, script: str, exchange: str | None = None) -> dict[str, Any]:
     """Return the knobs that --settings and --exchange set; print a message for ignored ones.
 

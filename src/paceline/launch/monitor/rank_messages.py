@@ -50,6 +50,7 @@ class RankMessage(TypedDict, total=False):
     left: Count
     place: Annotated[str, msgspec.Meta(max_length=MAX_PLACE_CHARS)]
     summary: str
+    job_code: ExitCode
     steps: list[Row]
     model: ModelMessage
     logged: dict[str, float]

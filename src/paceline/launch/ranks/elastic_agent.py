@@ -77,6 +77,7 @@ class ElasticAgent(SimpleElasticAgent):
         self.cause: RankStatus | None = None  # rank whose failure ended the last attempt
         self.end: JobEnd | None = None  # if Paceline ended the last attempt
         self.summary: str | None = None  # report of rank 0, as JSON
+        self.job_code = 0  # exit code of a job whose ranks have ended with 0
         self.pending_signals: list[int] = []  # to be forwarded to the ranks
         self.early_stop_deadline: float | None = None  # deadline for ranks that were asked to stop
         self.guarded = GuardedJob(None)
@@ -389,6 +390,8 @@ class ElasticAgent(SimpleElasticAgent):
             self.defer_termination(signal.SIGTERM)
         elif "summary" in message:
             self.summary = message["summary"]
+        elif "job_code" in message:
+            self.job_code = message["job_code"]
 
     def _progress(self) -> list[ProgressReport]:
         return [host.progress() for host in self._hosts]

@@ -198,6 +198,10 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     An exception is reported to the launcher at once, before other ranks can notice the end of this
     rank and fail in turn.
     """
+    if os.environ.get("PACELINE_REHEARSE"):
+        from .rehearse import rehearse
+
+        return rehearse(lambda: execute(command, horovod), lambda code: finish(code, is_short=True))
     sys.argv = [command["name"], *command["args"]]
     if "RANK" in os.environ:
         set_title(f"rank {os.environ['RANK']}: {' '.join(sys.argv)}")

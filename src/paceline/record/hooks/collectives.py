@@ -319,7 +319,13 @@ METHODS = {
 }
 
 
-def _peer(op: Op, args: tuple[Any, ...]) -> int:
+def bytes_of_call(op: Op, vector_argument: int | None, args: tuple[Any, ...], size: int) -> int:
+    """Return the bytes of the whole vector of a call in a group of this size."""
+    amount = 0 if vector_argument is None else sum_bytes(args[vector_argument])
+    return amount * size if op in (Op.GATHER, Op.SCATTER) else amount
+
+
+def peer_of(op: Op, args: tuple[Any, ...]) -> int:
     """Return the root, or the other rank of a send or receive; -1 for symmetric collectives."""
     if op in POINT_TO_POINT_OPS:
         return int(args[1]) if len(args) > 2 else -1
@@ -337,7 +343,6 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         op in POINT_TO_POINT_OPS,
         op in (*POINT_TO_POINT_OPS, *ROOTED_OPS),
     )
-    shared = op in (Op.GATHER, Op.SCATTER)
     reduces = op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
     in_backward = torch._C._current_graph_task_id
 
@@ -362,12 +367,10 @@ def _recorded(name: str, op: Op, vector_argument: int | None) -> Callable[..., A
         try:
             if is_recorded:
                 called = now() if checked else launched
-                amount = 0 if vector_argument is None else sum_bytes(args[vector_argument])
-                if shared:
-                    amount *= self.size()
+                amount = bytes_of_call(op, vector_argument, args, self.size())
                 in_background = is_in_background(recorder)
                 block = NO_PEER if in_background else recorder.block_peer
-                peer = _peer(op, args) if has_peer else block
+                peer = peer_of(op, args) if has_peer else block
                 seq = self.message_number(op, peer, int(args[-1])) if message else self._seq
                 place = (amount, seq, self._group, number, peer)
                 if checked:

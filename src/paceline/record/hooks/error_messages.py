@@ -84,6 +84,12 @@ def script_line() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def line_of_error(error: BaseException) -> str:
+    """Return the script's line that raised an exception, such as "train.py:31"; "" for none."""
+    frames = _script_frames(traceback.extract_tb(error.__traceback__))
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
 def explain_error(error: BaseException) -> str | None:
     """Return the first explanation of an exception, or None."""
     every = (*explanations, _explain_shared_gpu)

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ class Recorder:
         elif (rank, size) != (self._meta["rank"], self._meta["size"]):
             self._meta.update(rank=rank, size=size)
             self._ring.describe(self._meta)
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The fields of the record's header."""
+        return self._meta
 
     @property
     def path(self) -> Path | None:

@@ -1,0 +1,1 @@
+"""What the rehearsed ranks of a job have called: ``paceline run --rehearse``."""

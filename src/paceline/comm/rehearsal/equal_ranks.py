@@ -1,0 +1,212 @@
+"""A process group of one rank, whose collectives return what ranks with equal data would.
+
+So shapes, dtypes and numbers of bytes are those of the job, and values are not: a sum is this
+rank's part times the number of ranks, and what another rank sends is unknown. Small results that
+all members of a group get alike (broadcasts and sums on which a script may decide) are those of the
+first rank that was rehearsed.
+"""
+
+# mypy: disable-error-code="override"
+# The stub has all overloads of a method; torch calls one, with options as the last argument.
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...analyze.rehearsal.facts import Members
+from ...record.hooks.collectives import METHODS
+from ...record.ring.states import POINT_TO_POINT_OPS, Op
+from ..shared.async_collectives import CompletedWork
+from .calls import CallLog
+
+_RedOp: Any = dist.ReduceOp.RedOpType
+
+
+class EqualRanksGroup(dist.ProcessGroup):
+    """A process group whose other members exist only as numbers.
+
+    Attributes:
+        members: Global ranks.
+    """
+
+    def __init__(self, rank: int, members: Members, name: str, backend: str, log: CallLog) -> None:
+        # The stub knows only the constructor with a store.
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self.members, self.log, self._backend_name = members, log, backend
+        self._number, self._key = log.new_group(name, members)
+        self._count = 0  # of its collectives
+        fake = torch._C._distributed_c10d.FakeProcessGroup
+        make: Any = getattr(fake, "_create_internal", fake)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, make(rank, len(members)))
+
+    def getBackendName(self) -> str:  # noqa: N802  torch calls it by this name
+        return self._backend_name
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        """Return at once. gloo has this barrier, and it returns no Work."""
+        self._count += 1
+        self.log.note(self._number, self._key, self._count, "barrier", ())
+
+    def call(self, name: str, args: tuple[Any, ...]) -> dist.Work:
+        """Note a call, and write what it returns to a rank among equal ones into the outputs."""
+        op, _ = METHODS[name]
+        self._count += op not in POINT_TO_POINT_OPS
+        self.log.note(self._number, self._key, self._count, name, args)
+        with torch.no_grad():
+            outputs = _RESULTS[op](self, name, args)
+        return CompletedWork(outputs)
+
+    # results by operation
+
+    def _all_reduce(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        tensors = _flat(args[0])
+        if not self.log.receive(self._key, self._count, Op.ALL_REDUCE, tensors):
+            for tensor in tensors:
+                _times(tensor, self._factor(args))
+            self.log.keep(self._key, self._count, Op.ALL_REDUCE, tensors)
+        return tensors
+
+    def _reduce(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        tensors = _flat(args[0])
+        if self._root(args) == self.rank():
+            for tensor in tensors:
+                _times(tensor, self._factor(args))
+        return tensors
+
+    def _broadcast(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        tensors = _flat(args[0])
+        if self._root(args) == self.rank():
+            self.log.keep(self._key, self._count, Op.BROADCAST, tensors)
+        elif not self.log.receive(self._key, self._count, Op.BROADCAST, tensors):
+            self._unknown(tensors)
+        return tensors
+
+    def _all_gather(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        outputs, inputs = args[0], args[1]
+        if torch.is_tensor(outputs):
+            outputs, inputs = [outputs], [inputs]
+        for output, source in zip(outputs, inputs, strict=True):
+            parts = output if isinstance(output, list | tuple) else self._chunks(output)
+            for part in parts:
+                self._copy(part, source)
+        return _flat(outputs)
+
+    def _reduce_scatter(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        outputs, inputs = args[0], args[1]
+        if torch.is_tensor(outputs):
+            outputs, inputs = [outputs], [inputs]
+        for output, source in zip(outputs, inputs, strict=True):
+            parts = source if isinstance(source, list | tuple) else self._chunks(source)
+            self._copy(output, parts[self.rank()])
+            _times(output, self._factor(args))
+        return _flat(outputs)
+
+    def _gather(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        outputs = _flat(args[0])
+        for output in outputs:
+            self._copy(output, args[1][0])
+        return outputs
+
+    def _scatter(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        outputs = _flat(args[0])
+        if self._root(args) == self.rank():
+            self._copy(outputs[0], args[1][0][self.rank()])
+        else:
+            self._unknown(outputs)
+        return outputs
+
+    def _all_to_all(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        outputs, inputs = args[0], args[1]
+        if torch.is_tensor(outputs):
+            splits = [given if isinstance(given, list | tuple) else [] for given in args[2:4]]
+            splits += [[]] * (2 - len(splits))
+            outputs, inputs = self._split(outputs, splits[0]), self._split(inputs, splits[1])
+        for output in outputs:  # each of the equal ranks sends what this one would send to itself
+            self._copy(output, inputs[self.rank()])
+        return _flat(outputs)
+
+    def _receive(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        tensors = _flat(args[0])
+        for tensor in tensors:
+            tensor.detach().fill_(1)  # a valid index and flag
+        return tensors
+
+    def _nothing(self, _: str, args: tuple[Any, ...]) -> list[Any]:
+        return []
+
+    # parts
+
+    def _factor(self, args: tuple[Any, ...]) -> int:
+        """Return by what a reduction multiplies the part of each of the equal ranks."""
+        for given in args[1:]:
+            op = getattr(given, "reduceOp", given)
+            if isinstance(op, dist.ReduceOp | _RedOp) and op in (_RedOp.SUM, _RedOp.PREMUL_SUM):
+                return int(self.size())
+        return 1
+
+    def _root(self, args: tuple[Any, ...]) -> int:
+        return next((int(a.rootRank) for a in args if hasattr(a, "rootRank")), 0)
+
+    def _chunks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        return list(tensor.detach().view(self.size(), -1))
+
+    def _split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        if not sizes:
+            return self._chunks(tensor)
+        return tensor.detach().split(list(sizes))
+
+    def _copy(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        if output.numel() == source.numel():
+            output.detach().copy_(source.detach().reshape(output.shape))
+        else:  # parts of other ranks have other sizes
+            output.detach().fill_(1)
+
+    def _unknown(self, tensors: Sequence[Any]) -> None:
+        """Leave numbers, and replace counts and indices, which may not be initialized, by 1."""
+        self.log.has_unknown = True
+        for tensor in tensors:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.detach().fill_(1)
+
+
+def _flat(tensors: Any) -> list[Any]:
+    if torch.is_tensor(tensors):
+        return [tensors]
+    return [one for each in tensors for one in _flat(each)]
+
+
+def _times(tensor: torch.Tensor, factor: int) -> None:
+    if factor != 1 and tensor.dtype != torch.bool:
+        tensor.detach().mul_(factor)
+
+
+_RESULTS: dict[Op, Callable[[EqualRanksGroup, str, tuple[Any, ...]], list[Any]]] = {
+    Op.ALL_REDUCE: EqualRanksGroup._all_reduce,
+    Op.BROADCAST: EqualRanksGroup._broadcast,
+    Op.ALL_GATHER: EqualRanksGroup._all_gather,
+    Op.REDUCE_SCATTER: EqualRanksGroup._reduce_scatter,
+    Op.REDUCE: EqualRanksGroup._reduce,
+    Op.GATHER: EqualRanksGroup._gather,
+    Op.SCATTER: EqualRanksGroup._scatter,
+    Op.ALL_TO_ALL: EqualRanksGroup._all_to_all,
+    Op.BARRIER: EqualRanksGroup._nothing,
+    Op.SEND: EqualRanksGroup._nothing,
+    Op.RECV: EqualRanksGroup._receive,
+}
+
+
+def _method(name: str) -> Callable[..., dist.Work]:
+    def method(self: EqualRanksGroup, *args: Any, **_: Any) -> dist.Work:
+        return self.call(name, args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in METHODS:
+    if hasattr(dist.ProcessGroup, _name):  # names differ between PyTorch's versions
+        setattr(EqualRanksGroup, _name, _method(_name))

@@ -1,0 +1,204 @@
+"""The rank of ``paceline run --rehearse``: run the script as ranks of a job, one after the other.
+
+Each rehearsed rank is a process of its own, forked from this one, whose process groups are
+``EqualRanksGroup``s. Nothing of the job's other ranks exists.
+"""
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import msgspec
+
+from ...analyze.rehearsal.facts import (
+    Failure,
+    HostFacts,
+    RankFacts,
+    Rehearsal,
+    RehearsalRequest,
+)
+from ...analyze.rehearsal.mismatches import find_mismatches
+from ...analyze.rehearsal.representatives import representatives
+from ...comm.rehearsal.calls import CallLog, KeptResult
+from ...comm.rehearsal.install import VARIABLE as RANK_VARIABLE
+from ...record.ring.launcher_messages import notify, send_to_launcher
+from ...report.console import PlainConsole
+from ...report.terminal.rehearsal import rehearsal_json, render
+from ...security.schema import parse_json
+
+VARIABLE = "PACELINE_REHEARSE"  # a RehearsalRequest as JSON
+FAILS, CANNOT = 1, 2  # exit codes: ranks would fail, or the rehearsal has a limit
+Finish = Callable[[int], NoReturn]
+MAX_OUTPUT_BYTES = 1 << 20  # of a failed rank, which is printed
+# Of the launcher, which is not there for rehearsed ranks.
+_NOT_INHERITED = ("PACELINE_RECORD", "PACELINE_STORE_PORT", "TORCH_DIST_INIT_BARRIER")
+
+
+@dataclass
+class Outcome:
+    """What a rehearsed rank reports to this process."""
+
+    facts: RankFacts
+    kept: list[KeptResult] = field(default_factory=list)
+
+
+def rehearse(run: Callable[[], int], finish: Finish) -> int:
+    """Rehearse the job of this process's environment, and print the result.
+
+    Return the exit code of this process; the launcher gets that of the job.
+
+    Args:
+        run: Runs the script, and returns its exit code.
+        finish: Ends a rehearsed rank with its exit code.
+    """
+    text = os.environ.pop(VARIABLE)
+    request = parse_json(text.encode(), RehearsalRequest, VARIABLE)
+    log, found = CallLog(), list[RankFacts]()
+    waiting = [0]
+    while waiting:
+        rank = waiting.pop(0)
+        outcome = _run_rank(rank, request, log, run, finish)
+        log.learn(outcome.facts, outcome.kept)
+        found.append(outcome.facts)
+        if outcome.facts.failure is not None:
+            break
+        if rank == 0:
+            waiting = representatives(request.ranks, outcome.facts.axes)[1:]
+    rehearsal = Rehearsal(request, found)
+    _show(rehearsal)
+    failure = rehearsal.failed.failure if rehearsal.failed is not None else None
+    if failure is not None and failure.is_limit:
+        code = CANNOT
+    else:
+        code = FAILS if failure is not None or find_mismatches(found) else 0
+    return 0 if send_to_launcher(job_code=code) else code
+
+
+def _show(rehearsal: Rehearsal) -> None:
+    """Print the result, and send the JSON to the launcher."""
+    send_to_launcher(summary=json.dumps(rehearsal_json(rehearsal)))
+    text = io.StringIO()
+    terminal = os.environ.get("PACELINE_TTY") == "1"
+    width = int(os.environ.get("PACELINE_WIDTH", 0)) or 100
+    console = PlainConsole(file=text, force_terminal=terminal, width=width)
+    console.print(render(rehearsal))
+    notify(text.getvalue())
+
+
+def _run_rank(
+    rank: int, request: RehearsalRequest, log: CallLog, run: Callable[[], int], finish: Finish
+) -> Outcome:
+    """Run one rank in a new process, and return what it reports."""
+    report, output = os.memfd_create("paceline-rehearsal"), os.memfd_create("paceline-output")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        finish(_be_rank(rank, request, log, run, (report, output)))
+    _, status = os.waitpid(pid, 0)
+    data, shown = _content(report), _content(output)
+    os.close(report)
+    os.close(output)
+    if data:
+        outcome = parse_json(data, Outcome, f"the report of rank {rank}")
+    else:
+        outcome = Outcome(RankFacts(rank, failure=Failure(_ended(status))))
+    if outcome.facts.failure is not None:
+        sys.stderr.write(shown[-MAX_OUTPUT_BYTES:].decode(errors="replace"))
+    facts = replace(outcome.facts, seconds=round(time.monotonic() - started, 3))
+    return replace(outcome, facts=facts)
+
+
+def _content(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, size, 0) if size < 1 << 30 else b""
+
+
+def _ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"the process has ended with exit code {code}"
+    name = signal.Signals(-code).name
+    cause = " (probably because memory ran out)" if name == "SIGKILL" else ""
+    return f"the process was ended by {name}{cause}"
+
+
+def _be_rank(
+    rank: int,
+    request: RehearsalRequest,
+    log: CallLog,
+    run: Callable[[], int],
+    files: tuple[int, int],
+) -> int:
+    """Run the script as a rank, in the forked process, and return its exit code."""
+    from ...comm.rehearsal.install import install
+    from .rehearsal_watch import RehearsalWatch
+
+    report, output = files
+    try:
+        if rank:  # the output of rank 0 is that of the job
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        _set_environment(rank, request)
+        log.rank = rank
+        install(log)
+        if request.names_gpus:
+            from ...comm.rehearsal import cuda_on_cpu
+
+            cuda_on_cpu.install()
+        watch = RehearsalWatch(rank, request.ranks, log)
+        watch.install()
+        code = run()
+        facts = watch.facts(code)
+        outcome = Outcome(facts, log.kept)
+        with open(report, "wb", closefd=False) as file:
+            file.write(json.dumps(msgspec.to_builtins(outcome)).encode())
+    except BaseException as error:
+        sys.stderr.write(f"paceline: the rehearsal of rank {rank} failed: {error!r}\n")
+        sys.stderr.flush()
+        os._exit(CANNOT)
+    return code
+
+
+def _set_environment(rank: int, request: RehearsalRequest) -> None:
+    host, local_rank = _seat(rank, request.hosts)
+    size, local_size = request.ranks, request.hosts[host].ranks
+    for name in _NOT_INHERITED:
+        os.environ.pop(name, None)
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": host,
+        "GROUP_WORLD_SIZE": sum(one.ranks > 0 for one in request.hosts),
+    }
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        CUDA_VISIBLE_DEVICES="",
+        HIP_VISIBLE_DEVICES="",
+        PACELINE_ATTACH="1",
+        PACELINE_AGREE="0",
+        PACELINE_TELLS="launcher",
+    )
+    os.environ[RANK_VARIABLE] = str(rank)
+
+
+def _seat(rank: int, hosts: list[HostFacts]) -> tuple[int, int]:
+    """Return the number of a rank's host, and its local rank."""
+    for number, host in enumerate(hosts):
+        if rank < host.ranks:
+            return number, rank
+        rank -= host.ranks
+    raise AssertionError("the rank is on no host")
