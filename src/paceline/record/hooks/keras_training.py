@@ -39,6 +39,9 @@ def patch_tensorflow_trainer(loop: LoopRecorder, module: Any) -> None:
 
     trainer.make_train_function = make_train_function
     _patch_evaluation(loop, trainer)
+    batches = module.TFEpochIterator  # builds a tf.data.Dataset, and its iterator for an epoch
+    for name in ("__init__", "__next__"):
+        setattr(batches, name, _spanned(loop, getattr(batches, name), State.INPUT))
 
 
 def _recorded_step(
