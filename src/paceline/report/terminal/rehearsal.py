@@ -152,8 +152,8 @@ def _traffic(found: Rehearsal) -> Table:
         size_text = f"{one.size} ranks" if one.size > 1 else "1 rank"
         amount = size(one.bytes)
         if one.others:
-            least = min(one.others.values())
-            amount = f"{size(least)} to {amount}"
+            least = size(min(one.others.values()))
+            amount = amount if least == amount else f"{least} to {amount}"
         row = (one.axis, one.collective, size_text, where, f"{one.calls:,}", amount, size(one.sent))
         table.add_row(*row)
     return table
