@@ -8,6 +8,7 @@ import torch
 from paceline.analyze.verification import find as rules
 from paceline.analyze.verification.find import find, judge
 from paceline.analyze.verification.mistakes import MISTAKES, Finding, Nature
+from paceline.analyze.verification.relations import vectors
 from paceline.analyze.verification.runs_facts import VerifyRuns
 from paceline.record.training.facts.events import CollectiveFacts, DrawFacts, OutputFacts
 from paceline.record.training.facts.samples import Phase
@@ -30,7 +31,7 @@ def in_turn(asked):
         step.backwards = [first, *(replace(one, gradients={}) for one in rest)]
     facts.parts, facts.size = asked.size, 1
     for one in facts.batches:
-        one.samples *= asked.size
+        one.samples, one.indices = one.samples * asked.size, None
     return facts
 
 
@@ -124,6 +125,24 @@ def test_wrong_weights_of_ranks_are_not_taken_for_a_meant_difference():
     assert one.difference is not None
 
 
+def test_wrong_weights_of_accumulated_batches_are_no_padding():
+    """Means over other numbers of words in each of the accumulated batches of a rank."""
+    asked = Training(accumulate=2)
+    runs = verified(asked)
+    runs.replay.is_collated, runs.permuted = True, None
+    for step in runs.replay.steps:
+        parts = [
+            vectors(facts, one.gradients)
+            for facts in runs.ranks
+            for one in facts.steps[step.index].backwards
+        ]
+        for name, row in step.gradients.items():
+            value = sum(x * part[name] for x, part in zip((0.6, 0.2, 0.9, 0.3), parts, strict=True))
+            runs.replay.sketches[row][:SKETCH_SIZE] = value[:SKETCH_SIZE]
+    runs.cut = in_turn(asked)
+    assert judged(runs)[0] == 1
+
+
 def test_batch_norm_over_a_part_is_usual_if_it_is_confirmed():
     asked = Training(root=spread)
     runs = verified(asked)
@@ -199,9 +218,22 @@ def test_parts_are_no_comparison_where_ranks_exchange_values_in_each_step():
         for step in range(len(facts.steps)):
             one = ("allreduce", "sum", 8, Phase.TRAINING, step, False, "train.py:21")
             facts.collectives.append(CollectiveFacts(*one))
+    for facts in (*runs.ranks, runs.replay):  # of another term of the loss
+        for step in facts.steps:
+            for one in step.backwards:
+                one.loss = one.root / (1.0 if facts.size > 1 else 2.0)
     code, headline, found = judged(runs)
     assert (code, found) == (0, [])
     assert "not compared with one process: they exchange values in each step, and one" in headline
+
+
+def test_model_that_only_one_rank_evaluates_is_no_part_of_a_model():
+    runs = verified(Training())
+    other = replace(runs.ranks[0].models[0], key=1, line="train.py:60")
+    runs.ranks[0].models.append(other)
+    code, headline, found = judged(runs)
+    assert (code, found) == (0, [])
+    assert "2 ranks train what one process does" in headline
 
 
 def counting(facts, ranks):

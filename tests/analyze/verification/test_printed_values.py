@@ -1,9 +1,11 @@
 """Printed values beside those of one process: equal, by rounding, times, and other ones."""
 
+import numpy as np
 import pytest
 
 from paceline.analyze.verification.find import find
 from paceline.record.training.facts.events import CollectiveFacts, OutputFacts
+from paceline.record.training.facts.models import StateFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from trainings import Training, train, verified
 
@@ -22,8 +24,20 @@ def evaluated(facts, samples, step):
     facts.batches.append(BatchFacts(key, 0, 0, len(samples), [*samples], contents, step))
 
 
-def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, parts=1, **changes):
-    """Return what is found if N ranks and two replays print these lines after 4 and 8 steps."""
+def printing(
+    ours,
+    theirs,
+    again=None,
+    phase=Phase.EVALUATION,
+    combined=None,
+    parts=1,
+    averages=(),
+    **changes,
+):
+    """Return what is found if N ranks and two replays print these lines after 4 and 8 steps.
+
+    averages: Factors of an averaged copy of the model, on rank 0 and in the first replay.
+    """
     runs = verified(Training(**changes))
     again = again or theirs
     runs.replay.parts = parts
@@ -38,6 +52,12 @@ def printing(ours, theirs, again=None, phase=Phase.EVALUATION, combined=None, pa
     runs.ranks[0].collectives = [
         CollectiveFacts("allreduce", "sum", 8, combined or Phase.EVALUATION, 4, False, REDUCE)
     ]
+    for facts, factor in zip((runs.ranks[0], runs.replay), averages, strict=False):
+        row, parameter = len(facts.sketches), facts.steps[3].parameters["0/head.weight"]
+        facts.sketches = np.vstack([facts.sketches, factor * facts.sketches[parameter]])
+        for step in (4, 8):
+            rows = {"0/head.weight": row}
+            facts.states.append(StateFacts("average", "ema", EVALUATE, step, rows=rows))
     return [one for one in find(runs) if one.mistake.id == "metric-differs"]
 
 
@@ -75,6 +95,13 @@ def test_lines_are_compared_only_with_equal_parameters_and_samples():
     other = lambda rank, step, gradients: {n: 1.1 * one for n, one in gradients.items()}  # noqa: E731
     wrong_steps = printing(ours, theirs, change=lambda r, s, g: other(r, s, g) if r == 0 else g)
     assert wrong_steps == []
+
+
+def test_values_of_averaged_weights_are_compared_only_if_these_are_equal():
+    """One process that trains the parts of a batch updates averaged weights once for each part."""
+    lines = ["val loss 0.7013"] * 2, ["val loss 0.6890"] * 2
+    assert printing(*lines, averages=(1.0, 0.9)) == []
+    assert len(printing(*lines, averages=(1.0, 1.0))) == 1
 
 
 def test_values_of_a_training_are_asked_about():

@@ -2,11 +2,9 @@
 
 from dataclasses import replace
 
-import numpy as np
 from test_gradient_rules import ids, only
 
 from paceline.analyze.verification.find import find
-from paceline.record.training.facts.events import SeedFacts
 from paceline.record.training.facts.models import StateFacts
 from paceline.record.training.facts.steps import BackwardFacts
 from trainings import BACKWARD, LOOP, Training, own, train, verified
@@ -75,23 +73,6 @@ def test_sum_that_a_scale_by_hand_multiplies_is_named():
     assert only(verified(one, with_replay=False)).mistake.id == "loss-summed"
     by_ranks = replace(one, root=lambda x, rank, size, whole: 64 * size * x.sum())
     assert ids(verified(by_ranks, with_replay=False)) == []
-
-
-def with_constants(seeds):
-    runs = verified(Training(), with_replay=False)
-    for facts in runs.ranks:
-        facts.models[0].broadcasts_buffers = False
-        value = seeds[facts.rank]
-        facts.seeds.append(SeedFacts("torch", value, "train.py:4", 0))
-        facts.sketches = np.vstack([facts.sketches, facts.sketches[0] * (1 + value)])
-        for step in facts.steps:
-            step.buffers = {"0/basis": len(facts.sketches) - 1}
-    return [(one.mistake.id, one.lines[0]) for one in find(runs) if not one.is_question]
-
-
-def test_constants_that_each_rank_draws_are_named():
-    assert with_constants([1, 2]) == [("different-random-numbers", "train.py:4")]
-    assert with_constants([1, 1]) == []
 
 
 def with_tensor(root):

@@ -14,7 +14,7 @@ from paceline.record.training.facts.events import (
     OutputFacts,
     RestoreFacts,
 )
-from paceline.record.training.facts.models import StateFacts
+from paceline.record.training.facts.models import ParameterFacts, StateFacts
 from paceline.record.training.facts.samples import BatchFacts, LoaderFacts, PassFacts, Phase
 from paceline.record.training.facts.steps import ScheduleFacts
 from paceline.record.training.sketch import SketchTable
@@ -266,6 +266,14 @@ def test_running_statistics():
     found = find(with_statistics(False))
     assert ids(found) == ["batch-norm-differs"]
     assert found[0].layer == "bn"
+    for nbytes in (8, 64):  # of a metric, and of all 16 statistics
+        runs = with_statistics(False)
+        norm = ParameterFacts("bn.weight", [16], "float32", True, 0, 16)
+        for facts in runs.ranks:
+            facts.models[0].parameters.append(norm)
+        one = CollectiveFacts("allreduce", "sum", nbytes, Phase.EVALUATION, 4, False, "train.py:38")
+        runs.ranks[0].collectives.append(one)
+        assert [x.is_question for x in find(runs)] == [nbytes == 64]
 
 
 def printed(text, collective=None, on=(0,), phase=Phase.EVALUATION):
@@ -460,11 +468,12 @@ def test_failing_rule_is_noted_and_others_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [1.0, 0.0, 1.001, None])
-@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("is_saved", [True, False, None])
 def test_state_of_an_optimizer_is_compared_with_that_without_the_interruption(value, is_saved):
     runs = resumed(order=lambda r, n, e: shuffled(r, n, e + 1, 32))
     (file,) = runs.ranks[0].files
-    file.contains = ["model", "optimizer"] if is_saved else ["model"]
+    # None: what the file contains is not known, as of a folder of torch.distributed.checkpoint.
+    file.contains = {True: ["model", "optimizer"], False: ["model"], None: []}[is_saved]
     for old, facts in zip(runs.ranks, runs.resumed, strict=True):
         gradient = old.steps[file.step - 1].gradients["0/head.weight"]
         old.steps[file.step].state = {"2 exp_avg": gradient}

@@ -2,11 +2,20 @@
 
 import zlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from paceline.record.hooks.batch_size import samples_in
+from paceline.record.training.facts.ranks import RankFacts
+from paceline.record.training.facts.samples import BatchFacts
+from paceline.record.training.replays.joined_batches import collate_again
+from paceline.record.training.replays.replay import Replay
+from paceline.record.training.replays.stored_run import batch_path
 from paceline.record.training.samples.contents import sample_checksums
+from paceline.record.training.samples.open_pass import OpenPass
 
 
 class Graphs:
@@ -41,8 +50,64 @@ def test_graphs_are_counted_and_not_their_nodes_or_batches():
     assert same == nodes[:1] != other
 
 
-def test_objects_with_tensors_are_batches():
-    batch = Pairs(torch.zeros(5, 2), torch.ones(5))
+class Plain:
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+
+@pytest.mark.parametrize("kind", [Pairs, Plain])
+def test_objects_with_tensors_are_batches(kind):
+    batch = kind(torch.zeros(5, 2), torch.ones(5))
     assert samples_in(batch) == 5
     assert [len(one) for one in sample_checksums(batch, 5)] == [5, 5]
     assert samples_in(object()) == 1
+
+
+def test_graphs_of_several_ranks_are_joined_as_the_script_does():
+    loader = DataLoader(range(5), 2, collate_fn=lambda sizes: Graphs([1 + one for one in sizes]))
+    ranks = [[0, 3], [1, 2]]
+    parts = [loader.collate_fn(one) for one in ranks]
+    whole = collate_again(loader, parts, ranks)
+    assert torch.bincount(whole.batch).tolist() == [1, 4, 2, 3]
+    other = torch.bincount(collate_again(loader, parts, ranks, seed=1).batch).tolist()
+    assert other != [1, 4, 2, 3]
+    assert sorted(other) == [1, 2, 3, 4]
+    parts[1].x += 1.0
+    with pytest.raises(ValueError, match="samples that are read again are others"):
+        collate_again(loader, parts, ranks)
+
+
+def joined(folder, collate, permutes=False):
+    """Return the batch of one process for batches of 2 samples of 2 ranks."""
+    loader, ranks, facts = DataLoader(range(4), 2, collate_fn=collate), [[0, 3], [1, 2]], []
+    for rank, indices in enumerate(ranks):
+        path = batch_path(folder, (0, 0, 0), rank)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        torch.save((collate(indices), {}), path)
+        facts.append(RankFacts(rank, 2, batches=[BatchFacts(0, 0, 0, 3, indices, [], 0)]))
+    replay = Replay.__new__(Replay)
+    replay._permutes, replay._evaluations = permutes, SimpleNamespace(ranks=facts)
+    replay._observation = SimpleNamespace(facts=RankFacts(0, 1))
+    opened = OpenPass(None, None, loader)
+    batch = replay._joined(opened, [batch_path(folder, (0, 0, 0), x) for x in (0, 1)], (0, 0, 0))
+    assert opened.samples == 4
+    assert facts[0].batches[0].used == 2
+    return batch
+
+
+def test_tensors_whose_rows_are_no_samples_are_made_again(tmp_path):
+    """Batches with the samples in the second dimension, and of nodes with their graphs."""
+
+    def columns(rows):
+        return torch.stack([torch.arange(3) + 10 * one for one in rows], 1)
+
+    def nodes(rows):
+        owners = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows) + 1)
+        return torch.arange(len(owners)).float(), owners
+
+    assert joined(tmp_path, columns).tolist() == columns([0, 3, 1, 2]).tolist()
+    assert joined(tmp_path, nodes)[1].tolist() == nodes([0, 3, 1, 2])[1].tolist()
+    values, owners = joined(tmp_path, nodes, permutes=True)
+    assert owners.tolist() == sorted(owners.tolist())  # no nodes of other graphs
+    assert sorted(torch.bincount(owners).tolist()) == [1, 2, 3, 4]
+    assert len(values) == 10

@@ -1,18 +1,267 @@
-"""The training of N ranks beside that of one process, and differences that are meant."""
+"""The training of N ranks beside that of one process: losses, gradients, updates and buffers."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import takewhile
 
-from .differences import Difference, What, first_difference
-from .exchange import Exchange
-from .losses import DRAWN, joint_factor
-from .relations import fit, solve, vectors
-from .replay import Replay, draws_of, significant
-from .runs_facts import VerifyRuns
-from .steps import JointStep
+import numpy as np
 
+from ...record.training.facts.ranks import RankFacts
+from ...record.training.facts.steps import BackwardFacts
+from .exchange import Exchange, Kind
+from .relations import ROUNDINGS, Vectors, distance, epsilon, fit, solve, vectors
+from .replay import NOISE_FACTOR, UNMEASURED, Replay, draws_of, significant
+from .runs_facts import VerifyRuns
+from .steps import JointStep, parameters, shown
+
+DRAWN = 0.25  # of the logarithm of N: by how much random numbers change the loss of a step
+STATISTICS = ("running_mean", "running_var")
+IN_TURN = " that trains the ranks' batches in turn"
+VISIBLE = {"gradient": 1e-5, "clipped gradient": 1e-5, "update": 1e-3, "buffer": 1e-4}
 COMBINED = 1e-3  # residual of a gradient that is a combination of those of the ranks
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """The values from which the backwards of a step started, added.
+
+    Attributes:
+        ranks: Combined over the ranks.
+        one: Of one process.
+        rounding: Relative difference that rounding makes.
+    """
+
+    ranks: float
+    one: float
+    rounding: float
+
+    @property
+    def size(self) -> float:
+        """Relative difference."""
+        return _distance(self.ranks, self.one)
+
+
+def step_losses(
+    replay: Replay, step: JointStep, theirs: JointStep, exchange: Exchange | None
+) -> StepLosses | None:
+    """Return the losses of a step; None if they are not known.
+
+    Those of the ranks are combined as their gradients are, or averaged: also if gradients are
+    summed or divided once more, their losses are those of one process.
+
+    theirs: The same step of the replay.
+    """
+    if exchange is None or exchange.kind is not Kind.UNIFORM or theirs.size > 1:
+        return None
+    local = np.array([_sum(each[-exchange.last :]) for each in step.backwards])
+    samples = np.array(step.samples, dtype=float)
+    mean = float(local.mean())
+    found = [exchange.factor * step.size * mean, *(mean * n for n in (1, step.size, 1 / step.size))]
+    if samples.all():
+        found.append(float(local @ samples / samples.sum()))
+    one = _of_replay(replay, theirs)
+    if not np.isfinite([*found, one]).all():
+        return None
+    twin = replay.twin(step)
+    rounding = UNMEASURED if twin is None else _distance(one, _of_replay(replay, twin))
+    least = max(epsilon(dtype) for dtype in ("float32", *replay.casts(step)))
+    ranks = min(found, key=lambda value: _distance(value, one))
+    return StepLosses(ranks, one, max(rounding, 4 * least, exchange.residual))
+
+
+def joint_factor(
+    joint: RankFacts, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+) -> float:
+    """Return the losses of the ranks as a multiple of those of whole batches: N, 1/N, or 1.
+
+    Random numbers differ, so only these factors can be told apart.
+    """
+    found = []
+    for step, theirs in zip(steps, joint.steps, strict=False):
+        exchange = exchanges.get((step.optimizer, step.index))
+        if exchange is None or exchange.kind is not Kind.UNIFORM:
+            return 1.0
+        local = [_sum(each[-exchange.last :]) for each in step.backwards]
+        found.append(exchange.factor * sum(local) / (_sum(theirs.backwards) or math.nan))
+    size = len(steps[0].ranks) if steps else 1
+    if not found or not np.isfinite(found).all() or min(found) <= 0:
+        return 1.0
+    ratio = float(np.exp(np.mean(np.log(found))))
+    near = (float(size), 1 / size)
+    return next((x for x in near if abs(math.log(ratio / x)) < DRAWN * math.log(size)), 1.0)
+
+
+def _of_replay(replay: Replay, step: JointStep) -> float:
+    # Of parts that one process trains one after the other, only the last one has gradients.
+    return _sum(step.steps[0].backwards if replay.in_parts else step.backwards[0])
+
+
+def _sum(backwards: list[BackwardFacts]) -> float:
+    return float(sum(one.root / one.scale for one in backwards))
+
+
+def _distance(one: float, two: float) -> float:
+    return abs(one - two) / max(abs(one), abs(two), 1e-30)
+
+
+class What(StrEnum):
+    """What differs."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    USED = "clipped gradient"
+    UPDATE = "update"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of a step that exceeds the measured rounding.
+
+    Attributes:
+        what: What differs.
+        index: Number of steps of this optimizer before it.
+        optimizer: Key of the optimizer.
+        names: The tensors that differ, the largest difference first.
+        size: Largest relative difference.
+        rounding: Relative difference that rounding makes in the same tensor and step.
+        against: What the ranks were compared with: "one process" or "2 ranks".
+        lines: The backward and the step.
+        losses: The losses of the step; None if they are not known.
+    """
+
+    what: What
+    index: int
+    optimizer: int
+    names: list[str]
+    size: float
+    rounding: float
+    against: str
+    lines: list[str]
+    losses: StepLosses | None = None
+
+    @property
+    def name(self) -> str:
+        """The tensor with the largest difference."""
+        return shown(self.names[0])
+
+    @property
+    def text(self) -> str:
+        """The difference as a clause."""
+        of = "" if self.what is What.LOSS else f" of {self.name}"
+        return (
+            f"in step {self.index + 1}, the {self.what}{of} differs by "
+            f"{percent(self.size)} from that of {self.against} with the same samples (rounding: "
+            f"{percent(self.rounding)})"
+        )
+
+    @property
+    def sentence(self) -> str:
+        """The difference as a sentence without full stop."""
+        return f"{self.text[0].upper()}{self.text[1:]}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with two digits."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def first_difference(
+    replay: Replay, steps: Sequence[JointStep], exchanges: Mapping[tuple[int, int], Exchange]
+) -> Difference | None:
+    """Return the first difference; None if all compared steps are equal to rounding.
+
+    exchanges: By optimizer and step; each has the relative difference that it makes itself.
+    """
+    for step in steps:
+        theirs = replay.joint(step)
+        if theirs is None:
+            continue
+        exchange = exchanges.get((step.optimizer, step.index))
+        is_known = exchange is not None and exchange.kind is not Kind.OTHER
+        floor = exchange.residual if exchange is not None and is_known else 0.0
+        losses = step_losses(replay, step, theirs, exchange)
+        for what, limits, values in _compared(replay, step, theirs, floor):
+            off = {n: x for n, x in values.items() if x > max(limits[n], VISIBLE[what])}
+            if off:
+                names = sorted(off, key=lambda name: -off[name])
+                return Difference(
+                    *(what, step.index, step.optimizer, names, off[names[0]]),
+                    rounding=limits[names[0]] / NOISE_FACTOR,
+                    against=replay.name + IN_TURN * replay.in_parts,
+                    lines=step.lines,
+                    losses=losses,
+                )
+        if losses is not None and losses.size > NOISE_FACTOR * losses.rounding:
+            against = replay.name + IN_TURN * replay.in_parts
+            key = (What.LOSS, step.index, step.optimizer, ["the loss"], losses.size)
+            return Difference(*key, losses.rounding, against, step.lines, losses)
+    return None
+
+
+def _compared(
+    replay: Replay, step: JointStep, theirs: JointStep, floor: float
+) -> Iterator[tuple[What, dict[str, float], dict[str, float]]]:
+    """Yield what is compared, the tolerances, and the relative differences, by tensor."""
+    limits = replay.tolerances(step, floor)
+    ours, other = step.unclipped(0), theirs.unclipped(0)
+    ignored = {name for model in step.ranks[0].models for name in model.ignored}  # by the wrapper
+    names = [n for n in significant(ours, other) if n in limits and shown(n) not in ignored]
+    yield What.GRADIENT, limits, _distances(ours, other, names)
+    if any(one.clips for one in step.steps):
+        ours, other = step.used(0), theirs.used(0)
+        yield What.USED, limits, _distances(ours, other, names)
+    twin = replay.twin(step)
+    is_rounded = floor > ROUNDINGS * epsilon("float32") or bool(replay.casts(step))
+    if twin is None or is_rounded or replay.in_parts or not _has_same_rates(step, theirs):
+        return  # how rounding changes an update or a buffer was not measured
+    known = parameters(step.ranks[0])
+    before = step.before(0)
+    made = [_update(one) for one in (step, theirs, twin)]
+    moved = [n for n in names if all(n in one for one in made)]
+    exact = {
+        n: epsilon(known[n].dtype) * before[n][-1] / max(made[0][n][-1], 1e-300) for n in moved
+    }
+    yield What.UPDATE, *_with_noise(made, moved, exact)
+    rows = [vectors(one.ranks[0], one.steps[0].buffers) for one in (step, theirs, twin)]
+    own = STATISTICS  # of the batches of rank 0, as the wrapper broadcasts them
+    both = [n for n in rows[0] if all(n in one for one in rows) and not n.endswith(own)]
+    yield What.BUFFER, *_with_noise(rows, both, dict.fromkeys(both, epsilon("float32")))
+
+
+def _has_same_rates(one: JointStep, other: JointStep) -> bool:
+    """Return whether two steps have the same learning rates and momenta."""
+    return repr((one.steps[0].learning_rates, one.steps[0].momenta)) == repr(
+        (other.steps[0].learning_rates, other.steps[0].momenta)
+    )
+
+
+def _with_noise(
+    values: Sequence[Vectors], names: Sequence[str], exact: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return tolerances and differences. values: of the ranks, of the replay, of its twin."""
+    ours, theirs, twin = values
+    noise = _distances(theirs, twin, names)
+    usual = sorted(noise.values())[len(noise) // 2] if noise else 0.0
+    limits = {n: NOISE_FACTOR * max(noise[n], usual, 4 * exact[n]) for n in names}
+    return limits, _distances(ours, theirs, names)
+
+
+def _distances(one: Vectors, two: Vectors, names: Sequence[str]) -> dict[str, float]:
+    return {name: distance(one[name], two[name]) for name in names if name in one and name in two}
+
+
+def _update(step: JointStep) -> Vectors:
+    """Return by parameter the change that a step makes."""
+    before, after = step.before(0), step.values(0)
+    found: Vectors = {}
+    for name in before.keys() & after.keys():
+        change = after[name] - before[name]
+        change[-1] = np.linalg.norm(change[:-1])
+        found[name] = change
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,9 +381,9 @@ def _may_count_batches(
 
 
 def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: Replay) -> bool:
-    """Return whether the gradient of the whole batch is no combination of those of the ranks.
+    """Return whether the gradient of the whole batch is no combination of those of its parts.
 
-    Otherwise the ranks' gradients only have other weights.
+    Otherwise these only have other weights. The parts are the batches of each backward of a rank.
     """
     step = next(
         (x for x in steps if (x.optimizer, x.index) == (whole.optimizer, whole.index)), None
@@ -142,7 +391,8 @@ def _depends_on_parts(whole: Difference, steps: Sequence[JointStep], replay: Rep
     if whole.what is not What.GRADIENT or step is None:
         return False
     theirs = replay.gradients(step) or {}
-    local = [step.local(rank, len(step.backwards[rank])) for rank in range(step.size)]
+    pairs = zip(step.ranks, step.backwards, strict=True)
+    local = [vectors(facts, one.gradients, one.scale) for facts, each in pairs for one in each]
     names = [name for name in whole.names if all(name in each for each in (theirs, *local))]
     if not names:
         return False

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ...record.training.facts.events import OperatorFacts
 from ...record.training.facts.ranks import RankFacts
-from .differences import percent
+from .comparison import percent
 from .relations import epsilon
 from .replay import NOISE_FACTOR
 from .steps import parameters

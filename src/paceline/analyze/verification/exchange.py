@@ -6,13 +6,12 @@ from enum import StrEnum
 
 import numpy as np
 
-from .relations import COMPRESSED, Fit, Vectors, add, distance, fit, nonfinite, solve, tolerance
+from .relations import COMPRESSED, Fit, Vectors, add, distance, fit, nonfinite, tolerance
 from .steps import JointStep, numel, parameters
 
 MEAN = 0.01  # relative difference of a gradient that is the mean
 SAME_FACTOR = 1e-3  # relative difference of equal factors
 FREE_FACTOR_NUMEL = 8  # elements from which on a factor can be told from one parameter
-MAX_TERMS = 16  # ranks whose coefficients are computed
 
 
 class Kind(StrEnum):
@@ -20,7 +19,6 @@ class Kind(StrEnum):
 
     UNIFORM = "uniform"  # a multiple of the sum over the ranks
     OWN = "own"  # a multiple of the rank's own gradient
-    LINEAR = "linear"  # a sum over the ranks with different coefficients
     OTHER = "other"  # none of these
 
 
@@ -36,7 +34,6 @@ class Exchange:
         residual: Largest relative difference that remains.
         own: Parameters with the rank's own gradient, where most have another.
         others: Parameters that fit neither.
-        coefficients: Of each rank's gradient, for LINEAR.
     """
 
     step: JointStep
@@ -46,7 +43,6 @@ class Exchange:
     residual: float = 0.0
     own: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    coefficients: list[float] = field(default_factory=list)
 
     @property
     def is_mean(self) -> bool:
@@ -155,16 +151,6 @@ class _Try:
             fits = [fit(one, self.total, self.names) for one in self.used]
             if self._agree(fits, COMPRESSED):
                 return self._found(Kind.UNIFORM, fits)
-            if self.step.size <= MAX_TERMS:
-                solved = [solve(one, self.local, self.names) for one in self.used]
-                if all(v is not None and error <= self.tolerance * 10 for v, error in solved):
-                    values = solved[0][0]
-                    assert values is not None
-                    return Exchange(
-                        *(self.step, self.last, Kind.LINEAR, float(values.sum())),
-                        residual=max(error for _, error in solved),
-                        coefficients=[float(one) for one in values],
-                    )
         return Exchange(self.step, self.last, Kind.OTHER, residual=self._spread())
 
     def _spread(self) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from .differences import Difference
+from .comparison import Difference
 
 
 class Nature(StrEnum):
@@ -68,6 +68,10 @@ class Mistake:
     is_late: bool = False
 
 
+def _ids(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 MISTAKES = {
     one.id: one
     for one in (
@@ -77,26 +81,21 @@ MISTAKES = {
             "parameters of the ranks at the first forward",
             "set the same seed on all ranks before the model is made, or broadcast rank 0's "
             "parameters (DistributedDataParallel does so)",
-            explains=(
-                "replicas-diverge",
-                "gradients-differ",
-                "state-differs",
-                "batch-norm-differs",
-            ),
+            explains=_ids("replicas-diverge gradients-differ state-differs batch-norm-differs"),
         ),
         Mistake(
             "replicas-diverge",
             "Parameters of the ranks become different",
             "parameters of the ranks before and after each step, and the steps that each makes",
             "let each parameter be changed in the same way on all ranks",
-            explains=("state-differs", "gradients-differ"),
+            explains=_ids("state-differs gradients-differ"),
         ),
         Mistake(
             "gradients-summed",
             "Gradients are summed over the ranks, and not averaged",
             "the gradient beside that of one process, else beside the mean of the ranks' gradients",
             "divide the sum by the number of ranks",
-            explains=("gradients-differ", "learning-rate-scaled-twice"),
+            explains=_ids("gradients-differ learning-rate-scaled-twice"),
             is_gradient=True,
         ),
         Mistake(
@@ -113,16 +112,10 @@ MISTAKES = {
             "the gradients that the ranks compute and use",
             "call the model through its DistributedDataParallel wrapper, leave no_sync before the "
             "last backward of a step, and wrap a model whose trained parameters require gradients",
-            explains=(
-                "replicas-diverge",
-                "gradients-differ",
-                "gradients-summed",
-                "gradients-divided-twice",
-                "uneven-batches-averaged",
-                "clipped-before-exchange",
-                "accumulation-divided-wrongly",
-                "state-differs",
-                "batch-norm-differs",
+            explains=_ids(
+                "replicas-diverge gradients-differ gradients-summed gradients-divided-twice "
+                "uneven-batches-averaged clipped-before-exchange accumulation-divided-wrongly "
+                "state-differs batch-norm-differs"
             ),
         ),
         Mistake(
@@ -130,7 +123,7 @@ MISTAKES = {
             "Gradients are clipped before they are exchanged",
             "the gradient of each rank before and after a call that clips, and that of one process",
             "clip after the exchange: with DistributedDataParallel, after the last backward",
-            explains=("gradients-differ", "replicas-diverge"),
+            explains=_ids("gradients-differ replicas-diverge"),
             is_gradient=True,
         ),
         Mistake(
@@ -153,7 +146,7 @@ MISTAKES = {
             "The loss is a sum over samples, whose gradient is averaged over ranks",
             "the gradient beside that of one process, else beside the sum of the ranks' gradients",
             "use the mean over samples, or scale the learning rate with the global batch size",
-            explains=("gradients-differ", "uneven-batches-averaged"),
+            explains=_ids("gradients-differ uneven-batches-averaged"),
             is_gradient=True,
         ),
         Mistake(
@@ -161,11 +154,9 @@ MISTAKES = {
             "Ranks train the same samples",
             "the samples of the ranks: positions in the dataset, else contents",
             "split the dataset: DistributedSampler, or world.shard(loader)",
-            explains=(
-                "samples-repeated",
-                "samples-never-trained",
-                "gradients-differ",
-                "schedule-counts-other-steps",
+            explains=_ids(
+                "samples-repeated samples-never-trained gradients-differ "
+                "schedule-counts-other-steps"
             ),
         ),
         Mistake(
@@ -198,13 +189,9 @@ MISTAKES = {
             "samples that one rank trains and another validates or reads otherwise; buffers",
             "use a generator with the same seed on all ranks, such as "
             "torch.Generator().manual_seed(0)",
-            explains=(
-                "samples-repeated",
-                "samples-never-trained",
-                "validation-misses-samples",
-                "validation-repeats-samples",
-                "gradients-differ",
-                "state-differs",
+            explains=_ids(
+                "samples-repeated samples-never-trained validation-misses-samples "
+                "validation-repeats-samples gradients-differ state-differs"
             ),
         ),
         Mistake(
@@ -227,11 +214,8 @@ MISTAKES = {
             "Ranks have different learning rates",
             "the learning rates of the ranks in each step",
             "compute the learning rate from values that are equal on all ranks",
-            explains=(
-                "replicas-diverge",
-                "state-differs",
-                "learning-rate-not-scaled",
-                "learning-rate-scaled-twice",
+            explains=_ids(
+                "replicas-diverge state-differs learning-rate-not-scaled learning-rate-scaled-twice"
             ),
         ),
         Mistake(

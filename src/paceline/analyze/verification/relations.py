@@ -19,6 +19,7 @@ Vectors = dict[str, Vector]  # by parameter: sketch, then the norm of the tensor
 EPSILONS = {"float64": 2.3e-16, "float32": 1.2e-7, "bfloat16": 7.9e-3, "float16": 9.8e-4}
 ROUNDINGS = 16  # of one operation each, that a sum of few terms is allowed
 MAX_TOLERANCE = 0.1
+SAME = 1e-6  # relative difference of equal values
 COMPRESSED = 2e-2  # largest relative error of an exchange in bfloat16
 _TINY = 1e-300
 
@@ -38,11 +39,6 @@ def vectors(facts: RankFacts, rows: Mapping[str, int], scale: float = 1.0) -> Ve
         both[SKETCH_SIZE] = np.sqrt(values[SQUARES])
         found[name] = both / scale
     return found
-
-
-def checksum(facts: RankFacts, row: int) -> float:
-    """Return the checksum of a tensor's values."""
-    return float(facts.sketches[row, CHECKSUM])
 
 
 def nonfinite(facts: RankFacts, row: int) -> int:
@@ -70,6 +66,26 @@ def distance(found: Vector, expected: Vector) -> float:
     if scale <= _TINY:
         return 0.0
     return float(np.linalg.norm(found[:SKETCH_SIZE] - expected[:SKETCH_SIZE]) / scale)
+
+
+def apart(
+    ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]], limit: float = SAME
+) -> dict[str, list[int]]:
+    """Return by tensor the ranks whose values differ from those of the first one.
+
+    rows: Of each rank, by tensor.
+    """
+    found: dict[str, list[int]] = {}
+    for rank in range(1, len(ranks)):
+        for name, row in rows[0].items():
+            if name not in rows[rank]:
+                continue
+            pairs = ((ranks[0], row), (ranks[rank], rows[rank][name]))
+            if len({float(facts.sketches[at, CHECKSUM]) for facts, at in pairs}) > 1:
+                one, two = (vectors(facts, {name: at})[name] for facts, at in pairs)
+                if distance(one, two) > limit:
+                    found.setdefault(name, []).append(rank)
+    return found
 
 
 @dataclass(frozen=True)

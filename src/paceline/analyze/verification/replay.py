@@ -7,7 +7,7 @@ from ...record.training.facts.events import DrawFacts
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.steps import StepFacts
 from ...record.training.sketch_rows import SKETCH_SIZE
-from .relations import EPSILONS, Vector, Vectors, distance, epsilon, fit, vectors
+from .relations import EPSILONS, Vectors, distance, epsilon, fit
 from .steps import JointStep, parameters
 
 NOT_COMPARED = "one rank was not compared at the same global batches"
@@ -144,13 +144,12 @@ class Replay:
 
     def noise(self, step: JointStep) -> dict[str, float]:
         """Return the rounding noise of a step by parameter; empty if it was not measured."""
-        found = self.step(step)
-        other = self._permuted and _step(self._permuted, step.optimizer, step.index)
-        if found is None or not other:
+        if self.step(step) is None or self._permuted is None:
             return {}
         assert self._replay is not None
-        assert self._permuted is not None
-        one, two = _unclipped(self._replay, found), _unclipped(self._permuted, other)
+        runs = (self._replay, self._permuted)
+        made = [x.unclipped(0) for one in runs if (x := _joint([one], step.optimizer, step.index))]
+        one, two = made if len(made) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
 
     def tolerances(self, step: JointStep, floor: float = 0.0) -> dict[str, float]:
@@ -227,10 +226,3 @@ def _step(facts: RankFacts, optimizer: int, index: int) -> StepFacts | None:
     return next(
         (one for one in facts.steps if (one.optimizer, one.index) == (optimizer, index)), None
     )
-
-
-def _unclipped(facts: RankFacts, step: StepFacts) -> Vectors:
-    one: dict[str, Vector] = vectors(facts, step.gradients)
-    for clip in reversed(step.clips):
-        one |= vectors(facts, clip.gradients)
-    return {name: one[name] for name in step.gradients}

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,36 +95,30 @@ class JointStep:
 
     def used(self, rank: int) -> Vectors:
         """Return the gradients that the optimizer used on a rank; whole ones of sharded ones."""
-        return self._whole(
-            rank, [vectors(f, s.gradients) for f, s in zip(self.ranks, self.steps, strict=True)]
-        )
+        return self._whole(rank, [step.gradients for step in self.steps])
 
     def before(self, rank: int) -> Vectors:
         """Return the parameters of a rank before the step; whole ones of sharded ones."""
-        return self._whole(
-            rank, [vectors(f, s.before) for f, s in zip(self.ranks, self.steps, strict=True)]
-        )
+        return self._whole(rank, [step.before for step in self.steps])
 
     def values(self, rank: int) -> Vectors:
         """Return the parameters of a rank after the step; whole ones of sharded ones."""
-        return self._whole(
-            rank, [vectors(f, s.parameters) for f, s in zip(self.ranks, self.steps, strict=True)]
-        )
+        return self._whole(rank, [step.parameters for step in self.steps])
 
     def unclipped(self, rank: int) -> Vectors:
         """Return the gradients before the first clipping; those used where nothing was clipped."""
-        found = []
-        for facts, step in zip(self.ranks, self.steps, strict=True):
-            one = vectors(facts, step.gradients)
+        rows = []
+        for step in self.steps:
+            first = dict(step.gradients)
             for clip in reversed(step.clips):
-                one |= vectors(facts, clip.gradients)
-            found.append({name: one[name] for name in step.gradients})
-        return self._whole(rank, found)
+                first |= {name: at for name, at in clip.gradients.items() if name in first}
+            rows.append(first)
+        return self._whole(rank, rows)
 
-    def _whole(self, rank: int, found: list[Vectors]) -> Vectors:
-        one = dict(found[rank])
+    def _whole(self, rank: int, rows: Sequence[Mapping[str, int]]) -> Vectors:
+        one = vectors(self.ranks[rank], rows[rank])
         if self.sharded:
-            total = add(found)
+            total = add([vectors(*each) for each in zip(self.ranks, rows, strict=True)])
             parts = {name: total[name] for name in self.sharded if name in one}
             one |= {name: part / self.sharded[name] for name, part in parts.items()}
         return one

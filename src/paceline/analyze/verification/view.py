@@ -7,8 +7,7 @@ from ...record.training.facts.events import CollectiveFacts
 from ...record.training.facts.models import FLAT, ModelFacts
 from ...record.training.facts.ranks import RankFacts
 from ...record.training.facts.samples import Phase
-from .comparison import Comparison, compare
-from .differences import Difference
+from .comparison import Comparison, Difference, compare
 from .exchange import Exchange, exchange_of
 from .passes import Stream, streams
 from .replay import Replay
@@ -145,11 +144,14 @@ class View:
         models = [model for facts in self.ranks for model in facts.models]
         if any(one.is_sharded and one.wrapper not in SHARDING for one in models):
             return True
+        trained = {
+            name.partition("/")[0] for f in self.ranks for one in f.steps for name in one.gradients
+        }
         shapes = [
             {
                 (model.key, p.name): tuple(p.shape)
                 for model in facts.models
-                if not model.is_sharded
+                if not model.is_sharded and str(model.key) in trained  # others on some ranks only
                 for p in model.parameters
             }
             for facts in self.ranks
@@ -284,8 +286,3 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     if len(names) <= most:
         return f"{', '.join(names[:-1])} and {names[-1]}"
     return f"{', '.join(names[:most])} and {len(names) - most} more"
-
-
-def unique(lines: Sequence[str]) -> list[str]:
-    """Return the lines that are known, each once."""
-    return [line for line in dict.fromkeys(lines) if line]

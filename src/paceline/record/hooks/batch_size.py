@@ -30,7 +30,21 @@ def samples_in(batch: Any) -> int:
         return samples_in(list(batch.values()))
     if count := graphs_in(batch):
         return count
-    return samples_in(list(vars(batch).values())) if is_dataclass(batch) else 1
+    return samples_in(list(fields.values())) if (fields := fields_of(batch)) else 1
+
+
+def fields_of(batch: Any) -> dict[str, Any]:
+    """Return the fields of an object that holds tensors, such as graphs that are joined to one.
+
+    Those of any other value are {}.
+    """
+    if graphs_in(batch) and hasattr(batch, "to_dict"):
+        return dict(batch.to_dict())
+    if isinstance(batch, type | torch.Tensor | torch.nn.Module):
+        return {}
+    fields = getattr(batch, "__dict__", {})
+    holds = is_dataclass(batch) or any(isinstance(one, torch.Tensor) for one in fields.values())
+    return dict(fields) if holds else {}
 
 
 def graphs_in(batch: Any) -> int:

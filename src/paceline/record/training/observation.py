@@ -44,6 +44,7 @@ class Observation:
         self.backwards: list[BackwardFacts] = []
         self.unassigned: list[int] = []  # batches that no backward has used yet
         self.last_batches: list[int] = []  # of the last backward
+        self.batch_types: set[type] = set()  # of what loaders return
         self.scale = 1.0
         self.loss: float | None = None
         self.reduction, self.elements = "", 0  # of the function that has computed it

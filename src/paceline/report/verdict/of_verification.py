@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...analyze.verification.compared import Compared
+from ...analyze.verification.find import Compared
 from ...analyze.verification.mistakes import MEANT, Finding
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...plurals import counted

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ...analyze.verification.comparison import Difference
 from ...analyze.verification.determinism import describe_noise, suspicious_noise
-from ...analyze.verification.differences import Difference
 from ...analyze.verification.replay import NOT_COMPARED, draws_of
 from ...analyze.verification.runs_facts import VerifyRuns
 from ...analyze.verification.view import View

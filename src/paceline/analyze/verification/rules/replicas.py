@@ -1,17 +1,31 @@
-"""Replicas that start different, or become different."""
+"""Parameters, buffers and states that ranks have to agree on: at the start, and in each step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ....record.training.facts.models import ModelFacts
+from ....record.training.facts.models import AVERAGE, ModelFacts, StateFacts
 from ....record.training.facts.ranks import RankFacts
+from ....record.training.facts.samples import Phase
 from ....record.training.facts.steps import StepFacts
-from ..mistakes import MISTAKES, Finding
-from ..relations import checksum, distance, vectors
-from ..steps import JointStep, misaligned, shown
+from ..comparison import STATISTICS
+from ..mistakes import MISTAKES, Finding, Nature
+from ..relations import SAME, apart, distance, vectors
+from ..steps import JointStep, misaligned, numel, parameters, shown
 from ..view import View, listed, ranks_text
 
-SAME = 1e-6  # relative difference of equal parameters
 OF_UPDATE = 1e-3  # difference of replicas, relative to the update, that rounding does not make
+BYTES = 4  # of a value
+NEAR_PARAMETERS = 0.8  # median relative difference of averages from the parameters
+EVALUATED = "statistics"  # of a model that is evaluated and not trained
+BUFFER = "buffer"
+OWN = ("tensor", BUFFER)  # of the script, which may mean them to differ
+KINDS = {
+    "scaler": "gradient scaler",
+    "schedule": "learning-rate schedule",
+    AVERAGE: "averaged copy of the model",
+    "tensor": "tensor",
+    "buffer": "buffer",
+    EVALUATED: "evaluated model",
+}
 
 
 def start_different(view: View) -> Iterator[Finding]:
@@ -21,7 +35,7 @@ def start_different(view: View) -> Iterator[Finding]:
         if model.is_sharded or not model.first or any(one is None for one in others):
             continue
         models = [model, *(one for one in others if one is not None)]
-        different = _different(view.ranks, [one.first for one in models])
+        different = apart(view.ranks, [one.first for one in models])
         names = [name for name in different if name not in model.ignored]
         if not names:
             continue
@@ -52,7 +66,7 @@ def _were_equal(view: View, models: Sequence[ModelFacts], names: Sequence[str]) 
     before = [one.initial for one in models]
     are_known = all(name in one for one in before for name in names)
     is_wrapped = bool(models[0].wrapper)
-    return is_wrapped and are_known and not set(_different(view.ranks, before)) & set(names)
+    return is_wrapped and are_known and not set(apart(view.ranks, before)) & set(names)
 
 
 def _made_lines(view: View, model: ModelFacts, was_equal: bool) -> list[str]:
@@ -127,7 +141,7 @@ def diverge(view: View) -> Iterator[Finding]:
                 continue
             rows = [one.before if is_before else one.parameters for one in step.steps]
             rows = [{n: row for n, row in one.items() if n not in own} for one in rows]
-            found = _different(view.ranks, rows)
+            found = apart(view.ranks, rows)
             if not is_before:
                 found = {name: x for name, x in found.items() if _exceeds_rounding(step, name)}
             if found:
@@ -170,25 +184,6 @@ def _same_model(facts: RankFacts, model: ModelFacts) -> ModelFacts | None:
     )
 
 
-def _different(
-    ranks: Sequence[RankFacts], rows: Sequence[Mapping[str, int]]
-) -> dict[str, list[int]]:
-    """Return by parameter the ranks whose values differ from rank 0's."""
-    found: dict[str, list[int]] = {}
-    for rank in range(1, len(ranks)):
-        for name, row in rows[0].items():
-            if name not in rows[rank]:
-                continue
-            other = rows[rank][name]
-            if checksum(ranks[0], row) == checksum(ranks[rank], other):
-                continue
-            one = vectors(ranks[0], {name: row})[name]
-            two = vectors(ranks[rank], {name: other})[name]
-            if distance(one, two) > SAME:
-                found.setdefault(name, []).append(rank)
-    return found
-
-
 def _exceeds_rounding(step: JointStep, name: str) -> bool:
     """Return whether the replicas differ by more than a small part of the step's update."""
     after = [
@@ -206,11 +201,145 @@ def _exceeds_rounding(step: JointStep, name: str) -> bool:
 
 def _gradients_too(step: JointStep, names: Sequence[str]) -> str:
     """Return a sentence about the gradients that led to it."""
-    rows = [facts.gradients for facts in step.steps]
-    known = [name for name in names if all(name in one for one in rows)]
-    if not known:
+    rows = [{n: x.gradients[n] for n in names if n in x.gradients} for x in step.steps]
+    if not rows[0]:
         return ""
-    used = [vectors(f, {n: r[n] for n in known}) for f, r in zip(step.ranks, rows, strict=True)]
-    if any(distance(used[0][n], other[n]) > SAME for other in used[1:] for n in known):
+    if apart(step.ranks, rows):
         return " Their gradients differ as well."
     return " Their gradients are equal: the optimizers, or what changes the parameters, differ."
+
+
+def buffers_differ(view: View) -> Iterator[Finding]:
+    """Find buffers, such as running statistics, that differ and that nothing makes equal."""
+    broadcast = {
+        model.key for model in view.ranks[0].models if model.wrapper and model.broadcasts_buffers
+    }
+    for step in view.steps[1:]:
+        names = []
+        for name in apart(step.ranks, [one.buffers for one in step.steps]):
+            key = name.partition("/")[0]
+            if not (int(key) in broadcast if key.isdigit() else broadcast):
+                names.append(name)
+        if names:
+            yield _of_buffers(view, step, names)
+
+
+def _of_buffers(view: View, step: JointStep, names: list[str]) -> Finding:
+    norms = [name for name in names if name.endswith(STATISTICS)]
+    model = view.ranks[0].models[0] if view.ranks[0].models else None
+    layers = list(dict.fromkeys(shown(one).rpartition(".")[0] for one in norms or names))
+    text = (
+        f"The buffers {listed([shown(one) for one in names])} differ between the ranks after step "
+        f"{step.index + 1}. Must they agree?"
+    )
+    if norms:
+        text = (
+            f"The running statistics of {listed(layers)} differ between the ranks after step "
+            f"{step.index + 1}: each rank computes them from its own batches, and validates or "
+            "saves its own ones."
+        )
+    return Finding(
+        MISTAKES["batch-norm-differs" if norms else "state-differs"],
+        [*_made(view), model.line if model is not None else "", *step.lines],
+        text,
+        step=step.index + 1,
+        layer=layers[0] if norms else shown(names[0]),
+        values={"buffers": len(names)},
+        nature=None if norms and not _averages_statistics(view, norms) else Nature.QUESTION,
+    )
+
+
+def _on_all_ranks(view: View) -> dict[tuple[str, str, str, int], list[StateFacts]]:
+    """Return the states that all ranks have, by kind, name, line and step."""
+    by_rank = [
+        {(one.kind, one.name, one.line, one.step): one for one in facts.states}
+        for facts in view.ranks
+    ]
+    return {
+        key: [one[key] for one in by_rank]
+        for key in by_rank[0]
+        if all(key in one for one in by_rank)
+    }
+
+
+def _made(view: View) -> list[str]:
+    """Return where a model without a wrapper was made, if it is known."""
+    if any(model.wrapper for model in view.ranks[0].models):
+        return []
+    return [one.line for one in view.ranks[0].draws if one.place == "construction"][:1]
+
+
+def differ(view: View) -> Iterator[Finding]:
+    """Find scalers, schedules, averages and statistics whose values differ between the ranks."""
+    differs = view.difference or view.comparison.doubtful
+    told: set[str] = {"tensor"} if differs is None else set()
+    for states in _on_all_ranks(view).values():
+        ours = states[0]
+        for rank, theirs in enumerate(states[1:], 1):
+            if ours.kind in told:
+                continue
+            what = _difference(view, ours, theirs, rank)
+            if not what or (ours.kind == AVERAGE and not _is_average(view, ours)):
+                continue
+            told.add(ours.kind)
+            is_asked = ours.kind in OWN and (ours.kind != BUFFER or differs is None)
+            yield Finding(
+                MISTAKES["batch-norm-differs" if ours.kind == EVALUATED else "state-differs"],
+                [*_changes(view, ours), ours.line],
+                f"The {KINDS.get(ours.kind, ours.kind)} {ours.name} differs between ranks 0 and "
+                f"{rank} after {ours.step} steps: {what}."
+                + " Does the loss depend on it? Then it must agree." * is_asked
+                + (f" {differs.sentence}." if differs is not None else ""),
+                ranks=[rank],
+                step=ours.step or None,
+                values={"kind": ours.kind},
+                nature=Nature.QUESTION if is_asked else None,
+                difference=differs,
+            )
+
+
+def _is_average(view: View, ours: StateFacts) -> bool:
+    """Return whether tensors with the names of parameters are near these: gradients are not."""
+    steps = view.ranks[0].steps[: ours.step]
+    rows = steps[-1].parameters if steps else {}
+    names = [name for name in ours.rows if name in rows]
+    if not names:
+        return True
+    one, two = vectors(view.ranks[0], ours.rows), vectors(view.ranks[0], rows)
+    return sorted(distance(one[n], two[n]) for n in names)[len(names) // 2] < NEAR_PARAMETERS
+
+
+def _changes(view: View, ours: StateFacts) -> list[str]:
+    """Return the lines that change a state, if it was equal on all ranks before."""
+    same = [
+        [one for one in facts.states if (one.kind, one.name) == (ours.kind, ours.name)]
+        for facts in view.ranks
+    ]
+    if ours.kind == "scaler" and ours is same[0][0]:
+        return []  # made with other values
+    return [line for each in same for one in each for line in one.changed_by]
+
+
+def _difference(view: View, ours: StateFacts, theirs: StateFacts, rank: int) -> str:
+    for name, value in ours.values.items():
+        other = theirs.values.get(name)
+        if other is not None and abs(other - value) > SAME * max(abs(value), abs(other)):
+            return f"{name} is {value:.6g} and {other:.6g}"
+    sharded = {str(one.key) for one in view.ranks[0].models if one.is_sharded}
+    rows = {name: at for name, at in ours.rows.items() if name.partition("/")[0] not in sharded}
+    found = next(iter(apart([view.ranks[0], view.ranks[rank]], [rows, theirs.rows])), "")
+    return f"the values of {shown(found)} differ" if found else ""
+
+
+def _averages_statistics(view: View, names: Sequence[str]) -> bool:
+    """Return whether collectives outside of steps may make running statistics equal.
+
+    Those of a few values combine metrics. DistributedDataParallel broadcasts after its first step.
+    """
+    known, weights = parameters(view.ranks[0]), [f"{x.rpartition('.')[0]}.weight" for x in names]
+    least = min((BYTES * numel(known[one].shape) for one in weights if one in known), default=0)
+    return any(
+        one.phase is Phase.EVALUATION or (one.kind.startswith("broadcast") and one.step > 1)
+        for one in view.ranks[0].collectives
+        if not one.is_in_backward and one.kind != "barrier" and one.nbytes >= least
+    )

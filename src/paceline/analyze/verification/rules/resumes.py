@@ -1,4 +1,4 @@
-"""How a resumed run goes on: with other values than were saved, or with other samples."""
+"""Checkpoints: who writes them, and how a resumed run goes on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,46 @@ from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import BatchFacts, Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..passes import Sample, streams
-from ..relations import distance, vectors
+from ..relations import SAME, apart, distance, vectors
 from ..steps import shown, trained
 from ..view import View, listed
-from .checkpoints import load_of
 
-SAME = 1e-6  # relative difference of equal values
 FIRST_STEPS = 3  # of the resumed run, whose learning rates are compared
+
+
+def written_by_all(view: View) -> Iterator[Finding]:
+    """Find files that several ranks write at the same time."""
+    writers: dict[tuple[str, int], dict[int, FileFacts]] = {}
+    for rank, facts in enumerate(view.ranks):
+        for one in facts.files:
+            if one.is_save and not one.is_distributed:
+                writers.setdefault((one.path, one.step), {})[rank] = one
+    for (path, step), by_rank in writers.items():
+        if len(by_rank) < 2:
+            continue
+        line = next(iter(by_rank.values())).line
+        yield Finding(
+            MISTAKES["checkpoint-written-by-all"],
+            [line],
+            f"{len(by_rank)} ranks write {path} after {step} steps: a file that several processes "
+            "write at the same time can be damaged.",
+            ranks=sorted(by_rank),
+            step=step or None,
+            values={"path": path, "ranks": len(by_rank)},
+        )
+
+
+def load_of(view: View, resumed: Sequence[RankFacts], saved: FileFacts) -> FileFacts | None:
+    """Return where the resumed run loads a file before its first step, also if it was renamed."""
+    before = {one.path for facts in view.ranks for one in facts.files if not one.is_save}
+    for facts in resumed:
+        for one in facts.files:
+            if one.is_save or one.step:
+                continue
+            is_renamed = one.path not in before and one.keys == saved.keys
+            if saved.path.startswith(one.path) or is_renamed:
+                return one
+    return None
 
 
 def resumed_fails(view: View) -> Iterator[Finding]:
@@ -59,9 +92,8 @@ class _Resumed:
         kind = "resume-differs"
         if what not in {"model", *together}:
             kind, places = "checkpoint-incomplete", [self.file.line, *places]
-            text += f" {self.file.path} has the state of {listed(sorted(together))}." * bool(
-                together
-            )
+            if together:
+                text += f" {self.file.path} has the state of {listed(sorted(together))}."
         of_rank = [] if facts.rank == 0 else [facts.rank]
         return Finding(MISTAKES[kind], places, text, ranks=of_rank, **more)
 
@@ -164,10 +196,10 @@ def _other_average(run: _Resumed) -> Finding | None:
             known = expected.get((state.name, at)) if state.kind == "average" else None
             if known is None or not 0 < state.step <= len(facts.steps) or at > len(ours.steps):
                 continue
-            rows, others = ours.steps[at - 1].parameters, facts.steps[state.step - 1].parameters
-            if not rows or not _are_equal(ours, rows, facts, others):
+            rows = [ours.steps[at - 1].parameters, facts.steps[state.step - 1].parameters]
+            if not rows[0] or apart([ours, facts], rows, 10 * SAME):
                 continue
-            if _are_equal(ours, known.rows, facts, state.rows):
+            if not apart([ours, facts], [known.rows, state.rows], 10 * SAME):
                 continue
             return run.finding(
                 facts,
@@ -180,13 +212,6 @@ def _other_average(run: _Resumed) -> Finding | None:
                 remedy="save and load the state of the averaged weights as well",
             )
     return None
-
-
-def _are_equal(
-    ours: RankFacts, rows: dict[str, int], theirs: RankFacts, other_rows: dict[str, int]
-) -> bool:
-    one, two = vectors(ours, rows), vectors(theirs, other_rows)
-    return one.keys() == two.keys() and all(distance(one[n], two[n]) <= 10 * SAME for n in one)
 
 
 def resumed_samples(view: View) -> Iterator[Finding]:

@@ -5,17 +5,18 @@ choice, and asked with both values.
 """
 
 from collections.abc import Iterator
+from math import isclose
 
 from ....record.training.facts.ranks import RankFacts
-from ....record.training.facts.steps import OptimizerFacts, ScheduleFacts
+from ....record.training.facts.steps import ScheduleFacts
 from ..mistakes import MISTAKES, Finding
-from ..steps import joint_steps
+from ..steps import JointStep, joint_steps
 from ..view import View
 
 SAME = 1e-6  # relative difference of equal learning rates
 NEAR = 0.1  # relative difference of equal lengths: incomplete batches and steps
-CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
 LARGER = 1.5  # largest rates of a schedule differ a little where they fall between two steps
+CYCLES = ("OneCycleLR", "CyclicLR")  # set all rates from their own arguments
 
 
 def rates_differ(view: View) -> Iterator[Finding]:
@@ -24,75 +25,92 @@ def rates_differ(view: View) -> Iterator[Finding]:
         rates = [one.learning_rates for one in step.steps]
         for rank in range(1, view.size):
             for group, (ours, theirs) in enumerate(zip(rates[0], rates[rank], strict=False)):
-                if _are_equal(ours, theirs):
+                if isclose(ours, theirs, rel_tol=SAME, abs_tol=SAME**2):
                     continue
-                optimizer = _optimizer(view.ranks[0], step.optimizer)
-                schedules = view.ranks[0].schedules
-                made = [line for one in schedules for line in (*one.step_lines[:1], one.line)]
-                same = optimizer is not None and _same_initial(view, step.optimizer)
-                lines = [*_rate_lines(view, step.optimizer), *made]
-                lines += [optimizer.line if optimizer else "", step.steps[0].line]
-                if not same:
-                    lines = [optimizer.line if optimizer else "", *made, step.steps[0].line]
+                where = f" (parameter group {group})" if len(rates[0]) > 1 else ""
                 yield Finding(
                     MISTAKES["learning-rates-differ"],
-                    lines,
+                    _lines(view, step),
                     f"In step {step.index + 1}, the learning rate is {ours:.6g} on rank 0 and "
-                    f"{theirs:.6g} on rank {rank}"
-                    + (
-                        f" (parameter group {group})."
-                        if len(rates[0]) > 1
-                        else ", of equal initial rates."
-                        if same
-                        else "."
-                    ),
+                    f"{theirs:.6g} on rank {rank}{where}.",
                     ranks=[rank],
                     step=step.index + 1,
                     values={"rate_0": ours, f"rate_{rank}": theirs},
                 )
 
 
+def _lines(view: View, step: JointStep) -> list[str]:
+    """Return lines that change the rates of a step, those of some ranks first.
+
+    The optimizer comes first if the ranks made it with different rates.
+    """
+    made = [x for f in view.ranks for x in f.optimizers if x.key == step.optimizer]
+    every = dict.fromkeys(line for one in made for line in one.rate_lines)
+    lines = sorted(every, key=lambda line: all(line in one.rate_lines for one in made))
+    lines += [line for one in view.ranks[0].schedules for line in (*one.step_lines[:1], one.line)]
+    own = [one.line for one in made[:1]]
+    if any(one.initial_rates != made[0].initial_rates for one in made):
+        return [*own, *lines, step.steps[0].line]
+    return [*lines, *own, step.steps[0].line]
+
+
 def scaling(view: View) -> Iterator[Finding]:
     """Ask about a learning rate that grows otherwise than the global batch."""
     single, n = view.single, view.size
-    if single is None or n < 2:
-        return
-    growth = _growth(view, single)
+    growth = _growth(view, single) if single is not None and n > 1 else None
     for optimizer in view.ranks[0].optimizers:
-        other = _optimizer(single, optimizer.key)
-        pairs = _rates(view, single, optimizer, other) if other is not None else []
-        if not pairs or growth is None:
+        if single is None or growth is None:
+            return
+        runs = (view.ranks[0], single)
+        both = [_rates(facts, optimizer.key, of_cycles=True) for facts in runs]
+        if not all(both):
+            both = [_rates(facts, optimizer.key, of_cycles=False) for facts in runs]
+        pairs = [
+            (a, b)
+            for at, row in enumerate(zip(*both, strict=False))
+            for a, b in zip(*row, strict=False)
+            if min(a, b) > 0 and (at < 2 or a > LARGER * b)
+        ]
+        if not pairs:
             continue
         ours, theirs = max(pairs, key=lambda pair: pair[0] / pair[1])
-        ratio = ours / theirs
         more = f"{growth:.3g} times the global batch"
         schedules = [one for one in view.ranks[0].schedules if one.optimizer == optimizer.key]
         cycles = [one.line for one in schedules if one.class_name in CYCLES and one.peaks]
-        lines = [*cycles, optimizer.line, *(one.line for one in schedules)]
         may_scale_later = any(one.class_name == "LambdaLR" for one in schedules)
-        values: dict[str, float | int | str] = {
-            "rate": ours,
-            "rate_of_one": theirs,
-            "growth": growth,
-        }
-        if _are_equal(ratio, 1.0) and growth > 1 + NEAR and not may_scale_later:
-            text = (
-                f"The learning rate is {ours:.6g} on one rank and on {n}, with {more}: is "
-                f"{ours * growth:.6g} wanted?"
-            )
-            yield Finding(MISTAKES["learning-rate-not-scaled"], lines, text, values=values)
-        if ratio > growth * (1 + NEAR):
-            text = (
-                f"The learning rate is {ours:.6g} on {n} ranks and {theirs:.6g} on one: "
-                f"{ratio:.3g} times as large, with {more}. Is this wanted?"
-            )
-            yield Finding(MISTAKES["learning-rate-scaled-twice"], lines, text, values=values)
+        if isclose(ours, theirs, rel_tol=SAME) and growth > 1 + NEAR and not may_scale_later:
+            kind, text = "not-scaled", f"{ours:.6g} on one rank and on {n}, with {more}: is "
+            text += f"{ours * growth:.6g} wanted?"
+        elif ours / theirs > growth * (1 + NEAR):
+            kind, text = "scaled-twice", f"{ours:.6g} on {n} ranks and {theirs:.6g} on one: "
+            text += f"{ours / theirs:.3g} times as large, with {more}. Is this wanted?"
+        else:
+            continue
+        yield Finding(
+            MISTAKES[f"learning-rate-{kind}"],
+            [*cycles, optimizer.line, *(one.line for one in schedules)],
+            f"The learning rate is {text}",
+            values={"rate": ours, "rate_of_one": theirs, "growth": growth},
+        )
+
+
+def _rates(facts: RankFacts, key: int, of_cycles: bool) -> list[list[float]]:
+    """Return learning rates of an optimizer: when made, in the first step, the largest ones.
+
+    of_cycles: Only those of schedules that set all rates themselves.
+    """
+    peaks = [one for one in facts.schedules if one.optimizer == key and one.peaks]
+    if of_cycles:
+        return [one.peaks for one in peaks if one.class_name in CYCLES]
+    made = next((one.initial_rates for one in facts.optimizers if one.key == key), [])
+    first = next((one.learning_rates for one in facts.steps if one.optimizer == key), made)
+    return [made, first, *(one.peaks for one in peaks)]
 
 
 def schedule_length(view: View) -> Iterator[Finding]:
     """Ask about schedules that have another length in epochs on N ranks than on one."""
     single, n = view.single, view.size
-    if single is None or n < 2:
+    if single is None:
         return
     for schedule, other in zip(view.ranks[0].schedules, single.schedules, strict=False):
         ours, theirs = epoch_steps(view.ranks[0]), epoch_steps(single)
@@ -119,51 +137,6 @@ def schedule_length(view: View) -> Iterator[Finding]:
                 "another one on more ranks?",
                 values={"length": length, "epochs": epochs, "epochs_of_one": of_one},
             )
-
-
-def _are_equal(one: float, two: float) -> bool:
-    return abs(one - two) <= SAME * max(abs(one), abs(two), 1e-30)
-
-
-def _optimizer(facts: RankFacts, key: int) -> OptimizerFacts | None:
-    return next((one for one in facts.optimizers if one.key == key), None)
-
-
-def _rate_lines(view: View, key: int) -> list[str]:
-    """Return lines that change learning rates, those of some ranks first."""
-    found = [one.rate_lines for facts in view.ranks if (one := _optimizer(facts, key)) is not None]
-    every = dict.fromkeys(line for lines in found for line in lines)
-    return sorted(every, key=lambda line: all(line in lines for lines in found))
-
-
-def _same_initial(view: View, key: int) -> bool:
-    rates = [one.initial_rates for f in view.ranks if (one := _optimizer(f, key)) is not None]
-    return all(one == rates[0] for one in rates)
-
-
-def _rates(
-    view: View, single: RankFacts, ours: OptimizerFacts, theirs: OptimizerFacts
-) -> list[tuple[float, float]]:
-    """Return learning rates on N ranks and on one: when made, in the first step, the largest.
-
-    Of a schedule that sets all rates itself, only its largest rates count.
-    """
-    peaks = [
-        (one.class_name in CYCLES, a, b)
-        for one, two in zip(view.ranks[0].schedules, single.schedules, strict=False)
-        if (one.optimizer, two.optimizer) == (ours.key, theirs.key)
-        for a, b in zip(one.peaks, two.peaks, strict=False)
-    ]
-    if any(is_cycle for is_cycle, _, _ in peaks):
-        pairs = [(a, b) for is_cycle, a, b in peaks if is_cycle]
-    else:
-        firsts = [
-            next((one.learning_rates for one in facts.steps if one.optimizer == made.key), [])
-            for facts, made in ((view.ranks[0], ours), (single, theirs))
-        ]
-        pairs = [*zip(ours.initial_rates, theirs.initial_rates, strict=False)]
-        pairs += [*zip(*firsts, strict=False), *((a, b) for _, a, b in peaks if a > LARGER * b)]
-    return [(a, b) for a, b in pairs if a > 0 and b > 0]
 
 
 def _growth(view: View, single: RankFacts) -> float | None:

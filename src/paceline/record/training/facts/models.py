@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+AVERAGE = "average"  # kind of the state of an averaged copy of the model
 FLAT = "FullyShardedDataParallel"  # shards flat parameters, whose gradients are not observed
 
 

@@ -38,8 +38,12 @@ class BatchFacts:
 
     @property
     def used(self) -> int:
-        """Number of samples that the model got."""
-        return len(self.rows) or self.samples
+        """Number of samples that the model got.
+
+        Those of the dataset count, if they are known: the first dimension of a tensor may be
+        another one.
+        """
+        return len(self.rows) or (self.samples if self.indices is None else len(self.indices))
 
 
 @dataclass

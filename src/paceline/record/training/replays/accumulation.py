@@ -33,6 +33,7 @@ class Part:
         whole: Place of the global batch in the stored run.
         weight: Number of its samples, relative to those of the global batch.
         is_first, is_last: Whether it is the first part, and the last one.
+        samples: Number of its samples.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Part:
     weight: float
     is_first: bool
     is_last: bool
+    samples: int
 
 
 class Accumulation:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ...hooks.batch_size import samples_in
+from ...hooks.batch_size import fields_of, samples_in
 from ..generators import kept_generators
 
 CANNOT_JOIN = "batches of several ranks can't be joined"
@@ -25,15 +25,19 @@ def join_batches(batches: list[Any]) -> Any:
     return _join(batches, [samples_in(one) for one in batches])
 
 
-def collate_again(loader: Any, batches: list[Any], indices: list[list[int] | None]) -> Any:
+def collate_again(
+    loader: Any, batches: list[Any], indices: list[list[int] | None], seed: int | None = None
+) -> Any:
     """Return one batch with the samples of all, as the ``collate_fn`` of a loader makes it.
 
-    Batches that are padded to their longest sample have other shapes, and can't be joined.
+    Batches that are padded to their longest sample, and graphs that are joined to one, can't be
+    joined by their tensors.
 
     Args:
         loader: The loader of one process.
         batches: Those of the ranks.
         indices: Positions of their samples in the dataset.
+        seed: Of another order of the samples; None for that of the ranks.
 
     Raises:
         ValueError: Samples that are read again are not those of the batches.
@@ -44,6 +48,8 @@ def collate_again(loader: Any, batches: list[Any], indices: list[list[int] | Non
                 if not _have_equal_tensors(loader.collate_fn(_read(loader.dataset, rows)), batch):
                     raise ValueError("samples that are read again are others")
             every = [at for rows in indices for at in rows or ()]
+            if seed is not None:
+                every = [every[at] for at in _order(len(every), seed)]
             return loader.collate_fn(_read(loader.dataset, every))
     except Exception as error:  # of the user's code
         raise ValueError(f"they can't be made again ({type(error).__name__}: {error})") from error
@@ -59,8 +65,14 @@ def _read(dataset: Any, rows: list[int] | None) -> list[Any]:
 
 def permute_batch(batch: Any, seed: int) -> Any:
     """Return the batch with its samples in another order."""
-    order = torch.randperm(samples_in(batch), generator=torch.Generator().manual_seed(seed))
-    return select_samples(batch, order.tolist())
+    return select_samples(batch, _order(samples_in(batch), seed))
+
+
+def _order(samples: int, seed: int) -> list[int]:
+    order: list[int] = torch.randperm(
+        samples, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    return order
 
 
 def select_samples(batch: Any, rows: list[int]) -> Any:
@@ -138,12 +150,13 @@ def _have_equal_tensors(one: Any, other: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a batch with dictionaries in place of other mappings."""
+    """Return a batch with dictionaries in place of other mappings, and of objects with tensors."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return _rebuilt(value, [_plain(one) for one in value])
-    return value
+    fields = fields_of(value)
+    return {type(value): {key: _plain(one) for key, one in fields.items()}} if fields else value
 
 
 def _is_equal(one: Any, other: Any) -> bool:

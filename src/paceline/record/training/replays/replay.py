@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from ...hooks.batch_size import samples_in
 from ...hooks.import_hooks import after_import
 from ..facts.ranks import RankFacts
-from ..facts.samples import PassFacts, Phase
+from ..facts.samples import BatchFacts, PassFacts, Phase
 from ..facts.steps import StepFacts
 from ..facts_file import read_facts
 from ..generators import restore_generators
@@ -61,6 +61,7 @@ class Replay:
         ranks = read_facts(self._folder, 0).size
         self._ranks = [rank for rank in range(ranks) if rank * facts.size // ranks == facts.rank]
         self._stored: RankFacts = read_facts(self._folder, self._ranks[0])
+        self._permutes = observation.settings.permutes
         self._rates: dict[tuple[int, int], StepFacts] = {
             (one.optimizer, one.index): one for one in self._stored.steps
         }
@@ -117,7 +118,7 @@ class Replay:
         if reason:
             self._stop_replay(reason)
         root = model.module()
-        if root is not None and self._observation.settings.permutes:
+        if root is not None and self._permutes:
             perturb(root, self._observation.settings.last_bits)
         if self.accumulation is not None and root is not None:
             for name, one in root.named_modules():
@@ -186,50 +187,59 @@ class Replay:
             try:
                 if self.accumulation is None:
                     opened.is_at_end = is_last
-                    joined = self._joined(opened.source, paths, (key, one.number, number))
-                    yield self._permuted(joined, number)
+                    yield self._joined(opened, paths, (key, one.number, number))
                 else:
                     for part in self._parts(paths, (key, one.number, number)):
                         self._part = part
                         self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
                         opened.is_at_end = is_last and part.is_last
                         batch, states = load_batch(part.path)
+                        opened.samples = part.samples
                         restore_generators(states)
-                        yield self._permuted(batch, number)
+                        yield permute_batch(batch, number) if self._permutes else batch
             except ValueError as error:
                 self._stop_replay(f"{CANNOT_JOIN}: {error}")
 
-    def _joined(self, loader: Any, paths: list[Path], place: Place) -> Any:
+    def _joined(self, opened: OpenPass, paths: list[Path], place: Place) -> Any:
         """Return a global batch. Raises ValueError: it can't be made of those of the ranks."""
-        batches = [load_batch(path)[0] for path in paths]
+        loader, opened.samples = opened.source, None
+        batches, indices = [load_batch(path)[0] for path in paths], self._indices(place)
+        seed = place[-1] if self._permutes else None
+        may_collate = loader.batch_sampler is not None and len(batches) == len(indices)
         try:
-            return join_batches(batches)
+            if may_collate and not all(map(_has_rows, batches, indices)):
+                raise ValueError("a row of a tensor is no sample")
+            joined = join_batches(batches)
+            return joined if seed is None else permute_batch(joined, seed)
         except ValueError as error:
-            if loader.batch_sampler is None or len(batches) < len(self._ranks):
+            if not may_collate:
                 raise
-            shapes = error
-        found = [
-            next((x for x in facts.batches if (x.loader, x.pass_number, x.number) == place), None)
-            for facts in self._evaluations.ranks
-        ]
+            reason = error
         try:
-            batch = collate_again(loader, batches, [x.indices if x else None for x in found])
+            batch = collate_again(loader, batches, indices, seed)
         except ValueError as error:
-            raise ValueError(f"{shapes}; {error}") from None
+            raise ValueError(f"{reason}; {error}") from None
         self._observation.facts.is_collated = True
+        opened.samples = sum(len(one or ()) for one in indices)
         return batch
 
-    def _permuted(self, batch: Any, seed: int) -> Any:
-        return permute_batch(batch, seed) if self._observation.settings.permutes else batch
+    def _indices(self, place: Place) -> list[list[int] | None]:
+        """Return the positions of the samples of each rank's batch, as far as they are known."""
+        return [
+            next((x.indices for x in facts.batches if place_of(x) == place), None)
+            for facts in self._evaluations.ranks
+        ]
 
     def _parts(self, paths: list[Path], whole: Place) -> list[Part]:
         """Return the parts of a global batch."""
         facts = self._observation.facts
         facts.parts = max(facts.parts, len(paths))
-        weights = weights_of([samples_in(load_batch(path)[0]) for path in paths])
+        samples, known = [samples_in(load_batch(path)[0]) for path in paths], self._indices(whole)
+        if len(known) == len(paths):
+            samples = [len(x) if x else n for x, n in zip(known, samples, strict=True)]
         return [
-            Part(path, whole, weight, path == paths[0], path == paths[-1])
-            for path, weight in zip(paths, weights, strict=True)
+            Part(path, whole, weight, path == paths[0], path == paths[-1], number)
+            for path, weight, number in zip(paths, weights_of(samples), samples, strict=True)
         ]
 
     def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
@@ -260,6 +270,16 @@ class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
 
     def __del__(self) -> None:
         """Nothing to end: there are no workers."""
+
+
+def place_of(batch: BatchFacts) -> Place:
+    """Return loader, pass and number of a batch in its pass."""
+    return batch.loader, batch.pass_number, batch.number
+
+
+def _has_rows(batch: Any, indices: list[int] | None) -> bool:
+    """Return whether the rows of a batch's tensors can be its samples."""
+    return indices is None or samples_in(batch) == len(indices)
 
 
 def len_of(loader: Any) -> int:

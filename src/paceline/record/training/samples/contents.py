@@ -1,7 +1,6 @@
 """Checksums of samples, and what is known of a dataset without reading it."""
 
 import zlib
-from dataclasses import is_dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...hooks.batch_size import graphs_in
+from ...hooks.batch_size import fields_of
 
 MAX_TENSORS = 8  # of a batch
 MAX_SUBSETS = 8  # nested
@@ -38,10 +37,9 @@ def _object_checksums(batch: Any, samples: int) -> list[list[int]]:
 
     Its tensor ``batch`` has the number of its graph for each node, in order.
     """
-    if not (is_dataclass(batch) or graphs_in(batch)):
-        return []
-    values = batch.to_dict() if hasattr(batch, "to_dict") else vars(batch)
-    owners, found = values.get("batch"), []
+    values = fields_of(batch)
+    owners: Any = values.get("batch")
+    found: list[list[int]] = []
     is_joined = _has_rows(owners) and owners.ndim == 1
     nodes = torch.bincount(owners.cpu(), minlength=samples).tolist() if is_joined else []
     for name, value in values.items():

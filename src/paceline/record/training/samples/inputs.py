@@ -66,7 +66,8 @@ class Inputs:
         if self._parts is None or self._parts[0] != at:
             self._parts = (at, set())
         batch, rows = observation.facts.batches[at], self._parts[1]
-        if len(rows) == batch.samples:
+        are_rows = batch.indices is None or len(batch.indices) == batch.samples
+        if len(rows) == batch.samples or not are_rows:
             return
         given = [one for one in _tensors(self._models.inputs)[:1] if len(one) < batch.samples]
         checksums = [checksum for one in given for checksum in row_checksums(one)]

@@ -345,7 +345,7 @@ class Loaders:
         return batch
 
     def _note_batch(self, opened: OpenPass, batch: Any) -> None:
-        number, samples = opened.returned, samples_in(batch)
+        number, samples = opened.returned, opened.samples or samples_in(batch)
         indices = opened.indices[number] if number < len(opened.indices) else None
         opened.returned += 1
         self.has_batches = True
@@ -361,6 +361,7 @@ class Loaders:
             step=self._observation.step,
         )
         added = self._observation.add_batch(facts)
+        self._observation.batch_types.add(type(batch))
         if is_read_ahead():
             opened.ahead, added = added, opened.ahead
         if added is not None:

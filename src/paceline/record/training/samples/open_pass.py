@@ -18,6 +18,7 @@ class OpenPass:
         is_short: Whether the pass may be shortened.
         is_stopped: Whether it was.
         is_at_end: Whether the batch that was returned last is known to be the last one.
+        samples: Number of samples of the batch that is returned next, if it is known.
     """
 
     loader: LoaderFacts
@@ -28,6 +29,7 @@ class OpenPass:
     is_short: bool | None = None
     is_stopped: bool = False
     is_at_end: bool = False
+    samples: int | None = None
     first_group: int = 0  # batches of the first step of the pass
     planned: list[list[int]] | None = None
     ahead: int | None = None  # a batch that a library has read, but not passed on yet

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..facts.models import StateFacts
+from ..facts.models import AVERAGE, StateFacts
 from ..observation import Observation
 from ..optimization.model_names import clean_name, named_parameters
 from ..optimization.models import Model, Models
@@ -58,7 +58,7 @@ class Averages:
 
     def _found(self) -> Iterator[tuple[str, Any, Model, dict[str, torch.Tensor]]]:
         """Yield name, value, model and tensors of each copy."""
-        trained = [one for one in self._models.models if one.has_trained]
+        trained = [one for one in self._models.models if one.has_trained and _is_trained(one)]
         seen: set[int] = {id(one.module()) for one in trained}
         for name, value, _ in users_variables():
             if id(value) in seen or value is None:
@@ -76,9 +76,15 @@ class Averages:
             row = self._models.add_row(tensor)
             if row is not None:
                 rows[f"{model.facts.key}/{parameter}"] = row
-        state = StateFacts("average", name, user_line(), self._observation.step, rows=rows)
+        state = StateFacts(AVERAGE, name, user_line(), self._observation.step, rows=rows)
         state.changed_by = list(self.lines.get(name, []))
         self._observation.facts.states.append(state)
+
+
+def _is_trained(model: Model) -> bool:
+    """Return whether a model has parameters to train: a teacher is called in training, too."""
+    root = model.module()
+    return root is not None and any(one.requires_grad for one in root.parameters())
 
 
 def users_variables() -> Iterator[tuple[str, Any, Any]]:

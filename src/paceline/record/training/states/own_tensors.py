@@ -1,7 +1,7 @@
 """Find tensors in the script's objects that may be states of the training: queues, centers, sums.
 
-Models, their averaged copies and datasets are none of these. Modules without parameters are: losses
-that keep a state in buffers.
+Models, their averaged copies, datasets and batches are none of these. Modules without parameters
+are: losses that keep a state in buffers.
 """
 
 from collections.abc import Iterator
@@ -69,6 +69,8 @@ class OwnTensors:
         found: dict[str, torch.Tensor] = {}
         for name, value, owner in users_variables():
             if owner is None or isinstance(owner, Dataset) or not isinstance(value, torch.Tensor):
+                continue
+            if type(owner) in self._observation.batch_types:
                 continue
             if _is_state(value):
                 found.setdefault(name, value)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ....analyze.verification.compared import Compared
+from ....analyze.verification.find import Compared
 from ....analyze.verification.mistakes import Finding, Nature
 from ...numbers import counted, elapsed
 from ...verdict.of_verification import Verification, answer, exit_code, verdict_of_verification

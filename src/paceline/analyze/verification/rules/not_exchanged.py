@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 
-from ...exchange import Exchange, Kind
-from ...mistakes import MISTAKES, Finding
-from ...relations import distance, vectors
-from ...steps import JointStep, shown
-from ...view import View, listed
-
-ONE_RANK = 0.02  # of the other ranks' coefficients, relative to the largest
-SAME = 1e-6  # relative difference of equal parameters
+from ..exchange import Exchange, Kind
+from ..mistakes import MISTAKES, Finding
+from ..relations import SAME, apart, distance
+from ..steps import JointStep, shown
+from ..view import View, listed
 
 
 def not_exchanged(view: View) -> Iterator[Finding]:
     """Find steps that use a rank's own gradient, for all parameters or for some."""
-    own = [one for one in view.exchanges if (one.kind is Kind.OWN or _is_own(one)) and _differ(one)]
+    own = [one for one in view.exchanges if one.kind is Kind.OWN and _differ(one)]
     if own and _averages_parameters(view, own):
         view.averages_parameters = True
         view.notes.append(
@@ -38,19 +35,6 @@ def _differ(one: Exchange) -> bool:
     )
 
 
-def _is_own(one: Exchange) -> bool:
-    """Return whether each rank uses its own gradient, with a factor of each rank (clipping)."""
-    if one.kind is not Kind.LINEAR:
-        return False
-    used = [one.step.unclipped(rank) for rank in range(one.step.size)]
-    name = next(iter(one.step.names), None)
-    if name is None or all(distance(used[0][name], other[name]) <= SAME for other in used):
-        return False
-    largest = max(range(len(one.coefficients)), key=lambda at: abs(one.coefficients[at]))
-    others = [abs(v) for at, v in enumerate(one.coefficients) if at != largest]
-    return largest == 0 and max(others) <= ONE_RANK * abs(one.coefficients[0])
-
-
 def _averages_parameters(view: View, own: list[Exchange]) -> bool:
     """Return whether parameters were different after one step, and equal before a later one.
 
@@ -65,28 +49,16 @@ def _averages_parameters(view: View, own: list[Exchange]) -> bool:
         if not _equal(step, before=False):
             differed = True
             if next_step is not None and _equal(next_step, before=True):
-                made = [
-                    vectors(f, x.parameters) for f, x in zip(step.ranks, step.steps, strict=True)
-                ]
-                taken = next_step.before(0)
-                known = [name for name in made[0] if name in taken]
-                return not any(
-                    all(distance(values[n], taken[n]) <= SAME for n in known) for values in made
-                )
+                taken = next_step.steps[0].before
+                pairs = zip(step.ranks, step.steps, strict=True)
+                return all(apart([f, view.ranks[0]], [x.parameters, taken]) for f, x in pairs)
     return False
 
 
 def _equal(step: JointStep, before: bool) -> bool:
     """Return whether parameters are equal on all ranks, before or after a step."""
-    found = [
-        vectors(facts, one.before if before else one.parameters)
-        for facts, one in zip(step.ranks, step.steps, strict=True)
-    ]
-    return bool(found[0]) and all(
-        name in other and distance(found[0][name], other[name]) <= SAME
-        for other in found[1:]
-        for name in found[0]
-    )
+    rows = [one.before if before else one.parameters for one in step.steps]
+    return bool(rows[0]) and not apart(step.ranks, rows)
 
 
 def _is_expert(view: View, one: Exchange, name: str) -> bool:
@@ -96,13 +68,8 @@ def _is_expert(view: View, one: Exchange, name: str) -> bool:
             return True
     if not view.has_all_to_all:
         return False
-    rows = [step.parameters.get(name) for step in one.step.steps]
-    values = [
-        vectors(facts, {name: row})[name]
-        for facts, row in zip(one.step.ranks, rows, strict=True)
-        if row is not None
-    ]
-    return any(distance(values[0], other) > SAME for other in values[1:])
+    rows = [{n: at for n, at in x.parameters.items() if n == name} for x in one.step.steps]
+    return bool(apart(one.step.ranks, rows))
 
 
 def _all_parameters(view: View, own: list[Exchange]) -> Finding:

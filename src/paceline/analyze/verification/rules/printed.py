@@ -1,28 +1,34 @@
-"""Printed values beside those that one process prints with the same parameters and samples."""
+"""Printed and logged values: those of one rank, and those that differ from one process."""
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ....record.training.facts.events import OutputFacts
+import numpy as np
+from numpy.typing import NDArray
+
+from ....record.training.facts.events import MetricFacts, OutputFacts
+from ....record.training.facts.models import AVERAGE
 from ....record.training.facts.ranks import RankFacts
 from ....record.training.facts.samples import Phase
 from ..mistakes import MISTAKES, Finding, Nature
 from ..relations import Vectors, distance, vectors
 from ..replay import NOISE_FACTOR
-from ..steps import JointStep
-from ..view import View, is_reduction
-from .logged_metrics import own_metrics
-from .printed_losses import (
-    NUMBER,
-    is_mean_loss,
-    is_own_loss,
-    is_printed_by,
-    last_digit,
-    outputs_by_place,
-)
+from ..steps import JointStep, trained
+from ..view import View, is_reduction, listed
 
+SAME = 1e-6  # relative difference of values that a script has combined itself
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?(?![\w.])|[-+]?\d\.\d*[eE][-+]?\d+")
+LOSS = re.compile(r"loss|nll|cross.?entropy|\bce\b", re.IGNORECASE)
+WORDS = re.compile(r"[-+]?\d[\d.,eE+-]*")
+DIGITS = 3  # significant ones that a printed number has to have
+LEAST = 2  # numbers at the same place of a line, where its words do not say that it is a loss
+MOSTLY = 0.8  # of these
+TRANSFORMS: tuple[Callable[[float], float], ...] = (
+    lambda value: value,
+    lambda value: math.exp(min(value, 100.0)),  # a perplexity
+)
 SAME_MODEL = 1e-4  # relative difference of parameters whose metrics can be compared
 FLOOR = 2e-4  # relative difference of printed values that rounding may make
 AMPLIFIED = 10.0  # largest relative change of a metric, relative to that of the parameters
@@ -44,6 +50,230 @@ MACHINE = re.compile(
     re.IGNORECASE,
 )
 UNIT = re.compile(r"\s*((ms|s|sec\w*|min\w*|h|its?|[KMGT]i?B)\b|[\w ]{0,10}/\s*s)", re.IGNORECASE)
+
+
+def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
+    """Find metrics that are logged without ``sync_dist`` and differ between the ranks."""
+    different = own_metrics(view)
+    for first, (ours, theirs, *_) in different.items():
+        facts, names = view.ranks[0], list(different)
+        logged = [one.line for one in _logged(facts) if one.name in names]
+        printed = [one.line for one in facts.outputs if any(name in one.text for name in names)]
+        yield Finding(
+            MISTAKES["metric-of-one-rank"],
+            [*logged, *printed],
+            f"The validation logs {listed(names)} without sync_dist, and each rank evaluates its "
+            f"own samples: {first} is {ours:.4g} on rank 0 and {theirs:.4g} on rank 1. Rank 0 "
+            "prints and logs the value of its own samples. Checkpoints and early stopping may "
+            "differ between ranks.",
+            values={"metrics": len(names), "rank 0": ours, "rank 1": theirs},
+            remedy="log them with self.log(..., sync_dist=True), or use metrics of torchmetrics",
+        )
+
+
+def own_metrics(view: View) -> dict[str, tuple[float, ...]]:
+    """Return the metrics of a validation that differ between the ranks, with their values."""
+    reduced = {one.name for one in _logged(view.ranks[0]) if one.is_reduced}
+    found: dict[str, tuple[float, ...]] = {}
+    for rows in zip(*map(_logged, view.ranks), strict=False):
+        values, name = [one.value for one in rows], rows[0].name
+        is_one = len({one.name for one in rows}) == 1 and name not in reduced
+        if is_one and not np.allclose(values, values[0], SAME, 0, equal_nan=True):
+            found.setdefault(name, tuple(values))
+    return found
+
+
+def _logged(facts: RankFacts) -> list[MetricFacts]:
+    return [one for one in facts.metrics if one.phase is Phase.EVALUATION]
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """The losses of all backwards of all ranks, in order.
+
+    Attributes:
+        values, samples: Of shape (ranks, backwards).
+        before_step: Number of backwards before each step of any optimizer.
+        starts: Number of backwards before each pass.
+        planned: Batches and samples of a whole pass on rank 0; 0 if they are not known.
+    """
+
+    values: NDArray[np.float64]
+    samples: NDArray[np.float64]
+    before_step: list[int]
+    starts: list[int]
+    planned: tuple[int, int]
+
+    def before(self, step: int) -> int:
+        """Return the number of backwards before a step."""
+        return self.before_step[min(step, len(self.before_step) - 1)]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A printed number that is a loss.
+
+    Attributes:
+        output: The line.
+        text: The number.
+        own, mean: Value of rank 0, and of all ranks.
+        is_of_pass: Whether it is that of all batches of a pass.
+    """
+
+    output: OutputFacts
+    text: str
+    own: float
+    mean: float
+    is_of_pass: bool
+
+
+def loss_of_one_rank(view: View) -> Iterator[Finding]:
+    """Find printed training losses that are those of rank 0, and differ from the mean.
+
+    That of a batch is usual in a log. That of a whole epoch differs from that of one process.
+    """
+    losses = _losses(view)
+    if view.size < 2 or losses is None:
+        return
+    for outputs in outputs_by_place(view.ranks[0]).values():
+        if is_printed_by(view.ranks[1:], outputs[0]):
+            continue
+        for number in range(len(NUMBER.findall(outputs[0].text))):
+            one = _match(losses, outputs, number, of_all=False)
+            if one is None:
+                continue
+            what = "the mean over its own batches of an epoch" if one.is_of_pass else "its own loss"
+            yield Finding(
+                MISTAKES["metric-of-one-rank"],
+                [one.output.line],
+                f"Rank 0 prints {one.text} in {one.output.text.strip()[:60]!r}: {what}. The mean "
+                f"of {view.size} ranks is {one.mean:.6g}."
+                + " Is that of one rank wanted?"
+                * (not one.is_of_pass),
+                ranks=[0],
+                step=one.output.step or None,
+                values={"printed": one.own, "mean": one.mean},
+                nature=Nature.MEANT if one.is_of_pass else Nature.QUESTION,
+                meant="own-loss" if one.is_of_pass else "",
+                remedy="average it over the ranks (all_reduce) before it is printed; if that of "
+                "one rank is wanted: --accept own-loss",
+            )
+
+
+def is_printed_by(ranks: Sequence[RankFacts], output: OutputFacts) -> bool:
+    """Return whether other ranks write the same line of code."""
+    return any(one.line == output.line and one.line for facts in ranks for one in facts.outputs)
+
+
+def outputs_by_place(facts: RankFacts) -> dict[tuple[str, str, int], list[OutputFacts]]:
+    """Return outputs with numbers, by the line of code, their words, and how many numbers."""
+    found: dict[tuple[str, str, int], list[OutputFacts]] = {}
+    for one in facts.outputs:
+        numbers = len(NUMBER.findall(one.text))
+        if numbers and one.phase is not Phase.SETUP:
+            found.setdefault((one.line, WORDS.sub("#", one.text), numbers), []).append(one)
+    return found
+
+
+def last_digit(text: str) -> float:
+    """Return the value of the last digit of a printed number."""
+    head, _, exponent = text.lower().partition("e")
+    return float(10.0 ** (int(exponent or 0) - len(head.partition(".")[2])))
+
+
+def _losses(view: View) -> _Losses | None:
+    """Return the losses of all ranks, as far as all have them; None without any."""
+    values, samples = [], []
+    for facts in view.ranks:
+        each = [one for step in facts.steps for one in step.backwards]
+        values.append([x.loss if x.loss is not None else x.root / x.scale for x in each])
+        samples.append([sum(facts.batches[at].samples for at in trained(facts, x)) for x in each])
+    length = min(map(len, values))
+    if not length:
+        return None
+    before, starts, count, last = [0], [], 0, None
+    for step in view.ranks[0].steps:
+        for one in step.backwards:
+            if one.batches:
+                batch = view.ranks[0].batches[one.batches[-1]]
+                if (batch.loader, batch.pass_number) != last:
+                    last = (batch.loader, batch.pass_number)
+                    starts.append(count)
+            count += 1
+        before.append(count)
+    plans = [s.first.facts.planned for s in view.training]
+    plan = plans[0] if plans and plans[0] else []
+    return _Losses(
+        np.array([one[:length] for one in values]),
+        np.array([one[:length] for one in samples], dtype=float),
+        *(before, starts),
+        (len(plan), sum(map(len, plan))),
+    )
+
+
+def _match(
+    losses: _Losses, outputs: Sequence[OutputFacts], number: int, *, of_all: bool
+) -> _Match | None:
+    """Return the first line whose number is rank 0's loss and not the mean.
+
+    of_all: Return it if the numbers of all lines are the mean.
+    """
+    matches: dict[tuple[str, int], list[_Match]] = {}
+    before = 0
+    known: list[OutputFacts] = []
+    for output in outputs:
+        text = NUMBER.findall(output.text.replace(",", " "))[number]
+        printed, digit = float(text), last_digit(text)
+        close = max(0.5000001 * digit, 1e-6 * abs(printed))
+        known += [output] * (abs(printed) >= 10 ** (DIGITS - 1) * digit)
+        is_at_end = losses.before(output.step) in {*losses.starts, losses.values.shape[1]}
+        for kind, values in _candidates(losses, output.step, before):
+            for at, transform in enumerate(TRANSFORMS):
+                own, mean = transform(float(values[0])), transform(float(values.mean()))
+                is_own = abs(own - printed) <= close and abs(mean - printed) > 2 * close
+                if abs(mean - printed) <= close if of_all else is_own:
+                    is_of_pass = is_at_end and kind.startswith("pass")
+                    one = _Match(output, text, own, mean, is_of_pass)
+                    matches.setdefault((kind, at), []).append(one)
+        before = losses.before(output.step)
+    says_loss = bool(LOSS.search(outputs[0].text)) and not of_all
+    needed = len(known) if of_all else max(LEAST, MOSTLY * len(known))
+    for (_, at), found in sorted(matches.items(), key=lambda one: not one[1][0].is_of_pass):
+        if not known or found[0].output not in known:
+            continue
+        if len({one.output.step for one in found}) >= needed or (says_loss and at == 0):
+            is_of_pass = all(one.is_of_pass for one in found) and len(found) == len(outputs)
+            return replace(found[0], is_of_pass=is_of_pass)
+    return None
+
+
+def _candidates(
+    losses: _Losses, step: int, before: int
+) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    """Yield values of each rank that scripts print after a step, each with its kind.
+
+    before: Number of backwards before the output before.
+    """
+    done = losses.before(step)
+    ends = {"": done, "+": losses.before(step + 1)}  # "+": the step comes afterwards
+    for sign, end in ends.items():
+        if not 0 < end <= losses.values.shape[1]:
+            continue
+        yield f"last{sign}", losses.values[:, end - 1]
+        start = max((one for one in losses.starts if one < end), default=0)
+        of_step = max((one for one in losses.before_step if one < end), default=0)
+        begins = {"pass": start, "output": before, "run": 0, "step": of_step}
+        for name, begin in begins.items():
+            if not 0 <= begin < end - 1:
+                continue
+            part, weights = losses.values[:, begin:end], losses.samples[:, begin:end]
+            total, weighted = part.sum(axis=1), (part * weights).sum(axis=1)
+            by = {"mean": end - begin, "sum": 1, "of all batches": losses.planned[0]}
+            yield from ((f"{name}{sign} {x}", total / n) for x, n in by.items() if n)
+            if weights.all():
+                yield f"{name}{sign} weighted", weighted / weights.sum(axis=1)
+                if losses.planned[1]:
+                    yield f"{name}{sign} of all samples", weighted / losses.planned[1]
 
 
 @dataclass(frozen=True)
@@ -74,6 +304,7 @@ def differ(view: View) -> Iterator[Finding]:
     if view.size < 2 or replay is None or view.runs.replay_peers:
         return
     found: list[Finding] = []
+    losses = _losses(view)
     for pairs in _pairs(view, replay):
         for number in range(len(pairs[0].ours)):
             label = _label(pairs[0].output.text, number)
@@ -81,11 +312,12 @@ def differ(view: View) -> Iterator[Finding]:
             if wrong is None:
                 continue
             outputs = [x.output for x in pairs]
-            if is_mean_loss(view, outputs, number):
+            if losses and _match(losses, outputs, number, of_all=True):
                 continue  # as it should be; one process may train other parts of the batches
             one = _finding(view, wrong, label, (wrong.ours[number], wrong.theirs[number]))
             # Another rule asks about the losses of one rank.
-            if not (one.is_question and is_own_loss(view, outputs, number)):
+            is_own = losses and _match(losses, outputs, number, of_all=False)
+            if not (one.is_question and is_own):
                 found.append(one)
     found.sort(key=lambda one: (one.is_question, one.step or 0))
     yield from found[:1]
@@ -179,7 +411,21 @@ def _apart(view: View, replay: RankFacts, count: int) -> float:
         other = JointStep(key, steps[0].index, [replay], steps[-1:]).values(0)
         found = max(found, _largest(ours, other))
     buffers = vectors(view.ranks[0], last[0].buffers), vectors(replay, last[-1].buffers)
-    return max(found, _largest(*buffers))
+    return max(found, _largest(*buffers), _averages_apart(view.ranks[0], replay, count))
+
+
+def _averages_apart(ours: RankFacts, theirs: RankFacts, count: int) -> float:
+    """Return the largest relative difference of averaged copies of the model after some steps.
+
+    One process that trains the parts of a batch updates them once for each part.
+    """
+    rows = [
+        {(x.name, x.line): x.rows for x in one.states if (x.kind, x.step) == (AVERAGE, count)}
+        for one in (ours, theirs)
+    ]
+    both = rows[0].keys() & rows[1].keys()
+    pairs = ((vectors(ours, rows[0][n]), vectors(theirs, rows[1][n])) for n in both)
+    return max((_largest(*one) for one in pairs), default=0.0)
 
 
 def _largest(one: Vectors, two: Vectors) -> float:

@@ -1,1 +1,0 @@
-"""Which samples are trained and evaluated, by whom, and how often."""

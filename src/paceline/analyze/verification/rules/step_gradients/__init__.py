@@ -1,1 +1,0 @@
-"""Rules on the gradient of a step: its exchange, weight and clipping."""
