@@ -350,9 +350,10 @@ class ShortEnd:
         Modules that were imported before the fork are not even looked at, which would copy memory.
         """
         folder = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "")
+        imported = [*itertools.takewhile(self._last_imported.__ne__, reversed(sys.modules))]
         vars(sys.modules["__main__"]).clear()
-        for name in itertools.takewhile(self._last_imported.__ne__, reversed(list(sys.modules))):
-            module: Any = sys.modules[name]  # None if its import is blocked
+        for name in imported:
+            module: Any = sys.modules.get(name)  # None also if its import is blocked
             if not isinstance(module, ModuleType):
                 continue
             file = vars(module).get("__file__") or ""  # some modules import others in __getattr__
