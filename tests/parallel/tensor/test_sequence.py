@@ -130,9 +130,16 @@ def test_the_knob_divides_the_tokens_of_models_without_such_rules(monkeypatch):
     assert turned.done.called
 
 
-def test_sharded_layouts_are_refused():
-    layout = Layout(tp=2, zero=3, rules=RULES | SEQUENCE)
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        (Layout(tp=2, zero=3, rules=RULES | SEQUENCE), "zero3"),
+        (Layout(dp=1, tp=2, pp=2, rules=RULES | SEQUENCE), "pp"),
+    ],
+)
+def test_sharded_layouts_and_pipelines_are_refused(layout, word):
     tokens = torch.zeros(4, 4, dtype=torch.int64)
-    for error in thread_ranks.run(lambda world: train(tokens, world, layout), 2, outcomes=True):
-        assert "'sequence' together with zero3 is not implemented" in str(error)
-        assert "HINT: a layout without zero" in str(error)
+    ranks = layout.tp * layout.pp
+    for error in thread_ranks.run(lambda world: train(tokens, world, layout), ranks, outcomes=True):
+        assert f"'sequence' together with {word} is not implemented" in str(error)
+        assert f"HINT: a layout without {word}" in str(error)

@@ -55,19 +55,15 @@ class TensorParallel(ParallelStrategy):
             self._found = FoundRules(kinds_from_rules(model, rules, ranks))
         else:
             self._found = find_rules(model, ranks)
-        if not layout.zero:
+        other = f"zero{layout.zero}" if layout.zero else "pp" if layout.pp != 1 else ""
+        if not other:
             self._found.kinds |= requested_modules(model, self._found.kinds)
         tokens = next((name for name, one in self._found.kinds.items() if one == SEQUENCE), None)
-        if layout.pp != 1 and tokens is not None:
+        if other and tokens is not None:
             raise ValueError(
-                f"world.distribute: rules: {tokens!r}: 'sequence' together with pp is not "
-                "implemented yet. HINT: rules without 'sequence'"
-            )
-        if layout.zero and tokens is not None:
-            raise ValueError(
-                f"world.distribute: rules: {tokens!r}: 'sequence' together with zero{layout.zero} "
-                "is not implemented: blocks of a sharded model exchange whole tensors. HINT: a "
-                "layout without zero, or rules without 'sequence'"
+                f"world.distribute: rules: {tokens!r}: 'sequence' together with {other} is not "
+                "implemented: sharded blocks and stages exchange whole tensors. HINT: a layout "
+                f"without {other}, or rules without 'sequence'"
             )
         if not self._found.kinds:
             raise ValueError(f"world.distribute: {self._nothing(model)}")
