@@ -24,7 +24,7 @@ SCRIPT = """
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+            self.a, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
             self.b, self.up = nn.Conv2d(4, 8, 3, 2, 1), nn.ConvTranspose2d(8, 4, 2, 2)
             self.head = nn.Conv2d(8, 3, 5, padding=2, padding_mode="circular")
 

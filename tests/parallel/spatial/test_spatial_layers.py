@@ -52,8 +52,6 @@ REFUSED = """
         "cumsum": lambda x: x.cumsum(2),
         "softmax of positions": lambda x: x.softmax(2),
         "sort": lambda x: x.sort(2)[0],
-        "fft": lambda x: torch.fft.fft2(x).real,
-        "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
         "matmul": lambda x: x @ x.transpose(2, 3),
         "einsum": lambda x: torch.einsum("nchw,nchv->nwv", x, x),
         "autograd function": lambda x: Double.apply(x),
@@ -97,7 +95,23 @@ REFUSED = """
         expected = layers(x)
         close = world.whole(world.distribute(layers, layout="h2")(x))
     found["bf16"] = close.dtype == torch.bfloat16 and torch.allclose(close, expected, 0.02, 0.02)
+    attend = F.scaled_dot_product_attention
+    mask = torch.ones(6, 6).tril() > 0
+    memory = torch.arange(120.0).view(2, 3, 5, 4) / 100
+    torch.manual_seed(0)
+    heads = nn.MultiheadAttention(4, 2, batch_first=True)
     FORMS = {
+        "fft of positions": lambda x: torch.fft.fft2(x, norm="ortho").real + x,
+        "fft of a divided dim": lambda x: torch.fft.rfft(x, dim=2).abs(),
+        "fft of a whole dim": lambda x: torch.fft.fft(x, None, 3).imag * x,
+        "inverse of all": lambda x: torch.fft.irfftn(torch.fft.rfftn(x) * 2),
+        "fft of sizes": lambda x: torch.fft.rfftn(x, (8, 4)).abs(),
+        "attention": lambda x: attend(x, x * 2, x.sin()),
+        "attention to a memory": lambda x: attend(x, memory, memory.cos()),
+        "queries from elsewhere": lambda x: attend(memory, x, x),
+        "causal attention": lambda x: attend(x, x, x, is_causal=True),
+        "attention with a mask": lambda x: attend(x, x, x, mask),
+        "heads": lambda x: heads(x[:, 0], x[:, 1], x[:, 2])[0],
         "transposed": lambda x: x[:, :, :4] + x[:, :, :4].transpose(2, 3),
         "cat of transposed": lambda x: torch.cat([x[:, :, :4], x[:, :, :4].transpose(2, 3)], 1),
         "zeros in place": lambda x: (x := x * 1, x[:, :, :2].zero_(), x)[2],
@@ -194,6 +208,6 @@ def test_what_is_not_known_to_be_right_is_refused_with_the_name_of_its_layer(tmp
     assert accepted == {}
     unclear = {name: text for name, text in found.items() if "HINT" not in text}
     assert unclear == {}
-    for name in ("roll", "fft", "a mask"):
+    for name in ("roll", "sort", "a mask"):
         assert "layer (Layer)" in found[name]
     assert "the model (Net): DoubleBackward" in found["autograd function"]

@@ -12,7 +12,8 @@ from .split_tensor import SplitTensor, first_split, handles, part_of, refused
 _UNARY = """abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil clone
 contiguous cos cosh deg2rad detach erf erfc exp exp2 expm1 floor frac isfinite isinf isnan
 lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive rad2deg
-reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square tan tanh trunc digamma"""
+real imag conj conj_physical resolve_conj reciprocal relu round rsqrt sigmoid sign sin sinc sinh
+sqrt square tan tanh trunc digamma"""
 _BINARY = """add sub subtract mul multiply div divide true_divide floor_divide remainder fmod
 pow maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor atan2 where lerp addcmul addcdiv clamp clip masked_fill xlogy hypot
@@ -219,8 +220,14 @@ def _of_local(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any
     return func(values.local, *args, **options)
 
 
+def _of_part(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
+    return values.like(func(values.local, *args, **options))
+
+
 def _register_attributes() -> None:
     T = torch.Tensor  # noqa: N806 - a class
+    parts: list[Any] = [T.real.__get__, T.imag.__get__]
+    handles(*parts)(_of_part)
     meta: list[Any] = [getattr(T, one).__get__ for one in _META.split() if hasattr(T, one)]
     meta += [T.size, T.dim, T.ndimension, T.numel, T.nelement, T.__len__, T.is_floating_point]
     meta += [T.is_complex, T.element_size, T.__hash__, torch.is_floating_point, torch.is_complex]

@@ -18,7 +18,7 @@ from ..replicated.data_parallel import DataParallelModel, data_parallel
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.layout_arguments import needs_sharding
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
-from . import convolution, losses, norms, pointwise, resampling, shapes  # noqa: F401 - handlers
+from . import all_positions, convolution, losses, norms, pointwise, resampling, shapes  # noqa: F401 - handlers
 from .layer_names import name_modules
 from .model_division import compare_parts
 from .samples import AXES, check_same, spatial_groups, split_inputs, whole
@@ -102,6 +102,7 @@ class SpatialModel(DistributedModel):
     ) -> None:
         super().__init__(inner.called, inner)
         self.groups = groups
+        groups.say = request.say
         self._request = request
         self._compared: set[bool] = set()  # training, evaluation
         self.module.register_forward_pre_hook(UncopiedHook(self._split_inputs), with_kwargs=True)
