@@ -201,7 +201,8 @@ def execute(command: dict[str, Any], horovod: bool | None = None) -> int:
     if os.environ.get("PACELINE_REHEARSE"):
         from .rehearse import rehearse
 
-        return rehearse(lambda: execute(command, horovod), lambda code: finish(code, is_short=True))
+        short = ShortEnd()
+        return rehearse(lambda: execute(command, horovod), lambda code: finish(code, short))
     sys.argv = [command["name"], *command["args"]]
     if "RANK" in os.environ:
         set_title(f"rank {os.environ['RANK']}: {' '.join(sys.argv)}")
