@@ -154,7 +154,7 @@ def compare_with_real_run(tmp_path, text, *args, count, options=""):
 
 
 LAYOUTS = ["dp2 x tp2"]
-LONG = ["tp2", "pp2", "data", "zero1", "zero2", "zero3", "tp4", "pp4", "zero3/2"]
+LONG = ["tp2", "pp2", "data", "zero1", "zero2", "zero3", "tp4", "pp4", "zero3/2", "pp2 x tp2"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def install() -> None:
             "torch.distributed.distributed_c10d": _patch_initialization,
         }
     )
-    CudaOnCpu().__enter__()
+    mode: Any = CudaOnCpu()
+    mode.__enter__()
 
 
 def _patch_mesh(module: Any) -> None:
@@ -93,4 +94,5 @@ def _patch_initialization(c10d: Any) -> None:
         options.pop("device_id", None)
         original(*args, **options)
 
-    c10d.init_process_group = torch.distributed.init_process_group = initialize
+    package: Any = torch.distributed
+    c10d.init_process_group = package.init_process_group = initialize

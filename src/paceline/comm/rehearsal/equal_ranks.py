@@ -157,7 +157,7 @@ class EqualRanksGroup(dist.ProcessGroup):
     def _split(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         if not sizes:
             return self._chunks(tensor)
-        return tensor.detach().split(list(sizes))
+        return list(tensor.detach().split(list(sizes)))
 
     def _copy(self, output: torch.Tensor, source: torch.Tensor) -> None:
         if output.numel() == source.numel():
