@@ -107,7 +107,7 @@ model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
 model.compile(optimizer="sgd", loss="mse")
 first, last = ddl.DDLCallback(), ddl.DDLGlobalVariablesCallback()
 other = keras.callbacks.TerminateOnNaN()
-for callbacks in ([other, first, last], [first, last, other], [first], [last]):
+for callbacks in ([other, first, last], [last], [first], [first, last, other]):
     try:
         model.fit(np.ones((4, 2)), np.ones(4), verbose=0, callbacks=callbacks)
     except ValueError as error:
