@@ -8,7 +8,7 @@ BACKENDS = ("tensorflow", "torch")
 
 
 def _keras() -> Any:
-    _check_backend(os.environ.get("KERAS_BACKEND", BACKENDS[0]))
+    _check_backend(os.environ.get("KERAS_BACKEND") or BACKENDS[0])
     try:
         found: Any = importlib.import_module("keras")
     except ModuleNotFoundError as error:
