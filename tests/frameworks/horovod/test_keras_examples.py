@@ -81,7 +81,7 @@ def test_steps_input_waits_validation_and_saves_are_recorded(tmp_path, backend):
     ranks.run(script, launcher=launcher, timeout=300, KERAS_BACKEND=backend, **QUIET)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["steps"] == 3 * 12
-    assert figures["samples"] == 2 * 3 * 96
+    assert figures["samples"] == 2 * 8 * (36 - 1)  # without the first step
     assert figures["unmatched"] == 0
     for states in figures["states"]:
         for name in ("useful", "input", "transfer", "validation", "checkpoint"):
@@ -107,7 +107,7 @@ model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
 model.compile(optimizer="sgd", loss="mse")
 first, last = ddl.DDLCallback(), ddl.DDLGlobalVariablesCallback()
 other = keras.callbacks.TerminateOnNaN()
-for callbacks in ([other, first, last], [first, last, other], [first], [last]):
+for callbacks in ([other, first, last], [last], [first], [first, last, other]):
     try:
         model.fit(np.ones((4, 2)), np.ones(4), verbose=0, callbacks=callbacks)
     except ValueError as error:
@@ -121,7 +121,7 @@ print("whole")
 
 def test_order_of_ddls_callbacks_is_checked(tmp_path):
     done = ranks.run(ranks.write(tmp_path, WRONG), KERAS_BACKEND="torch", **QUIET)
-    assert done.stdout.count("whole") == 2
+    assert ranks.untagged(done.stdout) == {"whole"}
 
 
 @pytest.mark.parametrize("backend", ["jax", "numpy"])

@@ -1,12 +1,14 @@
 """Keras 3, with errors that name the way out where it, or its backend, is not supported."""
 
 import importlib
+import os
 from typing import Any
 
 BACKENDS = ("tensorflow", "torch")
 
 
 def _keras() -> Any:
+    _check_backend(os.environ.get("KERAS_BACKEND") or BACKENDS[0])
     try:
         found: Any = importlib.import_module("keras")
     except ModuleNotFoundError as error:
@@ -30,13 +32,16 @@ def _keras() -> Any:
             f"horovod.keras is for Keras 3; this is Keras {version}. HINT: pip install 'keras>=3', "
             "and unset TF_USE_LEGACY_KERAS"
         )
-    backend = found.backend.backend()
+    _check_backend(found.backend.backend())
+    return found
+
+
+def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise ImportError(
             f"horovod.keras does not support Keras' backend {backend}. HINT: paceline run --env "
             "KERAS_BACKEND=torch, or KERAS_BACKEND=tensorflow"
         )
-    return found
 
 
 keras: Any = _keras()
