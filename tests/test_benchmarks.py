@@ -302,7 +302,7 @@ def test_compression(tmp_path):
 
 
 def test_convergence(tmp_path):
-    few = ("--quick", "--draws", "1", "--epochs", "1", "--runs", str(tmp_path / "runs.jsonl"))
+    few = ("--quick", "--runs", str(tmp_path / "runs.jsonl"))
     result = result_of("convergence", tmp_path / "found.json", *few)
     found = result["measurements"]
     assert len(found["points"]) == 9

@@ -154,8 +154,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--runs", type=Path, default=BENCHMARKS / "out" / "convergence-runs.jsonl")
     parser.add_argument("--pictures", type=Path, help="folder of the pictures (needs Chromium)")
-    parser.add_argument("--quick", action="store_true", help="few trainings: shows that it runs")
+    few = "a few short trainings, to see that it runs: 1 draw, 1 epoch and 2 seeds, unless given"
+    parser.add_argument("--quick", action="store_true", help=few)
     args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(draws=1, epochs=1, repeats=2)
+        args = parser.parse_args()
     facts = machine()
     torch.set_num_threads(1)
     study = Study(KeptRuns(args.runs, SOURCES), args)

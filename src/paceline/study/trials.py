@@ -21,7 +21,7 @@ from ..security.removal import TemporaryFolder
 from .script_runs.deadline import MINUTE_S, Deadline
 from .script_runs.launcher_server import LauncherServer
 from .script_runs.overlay import Overlay
-from .script_runs.run_process import error_line, last_lines, run_processes
+from .script_runs.run_process import error_line, last_lines, launcher_line, run_processes
 
 K = TypeVar("K")
 
@@ -136,7 +136,8 @@ class Trial:
         last = last_lines(self.spec.log)
         words = "".join(f"\n    {line}" for line in last)
         text = f"the script with {who} ended with exit code {self.code}:{words}"
-        return TrialFailure(text, error_line(last) or f"exit code {self.code}", done_steps(run))
+        short = error_line(last) or launcher_line(last) or f"exit code {self.code}"
+        return TrialFailure(text, short, done_steps(run))
 
 
 class InterruptedTrialError(KeyboardInterrupt):

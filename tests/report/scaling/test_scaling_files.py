@@ -79,6 +79,14 @@ def test_latex_table_escapes_names_and_shows_digits_of_the_interval():
     ]
 
 
+def test_latex_file_has_no_table_without_sizes():
+    study = make_study()
+    strong = replace(study, points=study.of_kind(STRONG))  # weak scaling was left out
+    text = latex_text(strong)
+    assert text.count(r"\begin{table}") == 1
+    assert "tab:scaling-weak" not in text
+
+
 def test_fitted_line_below_one_is_not_cut():
     study = make_study((1, 2), (STRONG,), spread=0.0)
     values = [1000.0, 800.0, 500.0]

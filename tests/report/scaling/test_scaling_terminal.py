@@ -17,7 +17,11 @@ from paceline.report.scaling import study_findings
 from paceline.report.scaling.findings import CheckedPrediction, Findings, Fit
 from paceline.report.scaling.study_findings import findings_of
 from paceline.report.terminal.scaling.live_study import StudyDisplay, run_sentence
-from paceline.report.terminal.scaling.study_table import fit_sentence, study_panel
+from paceline.report.terminal.scaling.study_table import (
+    fit_sentence,
+    prediction_sentence,
+    study_panel,
+)
 from studies import make_study, predicted, reach
 
 
@@ -57,6 +61,8 @@ def test_predictions_and_fits_are_sentences():
     one = CheckedPrediction(predicted(STRONG, 8, 5000.0), None)
     text = printed(make_study((1, 2)), Findings(predictions=[one]), width=140)
     assert "predicted for 8 ranks: 5,000 samples/s (4,750 to 5,250), USL; not measured yet" in text
+    unlimited = CheckedPrediction(replace(one.prediction, high=1e12), None)
+    assert "(4,750 to no upper limit)" in prediction_sentence(unlimited)
     few = fit_sentence(Fit(WEAK, "law"))
     assert few.endswith("fewer than four sizes: the fit cannot be tested")
 

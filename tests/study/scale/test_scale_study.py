@@ -239,6 +239,14 @@ def test_sizes_beyond_the_machine_are_refused(tmp_path, runs):
     assert read_study(folder).of_kind(WEAK)[1].ranks == 8
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"), [([1, 2], ["--cpus-per-rank", "1"]), ([1, 3], ["--threads", "1"])]
+)
+def test_ranks_have_equal_cores_or_share_them(sizes, options):
+    request = StudyRequest("train.py", [], "/", [STRONG], sizes, oversubscribe=True)
+    assert module._with_equal_cores(request, Place("here", (2,), cores=2)) == options
+
+
 def test_templates_become_the_batch_of_each_size(tmp_path):
     args = ["--batch-size", PER_RANK, "--all={global}", "--on={ranks}", "--seed={seed}"]
     assert filled_in(args, Setup(4, 64), 2) == [

@@ -80,6 +80,10 @@ def test_failure_has_the_words_of_the_script(tmp_path):
     failure = trial.failure(None, "2 ranks")
     assert failure.short == "ValueError: no data"
     assert failure.text.splitlines()[0] == "the script with 2 ranks ended with exit code 4:"
+    log = tmp_path / "refused"
+    log.write_text("paceline: --bind none: 3 ranks need 3 cores. HINT: -n 2\n")
+    refused = Trial(TrialSpec(None, log), 2, 1.0, 0.0).failure(None, "3 ranks")
+    assert refused.short == "--bind none: 3 ranks need 3 cores. HINT: -n 2"
     done = Trial(TrialSpec(None, tmp_path / "log"), 0, 1.0, 0.0)
     assert done.failure(None, "2 ranks") is None
     unrecorded = Trial(TrialSpec(tmp_path, tmp_path / "log"), 0, 1.0, 0.0)

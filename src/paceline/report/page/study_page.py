@@ -154,6 +154,7 @@ def _fitted(curve: Curve, number: int, base: float, per_rank: bool) -> dict[str,
         [x / base / (n if per_rank else 1) for x, n in zip(values, curve.ranks, strict=True)]
         for values in (curve.low, curve.values, curve.high)
     )
+    high = [min(end, MAX_SHARE * x) for end, x in zip(high, middle, strict=True)]
     found = [low, middle, high]
     if not all(math.isfinite(x) for values in found for x in values):
         found = [middle, middle, middle]

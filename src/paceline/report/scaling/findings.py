@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from ...analyze.scaling.derived import Estimate
 from ...analyze.scaling.study_model import Prediction
 
+MAX_KNOWN = 100.0  # of an interval's upper end to its value: beyond, there is no upper limit
+
 
 @dataclass(frozen=True)
 class FittedParameter:
@@ -97,6 +99,12 @@ class CheckedPrediction:
 
     prediction: Prediction
     measured: Estimate | None
+
+    @property
+    def high(self) -> float | None:
+        """Upper end of the prediction's interval; None if the fit gives none."""
+        one = self.prediction
+        return one.high if one.high <= MAX_KNOWN * one.throughput else None
 
     @property
     def error(self) -> float | None:

@@ -24,8 +24,9 @@ _NONE = "--"
 
 
 def latex_text(study: ScalingStudy) -> str:
-    """Return one ``table`` with a ``tabular`` for each kind of scaling."""
-    return "\n".join(_table(study, kind) for kind in study.request.kinds)
+    """Return one ``table`` with a ``tabular`` for each kind of scaling that has sizes."""
+    kinds = [kind for kind in study.request.kinds if study.of_kind(kind)]
+    return "\n".join(_table(study, kind) for kind in kinds)
 
 
 def escape(text: str) -> str:

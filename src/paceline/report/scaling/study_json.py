@@ -43,6 +43,7 @@ def study_tree(study: ScalingStudy, findings: Findings) -> dict[str, Any]:
         "predictions": [
             {
                 **asdict(one.prediction),
+                "high": one.high,
                 "measured": one.measured.value if one.measured is not None else None,
                 "error": one.error,
                 "inside": one.is_inside,

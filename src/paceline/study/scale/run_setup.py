@@ -41,6 +41,11 @@ NO_BATCH_HINT = (
     "batch of all ranks"
 )
 
+NO_SAMPLES = (
+    "the record has no samples, so the batch can't be checked. HINT: read the batches of the "
+    "training from a DataLoader, or with world.batches"
+)
+
 
 class TimeOverError(Exception):
     """A run was ended because the time of the study was over."""
@@ -242,7 +247,7 @@ class SetupRunner:
     ) -> tuple[str, str]:
         """Return how the batch was set, and why the record shows another one, or ""."""
         if not figures.usual_samples:
-            return "", "the record has no samples, so the batch can't be checked"
+            return "", NO_SAMPLES
         if not plan.sets_batch:
             return "", ""
         how = TEMPLATE

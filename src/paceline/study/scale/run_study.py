@@ -159,13 +159,18 @@ def _check_place(request: StudyRequest, place: Place, sizes: Sequence[int]) -> N
 
 
 def _with_equal_cores(request: StudyRequest, place: Place) -> list[str]:
-    """Return the options of all runs: each rank has as many cores at every size."""
+    """Return the options of all runs: each rank has as many cores at every size.
+
+    Where ranks share cores (``--oversubscribe``), each has one thread at every size.
+    """
     largest = max(request.sizes)
     full = request.ranks_per_host or -(-largest // place.hosts_of(largest))
     cores = place.cores_of_rank(full)
     given = {"--cpus-per-rank", "--threads"} & set(request.options)
     if cores is None or given:
         return request.options
+    if full > (place.cores or full):
+        return [*request.options, "--threads", "1"]
     return [*request.options, "--cpus-per-rank", str(cores)]
 
 

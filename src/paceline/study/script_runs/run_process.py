@@ -136,3 +136,8 @@ def error_line(last: list[str]) -> str:
     return next(
         (x.strip() for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x)), ""
     )
+
+
+def launcher_line(last: list[str]) -> str:
+    """Return the launcher's last line, such as why it started no rank, or ""."""
+    return next((x.partition(": ")[2] for x in reversed(last) if x.startswith("paceline: ")), "")

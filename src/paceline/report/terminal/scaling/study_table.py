@@ -174,9 +174,10 @@ def _parameter_words(one: FittedParameter) -> str:
 def prediction_sentence(checked: CheckedPrediction) -> str:
     """Return a prediction, and the measurement of its size if there is one."""
     one = checked.prediction
+    high = "no upper limit" if checked.high is None else amount(checked.high)
     text = (
         f"predicted for {counted(one.ranks, 'rank')}: {amount(one.throughput)} samples/s "
-        f"({amount(one.low)} to {amount(one.high)}), {one.model}"
+        f"({amount(one.low)} to {high}), {one.model}"
     )
     if checked.measured is None or checked.error is None:
         return f"{text}; not measured yet"

@@ -26,7 +26,7 @@ from ....record.watch.seed_shift import VARIABLE as SEED_SHIFT
 from ...trials import InterruptedTrialError, Trial, Trials, TrialSpec
 from ..plan import SEED, filled_in, uses_template
 from ..run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
-from ..run_setup import NO_BATCH_HINT, is_near
+from ..run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
 
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "can't allocate memory")
 NOT_FINITE = ("is not finite", "not finite", "is nan", "is inf")
@@ -211,7 +211,7 @@ class BranchRunner:
         """Return why the run did not train the batch that it was given, or ""."""
         found = figures.usual_samples
         if not found:
-            return "the record has no samples, so the batch can't be checked"
+            return NO_SAMPLES
         if branch.batch is None:
             return ""
         if not uses_template(self.request.args):
