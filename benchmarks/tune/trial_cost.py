@@ -113,7 +113,7 @@ print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], memory]))
 PROPULATE = """
 import json, logging, random, sys, time
 from mpi4py import MPI
-from propulate import Propulator
+from propulate import Islands
 from propulate.utils import get_default_propagator
 logging.disable(logging.CRITICAL)
 starts = []
@@ -123,8 +123,8 @@ def objective(individual, comm=None):
     return (individual["x"] - 1) ** 2 * total
 limits, rng = {"x": (-3.0, 3.0)}, random.Random(MPI.COMM_WORLD.rank)
 propagator = get_default_propagator(pop_size=4, limits=limits, rng=rng)
-Propulator(loss_fn=objective, propagator=propagator, rng=rng, generations=int(sys.argv[2]),
-           checkpoint_path=sys.argv[1], ranks_per_worker=MPI.COMM_WORLD.size).propulate()
+Islands(loss_fn=objective, propagator=propagator, rng=rng, generations=int(sys.argv[2]),
+        checkpoint_path=sys.argv[1], ranks_per_worker=MPI.COMM_WORLD.size).propulate()
 if MPI.COMM_WORLD.rank == 0:
     print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], 0.0]))
 """
