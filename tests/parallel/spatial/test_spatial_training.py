@@ -116,6 +116,7 @@ LOADED = """
     import h5py
     import torch
     import torch.nn.functional as F
+    import zarr
     import paceline
     from paceline.data import Loader
     from paceline.data.sources.formats.hdf5 import HDF5Rows
@@ -156,6 +157,13 @@ LOADED = """
     shown = world.shard(Loader(("volumes.h5:x", "y"), transform=lambda a: a * 2), global_batch=1)
     x, _ = next(iter(shown))
     assert type(x) is torch.Tensor and x.shape == (1, 2, 5, 7)  # a transform sees whole samples
+    if world.rank == 0:  # parts share chunks
+        zarr.create_array("out.zarr", shape=(3, 5, 7), chunks=(3, 4, 7), dtype="f4")
+    world.any(False)
+    out = zarr.open_array("out.zarr", mode="r+")
+    world.predict(model, known[0].numpy(), out)
+    expected = plain.eval()(known[:1])[0].detach()
+    torch.testing.assert_close(torch.from_numpy(out[:]), expected, rtol=1e-4, atol=1e-5)
     if world.rank == 0:
         open(sys.argv[1], "w").write("right")
     """

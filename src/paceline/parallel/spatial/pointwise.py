@@ -226,7 +226,7 @@ def _of_part(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
 
 def _register_attributes() -> None:
     T = torch.Tensor  # noqa: N806 - a class
-    parts: list[Any] = [T.real.__get__, T.imag.__get__]
+    parts: list[Any] = [getattr(T, one).__get__ for one in ("real", "imag")]
     handles(*parts)(_of_part)
     meta: list[Any] = [getattr(T, one).__get__ for one in _META.split() if hasattr(T, one)]
     meta += [T.size, T.dim, T.ndimension, T.numel, T.nelement, T.__len__, T.is_floating_point]

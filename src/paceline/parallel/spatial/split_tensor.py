@@ -238,7 +238,7 @@ def refused(what: str, hint: str) -> ValueError:
 
 
 def _refusal(func: Any, args: Any, kwargs: Any) -> ValueError:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
     if name.endswith("__get__"):
         name = f"the attribute {getattr(func.__self__, '__name__', '')}"
     found = first_split((*args, *kwargs.values()))
