@@ -1,7 +1,7 @@
 """Steps of a stack of equal layers, in one process or in a pipeline of two stages.
 
 Arguments: JSON with "name" ("one process", or a schedule and a number of micro-batches), "width"
-of the layers and "steps". Rank 0 prints the median seconds of a step.
+of the layers, "samples" of a batch and "steps". Rank 0 prints the median seconds of a step.
 """
 
 import json
@@ -14,23 +14,23 @@ from torch import nn
 
 import paceline
 
-LAYERS, SAMPLES = 8, 512
+LAYERS = 8
 
 
 def main() -> None:
     what = json.loads(sys.argv[1])
     world = paceline.init(seed=1, progress=False, record=False)
-    width = what["width"]
+    width, samples = what["width"], what["samples"]
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(LAYERS))
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(SAMPLES, width)
+    x = torch.randn(samples, width)
     layout = "data"
     if what["name"] != "one process":
         schedule, count = what["name"].split()
         layout = f"pp2 + schedule={schedule} + micro-batches={count}"
-        balance = {"balance": "operations", "example_inputs": x[: SAMPLES // int(count)]}
+        balance = {"balance": "operations", "example_inputs": x[: samples // int(count)]}
         model, optimizer = world.distribute(model, optimizer, layout=layout, **balance)
     else:
         model, optimizer = world.distribute(model, optimizer, layout=layout)
