@@ -126,7 +126,7 @@ propagator = get_default_propagator(pop_size=4, limits=limits, rng=rng)
 Islands(loss_fn=objective, propagator=propagator, rng=rng, generations=int(sys.argv[2]),
         checkpoint_path=sys.argv[1], ranks_per_worker=MPI.COMM_WORLD.size).propulate()
 if MPI.COMM_WORLD.rank == 0:
-    print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], 0.0]))
+    print(json.dumps([[b - a for a, b in zip(starts, starts[1:])], None]))
 """
 
 
@@ -157,7 +157,8 @@ def main() -> None:
                 if words:
                     each, used = peer(words, folder / f"{name_of}-{number}", args.trials)
                     measured.setdefault(f"{name_of}_s", []).append(each)
-                    measured.setdefault(f"{name_of}_mib", []).append(used)
+                    if used is not None:
+                        measured.setdefault(f"{name_of}_mib", []).append(used)
         if args.memory_trials:
             _, peak = run_study(folder / "memory", args.memory_trials)
             memory.append(peak)
@@ -209,8 +210,8 @@ def plain_optuna(journal: Path, trials: int) -> float:
     return statistics.median(json.loads(done.stdout)[SKIPPED:])
 
 
-def peer(words: list[str], folder: Path, trials: int) -> tuple[float, float]:
-    """Return the seconds of a trial of another program, and its memory (MiB)."""
+def peer(words: list[str], folder: Path, trials: int) -> tuple[float, float | None]:
+    """Return the seconds of a trial of another program, and its memory (MiB) if it tells it."""
     folder.mkdir()
     done = subprocess.run(
         [*words, str(folder), str(trials)], capture_output=True, text=True, check=True
