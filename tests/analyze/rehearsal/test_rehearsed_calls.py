@@ -59,8 +59,14 @@ def test_mismatches(first, second, text):
     assert text in " ".join(found)
 
 
-def test_ranks_of_different_progress_are_not_compared():
+def test_a_rank_that_the_rehearsal_has_ended_may_have_called_less():
     assert find_mismatches([rank(0, ALL_REDUCE, steps=1), rank(1)]) == []
+
+
+def test_a_script_that_ends_before_that_of_another_rank():
+    (line,) = find_mismatches([rank(0, ALL_REDUCE, ALL_REDUCE), rank(1, ALL_REDUCE, steps=1)])
+    assert "collective 2 of their group: rank 0 calls all-reduce of 8 bytes (x.py:1)" in line
+    assert "and rank 1 does not" in line
 
 
 def test_traffic_and_links():

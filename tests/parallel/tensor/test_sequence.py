@@ -118,8 +118,24 @@ def test_tokens_that_can_not_be_divided_are_whole_and_said(capsys):
     for found in thread_ranks.run(on_rank, 2):
         assert found == pytest.approx(expected, rel=1e-5)
     line = next(one for one in said if "blocks.0.norm1 ('sequence')" in one)
-    assert "gets the shape (4, 5, 8), whose dim 1 of 3 can't be divided by 2 ranks" in line
+    assert "gets the shape (4, 5, 8), whose dim 1 can't be divided by 2 ranks" in line
     assert "HINT: sequences padded to a multiple of 2" in line
+
+
+def test_tensors_without_tokens_are_whole_and_said():
+    said = []
+
+    def on_rank(world):
+        world._progress.say = said.append
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+        rules = {"0": "column", "1": "row", "2": "sequence"}
+        model = world.distribute(model, layout=Layout(tp=2, rules=rules))
+        return model(torch.randn(4, 4))
+
+    thread_ranks.run(on_rank, 2)
+    line = next(one for one in said if "2 ('sequence')" in one)
+    assert "gets the shape (4, 4), which is not [batch, tokens, features]" in line
+    assert "HINT: rules without 'sequence' for '2'" in line
 
 
 def test_the_knob_divides_the_tokens_of_models_without_such_rules(monkeypatch):

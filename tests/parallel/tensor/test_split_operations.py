@@ -89,6 +89,35 @@ def test_linear_by_columns_rows_and_batch():
         check(F.linear, x, w, b, is_split=is_split)
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [4, 2])  # 2: pieces of one channel
+def test_memory_formats(order, channels):
+    def strided(x):
+        found = x.contiguous(memory_format=order)
+        piece = found.local if isinstance(found, SplitTensor) else found
+        assert piece.is_contiguous(memory_format=order)
+        return found
+
+    check(strided, Of(2, channels, 3, 3, dim=1), is_split=True)
+
+
+def test_changes_in_place_in_inference_mode():
+    x, weight = torch.randn(2, 4, 6), torch.randn(8, 6)
+
+    def on_rank(axis):
+        with torch.inference_mode():
+            own, rows = (
+                SplitTensor.of(split.cut(one, axis.rank, axis.size).clone(), split, axis)
+                for one, split in ((x, Split(1)), (weight, Split(0)))
+            )
+            F.linear(own, rows)
+            own += 1
+            return F.linear(own, rows).whole()
+
+    for found in on_threads(2, on_rank):
+        torch.testing.assert_close(found, F.linear(x + 1, weight))
+
+
 def test_elements_with_broadcasting_and_in_place():
     half = Of(4, 3, 6, dim=2)
     check(torch.add, half, Of(6), is_split=True)

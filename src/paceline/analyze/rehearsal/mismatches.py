@@ -16,21 +16,22 @@ _EQUAL_BYTES = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.BROADCAST)
 def find_mismatches(ranks: Sequence[RankFacts]) -> list[str]:
     """Return a sentence for each pair of ranks and group whose calls do not fit.
 
-    Ranks that have failed, or did another number of steps, are left out.
+    Ranks that have failed are left out.
     """
     complete = [one for one in ranks if one.failure is None]
     found = []
     for first, second in combinations(complete, 2):
-        if first.steps == second.steps:
-            found += list(_pair(first, second))
+        found += list(_pair(first, second))
     return found
 
 
 def _pair(first: RankFacts, second: RankFacts) -> Iterator[str]:
     calls, others = collectives_by_group(first), collectives_by_group(second)
     for key in (key for key in calls if key in others):
-        if text := _difference(first.rank, calls[key], second.rank, others[key]):
+        if text := _difference(first, calls[key], second, others[key]):
             yield text
+    if first.steps != second.steps:
+        return  # messages of one more step
     for sender, receiver in ((first, second), (second, first)):
         sent = _messages(sender, Op.SEND, receiver.rank)
         got = _messages(receiver, Op.RECV, sender.rank)
@@ -70,15 +71,18 @@ def difference(a: int, call: Call, b: int, other: Call, number: int) -> str:
     return "" if is_equal else f"{_number(number)}: {_calls(a, call)}, and {_calls(b, other)}"
 
 
-def _difference(a: int, calls: list[Call], b: int, others: list[Call]) -> str:
+def _difference(a: RankFacts, calls: list[Call], b: RankFacts, others: list[Call]) -> str:
     for number, (call, other) in enumerate(zip(calls, others, strict=False), start=1):
-        if text := difference(a, call, b, other, number):
+        if text := difference(a.rank, call, b.rank, other, number):
             return text
     common = min(len(calls), len(others))
     if len(calls) == len(others):
         return ""
     more, longer, shorter = (calls, a, b) if len(calls) > common else (others, b, a)
-    return f"{_number(common + 1)}: {_calls(longer, more[common])}, and rank {shorter} does not"
+    if shorter.steps > longer.steps:
+        return ""  # the rehearsal has ended it, while the script of the other one went on
+    call = _calls(longer.rank, more[common])
+    return f"{_number(common + 1)}: {call}, and rank {shorter.rank} does not"
 
 
 def _number(number: int) -> str:

@@ -53,17 +53,37 @@ def divide_dims(model: nn.Module, dims: Mapping[str, str], axes: str) -> dict[st
             raise _error(f"axes: no weight has a dim {name!r}", f"{near}:tensor")
     sizes: dict[str, tuple[int, str]] = {}
     rules: dict[str, str] = {}
-    for pattern, text in dims.items():
-        layers = [(n, m) for n, m in model.named_modules() if n and fnmatchcase(n, pattern)]
-        layers = [(n, m) for n, m in layers if _kinds(m)]
-        if not layers:
-            names = [n for n, m in model.named_modules() if n and _kinds(m)]
-            raise _error(f"{pattern!r} matches no layer", repr(_nearest(pattern, names)))
-        for name, layer in layers:
-            kind = _kind_of(name, layer, _parse(text), divided, sizes)
-            if kind is not None:
-                rules[name] = kind
+    for name, (layer, _, text) in _named_layers(model, dims).items():
+        kind = _kind_of(name, layer, _parse(text), divided, sizes)
+        if kind is not None:
+            rules[name] = kind
     return rules
+
+
+def _named_layers(
+    model: nn.Module, dims: Mapping[str, str]
+) -> dict[str, tuple[nn.Module, str, str]]:
+    """Return the layers with names of dims, with pattern and names. A whole name is preferred."""
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    found: dict[str, tuple[nn.Module, str, str]] = {}
+    for pattern, text in dims.items():
+        matched = [(name, module) for name, module in modules if fnmatchcase(name, pattern)]
+        layers = [(name, module) for name, module in matched if _kinds(module)]
+        if not layers:
+            near = _nearest(pattern, [name for name, module in modules if _kinds(module)])
+            kinds = sorted({type(module).__name__ for _, module in matched})
+            what = f"matches only {', '.join(kinds)}, without dims that can be divided"
+            raise _error(f"{pattern!r} {what if kinds else 'matches no layer'}", repr(near))
+        for name, layer in layers:
+            if name in dims and pattern != name:
+                continue
+            _, other, known = found.setdefault(name, (layer, pattern, text))
+            if known.split() != text.split():
+                raise _error(
+                    f"{name} matches {other!r} ({known}) and {pattern!r} ({text})",
+                    f"its whole name: {name!r}: {text!r}",
+                )
+    return found
 
 
 def _divided_names(axes: str) -> list[str]:

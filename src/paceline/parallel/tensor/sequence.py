@@ -60,12 +60,22 @@ def divide_tokens(module: nn.Module, name: str, views: Views, say: Callable[[str
         if x.dim() != 3 or not split.divides(x.shape[TOKEN_DIM], axis.size):
             if not said:
                 said.append(name)
-                say(
-                    f"tensor axis: {name} ('sequence') gets the shape {tuple(x.shape)}, whose dim "
-                    f"{TOKEN_DIM} of 3 can't be divided by {axis.size} ranks: each rank computes "
-                    f"all of it. HINT: sequences padded to a multiple of {axis.size}"
-                )
+                say(_undivided(name, tuple(x.shape), axis.size))
             return None
         return SplitTensor.of(scattered(x, split, axis), split, axis), *args[1:]
 
     module.register_forward_pre_hook(UncopiedHook(before))
+
+
+def _undivided(name: str, shape: tuple[int, ...], ranks: int) -> str:
+    """Return the line for a module whose tokens are not divided."""
+    if len(shape) != 3:
+        why = "which is not [batch, tokens, features]"
+        hint = f"rules without 'sequence' for {name!r}"
+    else:
+        why = f"whose dim {TOKEN_DIM} can't be divided by {ranks} ranks"
+        hint = f"sequences padded to a multiple of {ranks}"
+    return (
+        f"tensor axis: {name} ('sequence') gets the shape {shape}, {why}: each rank computes all "
+        f"of it. HINT: {hint}"
+    )

@@ -96,9 +96,10 @@ class SplitTensor(torch.Tensor):
 
         Its gradient is a sum over the ranks. Several operations get the same tensor.
         """
+        if self.local.is_inference():  # it has no number of its changes in place
+            return exchange.shared_whole(self.local, self.division, self.axis)
         known = self.__dict__.get("_shared_whole")
-        version = None if self.local.is_inference() else self.local._version
-        now = (version, torch.is_grad_enabled())
+        now = (self.local._version, torch.is_grad_enabled())
         if known is None or known[0] != now:
             known = now, exchange.shared_whole(self.local, self.division, self.axis)
             self._shared_whole = known

@@ -86,10 +86,11 @@ def contiguous(func: Any, args: Any, kwargs: Any) -> Any:
 
     A piece of extent 1 counts as contiguous in several orders, and would keep its own one.
     """
-    x, formats = args[0], [*args[1:], *kwargs.values()]
-    found = x.local.contiguous(*formats)
-    if not formats and memory_order(found) != list(range(found.dim())):
-        found = found.clone(memory_format=torch.contiguous_format)
+    x, order = args[0], kwargs.get("memory_format", torch.contiguous_format)
+    found = x.local.contiguous(memory_format=order)
+    whole = torch.empty(x.shape, device="meta", memory_format=order)
+    if memory_order(found) != memory_order(whole):
+        found = found.clone(memory_format=order)
     return SplitTensor.of(found, x.division, x.axis)
 
 
