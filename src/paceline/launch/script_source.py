@@ -67,6 +67,12 @@ def uses_horovod(job: Job) -> bool:
     return any(_HOROVOD.search(file.text) for file in files)
 
 
+def names_gpus(job: Job) -> bool:
+    """Return whether the script or a local module names devices "cuda"."""
+    files = islice(_read_files(job.name, job.module), MAX_FILES)
+    return any("cuda" in file.text for file in files)
+
+
 @dataclass(frozen=True)
 class _File:
     path: Path

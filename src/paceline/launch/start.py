@@ -13,10 +13,10 @@ from ..cluster.topology.topology import topology
 from ..plurals import format_ranges
 from ..security.outputs import write_output
 from . import single_node
-from .job import Job, check, source_file
+from .job import Job, check
 from .layout import explain_default_ranks, ranks_per_host
 from .remote.forwarded_env import parse_env_options
-from .script_source import uses_horovod
+from .script_source import names_gpus, uses_horovod
 from .target import Target, find_target, plan_job, render_plan
 
 MAX_REHEARSED_RANKS = 16_384  # process groups of more ranks take minutes to create
@@ -149,10 +149,9 @@ def _rehearsing(job: Job, where: Target, ranks: int | None, shows_layout: bool) 
         if count
     ]
     layout = str(job.settings.get("layout", ""))
-    names_gpus = b"cuda" in source_file(job.name, job.module).read_bytes()
     alone = replace(job, ranks=1, max_restarts=0, min_hosts=None, hang_timeout=0.0)
     alone = replace(alone, tuning=None, report_bindings=False)
-    return replace(alone, rehearsal=RehearsalRequest(hosts, shows_layout, names_gpus, layout))
+    return replace(alone, rehearsal=RehearsalRequest(hosts, shows_layout, names_gpus(job), layout))
 
 
 def _places(job: Job, ranks: int) -> list[str]:

@@ -5,6 +5,7 @@ The bytes of each axis are compared with the record of a real run.
 
 import json
 import re
+import textwrap
 from collections import Counter
 
 import pytest
@@ -302,21 +303,39 @@ def test_options_that_contradict(tmp_path, options, text):
 
 
 def test_script_for_gpus(tmp_path):
-    text = """
+    module = """
         import os
         import torch
+        local_rank = int(os.environ["RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+        assert device.type == "cuda"
+
+        def load(model):
+            torch.save(model.state_dict(), "model.pt")
+            model.load_state_dict(torch.load("model.pt", map_location=f"cuda:{local_rank}"))
+            return model.to(local_rank, torch.float32).to(device).cuda()
+        """
+    (tmp_path / "gpus.py").write_text(textwrap.dedent(module))
+    text = """
+        import torch
         import torch.distributed as dist
+        from gpus import load, local_rank
         from torch.nn.parallel import DistributedDataParallel
         dist.init_process_group("nccl")
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank)
-        model = torch.nn.Linear(8, 8).cuda()
+        model = load(torch.nn.Linear(8, 8))
         model = DistributedDataParallel(model, device_ids=[local_rank])
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            x = torch.randn(4, 8, device=f"cuda:{local_rank}")
+            start.record()
+            with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(local_rank):
+                x = torch.randn(4, 8, pin_memory=True).to(local_rank, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             model(x).sum().backward()
+            stop.record()
             torch.cuda.synchronize()
+            print(1 / start.elapsed_time(stop))
             optimizer.step()
             optimizer.zero_grad()
         """

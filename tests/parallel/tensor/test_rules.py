@@ -198,7 +198,7 @@ def test_a_whole_name_is_preferred_to_a_pattern_of_dims():
     dims = {"layers.0": "hidden width", "layers.*": "a b"}
     assert divide_dims(MODEL, dims, "a:tensor") == {"layers.1": "column"}
     assert divide_dims(MODEL, dims, "hidden:tensor") == {"layers.0": "column"}
-    with pytest.raises(ValueError, match="layers.0 matches 'layers.*' .a b. and '.*0' .c d."):
+    with pytest.raises(ValueError, match=r"layers.0 matches 'layers.*' .a b. and '.*0' .c d."):
         divide_dims(MODEL, {"layers.*": "a b", "*0": "c d"}, "a:tensor")
     norms = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with pytest.raises(ValueError, match="'1' matches only LayerNorm, without dims that can be"):
