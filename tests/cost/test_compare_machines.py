@@ -8,6 +8,7 @@ from machines import Maker, with_host, with_links
 
 from paceline.cost.compare_machines import FALSE_CHANGE_LEVEL, compare
 from paceline.cost.machine.machine_file import UNLIMITED, Figure, Limits
+from paceline.cost.machine.units import size
 
 
 class Repeated(Maker):
@@ -65,6 +66,11 @@ def test_slower_host_is_reported_with_its_figures():
         "float32 matrix product of host2 cuda:0 was 2 TFLOP/s and is 1.4 TFLOP/s (-30 %): worse"
         in sentences(found)
     )
+
+
+def test_sizes_have_at_most_four_digits():
+    shown = [size(count) for count in (512, 1023, 2048, 1023.7 * 2**10, 2.5 * 2**40)]
+    assert shown == ["512 B", "1023 B", "2 KiB", "1024 KiB", "2.5 TiB"]
 
 
 def test_common_changes_are_reported_once_and_sorted_by_size():

@@ -66,8 +66,8 @@ def test_learning_rate_decays_after_warmup_and_resumes(decay, factors):
         ({"rule": "cubic"}, "rule must be one of 'linear', 'sqrt'; this is 'cubic'. HINT"),
         ({"reference_batch": 0}, "reference_batch=0.*HINT"),
         ({"warmup": -1}, "warmup must be at least 0; this is -1. HINT"),
-        ({"warmup": 2.5}, "warmup must be a whole number; this is 2.5. HINT"),
-        ({"global_batch": "64"}, "global_batch must be a whole number; this is '64'. HINT"),
+        ({"warmup": 2.5}, "warmup must be an int; this is 2.5. HINT"),
+        ({"global_batch": "64"}, "global_batch must be an int; this is '64'. HINT"),
     ],
 )
 def test_invalid_learning_rate_options_are_rejected(options, message):

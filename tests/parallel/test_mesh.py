@@ -52,6 +52,8 @@ def test_group_on_several_nodes_is_reported():
         "HINT: an extent that divides the 2 ranks of a node"
     ]
     assert not arranged(0, "aabb", "pp2")[1]  # stages exchange little
+    (line,) = arranged(0, "abcd", "tp4")[1]
+    assert "HINT: several ranks on each node, or a layout without the axis tensor" in line
 
 
 def test_all_models_have_the_same_axes():

@@ -19,7 +19,10 @@ def crossing_line(axis: str, groups: Sequence[Sequence[int]], nodes: Sequence[st
     if not crossing or axis not in FREQUENT_AXES:
         return ""
     of_node = min(nodes.count(node) for node in nodes)
+    hint = f"an extent that divides the {of_node} ranks of a node"
+    if of_node < 2:
+        hint = f"several ranks on each node, or a layout without the axis {axis}"
     return (
         f"the ranks of the axis {axis} exchange in each layer, and {named_ranks(crossing[0])} "
-        f"are on several nodes. HINT: an extent that divides the {of_node} ranks of a node"
+        f"are on several nodes. HINT: {hint}"
     )

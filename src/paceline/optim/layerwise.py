@@ -10,7 +10,6 @@ for which timm needs ``always_adapt=True``.
 
 import math
 from collections.abc import Callable
-from math import inf
 from numbers import Real
 from typing import Any
 
@@ -54,7 +53,8 @@ class LayerwiseOptimizer(Optimizer):
             is_factor = name == "momentum" or name.startswith("betas")  # of the previous update
             is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
             number = value.item() if is_scalar else value
-            if not isinstance(number, Real) or not 0 <= float(number) < (1 if is_factor else inf):
+            end = 1 if is_factor else math.inf
+            if not isinstance(number, Real) or not 0 <= float(number) < end:
                 limit = "below 1" if is_factor else "finite"
                 raise self._error(f"{name} must be at least 0 and {limit}; this is {value!r}")
         if options["adapt"] not in (None, True, False):

@@ -78,8 +78,8 @@ def scale_learning_rate(
             operator.index(value)
         except TypeError:
             raise ValueError(
-                f"world.scale_learning_rate: {name} must be a whole number; this is {value!r}. "
-                f"HINT: {name}=256"
+                f"world.scale_learning_rate: {name} must be an int; this is {value!r}. HINT: "
+                f"{name}=int(...), or {name}=256"
             ) from None
     if reference_batch < 1 or global_batch < 1:
         raise ValueError(

@@ -7,6 +7,8 @@ from ..analyze.figures.pipeline import PipelineFigures
 from ..cost.pipeline import idle_share
 from .saving import FORMULA, RECORD, Saving
 
+DATA = "data"  # axis of the mesh whose ranks train different samples
+
 
 def _figures(cause: Cause) -> PipelineFigures | None:
     """Return the figures of the pipeline, which are the evidence of its cause."""
@@ -14,9 +16,9 @@ def _figures(cause: Cause) -> PipelineFigures | None:
 
 
 def _saving(cause: Cause, one: PipelineFigures, edit: str, part: float, source: str) -> Saving:
-    """Return a saving of a part of the bubble."""
+    """Return a saving of a part of the bubble, which is at most all of it."""
     low, high = cause.interval
-    part = max(part, 0.0)
+    part = min(max(part, 0.0), 1.0)
     return Saving(edit, Interval(part * cause.share, part * low, part * high), source)
 
 
@@ -26,8 +28,8 @@ def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
     if one is None or not e.report.samples:
         return None
     count = 2 * one.micro_batches
-    data_ranks = max(e.report.size // one.stages, 1)
-    if e.report.samples / e.steps / data_ranks < count:
+    data_ranks = {place.get(DATA, 0) for place in e.report.mesh.values()}
+    if e.report.samples / e.steps / max(len(data_ranks), 1) < count:
         return None
     less = one.formula - idle_share(one.schedule, one.stages, count)
     edit = f"set micro-batches={count} in the layout, in place of {one.micro_batches}"

@@ -1,5 +1,6 @@
 """Format numbers, sizes and times for people."""
 
+from ..cost.machine.units import size as size
 from ..plurals import counted as counted
 from ..plurals import ordinal as ordinal
 
@@ -7,15 +8,6 @@ from ..plurals import ordinal as ordinal
 def percent(share: float) -> str:
     """Format a share: 0.123 as "12.3 %"."""
     return f"{100 * share:.1f} %"
-
-
-def size(count: float) -> str:
-    """Format a number of bytes: 2048 as "2 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"
 
 
 def duration(seconds: float) -> str:

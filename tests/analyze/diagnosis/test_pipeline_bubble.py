@@ -14,15 +14,17 @@ from paceline.predict.remedies import remedies
 
 RUNGS = {"alone": rung(ranks=1), "silent": rung(), "cached": rung(), "everything": rung()}
 EVEN = PipelineFigures("1f1b", 2, 4, bubble=0.25, formula=0.2, stage_s=[0.04, 0.04], slowest=None)
+STAGES = {rank: {"stage": rank} for rank in range(2)}
 
 
-def proposed(pipeline=EVEN, samples=1000):
+def proposed(pipeline=EVEN, samples=1000, mesh=STAGES):
     """Return causes and remedies of ten steps, a quarter of which is the bubble."""
     share = pipeline.bubble if pipeline is not None else 0.0
     report = SimpleNamespace(
         losses=[Loss("bubble", share, 0)] if share else [], groups=[], hosts=["a", "a"],
-        ranks=[0, 1], states=[{"useful": 1 - share, "other": 0.0, "starved": 0.0}] * 2, size=2,
-        samples=samples, pipeline=pipeline,
+        ranks=[0, 1], states=[{"useful": 1 - share, "other": 0.0, "starved": 0.0}] * 2,
+        size=len(mesh),
+        samples=samples, pipeline=pipeline, mesh=mesh,
     )  # fmt: skip
     e = Evidence(
         waterfall=waterfall(*RUNGS.values()), report=report, loader=None, threads=1, cores=2,
@@ -59,3 +61,15 @@ def test_what_can_not_help_is_not_proposed():
     zero_bubble = replace(EVEN, schedule="zero-bubble", formula=1 / 13)
     assert "pipeline-schedule" not in proposed(zero_bubble)[1]
     assert proposed(None) == ([], {})
+
+
+def test_a_remedy_saves_no_more_than_the_bubble():
+    short = replace(EVEN, bubble=0.05, formula=0.2)  # of stages that overlap their messages
+    for one in proposed(short)[1].values():
+        assert one.gain.mean <= 0.05 / 0.95 + 1e-9
+
+
+def test_samples_are_those_of_the_data_ranks():
+    """Ranks of the tensor axis train the same samples: 10 of a step suffice for 8 micro-batches."""
+    mesh = {rank: {"stage": rank // 2, "tensor": rank % 2} for rank in range(4)}
+    assert "micro-batches" in proposed(samples=100, mesh=mesh)[1]

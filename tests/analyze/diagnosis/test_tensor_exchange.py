@@ -48,7 +48,7 @@ def test_the_axis_is_named_with_its_ranks_and_calls():
     assert cause.id == "tensor-exchange"
     assert cause.sentence.startswith(
         "the 4 ranks of the tensor axis exchange activations in each divided layer: 16 calls of "
-        "all-reduce per step with 4e+03 kB each"
+        "all-reduce per step with 3.81 MiB each"
     )
     assert cause.sentence.endswith("; most in mlp.2, 40 ms of a step")
     assert cause.evidence["layers"][1] == {"name": "mlp.0", "exposed_s": 0.01}

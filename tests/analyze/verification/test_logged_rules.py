@@ -42,6 +42,14 @@ def test_metric_of_all_ranks_and_loss_of_a_batch_are_right(runs):
     assert [x.mistake.id for x in find(runs) if not x.is_question] == []
 
 
+def test_metrics_are_compared_by_name_where_a_rank_logs_others_too():
+    runs = logged([0.75, 0.5])
+    more = MetricFacts("samples", 8.0, True, "train.py:31", Phase.EVALUATION)  # on rank 0 only
+    runs.ranks[0].metrics.insert(0, more)
+    (one,) = [x for x in find(runs) if not x.is_question]
+    assert "val_loss is 0.75 on rank 0 and 0.5 on rank 1" in one.text
+
+
 def with_average(value):
     """Return a resumed run that has the parameters of the other one, and averaged weights."""
     runs = resumed()

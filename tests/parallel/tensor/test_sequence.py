@@ -144,6 +144,10 @@ def test_the_knob_divides_the_tokens_of_models_without_such_rules(monkeypatch):
     tokens = torch.randint(0, 12, (4, 4), generator=torch.Generator().manual_seed(1))
     assert run(tokens, RULES, 2) == 0
     assert turned.done.called
+    turned.reset_mock()
+    assert sequence.requested_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)), {}) == {}
+    assert not turned.done.called
+    assert "no norms" in turned.not_done.call_args.args[0]
 
 
 @pytest.mark.parametrize(

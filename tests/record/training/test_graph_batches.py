@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 from paceline.record.hooks.batch_size import samples_in
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts
+from paceline.record.training.generators import saved_generators
+from paceline.record.training.replays.accumulation import Part
 from paceline.record.training.replays.joined_batches import collate_again
 from paceline.record.training.replays.replay import Replay
 from paceline.record.training.replays.stored_run import batch_path
@@ -60,7 +62,23 @@ def test_objects_with_tensors_are_batches(kind):
     batch = kind(torch.zeros(5, 2), torch.ones(5))
     assert samples_in(batch) == 5
     assert [len(one) for one in sample_checksums(batch, 5)] == [5, 5]
+    assert samples_in((batch, ["a", "b"])) == 5
+    assert samples_in([batch, batch, batch]) == 3  # one object for each sample
     assert samples_in(object()) == 1
+
+
+def test_names_and_numbers_of_a_batch_are_no_samples():
+    fields = {"split": "train", "scale": torch.tensor(2.0), "x": torch.zeros(5, 2)}
+    assert samples_in(fields) == samples_in(SimpleNamespace(**fields)) == 5
+    assert samples_in({"split": "train"}) == 1
+
+
+@pytest.mark.parametrize("kind", [Pairs, Plain])
+def test_objects_that_differ_between_ranks_are_made_again(tmp_path, kind):
+    def collate(rows):
+        return kind(torch.tensor(rows), torch.tensor(rows) + 0.5)
+
+    assert joined(tmp_path, collate).left.tolist() == [0, 3, 1, 2]
 
 
 def test_graphs_of_several_ranks_are_joined_as_the_script_does():
@@ -111,3 +129,15 @@ def test_tensors_whose_rows_are_no_samples_are_made_again(tmp_path):
     assert owners.tolist() == sorted(owners.tolist())  # no nodes of other graphs
     assert sorted(torch.bincount(owners).tolist()) == [1, 2, 3, 4]
     assert len(values) == 10
+
+
+def test_parts_whose_rows_are_no_samples_are_not_reordered(tmp_path):
+    """Nodes in another order would be other graphs, and their difference no rounding."""
+    nodes, owners = torch.arange(5).float(), torch.tensor([0, 0, 1, 1, 1])
+    path = batch_path(tmp_path, (0, 0, 0), 0)
+    path.parent.mkdir(mode=0o700)
+    for batch, samples in (((nodes, owners), 2), ((nodes, nodes), 5)):
+        torch.save((batch, saved_generators()), path)
+        part = Part(path, (0, 0, 0), 1.0, True, True, samples)
+        found = Replay._batch_of(SimpleNamespace(_permutes=True), part, 3)
+        assert (found[0].tolist() == nodes.tolist()) is (samples == 2)

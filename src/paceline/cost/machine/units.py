@@ -25,11 +25,11 @@ def format_value(value: float, unit: str) -> str:
 
 def size(count: float) -> str:
     """Return a number of bytes with a binary unit: 2048 as "2 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
         count /= 1024
-    return f"{count:.3g} TiB"
+        del units[0]
+    return f"{count:.0f} {units[0]}" if count >= 999.5 else f"{count:.3g} {units[0]}"
 
 
 def join_words(names: Sequence[str], most: int = 4) -> str:

@@ -39,9 +39,13 @@ def requested_modules(model: nn.Module, known: Container[str]) -> dict[str, str]
     """Return the kind of norms and dropout that have none, if the knob asks for it."""
     if _Requested.turned is None:
         return {}
-    _Requested.turned.done()
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, _WITHOUT_RULES)]
-    return {name: SEQUENCE for name, _ in found if name and name not in known}
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, _WITHOUT_RULES)]
+    found = {name: SEQUENCE for name, _ in modules if name and name not in known}
+    if found:
+        _Requested.turned.done()
+    else:
+        _Requested.turned.not_done("the model has no norms and no dropout without rules")
+    return found
 
 
 def divide_tokens(module: nn.Module, name: str, views: Views, say: Callable[[str], None]) -> None:

@@ -25,12 +25,22 @@ def samples_in(batch: Any) -> int:
             return 1
         first = batch[0]
         inside = isinstance(first, (torch.Tensor, list, tuple, Mapping)) or graphs_in(first)
+        # A list may have one object for each sample.
+        inside = inside or (isinstance(batch, tuple) and fields_of(first))
         return samples_in(first) if inside else len(batch)
-    if isinstance(batch, Mapping):
-        return samples_in(list(batch.values()))
     if count := graphs_in(batch):
         return count
-    return samples_in(list(fields.values())) if (fields := fields_of(batch)) else 1
+    fields = batch if isinstance(batch, Mapping) else fields_of(batch)
+    held = next((one for one in fields.values() if _holds_samples(one)), None)
+    return samples_in(held) if held is not None else 1
+
+
+def _holds_samples(field: Any) -> bool:
+    """Return whether a field of a batch may have samples: a name or a number has none."""
+    if isinstance(field, torch.Tensor):
+        return field.ndim > 0
+    is_container = isinstance(field, (list, tuple, Mapping)) and len(field) > 0
+    return is_container or bool(graphs_in(field) or fields_of(field))
 
 
 def fields_of(batch: Any) -> dict[str, Any]:

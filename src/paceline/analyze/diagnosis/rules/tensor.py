@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ....cost.machine.units import size
 from ....plurals import counted
 from ...figures.process_groups import Collective, Group
 from ...sharding.block_exchange import TENSOR
@@ -24,11 +25,10 @@ def tensor_exchange(
     host = dict(zip(e.report.ranks, e.report.hosts, strict=True))
     hosts = len({host[rank] for rank in group.ranks})
     where = f" on {hosts} nodes" if hosts > 1 else ""
-    size = calls.bytes / max(calls.count, 1)
     sentence = (
         f"the {group.size} ranks{where} of the tensor axis exchange activations in each divided "
         f"layer: {counted(calls.count / e.steps, 'call')} of {calls.name} per step with "
-        f"{size / 1e3:,.3g} kB each, which computing does not hide{line}"
+        f"{size(calls.bytes / max(calls.count, 1))} each, which computing does not hide{line}"
     )
     layers = sorted(e.report.layers, key=lambda one: -one.exposed_s())[:MAX_LISTED_LAYERS]
     if layers:

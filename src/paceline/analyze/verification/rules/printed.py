@@ -73,13 +73,14 @@ def logged_metric_of_one_rank(view: View) -> Iterator[Finding]:
 
 def own_metrics(view: View) -> dict[str, tuple[float, ...]]:
     """Return the metrics of a validation that differ between the ranks, with their values."""
-    reduced = {one.name for one in _logged(view.ranks[0]) if one.is_reduced}
+    logged = [_logged(facts) for facts in view.ranks]
+    reduced = {one.name for one in logged[0] if one.is_reduced}
     found: dict[str, tuple[float, ...]] = {}
-    for rows in zip(*map(_logged, view.ranks), strict=False):
-        values, name = [one.value for one in rows], rows[0].name
-        is_one = len({one.name for one in rows}) == 1 and name not in reduced
-        if is_one and not np.allclose(values, values[0], SAME, 0, equal_nan=True):
-            found.setdefault(name, tuple(values))
+    for name in dict.fromkeys(one.name for one in logged[0] if one.name not in reduced):
+        of_ranks = ([one.value for one in each if one.name == name] for each in logged)
+        for values in zip(*of_ranks, strict=False):
+            if not np.allclose(values, values[0], SAME, 0, equal_nan=True):
+                found.setdefault(name, values)
     return found
 
 

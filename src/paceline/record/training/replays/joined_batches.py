@@ -162,4 +162,7 @@ def _plain(value: Any) -> Any:
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
+    try:
+        return bool(one == other)
+    except Exception:  # of an object with tensors or arrays, which have no single truth value
+        return False

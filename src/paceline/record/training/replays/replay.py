@@ -193,10 +193,8 @@ class Replay:
                         self._part = part
                         self.accumulation.add_part((key, opened.facts.number, next(yielded)), part)
                         opened.is_at_end = is_last and part.is_last
-                        batch, states = load_batch(part.path)
                         opened.samples = part.samples
-                        restore_generators(states)
-                        yield permute_batch(batch, number) if self._permutes else batch
+                        yield self._batch_of(part, number)
             except ValueError as error:
                 self._stop_replay(f"{CANNOT_JOIN}: {error}")
 
@@ -241,6 +239,16 @@ class Replay:
             Part(path, whole, weight, path == paths[0], path == paths[-1], number)
             for path, weight, number in zip(paths, weights_of(samples), samples, strict=True)
         ]
+
+    def _batch_of(self, part: Part, seed: int) -> Any:
+        """Return the batch of a part, with the generators as the script received it.
+
+        Rows that are no samples, such as nodes of graphs, belong together: they are not permuted.
+        """
+        batch, states = load_batch(part.path)
+        restore_generators(states)
+        permutes = self._permutes and samples_in(batch) == part.samples
+        return permute_batch(batch, seed) if permutes else batch
 
     def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
         """Return whether the stored run had so many batches of a pass, and went on after it."""
