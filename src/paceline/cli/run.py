@@ -274,7 +274,9 @@ def run(
     from ..launch.start import start
 
     with exit_on_mistake():
-        ranks = _check_shown(show_memory, rehearse, show_layout, ranks, record, make_reference)
+        ranks = _check_shown(
+            dry_run, show_memory, rehearse, show_layout, ranks, record, make_reference
+        )
         guard = guard_of(reference, metric, on_divergence, record, until)
         if make_reference is not None:
             if until is not None:
@@ -356,6 +358,7 @@ def run(
 
 
 def _check_shown(
+    dry_run: bool,
     show_memory: bool,
     rehearse: int | None,
     show_layout: bool,
@@ -374,8 +377,9 @@ def _check_shown(
         "--show-layout": show_layout,
     }
     named = [name for name, is_given in given.items() if is_given]
-    if len(named) > 1 and show_memory:
-        raise ValueError(f"{' and '.join(named)} can't be used together. HINT: one of them")
+    if named and (dry_run or (len(named) > 1 and show_memory)):
+        both = " and ".join(["--dry-run", *named] if dry_run else named)
+        raise ValueError(f"{both} can't be used together. HINT: one of them")
     if named and record is not None:
         raise ValueError(f"{named[0]} records nothing. HINT: leave out --record")
     if named and make_reference is not None:

@@ -76,6 +76,12 @@ TORCHRUN = """
     config = [{"rate": 0.25} if rank == 0 else None]
     dist.broadcast_object_list(config, src=0)
     assert config[0]["rate"] == 0.25
+    counted, part = torch.ones(3), torch.empty(1)
+    dist.all_reduce(counted)
+    dist.reduce_scatter(part, [torch.ones(1) for _ in range(size)])
+    assert (counted.tolist(), part.item()) == ([size] * 3, size)
+    dist.all_reduce(counted, dist.ReduceOp.MAX)
+    assert counted.tolist() == [size] * 3
     side = dist.new_group(backend="gloo")
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
     if "fsdp" in sys.argv:
@@ -292,6 +298,7 @@ def test_error_of_the_last_rank(tmp_path):
         ("--rehearse 4 --show-memory", "can't be used together"),
         ("--rehearse 4 --layout=tq4", "--layout: layout='tq4': 'tq4' is no axis"),
         ("--rehearse 4 -H a:2", "4 ranks need as many slots"),
+        ("--rehearse 4 --dry-run", "--dry-run and --rehearse can't be used together"),
     ],
 )
 def test_options_that_contradict(tmp_path, options, text):

@@ -22,6 +22,7 @@ from ..shared.async_collectives import CompletedWork
 from .calls import CallLog
 
 _RedOp: Any = dist.ReduceOp.RedOpType
+_SUMS = (_RedOp.SUM, _RedOp.PREMUL_SUM)
 
 
 class EqualRanksGroup(dist.ProcessGroup):
@@ -144,7 +145,8 @@ class EqualRanksGroup(dist.ProcessGroup):
         """Return by what a reduction multiplies the part of each of the equal ranks."""
         for given in args[1:]:
             op = getattr(given, "reduceOp", given)
-            if isinstance(op, dist.ReduceOp | _RedOp) and op in (_RedOp.SUM, _RedOp.PREMUL_SUM):
+            # a ReduceOp equals its type, and not the other way round as "in" compares
+            if isinstance(op, dist.ReduceOp | _RedOp) and any(op == one for one in _SUMS):
                 return int(self.size())
         return 1
 
