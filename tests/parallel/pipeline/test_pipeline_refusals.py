@@ -360,6 +360,22 @@ def test_a_loss_that_ignores_labels_of_a_later_batch_is_refused():
         assert "it is no mean over samples" in text
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_gradients_which_would_see_those_of_micro_batches_are_refused(when):
+    def limited(model):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return model
+
+    def train(world):
+        before = (lambda between: limited(Four(between))) if when == "before" else Four
+        model, _, _ = distribute(world, plain, model=before)
+        world.forward_backward(limited(model), X, Y, loss=F.cross_entropy)
+
+    for error in thread_ranks.run(train, outcomes=True):
+        assert "has a hook on its gradient, which would run for each micro-batch" in str(error)
+
+
 def keeps_a_penalty(model, x):
     model.aux = x.square().mean()
     return x
@@ -395,6 +411,7 @@ def test_a_loss_that_reads_what_another_stage_keeps_is_refused():
         lambda kept: 1 + kept,
         lambda kept: torch.ones(2) * kept,
         lambda kept: torch.add(torch.ones(2), kept),
+        lambda kept: torch.add(torch.ones(2), other=kept),
         lambda kept: kept.mean(),
         lambda kept: kept[0],
         bool,

@@ -32,7 +32,7 @@ from .executor import Batch, Executor
 from .kept_attributes import mark_kept
 from .partition import Partition
 from .stage_plan import ForwardPlan, plan_forward
-from .stage_runner import StageModule
+from .stage_runner import StageModule, check_hooks
 from .stage_times import StageTimes
 from .trace import Skeleton
 
@@ -357,6 +357,7 @@ class PipelineModel(DistributedModel):
     # a step
 
     def run_step(self, step: TrainingStep) -> torch.Tensor:
+        check_hooks(self.module)
         samples = samples_of(step.inputs, step.targets)
         asked = self.micro_batches
         if asked is not None and self._is_first_step:
