@@ -382,7 +382,10 @@ class PipelineModel(DistributedModel):
             self._say(line)
         self._samples = samples
         if self._balance is None and (self._choice is None or self._choice.chosen == current):
-            self._balance = StageTimes(self.partition, current.schedule, self._say, self._note)
+            self._balance = StageTimes(
+                *(self.partition, current.schedule, self._say, self._note),
+                is_timed=self.skeleton.device.type == "cpu",
+            )
         if self._balance is not None:
             self._balance.add(busy, whole, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:
