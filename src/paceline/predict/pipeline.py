@@ -8,6 +8,7 @@ from ..cost.pipeline import idle_share
 from .saving import FORMULA, RECORD, Saving
 
 DATA = "data"  # axis of the mesh whose ranks train different samples
+TENSOR = "tensor"
 
 
 def _figures(cause: Cause) -> PipelineFigures | None:
@@ -37,7 +38,9 @@ def more_micro_batches(e: Evidence, cause: Cause) -> Saving | None:
 
 
 def other_schedule(e: Evidence, cause: Cause) -> Saving | None:
-    """Propose zero-bubble in place of schedules with a longer bubble."""
+    """Propose zero-bubble in place of schedules with a longer bubble; not with a tensor axis."""
+    if any(TENSOR in place for place in e.report.mesh.values()):
+        return None  # layouts with both are refused
     one = _figures(cause)
     edit = "set schedule=zero-bubble in the layout, or schedule=auto, which measures it"
     if one is None:

@@ -13,12 +13,21 @@ from paceline.report.terminal.run_report import render
 AXES = [("data", 1), ("stage", 2)]
 
 
-def pipeline(folder, balance=()):
+def pipeline(folder, balance=(), kernels=False):
     """Two stages and two micro-batches in each step of 100 ms; the first stage computes longer.
 
     Rank 0: F0 0-20, F1 20-40, waits to 50, B0 50-70, B1 70-100. Rank 1 waits to 20, computes F0
     to 30, waits to 40, then F1, B0 (to 50) and B1 to 60, and waits for the end of rank 0's step.
+
+    Args:
+        kernels: A GPU computes; forwards and backwards launch its kernels in 1 ms.
     """
+
+    def computes(rank, state, start, end, number):
+        rank.was(state, start, start + 1 if kernels else end, seq=number)
+        if kernels:
+            rank.was(State.KERNEL, start, end)
+
     about = {"schedule": "gpipe", "stages": 2, "micro_batches": 2, "balance": list(balance)}
     ranks = []
     for stage in range(2):
@@ -33,12 +42,12 @@ def pipeline(folder, balance=()):
             *((State.FORWARD, 0, 20, 1), (State.FORWARD, 20, 40, 2)),
             *((State.BACKWARD, 50, 70, 1), (State.BACKWARD, 70, 100, 2)),
         ):
-            first.was(state, t + start, t + end, seq=number)
+            computes(first, state, t + start, t + end, number)
         for state, start, end, number in (
             *((State.FORWARD, 20, 30, 1), (State.FORWARD, 40, 45, 2)),
             *((State.BACKWARD, 45, 50, 1), (State.BACKWARD, 50, 60, 2)),
         ):
-            second.was(state, t + start, t + end, seq=number)
+            computes(second, state, t + start, t + end, number)
         number = 2 * step
         first.message(t + 20, t + 20, t + 20, Op.SEND, 1, number, group="g")
         first.message(t + 40, t + 40, t + 40, Op.SEND, 1, number + 1, group="g")
@@ -82,6 +91,13 @@ def test_the_bubble_stands_beside_its_formula_and_the_stage_to_relieve_is_named(
     assert "the others wait for stage 0. HINT: balance=['1']" in text
     assert "bubble" in text
     assert "balance=['1']" in text.partition("wall time")[0]  # what to do next
+
+
+def test_on_gpus_stages_compute_in_kernels(tmp_path):
+    found = report_of(pipeline(tmp_path, kernels=True)).pipeline
+    assert found.stage_s[0] > 2 * found.stage_s[1]  # the window ends with the last kernel of rank 1
+    assert found.slowest == 0
+    assert 0.3 < found.bubble < 0.6
 
 
 def test_the_page_has_the_schedule_as_it_ran(tmp_path):

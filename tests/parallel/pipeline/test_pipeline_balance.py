@@ -103,6 +103,7 @@ def test_memory_moves_the_cut_and_a_model_without_memory_is_refused():
     plain = divide(units, 2, names)
     assert plain.cuts == [2]
     assert memory.of_stages(plain) == [2 * (2 * 100 + 4), 2 * (100 + 4)]
+    assert memory.of_all(units) == 4 * (2 * 100 + 4)
     tight = divide(units, 2, names, None, lambda s, of: memory.of(s, of) <= 400)
     assert tight.cuts == [1]
     with pytest.raises(DoesNotFitError, match="no division into 2 stages fits"):
@@ -121,6 +122,8 @@ def test_memory_of_a_stage_counts_gradients_and_states():
     ):
         memory = StageMemory(tensors, [1], optimizer)
         assert memory.of(0, [unit]) == copies * 64
+    # Adam's two states in halves on two replicas
+    assert StageMemory(tensors, [1], optimizer, shards=2).of(0, [unit]) == 3 * 64
     assert held_micro_batches("gpipe", 3, 5) == [5, 5, 5]
     assert held_micro_batches("zero-bubble", 3, 2) == [2, 2, 1]
 

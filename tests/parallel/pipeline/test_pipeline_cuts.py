@@ -67,6 +67,16 @@ def test_times_of_the_stages_name_the_slowest_and_a_better_balance():
     ]
     known = {"schedule": "1f1b", "stages": 2, "micro_batches": 4}
     assert noted == [{"pipeline": known}, {"pipeline": known | {"balance": ["1"]}}]
+    # on a GPU, the times are those of launches
+    said.clear()
+    noted.clear()
+    times = StageTimes(
+        *(partition, "1f1b", said.append, lambda **fields: noted.append(fields)), is_timed=False
+    )
+    for _ in range(SKIPPED_STEPS + MEASURED_STEPS + 1):
+        times.add([30, 10], [40, 39], 4)
+    assert said == []
+    assert noted == [{"pipeline": known}]
 
 
 def test_skips_are_relayed_and_inputs_are_not():

@@ -1,6 +1,7 @@
 """What a pipeline can't compute as one process does is refused, and the rest is equal to it."""
 
 import copy
+import dataclasses
 import functools
 import re
 import types
@@ -14,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel.pipeline.kept_attributes import KeptByAnotherStage
+from paceline.parallel.pipeline.pipeline_model import _loss_key
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 4
@@ -360,6 +362,55 @@ def test_a_loss_that_ignores_labels_of_a_later_batch_is_refused():
         assert "it is no mean over samples" in text
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_gradients_which_would_see_those_of_micro_batches_are_refused(when):
+    def limited(model):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return model
+
+    def train(world):
+        before = (lambda between: limited(Four(between))) if when == "before" else Four
+        model, _, _ = distribute(world, plain, model=before)
+        world.forward_backward(limited(model), X, Y, loss=F.cross_entropy)
+
+    for error in thread_ranks.run(train, outcomes=True):
+        assert "has a hook on its gradient, which would run for each micro-batch" in str(error)
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A loss that has no hash, as dataclasses that can be compared."""
+
+    factor: float
+
+    def __call__(self, outputs, targets):
+        return self.factor * F.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("kind", [Scaled, lambda factor: functools.partial(times, factor)])
+def test_losses_that_are_objects_are_compared_as_one_loss(kind):
+    def train(world):
+        model, _, _ = distribute(world, plain)
+        return [
+            float(world.forward_backward(model, X, Y, loss=kind(2.0 if i < 4 else 3.0)))
+            for i in range(5)
+        ]
+
+    first, second = thread_ranks.run(train)
+    assert first == second
+    assert first[4] == pytest.approx(1.5 * first[0])
+
+
+def times(factor, outputs, targets):
+    return factor * F.cross_entropy(outputs, targets)
+
+
+def test_a_partial_in_a_loop_is_one_loss():
+    keys = [_loss_key(functools.partial(times, factor)) for factor in (2.0, 2.0, 3.0)]
+    assert keys[0] == keys[1] != keys[2]
+
+
 def keeps_a_penalty(model, x):
     model.aux = x.square().mean()
     return x
@@ -395,6 +446,7 @@ def test_a_loss_that_reads_what_another_stage_keeps_is_refused():
         lambda kept: 1 + kept,
         lambda kept: torch.ones(2) * kept,
         lambda kept: torch.add(torch.ones(2), kept),
+        lambda kept: torch.add(torch.ones(2), other=kept),
         lambda kept: kept.mean(),
         lambda kept: kept[0],
         bool,

@@ -24,7 +24,8 @@ class PipelineFigures:
     Attributes:
         bubble: Share of the bubble in the time in which stages compute or wait for each other.
         formula: The same by the formula of the schedule, for equal stages.
-        stage_s: Computing time of each stage, mean of its replicas.
+        stage_s: Computing time of each stage, mean of its replicas. On GPUs that of all kernels
+            that do not communicate.
         slowest: The stage that computes longest; None if all are about even.
         balance: Modules with which the stages after the first one would begin in a faster
             division; empty if whole modules allow none, or if it was not measured.
@@ -46,7 +47,11 @@ def measure_pipeline(m: MeasuredWindow) -> PipelineFigures | None:
     stages = stages_of(m.records)
     if header is None or not stages or not (m.steps and len(m.steps)):
         return None
-    spent = [computing_ns(record, m.within) for record in m.records]
+    spent = [
+        # on a GPU, calls return before the computation ends
+        rank["useful"] if record.on_gpu else computing_ns(record, m.within)
+        for record, rank in zip(m.records, m.states, strict=True)
+    ]
     count = header["stages"]
     by_stage = [
         [ns for ns, record in zip(spent, m.records, strict=True) if stages[record.rank] == stage]

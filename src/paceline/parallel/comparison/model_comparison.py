@@ -121,6 +121,8 @@ def compare_model(model: nn.Module, division: Division, takes_gradients: bool) -
         state = _State(model)
         outputs, gradients = _results(division.divided, trained)
         ours = outputs, division.whole_gradients(gradients)
+        if not outputs and not result.reason:
+            result.reason = "it returns no floating-point tensors"
         if not result.reason:
             state.restore()
             theirs = _whole_results(division, trained, takes_gradients)
@@ -155,7 +157,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[Tensors, Tensors]:
     """Return the outputs of a forward, and the gradients of a random sum of them."""
-    outputs = [one for one in tensors_in(forward()) if one.is_floating_point()]
+    every = tensors_in(forward())
+    outputs = [_real(one) for one in every if one.is_floating_point() or one.is_complex()]
     found: Tensors = [one.detach() for one in outputs]
     sources = [one for one in outputs if one.requires_grad]
     if not trained or not sources:
@@ -165,6 +168,11 @@ def _results(forward: Callable[[], Any], trained: list[nn.Parameter]) -> tuple[T
     _refuse_reentrant_checkpoints(sources)
     gradients = torch.autograd.grad(sources, trained, directions, allow_unused=True)
     return found, [None if one is None else one.detach() for one in gradients]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _refuse_reentrant_checkpoints(outputs: list[torch.Tensor]) -> None:
@@ -204,6 +212,10 @@ def _judge(
         [f"output {i + 1}" for i in range(len(theirs[0]))],
         [f"the gradient of {names[id(p)]}" for p in trained],
     ]
+    ours, theirs, rounded = (
+        (outputs, [None if one is None else _real(one) for one in gradients])
+        for outputs, gradients in (ours, theirs, rounded)
+    )
     for number in (0, 1):
         scale = max((_norm(one) for one in theirs[number]), default=0.0)
         if len(ours[number]) != len(theirs[number]):
@@ -226,7 +238,8 @@ def _judge(
                 largest = max(largest, _distance(a, b) / max(of, 1e-3 * scale))
             if not part <= worst:
                 worst, where = part, f"{label} (by {difference:.2g}, relative)"
-    norms = torch.tensor([_norm(one) for one in ours[0]], device=division.device)
+    others = [0.0 if one is None else float((~one.isfinite()).sum()) for one in ours[0]]
+    norms = torch.tensor([*map(_norm, ours[0]), *others], device=division.device)
     of_ranks = division.pieces(norms)
     if any(not torch.allclose(one, norms, rtol=1e-3, equal_nan=True) for one in of_ranks):
         worst, where = float("inf"), "its outputs are not the same on all ranks"
@@ -242,15 +255,18 @@ def _judge(
 
 
 def _norm(tensor: torch.Tensor | None) -> float:
-    return 0.0 if tensor is None else float(torch.linalg.vector_norm(tensor.double()))
+    """Return the norm of the finite elements: one infinite output must not hide the others."""
+    if tensor is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(tensor.double().nan_to_num(0.0, 0.0, 0.0)))
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
     both = (a == b) | (a.isnan() & b.isnan())
-    value = _norm((a.double() - b.double()).masked_fill(both, 0))
-    return value if value == value else float("inf")
+    difference = (a.double() - b.double()).masked_fill(both, 0)
+    return _norm(difference) if bool(difference.isfinite().all()) else float("inf")
 
 
 def _add_noise(model: nn.Module, factor: float | None, division: Division) -> None:

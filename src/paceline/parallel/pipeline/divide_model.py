@@ -16,7 +16,7 @@ from ...cost.layout_memory import size_text
 from ...cost.pipeline import chunks_of, idle_share
 from ...plurals import counted
 from ..memory_budget import budget_bytes
-from ..mesh import STAGE
+from ..mesh import STAGE, TENSOR
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from .atoms import Atoms, tensor_names, tensors_by_name
@@ -120,8 +120,9 @@ def _divide(
         return _Division(plain, "operations")
     measured = [replace(unit, activations=scale * unit.activations) for unit in measured]
     held = held_micro_batches(schedule, stages, _micro_batches(layout, stages))
-    memory = StageMemory(tensors, held, optimizer)
-    return _best_division(measured, plain, names, memory, virtual == stages, request.device)
+    memory = StageMemory(tensors, held, optimizer, request.mesh.data_size if layout.zero else 1)
+    has_memory = virtual == stages and TENSOR not in request.mesh.shape
+    return _best_division(measured, plain, names, memory, has_memory, request.device)
 
 
 def _best_division(
@@ -137,15 +138,19 @@ def _best_division(
     The division by operations is kept where another one gains little: it is the same in each run.
 
     Args:
-        has_memory: Whether the memory of a stage is predicted: it is that of a rank.
+        has_memory: Whether the memory of a stage is predicted: it is that of one rank.
     """
     plain = divide_at(units, plain.cuts, names)
     if not has_memory:
         best = divide(units, len(plain.units), names)
         return _Division(_faster(best, plain), "measured time")
     limit, problem = least_budget(device), ""
+    fits_on_one = memory.of_all(units) <= limit  # then each division fits
     try:
-        best = divide(units, len(plain.units), names, None, lambda s, of: memory.of(s, of) <= limit)
+        best = divide(
+            *(units, len(plain.units), names, None),
+            lambda stage, of: fits_on_one or memory.of(stage, of) <= limit,
+        )
     except DoesNotFitError as error:
         best = min(
             (divide(units, len(plain.units), names), plain),

@@ -30,7 +30,8 @@ class KeptByAnotherStage:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(one for one in _leaves(args) if isinstance(one, cls))
+        given = [*args, *(kwargs or {}).values()]
+        found = next(one for one in _leaves(given) if isinstance(one, cls))
         found._refuse()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse

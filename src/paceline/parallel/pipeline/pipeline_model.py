@@ -1,9 +1,10 @@
 """A model in a pipeline: what the training loop may ask of it, and what the script calls."""
 
 import copy
+import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from .executor import Batch, Executor
 from .kept_attributes import mark_kept
 from .partition import Partition
 from .stage_plan import ForwardPlan, plan_forward
-from .stage_runner import StageModule
+from .stage_runner import StageModule, check_hooks
 from .stage_times import StageTimes
 from .trace import Skeleton
 
@@ -95,19 +96,21 @@ class PipelinedModule(nn.Module):
 
 
 def _loss_key(loss: Loss) -> Any:
-    """Return what tells losses apart; a lambda in a loop is the same one in each step."""
+    """Return what tells losses apart; a lambda or a partial in a loop is the same one each time."""
+    if isinstance(loss, functools.partial):
+        return _loss_key(loss.func), _simple({**dict(enumerate(loss.args)), **loss.keywords})
     code = getattr(loss, "__code__", None)
     if code is None:
-        return loss
-    options: Any = {"defaults": loss.__defaults__, **(loss.__kwdefaults__ or {})}
-    simple = repr(
-        {
-            k: v
-            for k, v in {**inspect.getclosurevars(loss).nonlocals, **options}.items()
-            if isinstance(v, (bool, int, float, str, tuple, type(None)))
-        }
-    )
-    return code, simple
+        return loss if isinstance(loss, Hashable) else id(loss)
+    function: Any = loss
+    options = {"defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
+    return code, _simple({**inspect.getclosurevars(loss).nonlocals, **options})
+
+
+def _simple(values: Mapping[Any, Any]) -> str:
+    """Return the values that can be compared, as text."""
+    kinds = (bool, int, float, str, tuple, type(None))
+    return repr({key: value for key, value in values.items() if isinstance(value, kinds)})
 
 
 class PipelineModel(DistributedModel):
@@ -357,6 +360,7 @@ class PipelineModel(DistributedModel):
     # a step
 
     def run_step(self, step: TrainingStep) -> torch.Tensor:
+        check_hooks(self.module)
         samples = samples_of(step.inputs, step.targets)
         asked = self.micro_batches
         if asked is not None and self._is_first_step:
@@ -378,7 +382,10 @@ class PipelineModel(DistributedModel):
             self._say(line)
         self._samples = samples
         if self._balance is None and (self._choice is None or self._choice.chosen == current):
-            self._balance = StageTimes(self.partition, current.schedule, self._say, self._note)
+            self._balance = StageTimes(
+                *(self.partition, current.schedule, self._say, self._note),
+                is_timed=self.skeleton.device.type == "cpu",
+            )
         if self._balance is not None:
             self._balance.add(busy, whole, len(sizes))
         if self.mesh.data_size > 1 and self._buffers.enabled:

@@ -15,6 +15,7 @@ class StageMemory:
         tensors: Parameters and buffers of the whole model, by name.
         held: Micro-batches whose activations each stage holds at the same time.
         optimizer: None if the script has none.
+        shards: Replicas of a stage that hold parts of the optimizer's states.
     """
 
     def __init__(
@@ -22,19 +23,25 @@ class StageMemory:
         tensors: Mapping[str, torch.Tensor],
         held: Sequence[int],
         optimizer: Optimizer | None,
+        shards: int = 1,
     ) -> None:
         self._held = held
-        copies = 2 + _states(optimizer)  # of a trained parameter: it, its gradient, its states
+        # of a trained parameter: it, its gradient, its states
+        copies = 2 + _states(optimizer) / shards
         self._nbytes = {
             name: tensor.nbytes * (copies if tensor.requires_grad else 1)
             for name, tensor in tensors.items()
         }
 
     def of(self, stage: int, units: Sequence[Unit]) -> int:
-        """Return the predicted bytes of a stage with these units."""
+        """Return the predicted bytes of a stage with these units; further ones only add to it."""
         names = {name for unit in units for name in unit.tensors}
         activations = sum(unit.activations for unit in units)
         return int(sum(self._nbytes[n] for n in names) + self._held[stage] * activations)
+
+    def of_all(self, units: Sequence[Unit]) -> int:
+        """Return the predicted bytes of the stage that would need most with all units."""
+        return max(self.of(stage, units) for stage in range(len(self._held)))
 
     def of_stages(self, partition: Partition) -> list[int]:
         """Return the predicted bytes of each stage."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...record.hooks.phases import has_users_hooks
 from .stage_plan import ForwardPlan, StagePlan, Wire
 from .trace import Event, Ref
 
@@ -148,6 +149,17 @@ def run_backward(activations: Activations, gradients: Sequence[torch.Tensor | No
     ]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise ValueError for hooks on gradients, which would see those of each micro-batch."""
+    for name, parameter in model.named_parameters():
+        if has_users_hooks(parameter):
+            raise ValueError(
+                f"pipeline: the parameter {name} has a hook on its gradient, which would run for "
+                "each micro-batch. HINT: change gradients between world.forward_backward and "
+                "world.step(optimizer, clip=...), or layout='data'"
+            )
 
 
 def check_loss(loss: torch.Tensor, outputs: Any, stage: nn.Module) -> None:

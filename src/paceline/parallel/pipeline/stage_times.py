@@ -18,6 +18,8 @@ class StageTimes:
     Args:
         say: Prints a line on rank 0.
         note: Writes a field of the record's header.
+        is_timed: Whether the times are those of the computation. On a GPU calls return before it
+            ends, so that nothing is printed.
     """
 
     def __init__(
@@ -26,9 +28,10 @@ class StageTimes:
         schedule: str,
         say: Callable[[str], None],
         note: Callable[..., None],
+        is_timed: bool = True,
     ) -> None:
         self.partition, self.schedule, self._say, self._note = partition, schedule, say, note
-        self._steps = 0
+        self._is_timed, self._steps = is_timed, 0
         self._busy: list[int] = []
         self._whole = 0
 
@@ -38,7 +41,7 @@ class StageTimes:
         if self._steps == 1:
             self._note_header(len(busy), micro_batches)
         measured = self._steps - SKIPPED_STEPS
-        if not 1 <= measured <= MEASURED_STEPS:
+        if not self._is_timed or not 1 <= measured <= MEASURED_STEPS:
             return
         before = self._busy or [0] * len(busy)
         self._busy = [a + b for a, b in zip(before, busy, strict=True)]

@@ -10,6 +10,7 @@ from ...optim.norms import GhostBatchNorm, GlobalBatchNorm
 from ..strategy.distributed_model import DistributedModel
 from ..strategy.parallel_strategy import DistributionRequest, ParallelStrategy
 from ..tensor.strategy import TensorParallel
+from .stage_runner import check_hooks
 
 PIPELINE_OPTIONS = ("balance",)
 _ZERO1 = "zero1, which shards the states of the optimizer over the replicas of each stage"
@@ -83,6 +84,7 @@ class Pipeline(ParallelStrategy):
                     f"batch normalization ({norms[0]}) with tp", self.request.layout
                 )
             self._tensor.check(model, optimizer)
+        check_hooks(model)
         if not any(True for _ in model.parameters()):
             raise ValueError(
                 f"world.distribute: the {type(model).__name__} has no parameters to divide. HINT: "

@@ -1,10 +1,12 @@
 """Fourier transforms and attention, which read all positions: gathered along the dims they mix."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
+from ...cost.layout_memory import size_text
 from .layer_names import layer
 from .pointwise import normal_dims
 from .split_tensor import SplitTensor, handles
@@ -18,14 +20,14 @@ def _functions(names: str) -> list[Any]:
     return [getattr(torch.fft, name) for name in names.split()]
 
 
-def say_gathered(values: SplitTensor, name: str, reason: str) -> None:
+def say_gathered(name: str, tensors: Iterable[SplitTensor]) -> None:
     """Print once for a layer what it gathers."""
-    groups = values.groups
-    size = values.numel() * values.element_size() / 2**20
-    own = layer()
-    if (key := f"{own}: {name}") not in groups.warned:
-        groups.warned.add(key)
-        groups.say(f"{key} {reason}, so each rank gathers {size:,.1f} MiB in each forward")
+    gathered = list(tensors)
+    size = sum(one.numel() * one.element_size() for one in gathered)
+    gathered[0].groups.say_once(
+        f"{layer()}: {name}",
+        f"reads all positions, so each rank gathers {size_text(size)} in each forward",
+    )
 
 
 @handles(*_functions(f"{_OF_ONE_DIM} {_OF_TWO_DIMS} {_OF_ALL_DIMS}"))
@@ -35,7 +37,7 @@ def fourier(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
     dims = _transformed(name, values, args, options)
     mixed = [dim for dim in dims if dim in values.parts]
     if mixed:
-        say_gathered(values, name, "reads all positions")
+        say_gathered(name, [values])
     found = values.whole(mixed) if mixed else values
     if not isinstance(found, SplitTensor):
         return func(found, *args, **options)
@@ -67,32 +69,28 @@ def attention(func: Any, *args: Any, **options: Any) -> Any:
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | options
-    tensors = [one for one in given.values() if isinstance(one, SplitTensor)]
-    say_gathered(max(tensors, key=torch.numel), func.__name__, "reads all positions")
     query = given["query"]
     depends = given.get("attn_mask") is not None or given.get("is_causal")
     is_along = isinstance(query, SplitTensor) and set(query.parts) == {query.dim() - 2}
     keeps = is_along and not depends and not given.get("dropout_p")
-    found = {
-        name: one.whole()
-        if isinstance(one, SplitTensor) and (name != "query" or not keeps)
-        else one
-        for name, one in given.items()
-    }
     if not keeps:
-        return func(**found)
-    result = func(**(found | {"query": query.local}))
+        return func(**_gathered(func.__name__, given))
+    others = {name: one for name, one in given.items() if name != "query"}
+    result = func(query.local, **_gathered(func.__name__, others))
     return query.like(result, {result.dim() - 2: query.parts[query.dim() - 2]})
 
 
 @handles(F.multi_head_attention_forward, anywhere=True)
 def heads(func: Any, *args: Any, **options: Any) -> Any:
     """Attention of torch.nn.MultiheadAttention: gathered."""
-    values = [*args, *options.values()]
-    tensors = [one for one in values if isinstance(one, SplitTensor)]
-    say_gathered(max(tensors, key=torch.numel), "attention", "reads all positions")
+    found = _gathered("attention", dict(enumerate(args)) | options)
+    return func(*[found.pop(number) for number in range(len(args))], **found)
 
-    def whole(one: Any) -> Any:
-        return one.whole() if isinstance(one, SplitTensor) else one
 
-    return func(*map(whole, args), **{name: whole(one) for name, one in options.items()})
+def _gathered(name: str, given: dict[Any, Any]) -> dict[Any, Any]:
+    """Return arguments with whole tensors; a tensor that is given twice is gathered once."""
+    parts = {id(one): one for one in given.values() if isinstance(one, SplitTensor)}
+    if parts:
+        say_gathered(name, parts.values())
+    whole = {key: one.whole() for key, one in parts.items()}
+    return {key: whole.get(id(one), one) for key, one in given.items()}

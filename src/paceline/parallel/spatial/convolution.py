@@ -64,11 +64,14 @@ def convolution(
     if 0 in wanted[lead:]:
         read = Windowed(values, asked)
         return values.like(empty_result([read.rows, weight, bias], wanted), parts)
+    rest = tuple(0 if lead + i in asked else one for i, (one, _) in enumerate(around))
+    if values.is_complex():  # PyTorch has no backward of a complex convolution as one function
+        rows = Windowed(values, asked).rows
+        return values.like(func(rows, weight, bias, stride, rest, dilation, groups), parts)
     last, coordinates = asked.popitem()
     read, partition = Windowed(values, asked), values.parts[last]
     windows = tuple(window(first, end, partition.rows) for first, end in coordinates)
     plan = Fetch(last, partition, windows, values.groups.lines[partition.axis])
-    rest = tuple(0 if lead + i in asked or lead + i == last else around[i][0] for i in range(count))
     geometry = Geometry(func, stride, rest, dilation, groups)
     apply: Any = _Convolution.apply
     with read.compact():
@@ -132,6 +135,8 @@ class _Convolution(torch.autograd.Function):
         try:
             local, weight, *halos = ctx.saved_tensors
         except RuntimeError as error:
+            if "inplace operation" not in str(error):  # such as a second backward
+                raise
             raise RuntimeError(f"{error}. {CHANGED_IN_PLACE}") from None
         rows = plan.assemble(local, dict(zip(ctx.peers, halos, strict=True)))
         of_local = of_weight = of_bias = transfer = None

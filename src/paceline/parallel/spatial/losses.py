@@ -116,7 +116,7 @@ def random(func: Any, values: SplitTensor, *args: Any, **options: Any) -> Any:
         raise refused(f"{func.__name__} with a generator for a tensor", "leave generator out")
     if options.get("training") is False:
         return values.like(func(values.local, *args, **options))
-    if values.groups.draws_whole:
+    if values.groups.is_compared:
         whole = func(values.whole().clone(), *args, **options)
         part = part_of(whole, values.parts, values.groups)
         is_changed = func.__name__.endswith("_") or options.get("inplace")

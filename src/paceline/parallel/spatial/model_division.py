@@ -50,12 +50,12 @@ class SpatialDivision(Division):
         return found
 
     def divided(self) -> Any:
-        self.groups.draws_whole = True
+        self.groups.is_compared = True
         try:
             parts = split_inputs((self.args, self.options), self.groups)
             return whole(self.model.forward(*parts[0], **parts[1]))
         finally:
-            self.groups.draws_whole = False
+            self.groups.is_compared = False
 
     def whole(self) -> Any:
         return self.model.forward(*self.args, **self.options)
@@ -88,6 +88,8 @@ def compare_parts(model: nn.Module, groups: SpatialGroups, args: Any, options: A
             )
         small = whole(inputs)
     found = compare_model(model, SpatialDivision(model, groups, *small), takes_gradients=True)
+    if found.difference is None:
+        return f"parts of samples ({kind}): the model is not compared: {found.reason}"
     text = " and ".join(" x ".join(map(str, one.shape)) for one in tensors_in(small))
     return (
         f"parts of samples ({kind}): the whole model differs by {found.difference:.1g}, with "

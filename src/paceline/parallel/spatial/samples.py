@@ -3,6 +3,7 @@
 A tensor of samples has the dims (samples, channels, [[depth,] height,] width).
 """
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,20 @@ FROM_END = {"depth": 3, "height": 2, "width": 1}  # place of the dim
 MAX_COMPARED = 1 << 20  # elements of an input, by which ranks see that they have the same one
 
 
+_groups_of: weakref.WeakKeyDictionary[Mesh, SpatialGroups] = weakref.WeakKeyDictionary()
+
+
 def spatial_groups(mesh: Mesh) -> SpatialGroups:
-    """Return the ranks along each divided axis, and groups of all combinations. Collective."""
+    """Return the ranks along each divided axis, and groups of all combinations.
+
+    It is the same for models, loaders and ``world.part``. The first call is collective.
+    """
+    if mesh not in _groups_of:
+        _groups_of[mesh] = _create_groups(mesh)
+    return _groups_of[mesh]
+
+
+def _create_groups(mesh: Mesh) -> SpatialGroups:
     axes = [AXIS_WORDS[one] for one in AXES if AXIS_WORDS[one] in mesh.shape]
     lines = {}
     for axis in axes:

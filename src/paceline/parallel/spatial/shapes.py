@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - PyTorch's name
 
+from ...cost.layout_memory import size_text
 from .exchange import fetch, rows_of
 from .layer_names import layer
 from .partition import Partition
@@ -83,13 +84,11 @@ def _places(
 def _say_gather(values: SplitTensor, func: Any) -> None:
     bytes_of = values.numel() * values.element_size()
     if bytes_of > 64 << 20:
-        line = (
-            f"{layer()}: {func.__name__} merges divided dims, so each rank gathers "
-            f"{bytes_of / 2**20:,.0f} MiB. HINT: pool before it"
+        values.groups.say_once(
+            f"{layer()}: {func.__name__}",
+            f"merges divided dims, so each rank gathers {size_text(bytes_of)}. HINT: pool "
+            "before it",
         )
-        if line not in values.groups.warned:
-            values.groups.warned.add(line)
-            values.groups.say(line)
 
 
 @handles(T.permute, torch.permute, T.transpose, torch.transpose, torch.movedim, T.movedim,

@@ -28,14 +28,21 @@ class SpatialGroups:
     Attributes:
         lines: Of each divided axis of the mesh, its ranks.
         groups: The process group of each set of axes.
-        draws_whole: Whether random numbers are those of one process, for a comparison with it.
+        is_compared: Whether the model is compared with that of one process: random numbers are
+            those of one process, and nothing is printed.
     """
 
     def __init__(self, lines: Mapping[str, Line], groups: Mapping[frozenset[str], Any]) -> None:
         self.lines, self.groups = lines, groups
-        self.draws_whole = False
-        self.warned: set[str] = set()
+        self.is_compared = False
         self.say: Callable[[str], None] = lambda line: None
+        self._said: set[str] = set()
+
+    def say_once(self, what: str, rest: str) -> None:
+        """Print a line about what is gathered, once for each layer and function (``what``)."""
+        if not self.is_compared and what not in self._said:
+            self._said.add(what)
+            self.say(f"{what} {rest}")
 
     def over(self, parts: Mapping[int, Partition], dims: Iterable[int]) -> Any:
         """Return the group over which the divided ones of some dims lie; None without one."""
