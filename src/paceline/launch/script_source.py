@@ -22,7 +22,7 @@ _IMPORT = re.compile(
 _NAME = re.compile(r"[\w.]+")
 _HOROVOD = re.compile(
     r"^[^#\n]*\b(?:from[ \t]+horovod\b|import[ \t][^#\n]*\bhorovod\b|HOROVOD_[A-Z])"
-    r"|^[ \t]*(?:from[ \t]+ddl[ \t]+import\b|import[ \t]+ddl\b)",
+    r"|^[ \t]*(?:from[ \t]+ddl[ \t]+import\b|import[ \t](?:[^#\n]*,)?[ \t]*ddl\b)",
     re.MULTILINE,
 )
 

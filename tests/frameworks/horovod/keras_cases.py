@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 from case_runner import raises, run_cases
 from keras import layers, ops
 
@@ -286,6 +287,43 @@ def sum_of_gradients(rank, size):
 
 
 @case
+def gradients_are_matched_by_their_variables(rank, size):
+    """Ranks may have no gradient for different variables."""
+    names = []
+
+    def note(own, own_names, options, groups):
+        names.extend(own_names)
+        return own
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), name="mine")
+    variables = [keras.Variable(np.ones(2, "float32")) for _ in range(3)]
+    optimizer.build(variables)
+    module = sys.modules[hvd.DistributedOptimizer.__module__]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "exchange_gradients", note)
+        optimizer.apply([None, ops.ones(2), ops.ones(2)], variables)
+    assert names == ["mine.1", "mine.2"]
+
+
+@case
+def ranks_may_create_further_optimizers(rank, size):
+    """As where one rank loads a model, and replaces another one by it."""
+    if rank == 0:
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    compare(rank, size, lambda: keras.optimizers.SGD(0.1))
+
+
+@case
+def gradients_may_share_memory(rank, size):
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, groups=2)
+    variables = [keras.Variable(np.zeros(4, "float32")) for _ in range(2)]
+    gradient = ops.ones(4) * (rank + 1.0)
+    optimizer.apply([gradient, gradient], variables)
+    for one in variables:
+        np.testing.assert_allclose(ops.convert_to_numpy(one), -sum(range(1, size + 1)))
+
+
+@case
 def optimizer_keeps_its_class_and_name(rank, size):
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     assert isinstance(optimizer, keras.optimizers.Adam)
@@ -395,6 +433,34 @@ def broadcast_reaches_layers_that_are_built_late(rank, size):
     train(model, x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     sums = hvd.allgather_object([float(np.sum(w)) for w in model.get_weights()])
     np.testing.assert_allclose(sums, [sums[0]] * size, 1e-6)
+
+
+@case
+def broadcast_reaches_ranks_whose_optimizer_is_built_later(rank, size):
+    """As where the root alone has loaded a saved model."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model = model_of(optimizer, seed=rank)
+    if rank == 0:
+        optimizer.build(model.trainable_variables)
+    x, y = samples(2)
+    train(model, x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    sums = hvd.allgather_object(
+        [float(np.sum(w)) for w in model.get_weights()]
+        + [float(np.sum(ops.convert_to_numpy(one))) for one in optimizer.variables]
+    )
+    np.testing.assert_allclose(sums, [sums[0]] * size, 1e-6)
+
+
+@case
+def broadcast_of_different_models_is_an_error(rank, size):
+    if size > 1:
+        units = 3 + rank
+        model = keras.Sequential([layers.Input((FEATURES,)), layers.Dense(units)])
+        model.compile(optimizer="sgd", loss="mse")
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(model)
+        callback.on_train_begin()
+        raises(ValueError, "different variables", callback.on_train_batch_end, 0)
 
 
 @case

@@ -455,6 +455,36 @@ def independent_collectives_of_a_graph_end(rank, size):
 
 
 @case
+def collectives_of_nested_functions_keep_their_order(rank, size):
+    """TensorFlow orders a function with variables, and a call of the host, only by their inputs."""
+    factor = tf.Variable(1.0)
+
+    def late(x, on):
+        if rank == on:
+            many = tf.fill((500, 500), x[0] / x[0])
+            for _ in range(12):
+                many = tf.linalg.matmul(many, many) / 500.0
+            x = x + tf.cast(tf.reduce_mean(many) > 2.0, tf.float32)
+        return x
+
+    @tf.function
+    def inner(x):
+        return hvd.allreduce(late(x, 0) * factor, op=hvd.Sum)
+
+    @tf.function
+    def outer(x):
+        first, second = inner(x), hvd.allreduce(late(10 * x, 1), op=hvd.Sum)
+        third = tf.cond(
+            tf.reduce_sum(x) > 0, lambda: hvd.allreduce(late(100 * x, 0), op=hvd.Sum), lambda: x
+        )
+        return first, second, third, hvd.allreduce(late(1000 * x, 1), op=hvd.Sum)
+
+    for _ in range(3):
+        for at, found in enumerate(outer(tf.ones(2))):
+            equal(found, [size * 10.0**at] * 2)
+
+
+@case
 def collectives_in_loops_and_branches(rank, size):
     @tf.function
     def compute(x):

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import weakref
 from types import ModuleType, SimpleNamespace
@@ -82,6 +83,31 @@ def test_a_short_end_finalizes_what_the_rank_has_made_and_nothing_older(tmp_path
     short.drop_script()
     assert sorted(ended) == ["__main__", "beside_the_script"]
     assert all(one.noted for one in kept)
+
+
+def test_a_short_end_writes_the_files_of_modules_that_it_keeps(tmp_path):
+    """A forked rank as in a trial; the module is in a package, and imported after the fork."""
+    script = tmp_path / "train.py"
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "log.py").write_text("file = open('log.txt', 'w')\nfile.write('epoch 1')\n")
+    script.write_text("from package import log\n")
+    code = f"""
+import gc, os, runpy, sys
+from paceline.launch.ranks import rank_process
+os.chdir({str(tmp_path)!r})
+gc.freeze()
+pid = os.fork()
+if pid == 0:
+    short = rank_process.ShortEnd()
+    sys.argv = [{str(script)!r}]
+    sys.path.insert(0, {str(tmp_path)!r})
+    runpy.run_path(sys.argv[0])
+    rank_process.finish(0, short)
+os.waitpid(pid, 0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "log.txt").read_text() == "epoch 1"
 
 
 @pytest.mark.parametrize(

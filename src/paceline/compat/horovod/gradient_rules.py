@@ -1,6 +1,7 @@
 """Which gradients of TensorFlow and Keras are exchanged, under which names, in which groups."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,14 +18,19 @@ GROUPS_RULE = "groups should be a non-negative integer or a list of list of vari
 Exchange = Callable[[list[Any], list[str], ExchangeOptions, list[list[int]]], list[Any]]
 
 
+_unnamed: Counter[int | None] = Counter()  # optimizers without a name, by process set
+
+
 class GradientRules:
     """The rules for the gradients of one optimizer or tape.
 
-    Gradients are named by their position: ranks may have given other names to their variables,
-    because they have built other models before.
+    Gradients are named by numbers: ranks may have given other names to their variables, because
+    they have built other models before.
 
     Args:
-        prefix: Beginning of the names, the same on all ranks.
+        prefix: Beginning of the names, the same on all ranks. "": of an optimizer, by its number
+            in the order of the first exchanges, which is the same on all ranks even if some have
+            created further optimizers.
         options: How gradients are exchanged.
         groups: Number of groups of gradients that are reduced together, or lists of variables.
         scales_local: Whether gradients of local variables are divided by the number of ranks.
@@ -48,16 +54,29 @@ class GradientRules:
         self._local |= {id(one): one for one in variables}
 
     def exchange(
-        self, gradients: Sequence[Any], variables: Sequence[Any], function: Exchange
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        function: Exchange,
+        numbers: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Return the gradients after their exchange. Those that are None remain so."""
+        """Return the gradients after their exchange. Those that are None remain so.
+
+        Args:
+            numbers: Number of each variable, the same on all ranks; None: its position.
+        """
         if not self.are_exchanged:
             return list(gradients)
+        if not self._prefix:
+            number = self.options.process_set.process_set_id
+            self._prefix = f"optimizer.{_unnamed[number]}"
+            _unnamed[number] += 1
+        numbers = range(len(variables)) if numbers is None else numbers
         results = list(gradients)
         local = [at for at, one in enumerate(variables) if id(one) in self._local]
         chosen = [at for at, one in enumerate(gradients) if one is not None and at not in local]
         if chosen:
-            names = [f"{self._prefix}.{at}" for at in chosen]
+            names = [f"{self._prefix}.{numbers[at]}" for at in chosen]
             groups = self._groups_of([variables[at] for at in chosen])
             own = [gradients[at] for at in chosen]
             for at, result in zip(chosen, function(own, names, self.options, groups), strict=True):

@@ -1,11 +1,13 @@
 """The process of a rank: setup after the fork, running the script as ``__main__``, and shutdown."""
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import faulthandler
 import gc
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -48,6 +50,8 @@ from ..monitor import rank_stacks
 from ..records import job_folder
 from .fork_server import RankStart
 from .framework_variables import check_horovod, introduce_to_jax
+
+_BUFFERED_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 def become(start: RankStart) -> None:
@@ -360,6 +364,15 @@ class ShortEnd:
             if file.startswith(folder) and os.sep not in file[len(folder) :]:
                 vars(module).clear()
         gc.collect()  # skips what was imported before the fork
+        _flush_files()
+
+
+def _flush_files() -> None:
+    """Write the buffers of files that the rank has opened: modules of libraries keep theirs."""
+    for one in gc.get_objects():  # without those from before the fork
+        if issubclass(type(one), _BUFFERED_FILES):
+            with contextlib.suppress(Exception):  # of another process, closed, or only read
+                one.flush()
 
 
 def _leave_group(code: int) -> None:

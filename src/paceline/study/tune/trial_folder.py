@@ -19,7 +19,7 @@ from msgspec import Meta
 from ...record.trial_reports import Answer
 from ...security.files import InvalidFileError, open_regular
 from ...security.folders import open_folder
-from ...security.removal import TemporaryFolder, remove_from_marked, write_mark
+from ...security.removal import REMOVED_PREFIX, TemporaryFolder, remove_from_marked, write_mark
 from ...security.schema import read_json
 
 CHECKPOINT = "checkpoint"
@@ -141,8 +141,10 @@ class TrialFolder:
 
     def take_checkpoint(self, other: "TrialFolder") -> None:
         """Begin with a copy of another trial's checkpoint: all of it, or none. Raises OSError."""
-        for left in self.path.glob(f"*{COPY_PREFIX}*"):  # by a process that was killed
-            remove_from_marked(left, MARK)
+        left = (COPY_PREFIX, REMOVED_PREFIX + COPY_PREFIX)  # by a process that was killed
+        for one in self.path.iterdir():
+            if one.name.startswith(left):
+                remove_from_marked(one, MARK)
         with TemporaryFolder(COPY_PREFIX, self.path) as new:
             _copy_tree(other.checkpoint, new / CHECKPOINT)
             os.replace(new / CHECKPOINT, self.checkpoint)

@@ -19,8 +19,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     """Give all ranks the weights and the optimizer's state of one rank.
 
     Those that exist when the training begins are sent then, so that all ranks begin with the same
-    weights; layers and optimizers that Keras builds in the first step, after it. Random states of
-    layers (dropout) are not sent.
+    weights; layers and optimizers that Keras builds in the first step, after it. If some ranks have
+    built more than others when the training begins, all are sent after the first step. Random
+    states of layers (dropout) are not sent.
 
     Args:
         root_rank: Global rank whose values all ranks get.
@@ -43,20 +44,33 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.broadcast_done:
-            self._send()
+            self._send(is_first=True)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self.broadcast_done:
-            self._send()
+            self._send(is_first=False)
             self.broadcast_done = True
 
-    def _send(self) -> None:
+    def _send(self, is_first: bool) -> None:
+        if self.process_set.size() == 1 or not self.process_set.included():
+            return
         optimizer = getattr(self.model, "optimizer", None)
         found = [*self.model.weights, *(getattr(optimizer, "variables", None) or ())]
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         # Each rank has gradients of its own in them.
         sums = {id(one) for one in getattr(inner, "_accumulated_gradients", ())}
         new = [one for one in found if id(one) not in self._sent | self._local | sums]
+        own = [(str(one.dtype), list(one.shape)) for one in new]
+        everyone = torch_functions.allgather_object(own, "variables", self.process_set)
+        if any(other != own for other in everyone):
+            if is_first:
+                return
+            counts = ", ".join(str(len(other)) for other in everyone)
+            raise ValueError(
+                f"{type(self).__name__}: ranks have different variables of the model and its "
+                f"optimizer; their numbers are {counts}. HINT: build the same model and optimizer "
+                "on every rank"
+            )
         broadcast_variables(new, self.root_rank, self.process_set)
         self._sent |= {id(one) for one in new}
 

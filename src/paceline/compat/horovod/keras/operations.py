@@ -103,6 +103,7 @@ def _exchange_torch(
     own: list[Any], names: list[str], options: ExchangeOptions, groups: list[list[int]]
 ) -> list[Any]:
     exchange = GradientList(options, in_place=True)
+    own = _apart(own)
     order = list(range(len(own)))
     if groups:
         for group in groups:
@@ -112,6 +113,19 @@ def _exchange_torch(
         exchange.submit(names, own)
     results = dict(zip(order, exchange.wait(), strict=True))
     return [results[at] for at in range(len(own))]
+
+
+def _apart(tensors: list[Any]) -> list[Any]:
+    """Return the tensors, with copies of those that have the same memory as an earlier one.
+
+    ``torch.autograd.grad`` returns one tensor for both terms of a sum.
+    """
+    known: set[int] = set()
+    found = []
+    for one in tensors:
+        found.append(one.clone() if one.data_ptr() in known else one)
+        known.add(one.data_ptr())
+    return found
 
 
 _uncompiled_exchange: Any = torch.compiler.disable(_exchange_torch)

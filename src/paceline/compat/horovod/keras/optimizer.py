@@ -1,6 +1,5 @@
 """``DistributedOptimizer``: an optimizer of Keras that updates with the gradients of all ranks."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from .library import keras
 from .operations import all_true, exchange_gradients
 
 _STATE = "_horovod"  # attribute of the optimizer with its _State
-_numbers = itertools.count()  # of distributed optimizers, the same on all ranks
 
 
 class _State:
@@ -48,7 +46,9 @@ class DistributedMethods:
 
     def _clip_gradients(self, grads: Any) -> Any:
         state = _state(self)
-        exchanged = state.rules.exchange(list(grads), state.variables, exchange_gradients)
+        # Without variables whose gradient is None, which may be others on other ranks.
+        numbers = [self._get_variable_index(one) for one in state.variables]  # type: ignore[attr-defined]
+        exchanged = state.rules.exchange(list(grads), state.variables, exchange_gradients, numbers)
         if state.factor != 1:
             exchanged = [None if one is None else one * state.factor for one in exchanged]
         return super()._clip_gradients(exchanged)  # type: ignore[misc]
@@ -101,7 +101,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
             "HINT: hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))"
         )
     rules = new_rules(
-        name or f"optimizer.{next(_numbers)}", compression, sparse_as_dense, op,
+        name or "", compression, sparse_as_dense, op,
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
     )  # fmt: skip
     scaler = keras.optimizers.LossScaleOptimizer
@@ -181,11 +181,11 @@ def _state(optimizer: Any) -> _State:
 
 def _check_class(optimizer: Any) -> None:
     """Check that the exchange finds its place in the optimizer's step."""
-    for method in ("_backend_apply_gradients", "_clip_gradients"):
+    for method in ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index"):
         if not callable(getattr(optimizer, method, None)):
             raise ValueError(
-                f"DistributedOptimizer: {type(optimizer).__name__} has no method {method}, in "
-                f"which gradients are exchanged (Keras {keras.__version__}). HINT: use another "
+                f"DistributedOptimizer: {type(optimizer).__name__} has no method {method}, which "
+                f"the exchange of gradients uses (Keras {keras.__version__}). HINT: use another "
                 "version of Keras 3"
             )
 

@@ -4,11 +4,15 @@ A function gets tensors of torch that share the memory of TensorFlow's, and must
 Its results become tensors of TensorFlow in the same memory. Where memory can't be shared (booleans,
 tensors on a GPU), it is copied.
 
-Calls of one graph run one after the other, in the order in which the script makes them. So a rank
-never waits for two collectives in two threads of TensorFlow, which has few: ranks that wait for
-different ones would wait for ever.
+Calls of graphs run one after the other, in the order in which the script makes them, also where one
+graph calls another. So the ranks number collectives without a name alike, and a rank never waits
+for two collectives in two threads of TensorFlow, which has few: ranks that wait for different ones
+would wait for ever. Each call reads and assigns a variable (``_turn``): ``tf.function`` runs what
+uses a variable in the order of the script. It does not do so in the graphs that it makes for
+gradients, so that each call also depends on the last one of its graph.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,8 +45,8 @@ def call_on_host(
         function: Gets a tensor of torch for each input, and returns one for each output.
         inputs: Tensors of TensorFlow.
         outputs: ``tf.TensorSpec`` of each result; a dimension may be None.
-        is_ordered: Whether the call runs after the earlier calls of the graph. Only for calls that
-            do not wait for other ranks.
+        is_ordered: Whether later calls wait for this one. False only for calls that do not wait
+            for other ranks.
 
     Raises:
         ValueError: The call is in a function that XLA compiles, or a tensor has strings.
@@ -65,14 +69,25 @@ def call_on_host(
             results = function(*[_from_array(one) for one in arrays])
             return [_to_array(one, dtype) for one, dtype in zip(results, dtypes, strict=True)]
 
-    last = getattr(graph, _LAST, None)
-    with tf.control_dependencies([last] if last is not None else []):
+    turn, last = _turn().read_value(), getattr(graph, _LAST, None)
+    with tf.control_dependencies([turn] if last is None else [turn, last]):
         found = tf.numpy_function(call, list(inputs), dtypes, stateful=True)
     if is_ordered:
-        setattr(graph, _LAST, found[0].op if dtypes else found)
+        with tf.control_dependencies([found[0].op if dtypes else found]):
+            setattr(graph, _LAST, _turn().assign(turn, read_value=False))
     for tensor, spec in zip(found if dtypes else (), outputs, strict=True):
         tensor.set_shape(spec.shape)
     return list(found) if dtypes else []
+
+
+@functools.cache
+def _turn() -> Any:
+    """Return the variable that all calls of graphs use.
+
+    It is created with the first one: TensorFlow can't be configured after its first variable.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False)
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
