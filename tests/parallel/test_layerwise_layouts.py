@@ -19,6 +19,8 @@ LAYOUTS = {
     "dp2 x zero1 x tp2": 4,
     "dp2 x zero3 x tp2": 4,
     "pp2": 2,
+    "pp2 x zero1": 4,
+    "pp2 x tp2": 4,
     "h2": 2,
 }
 OPTIMIZERS = {

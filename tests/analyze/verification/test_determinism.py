@@ -3,6 +3,7 @@
 import pytest
 
 from paceline.analyze.verification.determinism import describe_noise, suspicious_noise
+from paceline.analyze.verification.find import judge
 from paceline.analyze.verification.view import View
 from paceline.record.training.facts.events import OperatorFacts
 from paceline.record.training.facts.ranks import RankFacts
@@ -46,3 +47,15 @@ def test_only_noise_that_rounding_does_not_explain_is_suspicious():
     for row in step.gradients.values():
         runs.permuted.sketches[row] *= 1.1
     assert suspicious_noise(View(runs)) == pytest.approx(0.1, rel=0.2)
+
+
+@pytest.mark.parametrize(("factor", "is_compared"), [(1.01, True), (1.2, False)])
+def test_gradients_that_vary_by_as_much_as_any_mistake_are_not_compared(factor, is_compared):
+    runs = verified(Training(2, samples=48))
+    for step in runs.permuted.steps:
+        for row in step.gradients.values():
+            runs.permuted.sketches[row] *= factor
+    found, seen = judge(runs)
+    assert not [one for one in found if not one.is_question]
+    assert (seen.replayed > 0) is is_compared
+    assert ("have other gradients" in seen.not_replayed) is not is_compared

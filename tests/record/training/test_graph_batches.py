@@ -13,7 +13,7 @@ from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import BatchFacts
 from paceline.record.training.generators import saved_generators
 from paceline.record.training.replays.accumulation import Part
-from paceline.record.training.replays.joined_batches import collate_again
+from paceline.record.training.replays.joined_batches import collate_again, select_samples
 from paceline.record.training.replays.replay import Replay
 from paceline.record.training.replays.stored_run import batch_path
 from paceline.record.training.samples.contents import sample_checksums
@@ -79,6 +79,8 @@ def test_objects_that_differ_between_ranks_are_made_again(tmp_path, kind):
         return kind(torch.tensor(rows), torch.tensor(rows) + 0.5)
 
     assert joined(tmp_path, collate).left.tolist() == [0, 3, 1, 2]
+    with pytest.raises(ValueError, match=f"values of type {kind.__name__}"):
+        select_samples(collate([0, 1, 2]), [0, 2])
 
 
 def test_graphs_of_several_ranks_are_joined_as_the_script_does():

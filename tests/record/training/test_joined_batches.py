@@ -162,6 +162,15 @@ def test_evaluations_of_ranks_are_joined_with_each_sample_once(tmp_path, other, 
     assert again._length_on_ranks(loader) is None
 
 
+def test_evaluations_of_graphs_are_not_joined_by_their_nodes(tmp_path):
+    """Graph 0 of one rank and graph 0 of another one would become one."""
+    for rank in range(2):
+        stored(tmp_path, rank, [[(rank, 1.0), (2 + rank, 2.0)]])
+        path = batch_path(tmp_path, (0, 0, 0), rank)
+        torch.save(((torch.arange(5.0), torch.tensor([0, 0, 0, 1, 1])), {}), path)
+    assert Evaluations(tmp_path, [0, 1], Made(), joins=True).batches(0, 0) is None
+
+
 def test_loaders_that_one_line_makes_have_their_own_lengths(tmp_path):
     """As after ``accelerator.prepare(model, optimizer, train_loader, val_loader)``."""
     facts = RankFacts(0, 2, "limit")

@@ -152,6 +152,11 @@ class Replay:
         one, two = made if len(made) > 1 else ({}, {})
         return {name: distance(one[name], two[name]) for name in one if name in two}
 
+    def hides_differences(self, step: JointStep) -> bool:
+        """Return whether the tolerances of a step's gradients exceed these gradients."""
+        noise = sorted(self.noise(step).values())
+        return bool(noise) and NOISE_FACTOR * noise[len(noise) // 2] >= 1
+
     def tolerances(self, step: JointStep, floor: float = 0.0) -> dict[str, float]:
         """Return the largest difference by parameter that rounding explains.
 

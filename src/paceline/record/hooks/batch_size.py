@@ -24,9 +24,9 @@ def samples_in(batch: Any) -> int:
         if not batch:
             return 1
         first = batch[0]
-        inside = isinstance(first, (torch.Tensor, list, tuple, Mapping)) or graphs_in(first)
+        inside = isinstance(first, (torch.Tensor, list, tuple, Mapping)) or bool(graphs_in(first))
         # A list may have one object for each sample.
-        inside = inside or (isinstance(batch, tuple) and fields_of(first))
+        inside = inside or (isinstance(batch, tuple) and bool(fields_of(first)))
         return samples_in(first) if inside else len(batch)
     if count := graphs_in(batch):
         return count

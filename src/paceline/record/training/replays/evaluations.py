@@ -19,7 +19,7 @@ from ..facts.samples import BatchFacts, LoaderFacts, Phase
 from ..facts_file import read_facts
 from ..samples.loader_parts import dataset_of, length_of
 from ..samples.loaders import Loaders
-from .joined_batches import join_batches, select_samples
+from .joined_batches import has_rows, join_batches, select_samples
 from .stored_run import batch_path, load_batch
 
 Key = tuple[int, tuple[int, ...]]  # of a sample: its position in the dataset, and its contents
@@ -102,6 +102,7 @@ class Evaluations:
 
     def _join(self, key: int, number: int) -> list[Any] | None:
         parts: list[list[tuple[Any, list[Key]]]] = []  # by rank: batches, and keys of their samples
+        of_rows = True
         for rank, facts in zip(self._numbers, self.ranks, strict=True):
             loader = next((one for one in facts.loaders if one.key == key), None)
             if loader is None or number >= len(loader.passes):
@@ -115,7 +116,11 @@ class Evaluations:
             if keys and keys in [[each for _, each in one] for one in parts]:
                 continue  # all samples, also without positions
             paths = [batch_path(self._folder, (key, number, x.number), rank) for x in every]
-            parts.append([(load_batch(a)[0], b) for a, b in zip(paths, keys, strict=True)])
+            batches = [load_batch(path)[0] for path in paths]
+            of_rows &= all(has_rows(a, b.indices) for a, b in zip(batches, every, strict=True))
+            parts.append(list(zip(batches, keys, strict=True)))
+        if len(parts) > 1 and not of_rows:
+            return None  # such as graphs, whose numbers are those within a batch
         seen: set[Key] = set()
         found = []
         for at in range(max(map(len, parts), default=0)):

@@ -63,6 +63,11 @@ def _read(dataset: Any, rows: list[int] | None) -> list[Any]:
     return list(at_once(rows)) if at_once else [dataset[at] for at in rows]
 
 
+def has_rows(batch: Any, indices: list[int] | None) -> bool:
+    """Return whether the rows of a batch's tensors can be its samples."""
+    return indices is None or samples_in(batch) == len(indices)
+
+
 def permute_batch(batch: Any, seed: int) -> Any:
     """Return the batch with its samples in another order."""
     return select_samples(batch, _order(samples_in(batch), seed))
@@ -76,7 +81,11 @@ def _order(samples: int, seed: int) -> list[int]:
 
 
 def select_samples(batch: Any, rows: list[int]) -> Any:
-    """Return the samples at some positions of a batch, in this order."""
+    """Return the samples at some positions of a batch, in this order.
+
+    Raises:
+        ValueError: It has an object of the script, such as a graph.
+    """
     return _map(batch, samples_in(batch), lambda tensor: tensor[rows], rows)
 
 
@@ -114,6 +123,8 @@ def _map(
         if _is_column(value) and len(value) == samples:
             return _rebuilt(value, [value[at] for at in order])
         return _rebuilt(value, [_map(one, samples, select, order) for one in value])
+    if fields_of(value):
+        raise ValueError(f"values of type {type(value).__name__}")
     return value
 
 

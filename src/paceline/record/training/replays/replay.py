@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..samples.loaders import Loaders
 from ..samples.open_pass import OpenPass
 from .accumulation import Accumulation, Part, Place, weights_of
 from .evaluations import Evaluations, keep_all_results
-from .joined_batches import CANNOT_JOIN, collate_again, join_batches, permute_batch
+from .joined_batches import CANNOT_JOIN, collate_again, has_rows, join_batches, permute_batch
 from .stored_run import batch_paths, load_batch, perturb, restore_initial
 
 _HOOK = "the replay"
@@ -205,7 +206,7 @@ class Replay:
         seed = place[-1] if self._permutes else None
         may_collate = loader.batch_sampler is not None and len(batches) == len(indices)
         try:
-            if may_collate and not all(map(_has_rows, batches, indices)):
+            if may_collate and not all(map(has_rows, batches, indices)):
                 raise ValueError("a row of a tensor is no sample")
             joined = join_batches(batches)
             return joined if seed is None else permute_batch(joined, seed)
@@ -247,8 +248,10 @@ class Replay:
         """
         batch, states = load_batch(part.path)
         restore_generators(states)
-        permutes = self._permutes and samples_in(batch) == part.samples
-        return permute_batch(batch, seed) if permutes else batch
+        if self._permutes and samples_in(batch) == part.samples:
+            with suppress(ValueError):  # of an object of the script
+                return permute_batch(batch, seed)
+        return batch
 
     def _is_over(self, key: int, one: PassFacts, number: int) -> bool:
         """Return whether the stored run had so many batches of a pass, and went on after it."""
@@ -283,11 +286,6 @@ class _StoredBatches(torch_dataloader._BaseDataLoaderIter):
 def place_of(batch: BatchFacts) -> Place:
     """Return loader, pass and number of a batch in its pass."""
     return batch.loader, batch.pass_number, batch.number
-
-
-def _has_rows(batch: Any, indices: list[int] | None) -> bool:
-    """Return whether the rows of a batch's tensors can be its samples."""
-    return indices is None or samples_in(batch) == len(indices)
 
 
 def len_of(loader: Any) -> int:
