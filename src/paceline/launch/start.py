@@ -148,10 +148,9 @@ def _rehearsing(job: Job, where: Target, ranks: int | None, shows_layout: bool) 
         for host, count in zip(where.hosts, each, strict=True)
         if count
     ]
-    layout = str(job.settings.get("layout", ""))
     alone = replace(job, ranks=1, max_restarts=0, min_hosts=None, hang_timeout=0.0)
     alone = replace(alone, tuning=None, report_bindings=False)
-    return replace(alone, rehearsal=RehearsalRequest(hosts, shows_layout, names_gpus(job), layout))
+    return replace(alone, rehearsal=RehearsalRequest(hosts, shows_layout, names_gpus(job)))
 
 
 def _places(job: Job, ranks: int) -> list[str]:

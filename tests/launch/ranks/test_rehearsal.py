@@ -358,3 +358,12 @@ def test_script_that_needs_a_gpu(tmp_path):
     done, found = rehearsed(tmp_path, ranks.write(tmp_path, text), count=2, code=2)
     assert found["failure"]["is_limit"]
     assert "can't be rehearsed further" in done.stderr
+
+
+def test_a_layout_without_effect(tmp_path):
+    script = ranks.write(tmp_path, "print('trained')")
+    done = ranks.run(script, ranks=1, launcher="paceline --layout=tp2")
+    assert done.stderr.count("layout has no effect: the script does not call world.distribute") == 1
+    script = ranks.write(tmp_path, "raise ValueError('before')")
+    done = ranks.run(script, ranks=1, launcher="paceline --layout=tp2", check=False)
+    assert "has no effect" not in done.stderr

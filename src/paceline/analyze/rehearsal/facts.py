@@ -121,13 +121,11 @@ class RehearsalRequest:
         hosts: The hosts; ranks of a host follow each other.
         shows_layout: Whether the placement is printed (``--show-layout``).
         names_gpus: Whether the script names devices "cuda".
-        layout: In place of that of the script; "" for the script's.
     """
 
     hosts: list[HostFacts]
     shows_layout: bool = False
     names_gpus: bool = False
-    layout: str = ""
 
     @property
     def ranks(self) -> int:

@@ -81,8 +81,8 @@ def _difference(a: RankFacts, calls: list[Call], b: RankFacts, others: list[Call
     more, longer, shorter = (calls, a, b) if len(calls) > common else (others, b, a)
     if shorter.steps > longer.steps:
         return ""  # the rehearsal has ended it, while the script of the other one went on
-    call = _calls(longer.rank, more[common])
-    return f"{_number(common + 1)}: {call}, and rank {shorter.rank} does not"
+    extra = _calls(longer.rank, more[common])
+    return f"{_number(common + 1)}: {extra}, and rank {shorter.rank} does not"
 
 
 def _number(number: int) -> str:

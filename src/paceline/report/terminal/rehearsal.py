@@ -87,13 +87,6 @@ def render(found: Rehearsal) -> Group:
     if not found.request.shows_layout and any(one.steps for one in found.ranks):
         parts += [Text(""), _ranks(found)]
     parts += [Text(""), *(Text(line) for line in _result(found))]
-    if found.request.layout and found.failed is None and not layout:
-        parts.append(
-            Text(
-                f"The layout {found.request.layout} has no effect: the script does not call "
-                "world.distribute. HINT: model, optimizer = world.distribute(model, optimizer)"
-            )
-        )
     return Group(*parts)
 
 
