@@ -1,6 +1,8 @@
 """Stages divided by measured times and memory, and optimizer states in parts on replicas."""
 
 import copy
+import itertools
+import random
 import time
 
 import pytest
@@ -11,7 +13,13 @@ from torch import nn
 from paceline.parallel.pipeline.atoms import Atoms, tensors_by_name
 from paceline.parallel.pipeline.divide_model import MAX_SAMPLES, _few_samples
 from paceline.parallel.pipeline.execution.sharded_states import owners_of
-from paceline.parallel.pipeline.partition import DoesNotFitError, Unit, divide, units_of_trace
+from paceline.parallel.pipeline.partition import (
+    DoesNotFitError,
+    Unit,
+    divide,
+    divide_at,
+    units_of_trace,
+)
 from paceline.parallel.pipeline.stage_memory import StageMemory, held_micro_batches
 from paceline.parallel.pipeline.trace import Skeleton
 from paceline.parallel.pipeline.unit_costs import measure_units
@@ -103,11 +111,38 @@ def test_memory_moves_the_cut_and_a_model_without_memory_is_refused():
     plain = divide(units, 2, names)
     assert plain.cuts == [2]
     assert memory.of_stages(plain) == [2 * (2 * 100 + 4), 2 * (100 + 4)]
-    assert memory.of_all(units) == 4 * (2 * 100 + 4)
     tight = divide(units, 2, names, None, lambda s, of: memory.of(s, of) <= 400)
     assert tight.cuts == [1]
     with pytest.raises(DoesNotFitError, match="no division into 2 stages fits"):
         divide(units, 2, names, None, lambda s, of: memory.of(s, of) <= 200)
+
+
+def test_a_division_of_many_units_that_fits_is_the_best_of_all_and_asks_few_times():
+    draw, asked = random.Random(3), []
+
+    def fits(stage, of):
+        asked.append(stage)
+        return sum(unit.activations for unit in of) * (3 - stage) <= 60
+
+    for _ in range(20):
+        units = [
+            Unit(str(i), (str(i),), draw.random(), activations=draw.randint(1, 9))
+            for i in range(10)
+        ]
+        every = [
+            cuts
+            for cuts in itertools.combinations(range(1, 10), 2)
+            if all(map(fits, range(3), divide_at(units, cuts, []).units))
+        ]
+        if not every:
+            with pytest.raises(DoesNotFitError):
+                divide(units, 3, [], None, fits)
+            continue
+        least = min(max(divide_at(units, cuts, []).shares) for cuts in every)
+        assert max(divide(units, 3, [], None, fits).shares) == pytest.approx(least)
+    asked.clear()
+    divide([Unit(str(i), (), 1.0) for i in range(100)], 3, [], None, fits)
+    assert len(asked) < 1000
 
 
 def test_memory_of_a_stage_counts_gradients_and_states():

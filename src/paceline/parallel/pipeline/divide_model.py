@@ -145,12 +145,8 @@ def _best_division(
         best = divide(units, len(plain.units), names)
         return _Division(_faster(best, plain), "measured time")
     limit, problem = least_budget(device), ""
-    fits_on_one = memory.of_all(units) <= limit  # then each division fits
     try:
-        best = divide(
-            *(units, len(plain.units), names, None),
-            lambda stage, of: fits_on_one or memory.of(stage, of) <= limit,
-        )
+        best = divide(units, len(plain.units), names, None, lambda s, of: memory.of(s, of) <= limit)
     except DoesNotFitError as error:
         best = min(
             (divide(units, len(plain.units), names), plain),

@@ -144,7 +144,8 @@ def _nbytes(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> int:
     return sum(tensors[name].nbytes for name in names)
 
 
-Fits = Callable[[int, Sequence[Unit]], bool]  # whether a stage has memory for these units
+# whether a stage has memory for these units, and then also for some of them
+Fits = Callable[[int, Sequence[Unit]], bool]
 
 
 def divide(
@@ -203,9 +204,13 @@ def _best_cuts(units: Sequence[Unit], stages: int, fits: Fits) -> list[int]:
     }
     for stage in range(1, stages):
         found: dict[int, tuple[tuple[float, float], list[int]]] = {}
+        lowest = 0  # place from which on the stage fits; further units only need more memory
         for end in (*places, len(units)):
-            for cut in places:
-                if cut >= end or cut not in best or not fits(stage, units[cut:end]):
+            inside = [cut for cut in places if cut < end]
+            while lowest < len(inside) and not fits(stage, units[inside[lowest] : end]):
+                lowest += 1
+            for cut in inside[lowest:]:
+                if cut not in best:
                     continue
                 (largest, squares), cuts = best[cut]
                 own = sums[end] - sums[cut]

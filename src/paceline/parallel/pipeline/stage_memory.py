@@ -34,14 +34,10 @@ class StageMemory:
         }
 
     def of(self, stage: int, units: Sequence[Unit]) -> int:
-        """Return the predicted bytes of a stage with these units; further ones only add to it."""
+        """Return the predicted bytes of a stage with these units."""
         names = {name for unit in units for name in unit.tensors}
         activations = sum(unit.activations for unit in units)
         return int(sum(self._nbytes[n] for n in names) + self._held[stage] * activations)
-
-    def of_all(self, units: Sequence[Unit]) -> int:
-        """Return the predicted bytes of the stage that would need most with all units."""
-        return max(self.of(stage, units) for stage in range(len(self._held)))
 
     def of_stages(self, partition: Partition) -> list[int]:
         """Return the predicted bytes of each stage."""
