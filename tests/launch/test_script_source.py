@@ -75,6 +75,10 @@ def test_local_modules_of_module_are_found(tree, monkeypatch, module):
         ("# import horovod", False),
         ("print('as with horovod')", False),
         ("import torch", False),
+        ("import ddl", True),
+        ("import keras, ddl", True),
+        ("from ddl import rank", True),
+        ("import my_ddl", False),
         ("import beside", True),
     ],
 )

@@ -154,7 +154,9 @@ def test_run_without_steps_says_why_and_what_to_do(tmp_path):
     rank.was(State.FORWARD, 0, 10)
     verdict = verdict_of_run(report_of([rank]))
     assert verdict.verdict.startswith("No optimizer step was recorded")
-    assert verdict.why.startswith("No rank called step() of a torch optimizer")
+    assert verdict.why.startswith(
+        "No rank called step() of a torch optimizer or model.fit of Keras"
+    )
     assert "world.epochs" in verdict.next
     failed = Rank(tmp_path, 0, 1, failure="ValueError: no data")
     verdict = verdict_of_run(report_of([failed]))

@@ -306,8 +306,10 @@ def test_a_copy_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
         assert files == {attempt.lock.name, ".paceline"}
         for left in (".checkpoint-1", "gone-.checkpoint-2"):  # of processes that were killed
             (target.path / left / "checkpoint").mkdir(parents=True)
+        (target.path / "model.checkpoint-3").touch()  # of the script
         trial_server.take_parents_checkpoint(start)
-        assert {one.name for one in target.path.iterdir()} == {*files, "checkpoint"}
+        kept = {"checkpoint", "model.checkpoint-3"}
+        assert {one.name for one in target.path.iterdir()} == {*files, *kept}
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

@@ -166,7 +166,10 @@ def _without_steps(report: Report) -> Verdict:
     if report.steps:
         why = f"the script made {counted(report.steps, 'step')}, and the first one is warm-up"
         return Verdict(said, begin_sentence(why), "let the script train for 20 steps or more")
-    why = "no rank called step() of a torch optimizer, or the script ended before its first step"
+    why = (
+        "no rank called step() of a torch optimizer or model.fit of Keras, or the script ended "
+        "before its first step"
+    )
     return Verdict(said, begin_sentence(why), _COUNTED_STEPS)
 
 
@@ -176,6 +179,6 @@ _WHAT_GROWS = (
 )
 _AGAIN = "record the run again: paceline run --record FOLDER SCRIPT"
 _COUNTED_STEPS = (
-    "train with a torch.optim optimizer, or report each step: a loop over world.epochs and "
-    "world.batches"
+    "train with a torch.optim optimizer or model.fit of Keras, or report each step: a loop over "
+    "world.epochs and world.batches"
 )

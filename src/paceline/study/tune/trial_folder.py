@@ -142,7 +142,7 @@ class TrialFolder:
     def take_checkpoint(self, other: "TrialFolder") -> None:
         """Begin with a copy of another trial's checkpoint: all of it, or none. Raises OSError."""
         left = (COPY_PREFIX, REMOVED_PREFIX + COPY_PREFIX)  # by a process that was killed
-        for one in self.path.iterdir():
+        for one in list(self.path.iterdir()):
             if one.name.startswith(left):
                 remove_from_marked(one, MARK)
         with TemporaryFolder(COPY_PREFIX, self.path) as new:
