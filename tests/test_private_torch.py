@@ -228,7 +228,8 @@ OTHERS = {
     *("_grp",),
     *("_trial_id",),  # of Optuna: a trial of its journal is continued
     *("_DataFetcher", "_TrainingEpochLoop", "_should_check_val_fx"),  # of Lightning
-    *("_accumulated_gradients", "_learning_rate", "_reduction_axes"),  # of Keras
+    *("_accumulated_gradients", "_get_variable_index", "_learning_rate"),  # of Keras
+    "_reduction_axes",  # of Keras
     *("_get_control_flow_context",),  # of TensorFlow
 }
 # Only users and other libraries set these on a DDP model, or a step with a static graph does; FSDP1
