@@ -229,6 +229,7 @@ OTHERS = {
     *("_trial_id",),  # of Optuna: a trial of its journal is continued
     *("_DataFetcher", "_TrainingEpochLoop", "_should_check_val_fx"),  # of Lightning
     *("_accumulated_gradients", "_learning_rate", "_reduction_axes"),  # of Keras
+    "_get_variable_index",  # of Keras
     *("_get_control_flow_context",),  # of TensorFlow
 }
 # Only users and other libraries set these on a DDP model, or a step with a static graph does; FSDP1
