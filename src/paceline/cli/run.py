@@ -21,6 +21,7 @@ from .common.guard_options import (
 from .common.options import (
     BINDING,
     FAULTS,
+    LAYOUTS,
     NODES,
     RECORDING,
     Args,
@@ -156,6 +157,7 @@ def run(
             help="Print the predicted memory of a rank in each layout of world.distribute, and "
             "end. One process runs three steps of SCRIPT without computing its models. With "
             "--json, print it as JSON.",
+            rich_help_panel=LAYOUTS,
         ),
     ] = False,
     rehearse: Annotated[
@@ -169,6 +171,7 @@ def run(
             metavar="N",
             min=1,
             show_default=False,
+            rich_help_panel=LAYOUTS,
         ),
     ] = None,
     show_layout: Annotated[
@@ -177,6 +180,7 @@ def run(
             "--show-layout",
             help="Print on which host each rank would run, and what each axis of the layout sends "
             "in a step over which links, and end. Rehearses the script (see --rehearse).",
+            rich_help_panel=LAYOUTS,
         ),
     ] = False,
     layout: Annotated[
@@ -187,6 +191,7 @@ def run(
             "'dp2 x tp4', 'zero3'.",
             metavar="LAYOUT",
             show_default=False,
+            rich_help_panel=LAYOUTS,
         ),
     ] = None,
     hosts: Hosts = None,

@@ -19,6 +19,7 @@ DATA = "Data"
 EXCHANGE = "Gradient synchronization"
 RECORDING = "Recording"
 GUARD = "Convergence"
+LAYOUTS = "Layouts and rehearsal"
 
 Script = Annotated[
     str, typer.Argument(help="Training script, or module with -m.", metavar="SCRIPT")

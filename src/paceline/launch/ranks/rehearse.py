@@ -158,8 +158,9 @@ def _be_rank(
         code = run()
         facts = watch.facts(code)
         outcome = Outcome(facts, log.kept)
-        with open(report, "wb", closefd=False) as file:
-            file.write(json.dumps(msgspec.to_builtins(outcome)).encode())
+        text = json.dumps(msgspec.to_builtins(outcome)).encode()
+        while text:
+            text = text[os.write(report, text) :]
     except BaseException as error:
         sys.stderr.write(f"paceline: the rehearsal of rank {rank} failed: {error!r}\n")
         sys.stderr.flush()
