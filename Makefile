@@ -44,7 +44,7 @@ $(TF_VENV)/installed: pyproject.toml constraints.txt $(KERNEL)
 	@echo "Setting up $(TF_VENV) with TensorFlow and JAX (a minute or two) ..."
 	@$(PYTHON) -m venv $(TF_VENV)
 	@$(TF_VENV)/bin/pip install $(PIP_ARGS) $(TORCH_ARGS) torch
-	@$(TF_VENV)/bin/pip install $(PIP_ARGS) -e '.[other-frameworks,dev]'
+	@$(TF_VENV)/bin/pip install $(PIP_ARGS) -e '.[other-frameworks,data,formats,dev]'
 	@touch $@
 
 demo: $(VENV)/installed
