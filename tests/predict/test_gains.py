@@ -27,7 +27,7 @@ def evidence(cached=STEP, alone=STEP, cores=4, gradients=None, loader=None, fact
     }  # fmt: skip
     fall = waterfall(*(climbed[name] for name in ("alone", "silent", "cached", "everything")))
     report = SimpleNamespace(
-        losses=[], groups=[], hosts=["a", "a"], size=2,
+        losses=[], groups=[], hosts=["a", "a"], size=2, mesh={},
         states=[{"useful": 0.6, "starved": 0.0, "other": 0.0}] * 2,
     )  # fmt: skip
     return Evidence(
