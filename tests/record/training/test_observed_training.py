@@ -8,11 +8,13 @@ import pytest
 import ranks
 from torch.utils.data import DistributedSampler
 
+from paceline import data
 from paceline.analyze.verification.replay import Replay
 from paceline.analyze.verification.steps import joint_steps
 from paceline.record.training.facts.ranks import RankFacts
 from paceline.record.training.facts.samples import Phase
 from paceline.record.training.facts_file import read_facts
+from paceline.record.training.samples.loader_parts import dataset_of
 from paceline.record.training.settings import VARIABLE, VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 
@@ -608,3 +610,8 @@ def test_samples_are_those_that_the_models_get(tmp_path):
     others = [one for one in facts.batches if not facts.loaders[one.loader].dataset]
     assert [one.samples for one in others] == [6] * 3
     assert [(one.samples, one.used) for one in of_loader] == [(12, 6)] * 4
+
+
+def test_the_dataset_of_a_loader_of_paceline_is_found():
+    loader = data.Loader((np.zeros((8, 2)), np.arange(8)), 4, num_workers=0)
+    assert len(dataset_of(loader)) == 8

@@ -8,6 +8,7 @@ from paceline.analyze.verification.find import judge
 from paceline.study.trials import ScriptRequest
 from paceline.study.verify.verify import run_verification
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = Path(__file__).parents[3] / "benchmarks" / "verify" / "open_half" / "scripts"
 
 
@@ -34,6 +35,18 @@ def test_training_of_a_framework_is_compared_with_one_process(tmp_path, monkeypa
     assert seen.replayed == seen.steps == 18
     assert all(difference < 1e-4 for difference, _ in seen.differences.values())
     assert not seen.notes
+
+
+@pytest.mark.long
+def test_an_example_with_a_loader_of_paceline_is_compared_with_one_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = ScriptRequest(str(EXAMPLES / "digits.py"), [], ranks=2)
+    runs = run_verification(request, lambda _: None)
+    found, seen = judge(runs)
+    assert [one.mistake.id for one in found if not one.is_question] == []
+    assert not runs.ranks[0].unseen
+    assert runs.permuted is not None  # rounding is measured
+    assert seen.replayed == seen.steps
 
 
 @pytest.mark.long

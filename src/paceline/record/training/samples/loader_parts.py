@@ -19,7 +19,8 @@ def sampler_of(loader: Any) -> Any:
 def dataset_of(loader: Any) -> Any:
     """Return the user's dataset."""
     dataset = loader.dataset
-    return dataset.dataset if type(dataset).__module__.startswith("paceline.") else dataset
+    is_ours = type(dataset).__module__.startswith("paceline.")
+    return getattr(dataset, "dataset", dataset) if is_ours else dataset  # a Loader's wraps none
 
 
 def listed(index: Any) -> list[int]:
