@@ -15,7 +15,7 @@ parallelism); each one is the backward of another one.
 | ``total_piece`` | reduce-scatter | all-gather |
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -96,84 +96,37 @@ class TensorAxis:
         return [row.view(sent.shape) for row in found.unbind()]
 
 
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.layer = axis, axis.layer
-        return x.view_as(x)
+# By name: the forward of an exchange, and the name of the exchange that is its backward.
+_EXCHANGES: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "shared": (lambda x, _, axis: x.view_as(x), "total"),
+    "total": (lambda x, _, axis: axis.sum(x), "shared"),
+    "gathered": (lambda x, split, axis: split.join(axis.pieces(x)), "scattered"),
+    "scattered": (
+        lambda x, split, axis: split.cut(x, axis.rank, axis.size).contiguous(),
+        "gathered",
+    ),
+    "shared_whole": (lambda x, split, axis: split.join(axis.pieces(x)), "total_piece"),
+    "total_piece": (lambda x, split, axis: axis.sum_piece(x, split), "shared_whole"),
+}
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_Total, gradient, ctx.axis), None
 
-
-class _Total(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis, ctx.layer = axis, axis.layer
+    def forward(ctx: Any, x: torch.Tensor, name: str, split: Split | None, axis: TensorAxis) -> Any:
+        ctx.kind, ctx.split, ctx.axis, ctx.layer = name, split, axis, axis.layer
         with axis.exchange_of(ctx.layer):
-            return axis.sum(x)
+            return _EXCHANGES[name][0](x, split, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_Shared, gradient, ctx.axis), None
+            found = _exchanged(gradient, _EXCHANGES[ctx.kind][1], ctx.split, ctx.axis)
+        return found, None, None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
-        with axis.exchange_of(ctx.layer):
-            return split.join(axis.pieces(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_Scattered, gradient, ctx.split, ctx.axis), None, None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
-        return split.cut(x, axis.rank, axis.size).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_Gathered, gradient, ctx.split, ctx.axis), None, None
-
-
-class _SharedWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
-        with axis.exchange_of(ctx.layer):
-            return split.join(axis.pieces(x))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_TotalPiece, gradient, ctx.split, ctx.axis), None, None
-
-
-class _TotalPiece(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
-        ctx.split, ctx.axis, ctx.layer = split, axis, axis.layer
-        with axis.exchange_of(ctx.layer):
-            return axis.sum_piece(x, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        with ctx.axis.exchange_of(ctx.layer):
-            return _apply(_SharedWhole, gradient, ctx.split, ctx.axis), None, None
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+def _exchanged(x: torch.Tensor, name: str, split: Split | None, axis: TensorAxis) -> torch.Tensor:
+    found: torch.Tensor = _Exchange.apply(x, name, split, axis)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _records(x: torch.Tensor) -> bool:
@@ -188,7 +141,7 @@ def shared(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     if known is not None and known[0] is axis and known[1] == x._version:
         found: torch.Tensor = known[2]
         return found  # one sum for all operations that use it
-    found = _apply(_Shared, x, axis)
+    found = _exchanged(x, "shared", None, axis)
     if not x.is_leaf:  # a leaf would be in a cycle with it
         x._paceline_shared = (axis, x._version, found)  # type: ignore[attr-defined]
     return found
@@ -196,31 +149,26 @@ def shared(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 def total(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Return the sum of the ranks' tensors."""
-    found: torch.Tensor = _apply(_Total, x, axis)
-    return found
+    return _exchanged(x, "total", None, axis)
 
 
 def gathered(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
     """Return the whole tensor of the ranks' pieces."""
-    found: torch.Tensor = _apply(_Gathered, x, split, axis)
-    return found
+    return _exchanged(x, "gathered", split, axis)
 
 
 def scattered(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
     """Return this rank's piece of a tensor that all ranks have."""
     if not _records(x):
         return split.cut(x, axis.rank, axis.size)
-    found: torch.Tensor = _apply(_Scattered, x, split, axis)
-    return found
+    return _exchanged(x, "scattered", split, axis)
 
 
 def shared_whole(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
     """Return the whole tensor for operations with pieces; its gradient is summed over the ranks."""
-    found: torch.Tensor = _apply(_SharedWhole, x, split, axis)
-    return found
+    return _exchanged(x, "shared_whole", split, axis)
 
 
 def total_piece(x: torch.Tensor, split: Split, axis: TensorAxis) -> torch.Tensor:
     """Return this rank's piece of the sum of the ranks' tensors."""
-    found: torch.Tensor = _apply(_TotalPiece, x, split, axis)
-    return found
+    return _exchanged(x, "total_piece", split, axis)
