@@ -1,4 +1,4 @@
-"""The training of digits_one.py on all ranks, with Paceline's module by its own name."""
+"""The training of digits_one.py on all ranks, with `paceline.compat.horovod`."""
 
 import keras
 import numpy as np

@@ -2,17 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-
-
-class Slab(NamedTuple):
-    """A contiguous part of a rank's piece: its dim's range in the piece, and in the whole."""
-
-    local: int
-    whole: int
-    size: int
 
 
 @dataclass(frozen=True)

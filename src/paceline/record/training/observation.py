@@ -84,10 +84,6 @@ class Observation:
         facts = self.facts
         return not (facts.models or facts.optimizers or facts.batches or facts.steps)
 
-    def take_thread(self) -> None:
-        """Take the calling thread as the one that trains."""
-        self._thread = threading.get_ident()
-
     def add_batch(self, batch: BatchFacts) -> int:
         """Add a batch that a loader returned; return its number."""
         self.facts.batches.append(batch)

@@ -24,7 +24,7 @@ MAX_PARAMETERS = 1000
 FREE_KEYS = frozenset(
     ("trials", "minutes", "node_hours", "total_epochs", "side_by_side", "cores", "trial_minutes")
 )
-MIN, MAX, LAST, BEST = "min", "max", "last", "best"
+MIN, MAX, BEST = "min", "max", "best"
 # Metrics that Paceline measures itself.
 SECONDS, NODE_HOURS = "seconds", "node_hours"
 
