@@ -75,7 +75,7 @@ def test_interrupted_trials_end_all_processes(tmp_path):
 
 def test_failure_has_the_words_of_the_script(tmp_path):
     with ShellTrials(ScriptRequest("x.py", []), print, "paceline-test-") as trials:
-        text = "echo step; echo 'ValueError: no data'; exit 4"
+        text = "echo step; echo 'paceline: rank 1 failed: ValueError: no data'; exit 4"
         trial = trials.run_trial(TrialSpec(None, tmp_path / "log", args=[text]))
     failure = trial.failure(None, "2 ranks")
     assert failure.short == "ValueError: no data"

@@ -1,7 +1,6 @@
 """One run of a scaling study: a setup of ranks and batch, from the trial to its figures on disk."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +34,6 @@ from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remo
 from .target_runs import target_options, target_result
 
 BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
-RANK_FAILED = re.compile(r"^paceline: rank \d+ failed: ")  # before the script's own words
 NO_BATCH_HINT = (
     "HINT: put the batch into the script's arguments: --batch-size {per_rank}, or {global} for the "
     "batch of all ranks"
@@ -207,8 +205,7 @@ class SetupRunner:
             return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
         failure = trial.failure(record, who)
         if failure is not None and (trial.code is not None or record is None):
-            words = RANK_FAILED.sub("", failure.short)
-            return SetupResult(replace(run, failure=words), text=failure.text)
+            return SetupResult(replace(run, failure=failure.short), text=failure.text)
         assert record is not None, "a trial without a record has failed"
         try:
             figures = figures_of_run(record)

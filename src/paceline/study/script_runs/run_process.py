@@ -18,6 +18,7 @@ from .launcher_server import LauncherServer
 
 MAX_LOG_BYTES = 1 << 20  # read from the end of a run's output
 LAST_LINES = 6  # of the output of a failed run, shown in the error
+RANK_FAILED = re.compile(r"^paceline: rank \d+ failed: ")
 POLL_S = 0.05  # while several runs last
 # Signals that end runs, each with the time in s that the runs have to end their ranks.
 END_SIGNALS = ((signal.SIGINT, 6.0), (signal.SIGTERM, 6.0), (signal.SIGKILL, 10.0))
@@ -132,10 +133,9 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
 
 
 def error_line(last: list[str]) -> str:
-    """Return the last line that names an exception, or ""."""
-    return next(
-        (x.strip() for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x)), ""
-    )
+    """Return the last line that names an exception, without the launcher's words before it, or ""."""
+    named = (x for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x))
+    return RANK_FAILED.sub("", next(named, "").strip())
 
 
 def launcher_line(last: list[str]) -> str:
