@@ -133,7 +133,7 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
 
 
 def error_line(last: list[str]) -> str:
-    """Return the last line that names an exception, without the launcher's words before it, or ""."""
+    """Return the last line that names an exception, less the launcher's words before it, or ""."""
     named = (x for x in reversed(last) if re.search(r"\b\w*(Error|Exception)\b", x))
     return RANK_FAILED.sub("", next(named, "").strip())
 
