@@ -381,8 +381,12 @@ def can_be_written(path: Path, option: str) -> None:
     """Check that a file can be written, before work that takes minutes.
 
     Raises:
-        ValueError: The path is a folder, or its folder does not exist.
+        ValueError: The path is a folder or a Python file, or its folder does not exist.
     """
+    if path.suffix == ".py":  # a forgotten FILE: the script would be overwritten
+        raise ValueError(
+            f"{option} needs the name of a file to write, not {path}. HINT: {option} FILE {path}"
+        )
     why = "it is a folder" if path.is_dir() else ""
     why = why or ("" if path.parent.is_dir() else f"{path.parent} is not a folder")
     if why:
