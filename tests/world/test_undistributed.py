@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from paceline.analyze.figures.report import analyse
+from paceline.analyze.records.load_run import load_run
 from paceline.parallel.distribution_check import DistributionCheck, unsharded_loaders_in_use
 from paceline.parallel.mesh import Mesh
 from paceline.parallel.strategy.distributed_model import DistributedModel
@@ -44,6 +46,27 @@ FORGOTTEN = """
                 p.grad /= world.size
         world.step(optimizer)
     print("done")
+"""
+
+
+PARTLY_USED = """
+    import sys, torch
+    from torch import nn
+    import paceline
+
+    what = sys.argv[1]
+    world = paceline.init(progress=False)
+    model = nn.Linear(4, 2)
+    if what == "model":
+        model = world.distribute(model)
+    loader = torch.utils.data.DataLoader(torch.ones(24, 4), batch_size=4)
+    if what == "loader":
+        loader = world.shard(loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
 """
 
 
@@ -143,3 +166,13 @@ def test_loader_iterator_that_is_being_constructed_is_passed_over():
     kept = iter(DataLoader([1.0, 2.0]))
     assert "DataLoader(list)" in unsharded_loaders_in_use()
     del kept
+
+
+@pytest.mark.parametrize("what", ["init", "model", "loader"])
+def test_steps_of_an_optimizer_that_is_not_distributed_are_recorded(tmp_path, what):
+    script = ranks.write(tmp_path, PARTLY_USED)
+    record = tmp_path / "record"
+    ranks.run(script, what, ranks=1, launcher=f"paceline --record {record}")
+    report = analyse(load_run(record))
+    assert (report.steps, report.unmatched) == (6, 0)
+    assert report.samples == 20  # without the first step

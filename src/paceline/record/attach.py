@@ -143,17 +143,14 @@ def current_recorder() -> Recorder | None:
     return recorder
 
 
-def release_recorder() -> Recorder | None:
-    """Stop recording the training loop, and return this process's recorder; None without one.
+def release_loop() -> None:
+    """Stop recording the training loop, which a ``World`` records from now on.
 
-    Called by ``paceline.init``, which records the loop itself. Process groups, checkpoint saves
-    and stack samples are still recorded by this module's hooks.
+    Process groups, checkpoint saves and stack samples are still recorded by this module's hooks.
     """
-    if _loop is None:
-        return None
-    _loop.stopped = True
-    recorder: Recorder = _loop.recorder
-    return recorder
+    if _loop is not None and not _loop.stopped:
+        _loop.end()
+        _loop.stopped = True
 
 
 def _note_children(recorder: Recorder) -> None:

@@ -27,7 +27,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.strategy.training_step import Loss
 from ..parallel.tensor.named_dims import divide_dims as divide_dims
 from ..plurals import counted
-from ..record.attach import release_recorder
+from ..record.attach import current_recorder, release_loop
 from ..record.hooks import error_messages
 from ..record.hooks.phases import PhaseRecorder
 from ..record.ring.recorder import Recorder
@@ -146,7 +146,8 @@ class World(ModelDistribution):
         self.device = select_device(self.local_rank, device)
         self.precision = precision
         self._dtype = autocast_dtype(precision, self.device)
-        self._recorder = release_recorder() or Recorder(self.rank, self.size, enabled=record)
+        attached = current_recorder()
+        self._recorder = attached or Recorder(self.rank, self.size, enabled=record)
         launch_text = join_process_group(identity, self._recorder, timeout)
         self._store = attempt_store()
         check_own_gpu(self.device, self.local_rank, self._store)
@@ -156,7 +157,7 @@ class World(ModelDistribution):
         if launch_text:
             self._progress.say(launch_text)
         warn = self._progress.warn_once
-        phases = PhaseRecorder(self._recorder)
+        phases = PhaseRecorder(self._recorder, release_loop if attached else None)
         about = (self.mesh, self.device, self._dtype)
         self._training = OptimizerSteps(*about, phases, nonfinite, replicas, warn)
         self._state = TrainingState(self._training, Position())

@@ -153,6 +153,7 @@ class OptimizerSteps:
     def begin(self, loaded: LoadedBatch) -> Batch:
         """Begin a batch of a training loop."""
         share = loaded.share
+        self.phases.begin()
         self.last_total = share.total
         self.phases.recorder.samples += 0 if share.filler else share.count
         return self.accumulations.begin(loaded)

@@ -1,6 +1,7 @@
 """Record the phases of a training loop that uses ``paceline.init``."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..ring.recorder import Recorder, now
 from ..ring.states import State
@@ -45,15 +47,48 @@ class PhaseRecorder:
 
     The time between the end of a forward and the start of its backward is the loss. A backward that
     was not announced with ``backward_starts`` (``loss.backward()``) lasts until the optimizer step.
+
+    Args:
+        release_loop: Ends the recording of the loop by the hooks of plain scripts, which record
+            until ``begin``; None: there are no such hooks.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, release_loop: Callable[[], None] | None = None) -> None:
         self.recorder = recorder
+        self._release_loop = release_loop
         self._forward_start = 0
         self.forward_end = 0  # ns; 0: no forward is without its backward
         self._step_start = 0
         self._step_optimizer: Optimizer | None = None  # its steps are the job's steps
+        self._knows_optimizer = True  # from ``watch_optimizer``, and not from its first step
+        self.known_steps = 0  # of optimizers given to ``watch_optimizer``
         self._hooked_ids: set[int] = set()
+        self._has_begun = False
+        if release_loop is None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to record, with the first batch or backward of the world.
+
+        If no optimizer was given to ``watch_optimizer``, the first one that steps in this thread is
+        watched.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self._release_loop is not None:
+            self._release_loop()
+        thread, this = get_ident(), weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            recorder = this()
+            if recorder is None or recorder._step_optimizer is not None:
+                return
+            if get_ident() == thread:
+                recorder.watch_optimizer(optimizer)
+                recorder._knows_optimizer = False
+
+        register_optimizer_step_pre_hook(before_step)
 
     def watch_model(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(UncopiedHook(self._before_forward))
@@ -71,6 +106,7 @@ class PhaseRecorder:
 
     def backward_starts(self) -> int:
         """Record the loss, and return the start of the backward (ns)."""
+        self.begin()
         start = now()
         if self.forward_end:
             self.recorder.event(State.LOSS, self.forward_end, start)
@@ -81,10 +117,14 @@ class PhaseRecorder:
         self._forward_start = now()
 
     def _after_forward(self, *_: Any) -> None:
+        if not self._has_begun:
+            return
         self.forward_end = now()
         self.recorder.event(State.FORWARD, self._forward_start, self.forward_end)
 
     def _before_step(self, *_: Any) -> None:
+        if not self._has_begun:
+            return
         self._step_start = now()
         self.recorder.training_thread = get_ident()
         if self.forward_end:
@@ -92,6 +132,9 @@ class PhaseRecorder:
             self.forward_end = 0
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._has_begun:
+            return
         self.recorder.event(State.OPTIMIZER, self._step_start, now())
         if optimizer is self._step_optimizer:
+            self.known_steps += self._knows_optimizer
             self.recorder.end_of_step()

@@ -35,7 +35,7 @@ class TrainingPass:
     def _counts(self) -> tuple[int, int, int]:
         """Return the numbers of backwards, of ``world.step`` and of steps until now."""
         training = self.training
-        return training.backwards, training.step_calls, training.phases.recorder.step
+        return training.backwards, training.step_calls, training.phases.known_steps
 
     def begin(self, loaded: LoadedBatch) -> None:
         """Begin a batch."""
