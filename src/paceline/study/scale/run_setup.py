@@ -256,10 +256,16 @@ class SetupRunner:
         # A run that shows the parts was given the whole batch as each of them.
         wanted, found = setup.global_batch * parts // self.parts, figures.usual_samples
         if not is_near(found, wanted):
+            given = how == TEMPLATE
+            hint = (
+                "HINT: create the training DataLoader with this argument"
+                if given
+                else NO_BATCH_HINT
+            )
             return "", (
                 f"the script trains {found:g} samples a step on {counted(setup.ranks, 'rank')} "
                 f"instead of {wanted}: it does not use the batch that it was given "
-                f"({how}). {NO_BATCH_HINT}"
+                f"({how}). {hint}"
             )
         return how, ""
 
