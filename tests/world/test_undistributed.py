@@ -64,7 +64,7 @@ PARTLY_USED = """
         loader = world.shard(loader)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in loader:
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # and a plain loss.backward()
         model(x).square().mean().backward()
         optimizer.step()
 """
@@ -176,3 +176,12 @@ def test_steps_of_an_optimizer_that_is_not_distributed_are_recorded(tmp_path, wh
     report = analyse(load_run(record))
     assert (report.steps, report.unmatched) == (6, 0)
     assert report.samples == 20  # without the first step
+
+
+@pytest.mark.parametrize("what", ["model", "loader"])
+def test_plain_loop_over_a_loader_that_is_not_sharded_is_reported(tmp_path, what):
+    script = ranks.write(tmp_path, PARTLY_USED)
+    said = ranks.run(script, what).stderr
+    assert ("each of 2 ranks processes all samples of DataLoader(Tensor)" in said) == (
+        what == "model"
+    )

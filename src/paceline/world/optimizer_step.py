@@ -239,9 +239,7 @@ class OptimizerSteps:
         if loss is not None:
             self._distribution_check.check_loss(loss)
             self.replicas.check_loss(loss)
-        if self.accumulations.batch is None and not self._is_outside_checked:
-            self._is_outside_checked = True
-            self._check_outside_of_batches()
+        self._check_outside_of_batches()
         start = self.phases.backward_starts()
         if loss is not None:
             self.last_loss = self._finite_check.check_loss(loss)
@@ -325,7 +323,10 @@ class OptimizerSteps:
         return self._describe_missing_gradient() if is_missing else None
 
     def _check_outside_of_batches(self) -> None:
-        """Warn about accumulation and sharding that need ``world.batches``."""
+        """Warn about accumulation and sharding that need ``world.batches``, once."""
+        if self.accumulations.batch is not None or self._is_outside_checked:
+            return
+        self._is_outside_checked = True
         numbers = sorted({m.every for m in self.accumulations.models} - {1})
         if numbers:
             self._warn(
@@ -372,6 +373,7 @@ class OptimizerSteps:
 
     def _exchanging(self, group: Any, tensors: Any) -> None:
         """Check gradients that backward is about to reduce."""
+        self._check_outside_of_batches()  # in a plain loss.backward()
         self._finite_check.check_before_exchange(tensors)
         if len(tensors) == 1:
             self._distribution_check.note_exchange(tensors[0])
