@@ -185,7 +185,6 @@ RIGHT_PROGRAMS = {
     "study/environment/pack_environment.py": {"words"},  # of program_command
     "study/input_rate/run_loaders.py": {"feed.words()"},  # of python_command
     "study/probe/measure/import_time.py": {"words"},  # of find_program and python_command
-    "study/script_runs/overlay.py": {"found.command(scratch, ())"},  # of python_command
     "study/script_runs/run_process.py": {"words"},  # of python_command
 }
 

@@ -91,7 +91,7 @@ RIGHT = {
         "path.unlink(missing_ok=True)": "in the job's folder, which is this user's alone",
     },
     "record/attach.py": {"note.unlink(missing_ok=True)": "this user's own file, just read"},
-    "record/experiments/protect_files.py": {"folder.parent.rmdir()": "only an empty folder"},
+    "record/experiments/protected_run.py": {"folder.parent.rmdir()": "only an empty folder"},
     "record/ring/ring.py": {
         "path.unlink(missing_ok=True)": "in the job's folder",
         "self.path.unlink(missing_ok=True)": "its own",
@@ -183,7 +183,7 @@ RIGHT_REMOVALS = {
     "launch/monitor/rank_stacks.py": {"path.unlink"},  # in the job's folder
     "record/attach.py": {"note.unlink"},  # in the job's folder
     "record/experiments/lines/worker_profile.py": {"path.unlink"},  # in the job's folder
-    "record/experiments/protect_files.py": {"folder.parent.rmdir"},  # removes an empty folder only
+    "record/experiments/protected_run.py": {"folder.parent.rmdir"},  # removes an empty folder only
     "record/ring/ring.py": {"path.unlink", "self.path.unlink"},  # in the job's folder
     "study/environment/pack_environment.py": {"part.unlink"},  # a random name
     "study/probe/measure/storage.py": {"one.path.unlink"},  # in its temporary folder

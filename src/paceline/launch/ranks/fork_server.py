@@ -11,12 +11,14 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...security import overlay
 from ..linux_prctl import SUBREAPER, prctl
 from ..monitor.out_of_memory import OomKillCounter
 from ..records import job_folder
@@ -53,6 +55,8 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
     ranks, memory = RankGroups(), OomKillCounter()
+    is_covered = False
+    changes: Path | None = None  # of covered folders, if this process must remove them
     _send(channel, {"ready": True})
     while True:
         ready, _, _ = select.select([channel.fileno(), wake_out], [], [])
@@ -67,11 +71,14 @@ def serve(channel: socket.socket, folder: Path) -> RankStart:
             data, fds = b"", []
         message: dict[str, Any] = json.loads(data) if data else {"end": 0.0, "orphan": True}
         if "end" in message:
-            _end(folder, float(message["end"]), "orphan" in message)
+            _end(folder, float(message["end"]), "orphan" in message, changes)
         if "signal" in message:
             ranks.signal(message["signal"], message["kind"], message["group"])
             continue
         start = _read_start(fds)
+        request = start.environment.pop(overlay.VARIABLE, "")
+        if request and not is_covered:
+            changes, is_covered = _cover(request, start.environment["GROUP_RANK"]), True
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -127,9 +134,23 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         pass  # the agent has ended; the next receive detects it
 
 
-def _end(folder: Path, grace: float, orphan: bool) -> NoReturn:
+def _cover(request: str, node: str) -> Path | None:
+    """Cover folders of the user for all ranks of this node; return what is to be removed."""
+    try:
+        return overlay.cover(request, node)
+    except OSError as error:
+        sys.stderr.write(
+            f"paceline: {socket.gethostname()}: the folders of the script cannot be covered "
+            f"({error}): a rank that changes a file in them is stopped\n"
+        )
+        sys.stderr.flush()
+        return None
+
+
+def _end(folder: Path, grace: float, orphan: bool, changes: Path | None) -> NoReturn:
     """Kill all remaining processes, clean up, and exit."""
     signal.set_wakeup_fd(-1)
     end_children(grace)  # the parent adopts those that do not end, and prints them
     job_folder.clear(folder, orphan)
+    overlay.remove_changes(changes)
     os._exit(0)

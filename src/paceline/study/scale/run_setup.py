@@ -200,7 +200,7 @@ class SetupRunner:
         except (ValueError, OSError) as error:
             return SetupResult(replace(run, failure=f"the record can't be read: {error}"))
         if stopped := trial.stopped(record):
-            return SetupResult(replace(run, failure=f"Paceline stopped the script: {stopped}"))
+            return SetupResult(replace(run, failure=stopped))
         if trial.code is None and plan.steps:
             return SetupResult(replace(run, failure=f"it took longer than {plan.limit_s:.0f} s"))
         failure = trial.failure(record, who)

@@ -139,7 +139,7 @@ class BranchRunner:
         except (ValueError, OSError) as error:
             return _failed(run, f"the record can't be read: {error}")
         if stopped := trial.stopped(record):
-            return _failed(run, f"Paceline stopped the script: {stopped}")
+            return _failed(run, stopped)
         if trial.code is None:
             is_over = not self.trials.deadline.left_s
             return _failed(run, f"it took longer than {branch.limit_s:.0f} s", early=is_over)
