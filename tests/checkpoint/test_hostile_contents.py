@@ -11,9 +11,8 @@ from stores import KeyStore
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from paceline.checkpoint.formats import dcp_metadata
-from paceline.checkpoint.formats.dcp_folder import load_dcp
-from paceline.checkpoint.formats.dcp_metadata import read_records
+from paceline.checkpoint.formats import dcp_folder as dcp_metadata
+from paceline.checkpoint.formats.dcp_folder import load_dcp, read_records
 from paceline.checkpoint.manifest import DamagedCheckpointError
 from paceline.checkpoint.pickle_stack import PickleError
 from paceline.checkpoint.saver import CheckpointSaver, load_checkpoint

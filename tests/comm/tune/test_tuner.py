@@ -155,7 +155,7 @@ SET = """
     import torch, torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
-    from paceline.comm.tune.buckets import BucketRebuilder
+    from paceline.comm.tune.tuner import BucketRebuilder
 
     class Net(torch.nn.Module):
         def __init__(self):

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from paceline.data import DataError, Loader, Shards, pack
-from paceline.data.loading import open_dataset, read_ahead
+from paceline.data.loading import loader as read_ahead
+from paceline.data.loading import open_dataset
 from paceline.data.sampling.samplers import BlockShuffled, Weighted
 from paceline.data.sampling.shard_loader import shard
 

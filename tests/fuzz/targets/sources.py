@@ -15,7 +15,8 @@ from paceline.data.format import decode, meta_schema
 from paceline.data.format import npy as npy_files
 from paceline.data.packing.encode import EncodingOptions, encode_sample
 from paceline.data.sources.folder_source import FolderSource
-from paceline.data.sources.formats import classic, tfrecord, webdataset
+from paceline.data.sources.formats import netcdf as classic
+from paceline.data.sources.formats import tfrecord, webdataset
 from paceline.data.sources.source import ArraySource
 
 decode.MAX_IMAGE_PIXELS = 1 << 16

@@ -201,7 +201,7 @@ def test_ended_rank_is_reported_as_missing_from_binding_table():
 
 
 def test_prefer_sets_numa_memory_policy():
-    script = "from paceline.launch.affinity.memory_policy import prefer; "
+    script = "from paceline.launch.ranks.rank_process import prefer; "
     script += "from paceline.cluster.binding.process_affinity import read_process"
     script += "; import os; print(prefer(0), read_process(os.getpid()).memory)"
     said = subprocess.run([ranks.BIN / "python", "-c", script], capture_output=True, text=True)

@@ -13,10 +13,11 @@ import ranks
 import bed
 from paceline.cluster.topology.network_interfaces import Link, network_links
 from paceline.launch.channel import accept_channel, connect_channel, new_secret
-from paceline.launch.remote import agent_listener, connect_back, start_agents
-from paceline.launch.remote.agent_listener import AgentListener, addresses_towards
-from paceline.launch.remote.connect_back import LauncherNotFoundError
-from paceline.launch.remote.start_agents import AgentConnections
+from paceline.launch.remote import agent_lock as connect_back
+from paceline.launch.remote import start_agents
+from paceline.launch.remote import start_agents as agent_listener
+from paceline.launch.remote.agent_lock import LauncherNotFoundError
+from paceline.launch.remote.start_agents import AgentConnections, AgentListener, addresses_towards
 from paceline.launch.remote.start_commands import LaunchTool
 
 FLOOD = flood.__file__

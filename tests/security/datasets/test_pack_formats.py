@@ -14,7 +14,8 @@ import pytest
 import zarr
 
 from paceline.data import Shards, pack
-from paceline.data.sources.formats import classic, open_source, zarrs
+from paceline.data.sources.formats import netcdf as classic
+from paceline.data.sources.formats import open_source, zarrs
 from paceline.data.sources.formats.tfrecord import FOOTER, HEADER, _example, _masked_crc
 from paceline.security.files import InvalidFileError
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 import ranks
 
-from paceline.study.scale import machine_watch
+from paceline.study.scale import run_setup as machine_watch
 from paceline.study.scale.daemon_processes import DaemonProcesses, marked_processes
-from paceline.study.scale.machine_watch import MachineWatch
+from paceline.study.scale.run_setup import MachineWatch
 
 
 def write(folder, cores, mhz, busy):

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from paceline.study.script_runs import huge_pages
+from paceline.study.tune import trial_server as huge_pages
 
 CODE = """
 import re
 from pathlib import Path
-from paceline.study.script_runs.huge_pages import use_huge_pages
+from paceline.study.tune.trial_server import use_huge_pages
 
 def huge_kib():
     return int(re.search(r"AnonHugePages: *(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])

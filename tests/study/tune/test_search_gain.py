@@ -5,7 +5,7 @@ import pytest
 from played_trials import PlayedServer, by_epochs, once, play, write_study
 
 from paceline.report.tuning.tuning_files import json_text
-from paceline.study.tune.searches import gain
+from paceline.study.tune import study_view as gain
 from paceline.study.tune.study_view import read_view
 
 

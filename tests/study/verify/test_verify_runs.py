@@ -12,9 +12,9 @@ from paceline.analyze.verification.view import View
 from paceline.record.training.settings import VerifySettings
 from paceline.record.training.sketch_rows import SKETCH_SIZE
 from paceline.study.trials import ScriptRequest
-from paceline.study.verify import replay, run_observed, verify
-from paceline.study.verify.resume import saves_every_some_steps
-from paceline.study.verify.verify import run_verification
+from paceline.study.verify import run_observed, verify
+from paceline.study.verify import verify as replay
+from paceline.study.verify.verify import run_verification, saves_every_some_steps
 from trainings import Training, shuffled, total, train, verified
 
 SCRIPT = """

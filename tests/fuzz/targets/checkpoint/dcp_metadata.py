@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fuzz.scratch import new_folder
-from paceline.checkpoint.formats import dcp_metadata
+from paceline.checkpoint.formats import dcp_folder as dcp_metadata
 from paceline.checkpoint.formats.dcp_folder import METADATA, load_dcp
 from paceline.checkpoint.sharded_tensor import whole
 
