@@ -82,7 +82,7 @@ def _of_host(host: str, worse: SlowerFigure) -> Outlier:
 def _of_links(rest: Sequence[NamedFigure]) -> list[Outlier]:
     bad = find_slower(rest)
     if len(bad) > max(2, _MANY * len(rest)):
-        return [_of_links(bad, len(rest))]
+        return [_many_links(bad, len(rest))]
     return [_of_link(worse) for worse in bad]
 
 
@@ -98,7 +98,7 @@ def _of_link(worse: SlowerFigure) -> Outlier:
     )
 
 
-def _of_links(bad: list[SlowerFigure], count: int) -> Outlier:
+def _many_links(bad: list[SlowerFigure], count: int) -> Outlier:
     """Report many slow links as one outlier: their number indicates the network's structure."""
     named, peers = bad[0].named, bad[0].peers
     middle = median(worse.named.figure.median for worse in bad)
