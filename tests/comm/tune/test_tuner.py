@@ -12,20 +12,20 @@ import torch.distributed as dist
 
 from paceline.comm.tune import saved_settings
 from paceline.comm.tune.choice import GLOO, PACELINE, ExchangeSettings
-from paceline.comm.tune.costs import (
-    MIB,
-    AllReduceCost,
-    ReadyGradient,
-    buckets,
-    finish_time,
-    likely_settings,
-)
 from paceline.comm.tune.successive_halving import (
     MAX_CANDIDATES,
     WARM_UP_STEPS,
     TuningResult,
     halving,
     max_steps,
+)
+from paceline.comm.tune.tuner import (
+    MIB,
+    AllReduceCost,
+    ReadyGradient,
+    buckets,
+    finish_time,
+    likely_settings,
 )
 from paceline.knobs.settings import settings_for_script
 

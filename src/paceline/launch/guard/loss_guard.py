@@ -22,9 +22,9 @@ from ...plurals import counted
 from ...report import guard_messages as text
 from ...security.files import read_regular
 from ...security.text import printable
+from ..monitor.rank_messages import Row
 from .metric_lines import MetricPattern
 from .request import GuardRequest, parse_metric
-from .rows import Row
 
 # Read what ``--reference`` names: reference files, record folders, and outputs of runs.
 
