@@ -47,6 +47,17 @@ from .unfinished_folder import (
     replaces,
 )
 
+__all__ = [
+    "MANIFEST",
+    "DamagedCheckpointError",
+    "list_checkpoints",
+    "read_manifest",
+    "read_shard",
+]
+_TEMPORARY_NAME = re.compile(r"\.(step-\d+)\.(\d+|[0-9a-f]{16}\.old)\.tmp")
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
+
+
 # Sequential writing of a shard, without the page cache where that is faster.
 #
 # Writing through the page cache copies each byte, and takes memory and processor time that the
@@ -160,17 +171,7 @@ def _address(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
-__all__ = [
-    "MANIFEST",
-    "DamagedCheckpointError",
-    "list_checkpoints",
-    "read_manifest",
-    "read_shard",
-]
-
 MIN_ALIGNED_BYTES = 100 * BLOCK_BYTES  # mean size of tensors whose padding adds below 1 %
-_TEMPORARY_NAME = re.compile(r"\.(step-\d+)\.(\d+|[0-9a-f]{16}\.old)\.tmp")
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,17})")  # names given by CheckpointSaver
 
 
 def write_shard(folder: UnfinishedFolder, rank: int, state: Any) -> dict[str, Any]:

@@ -30,6 +30,11 @@ from .shared_state import SharedState
 from .storage.pages import PAGE_BYTES, map_memory
 from .unfinished_folder import UnfinishedFolder, remove_checkpoint
 
+KEPT_CHECKPOINTS = 2  # the newest and the previous one
+WRITER_NICENESS = 10  # of the writing thread; on Linux each thread has a priority of its own
+OWN_STATE = "this rank's state"  # in messages
+
+
 # Copies of tensors for a save, in memory that the next save uses again.
 
 MIN_STAGED_BYTES = 64 << 10  # smaller tensors are copied one by one
@@ -81,11 +86,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_into(memory: mmap.mmap, offset: int, tensor: torch.Tensor) -> torch.Tensor:
     octets = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
     return octets.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-
-
-KEPT_CHECKPOINTS = 2  # the newest and the previous one
-WRITER_NICENESS = 10  # of the writing thread; on Linux each thread has a priority of its own
-OWN_STATE = "this rank's state"  # in messages
 
 
 class Ranks(NamedTuple):

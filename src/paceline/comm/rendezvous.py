@@ -36,6 +36,17 @@ from ..security.handshake import (
 from ..security.schema import parse_json
 from .reachable_address import listen_on
 
+PORTS = 8  # tried in order: another program may use the first
+FIRST_PORT, LAST_PORT = 10_000, 32_000  # below the kernel's ephemeral ports
+UNREACHABLE_TIMEOUT_S = 12.0  # without any answer, rank 0's host is considered unreachable
+CONNECT_TIMEOUT_S = 2.0
+NOTICE_INTERVAL_S = 10.0
+NOT_RANK_0 = "not rank 0"
+MAX_LINE_BYTES = 4096
+# Connections that claim the same rank: any process that knows the job can open some.
+MAX_WAITING_PER_RANK = 4
+
+
 # Client of PMI, a small key-value store of MPICH's and Intel MPI's mpiexec, and of Flux.
 #
 # The protocol is lines of text over the file descriptor in PMI_FD. This is version 1 of PMI's
@@ -119,17 +130,6 @@ def from_rank_0(
     found = pmi.get(key)
     pmi.finalize()
     return found
-
-
-PORTS = 8  # tried in order: another program may use the first
-FIRST_PORT, LAST_PORT = 10_000, 32_000  # below the kernel's ephemeral ports
-UNREACHABLE_TIMEOUT_S = 12.0  # without any answer, rank 0's host is considered unreachable
-CONNECT_TIMEOUT_S = 2.0
-NOTICE_INTERVAL_S = 10.0
-NOT_RANK_0 = "not rank 0"
-MAX_LINE_BYTES = 4096
-# Connections that claim the same rank: any process that knows the job can open some.
-MAX_WAITING_PER_RANK = 4
 
 
 @dataclass

@@ -34,6 +34,12 @@ from .format.shard_format import (
 from .staging.fetch_shards import whole
 from .staging.staged_sets import open_staged_here
 
+PIECE_BYTES = 1 << 20  # of a file that is read as a whole
+MAX_CLASSES = 1 << 24
+ROW_BYTES = shard_format.ROW_STRUCT.size
+LOOK_S = 5.0  # interval between two checks whether a shard has been staged
+
+
 # Check that the array in a row of the index is valid in the dataset, before memory is allocated.
 #
 # The checksum of a row detects corruption. It does not authenticate the row.
@@ -81,12 +87,6 @@ def _check_sizes(row: IndexRow, tail: int) -> None:
     image = row.encoding in (JPEG, IMAGE)
     if image and (len(shape) != 3 or shape[2] not in (1, 3) or not shape[0] * shape[1]):
         raise ValueError(f"its row says an image of {shape}")
-
-
-PIECE_BYTES = 1 << 20  # of a file that is read as a whole
-MAX_CLASSES = 1 << 24
-ROW_BYTES = shard_format.ROW_STRUCT.size
-LOOK_S = 5.0  # interval between two checks whether a shard has been staged
 
 
 class Shards:

@@ -16,6 +16,12 @@ from torch.export import ExportedProgram
 
 from ..security.outputs import write_output
 
+MAGIC = b"\x89PCLN\r\n\x1a"
+FORMAT_VERSION = 1
+ALIGNMENT = 64
+HEADER = struct.Struct("<8sIIQ32s8x")
+
+
 # Programs of ``torch.export`` without operators that change a tensor in place.
 
 
@@ -60,12 +66,6 @@ def _changes(exported: ExportedProgram) -> list[str]:
         and node.target._schema.is_mutable
         and node.target is not torch.ops.aten.detach_.default
     ]
-
-
-MAGIC = b"\x89PCLN\r\n\x1a"
-FORMAT_VERSION = 1
-ALIGNMENT = 64
-HEADER = struct.Struct("<8sIIQ32s8x")
 
 
 def _padded(size: int) -> int:

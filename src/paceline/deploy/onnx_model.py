@@ -18,6 +18,9 @@ from torch.export import ExportedProgram
 
 from .specification import ModelSpec
 
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+
+
 # The AOTInductor backend's side of the export: the model compiled to machine code.
 
 # Of the flags in /proc/cpuinfo, those that the compiler may have used with -march=native.
@@ -85,9 +88,6 @@ def processor() -> dict[str, Any]:
 def torch_library() -> str:
     """Return the path of libtorch_cpu.so of the PyTorch that is running."""
     return str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-
-
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
 class OnnxError(ValueError):

@@ -18,6 +18,15 @@ from ..cost.pipeline import idle_share
 from . import sharded
 from .saving import FORMULA, LADDER, RECORD, TRIED, PredictSaving, Saving
 
+MAX_WORKERS = 16  # loader workers per rank
+WORKER_TIME_SHARE = (
+    0.5  # target time of all workers together per batch, as a share of the training's own time
+)
+PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
+HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
+MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
+
+
 # Predict the savings of remedies for the exchange of a tensor axis.
 
 
@@ -164,15 +173,6 @@ def edit_operators(e: Evidence, cause: Cause) -> Saving | None:
         return None
     edit = edit or "do not compute this, or compute it in fewer operators"
     return Saving(edit, Interval(cause.share / 2, 0.0, cause.share), RECORD)
-
-
-MAX_WORKERS = 16  # loader workers per rank
-WORKER_TIME_SHARE = (
-    0.5  # target time of all workers together per batch, as a share of the training's own time
-)
-PREFETCH_FACTOR = 8  # prefetched batches per worker, if the default of two was not enough
-HANDOVER_SHARE = 0.03  # share of a step: cost of receiving a batch from a worker, measured
-MAX_REMAINING_START_SHARE = 0.3  # share of a loader's start that may remain with persistent workers
 
 
 def loader_workers(e: Evidence, cause: Cause) -> Saving | None:

@@ -39,6 +39,10 @@ from .collectives import Collectives
 from .early_exit import EarlyExit, EarlyExitMonitor
 from .training_state import Position, TrainingState
 
+AGREEMENT_INTERVAL_S = 1.0  # between two agreements on whether to save or to exit
+MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the interval was computed
+
+
 # Keys of a checkpoint's tree as JSON, in which ranks exchange them.
 #
 # Keys are numbers, strings, None, bytes and tuples of them. JSON has no bytes and no tuples.
@@ -81,10 +85,6 @@ def _from_json(key: Any) -> Any:
         case dict() | list():
             raise ValueError(f"{key!r} is not a key of a checkpoint's tree")
     return key
-
-
-AGREEMENT_INTERVAL_S = 1.0  # between two agreements on whether to save or to exit
-MAX_AGREEMENT_INTERVAL_BATCHES = 100  # steps may become slower than when the interval was computed
 
 
 class Checkpointer:

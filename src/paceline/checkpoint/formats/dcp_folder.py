@@ -22,6 +22,11 @@ from ..manifest import DamagedCheckpointError, check_archive
 from ..pickle_stack import HANDLERS, GlobalName, PickleError, PickleStack, constant
 from ..sharded_tensor import Index, Piece, PieceError, SavedTensor
 
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 256 << 20
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
 # The file ``.metadata`` of torch.distributed.checkpoint: a pickle, read without an unpickler.
 #
 # Even an unpickler that knows no functions lets a file of a few bytes use any amount of memory or
@@ -175,11 +180,6 @@ _HANDLERS: dict[str, Callable[[Any, Any], None]] = {
     "REDUCE": _Machine.reduce,
     "BUILD": _Machine.build,
 }
-
-
-METADATA = ".metadata"
-MAX_METADATA_BYTES = 256 << 20
-_FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def is_dcp_folder(folder: Path) -> bool:

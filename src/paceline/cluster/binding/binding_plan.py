@@ -22,6 +22,9 @@ from .divide_cores import (
     group_by_socket,
 )
 
+KINDS = ("none", "core", "numa", "socket", "device")
+
+
 # Choice of cores near each rank's GPU: of the GPU's NUMA node, else of its socket.
 
 Shares = list[tuple[Core, ...]]
@@ -190,9 +193,6 @@ def _possible_options(sockets: Sequence[tuple[Core, ...]], each: int | None) -> 
     fitting = (n for n in range((each or 1) - 1, 0, -1) if _divide_pools(sockets, n) is not None)
     most = next(fitting, None)
     return f"--cpus-per-rank {most}" if most is not None else "--bind core, or fewer ranks"
-
-
-KINDS = ("none", "core", "numa", "socket", "device")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from ..topology.local_resources import allowed_threads, memory_limits, parse_ran
 from ..topology.topology import read_sysfs_int
 from ..topology.visible_gpus import UNKNOWN, visible_devices
 
+INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
+
+
 # Energy counters in sysfs: RAPL of Intel and AMD processors, and those of HPE Cray nodes.
 #
 # RAPL (``/sys/class/powercap``, documented in the kernel's ``power/powercap``) counts the energy
@@ -296,9 +299,6 @@ def _reader(nvml: Any, handle: Any) -> Callable[[], float]:
             raise OSError(str(error)) from error
 
     return read
-
-
-INTERVAL_S = 1.0  # between two readings; RAPL starts again after some minutes at the earliest
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ from .successive_halving import (
 )
 from .trial_steps import TrialSteps
 
+WARM_UP = 3  # steps
+MIN_STEPS = WARM_UP + WARM_UP_STEPS + max_steps(99)  # of a training that is tuned
+_others: list[Callable[[], str]] = []  # of exchanges beside DDP's: why they were not tuned
+
+
 # A cost model of DDP's exchange: which buckets and methods are likely to be fast.
 #
 # Gradients are ready at measured times; DDP fills buckets in that order; each bucket is sent when
@@ -288,12 +293,6 @@ class BucketRebuilder:
             # At once, not after a step: DDP puts them into buckets in the order of ``parameters``.
             replica.reducer._push_all_rebuilt_params()
             replica.reducer._rebuild_buckets()
-
-
-WARM_UP = 3  # steps
-MIN_STEPS = WARM_UP + WARM_UP_STEPS + max_steps(99)  # of a training that is tuned
-
-_others: list[Callable[[], str]] = []  # of exchanges beside DDP's: why they were not tuned
 
 
 def add_other(left: Callable[[], str]) -> None:

@@ -27,6 +27,20 @@ from .mixup import MixUp
 from .open_dataset import Cut, PartDataset, make_sampler, open_dataset
 from .workers import InlineWorker, ProcessWorkers, ThreadWorkers
 
+Workers = ThreadWorkers | ProcessWorkers
+# Kept in a forked child: freeing one would wait for threads that exist in the parent only.
+_graphs_of_parents: list[Any] = []
+Pull = Callable[[], tuple[int, Any] | None]  # a batch: number of samples, tensors
+# Totals over all loaders of this process, written to the record for the report.
+_totals: dict[str, Any] = {
+    "workers": 0,
+    "processes": False,
+    "busy_s": 0.0,
+    "seconds": 0.0,
+    "left_out": 0,
+}
+
+
 # Prefetch for ``shuffle="blocks"``: large blocks are read before their samples are requested.
 #
 # With it, loading reaches the sequential bandwidth of the storage, although single samples are
@@ -93,21 +107,6 @@ def read_ahead_samples(shards: Shards) -> int:
     """
     each = max(shards.meta.bytes / len(shards), 1)
     return max(int(WINDOW * BLOCK_BYTES / each / 2), 1)
-
-
-Workers = ThreadWorkers | ProcessWorkers
-# Kept in a forked child: freeing one would wait for threads that exist in the parent only.
-_graphs_of_parents: list[Any] = []
-Pull = Callable[[], tuple[int, Any] | None]  # a batch: number of samples, tensors
-
-# Totals over all loaders of this process, written to the record for the report.
-_totals: dict[str, Any] = {
-    "workers": 0,
-    "processes": False,
-    "busy_s": 0.0,
-    "seconds": 0.0,
-    "left_out": 0,
-}
 
 
 class Loader(DataLoader[Any]):

@@ -15,6 +15,9 @@ from . import pack_state
 from .encode import EncodedSample
 from .statistics import Statistics
 
+PIECE_STATE_FILE = "whole.json"  # written when all shards of a piece are complete
+
+
 # File written by a background thread.
 
 CHUNK_BYTES = 1 << 20  # approximate bytes passed to the thread at once
@@ -76,9 +79,6 @@ class BackgroundFile:
             done = 0
             while done < len(part):
                 done += self._file.write(part[done:] if done else part)
-
-
-PIECE_STATE_FILE = "whole.json"  # written when all shards of a piece are complete
 
 
 class ShardWriter:

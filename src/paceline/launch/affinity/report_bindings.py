@@ -18,6 +18,11 @@ from ...cluster.topology.visible_gpus import visible_devices
 from ..layout import Seat
 from ..monitor.progress import ProgressReport
 
+EARLY_SECONDS = 10.0  # after the start: a first report, if no step has been recorded by then
+# Between two polls; one interval after the first step, loader workers and threads exist.
+EVERY_SECONDS = 0.25
+
+
 # CPU affinity and memory policy of running processes and their threads, read from /proc.
 
 
@@ -92,11 +97,6 @@ def _policy(folder: Path) -> str:
     except OSError:
         pass
     return ""
-
-
-EARLY_SECONDS = 10.0  # after the start: a first report, if no step has been recorded by then
-# Between two polls; one interval after the first step, loader workers and threads exist.
-EVERY_SECONDS = 0.25
 
 
 class Host(Protocol):

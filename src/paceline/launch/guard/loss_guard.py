@@ -26,6 +26,12 @@ from ..monitor.rank_messages import Row
 from .metric_lines import MetricPattern
 from .request import GuardRequest, parse_metric
 
+SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
+MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
+SHOWN_CHARS = 100  # of a line of output
+Value = tuple[float, float, float]  # step, samples (0: not known), value
+
+
 # Read what ``--reference`` names: reference files, record folders, and outputs of runs.
 
 MAX_OUTPUT_BYTES = 256 << 20
@@ -191,13 +197,6 @@ class JobSteps:
             max(norms, key=lambda norm: (math.isnan(norm), norm)) if norms else math.nan,
             {rank: row[6] for rank, row in rows.items() if row[6] is not None},
         )
-
-
-SILENT_LINES, SILENT_STEPS, SILENT_S = 200, 100, 60.0  # without a value: the user is warned
-MAX_BATCH_RATIO = 1.02  # of samples per step, compared with the reference
-SHOWN_CHARS = 100  # of a line of output
-
-Value = tuple[float, float, float]  # step, samples (0: not known), value
 
 
 @dataclass(frozen=True)

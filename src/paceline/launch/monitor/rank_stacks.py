@@ -26,6 +26,13 @@ from ...security.schema import load_json
 from ..linux_prctl import prctl
 from ..process_signals import signal_checked
 
+# A signal that neither schedulers nor scripts normally use.
+SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
+SECONDS = 1.0  # timeout for the answers of all ranks together
+MAX_STACK_BYTES = 256 << 20  # of a rank's file, which contains all stacks it has written
+_QUIET = 0.05  # seconds without new output after which a stack is complete
+
+
 # Reading of Python stacks from the memory of ranks that can't answer a signal.
 #
 # py-spy reads the memory of another process without its cooperation and without stopping it. A
@@ -152,13 +159,6 @@ def as_faulthandler(threads: Iterable[dict[str, Any]], pid: int) -> str:
         ]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
-
-
-# A signal that neither schedulers nor scripts normally use.
-SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1)) + 7
-SECONDS = 1.0  # timeout for the answers of all ranks together
-MAX_STACK_BYTES = 256 << 20  # of a rank's file, which contains all stacks it has written
-_QUIET = 0.05  # seconds without new output after which a stack is complete
 
 
 def answer() -> None:

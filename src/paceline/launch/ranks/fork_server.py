@@ -24,6 +24,9 @@ from ..linux_prctl import SUBREAPER, prctl
 from ..records import job_folder
 from .process_groups import RankGroups, end_children
 
+MESSAGE_BYTES = 4096  # a rank's environment comes in a file, which has no such limit
+
+
 # Detection of ranks killed by the kernel because the host or control group is out of memory.
 
 
@@ -65,9 +68,6 @@ def _kills() -> int:
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
-
-
-MESSAGE_BYTES = 4096  # a rank's environment comes in a file, which has no such limit
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ from ..records import job_folder
 from .fork_server import RankStart
 from .framework_variables import check_horovod, introduce_to_jax
 
+_BUFFERED_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
 # Allocation of memory from the nearest NUMA node, by set_mempolicy(2), which has no function in
 # the C library.
 #
@@ -78,9 +81,6 @@ def prefer(node: int) -> str:
     if libc.syscall(ctypes.c_long(call), _PREFERRED, mask, ctypes.c_ulong(_BITS)) == 0:
         return ""
     return os.strerror(ctypes.get_errno())
-
-
-_BUFFERED_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 def become(start: RankStart) -> None:

@@ -45,6 +45,14 @@ from ...report.console import PlainConsole
 from ...report.terminal.rehearsal import rehearsal_json, render
 from ...security.schema import parse_json
 
+VARIABLE = "PACELINE_REHEARSE"  # a RehearsalRequest as JSON
+FAILS, CANNOT = 1, 2  # exit codes: ranks would fail, or the rehearsal has a limit
+Finish = Callable[[int], NoReturn]
+MAX_OUTPUT_BYTES = 1 << 20  # of a failed rank, which is printed
+# Of the launcher, which is not there for rehearsed ranks.
+_NOT_INHERITED = ("PACELINE_RECORD", "PACELINE_STORE_PORT", "TORCH_DIST_INIT_BARRIER")
+
+
 # Watch a rehearsed rank: end it after its second optimizer step, and collect what it did.
 
 MAX_OPTIMIZER_STEPS = 64  # of a script whose training steps are not recognized
@@ -187,14 +195,6 @@ def _process_peak() -> int:
         if name in ("VmHWM", "RssFile", "RssShmem"):
             found[name] = int(value.split()[0]) * 1024
     return max(found.get("VmHWM", 0) - found.get("RssFile", 0) - found.get("RssShmem", 0), 0)
-
-
-VARIABLE = "PACELINE_REHEARSE"  # a RehearsalRequest as JSON
-FAILS, CANNOT = 1, 2  # exit codes: ranks would fail, or the rehearsal has a limit
-Finish = Callable[[int], NoReturn]
-MAX_OUTPUT_BYTES = 1 << 20  # of a failed rank, which is printed
-# Of the launcher, which is not there for rehearsed ranks.
-_NOT_INHERITED = ("PACELINE_RECORD", "PACELINE_STORE_PORT", "TORCH_DIST_INIT_BARRIER")
 
 
 @dataclass

@@ -37,6 +37,17 @@ from ...security.run_lock import RunLock
 from ...security.schema import read_json
 from ...security.text import printable
 
+DESTINATION_FILE = "keep.json"
+ATTEMPT = "attempt"
+LABEL_FILE = "run.json"
+LOCK, KIND = "lock", "job"  # the mark of the folder, and its kind
+TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
+NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandoned
+MAX_NAMED = 8  # folders of other users that are reported
+FAILED = "failed"  # marker file: copying the record failed, and the failure was reported
+MAX_LABEL_BYTES = 16 << 20  # a command line may be long
+
+
 # Copy the records of a job folder to the record folder: one record per rank and attempt.
 
 
@@ -119,17 +130,6 @@ def _attempt(path: Path) -> int:
 def _event_count(record: Any) -> int:
     """Return the number of events, without those of the sampler (where the script was)."""
     return int(len(record.events) - record.count(*SAMPLER_STATES))
-
-
-DESTINATION_FILE = "keep.json"
-ATTEMPT = "attempt"
-LABEL_FILE = "run.json"
-LOCK, KIND = "lock", "job"  # the mark of the folder, and its kind
-TO_SEND = "to-send"  # subfolder: the records that the agent sends to the launcher's host
-NEW_S = 60.0  # minimum age of an unfinished folder before it counts as abandoned
-MAX_NAMED = 8  # folders of other users that are reported
-FAILED = "failed"  # marker file: copying the record failed, and the failure was reported
-MAX_LABEL_BYTES = 16 << 20  # a command line may be long
 
 
 @dataclass

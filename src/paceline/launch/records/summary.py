@@ -15,6 +15,10 @@ from ..requeue import STOPPED_EARLY_EXIT_CODE
 if TYPE_CHECKING:
     from ..guard.loss_guard import LossGuard
 
+NO_FIGURES = "the job has no figures. HINT: --record DIR, or paceline.init() in the script"
+MAX_PARSED_SUMMARY_BYTES = 1 << 30
+
+
 # The result of the guard as JSON: the field ``guard`` of ``paceline run --json``.
 
 
@@ -54,12 +58,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-NO_FIGURES = "the job has no figures. HINT: --record DIR, or paceline.init() in the script"
-
 if TYPE_CHECKING:
     from ..guard.loss_guard import LossGuard
-
-MAX_PARSED_SUMMARY_BYTES = 1 << 30
 
 
 def print_summary(folder: Path, code: int, summary: Path | None, guard: "LossGuard | None") -> None:

@@ -13,6 +13,11 @@ from ..remote.remote_host import RemoteHost
 from ..remote.start_agents import AgentConnections
 from ..remote.start_commands import LaunchTool
 
+# between two attempts; each wait is twice as long as the one before
+FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0
+JOIN_TIMEOUT_S = 5.0  # for the threads to end
+
+
 # Prepare hosts that join a running job: lost ones that return, and new ones.
 
 REACHABILITY_TIMEOUT_S = 30.0
@@ -121,11 +126,6 @@ def _reached(peer: RemoteHost, request: str) -> dict[str, str]:
         answers: dict[str, dict[str, str]] = peer.wait_for_answer("reached", left_s)["reached"]
         if request in answers:
             return answers[request]
-
-
-# between two attempts; each wait is twice as long as the one before
-FIRST_RETRY_S, MAX_RETRY_S = 2.0, 30.0
-JOIN_TIMEOUT_S = 5.0  # for the threads to end
 
 
 class LostHostWatcher:

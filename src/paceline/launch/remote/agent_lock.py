@@ -18,6 +18,12 @@ from ...security.handshake import DROPPED_CONNECTION_ERRORS
 from ..channel import Channel, connect_channel
 from ..process_signals import signal_checked
 
+# Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
+END_TIMEOUT_S = 6.0
+_TRY = 0.05  # seconds between two attempts
+_SOCKETS = Path("/proc/net/unix")
+
+
 # Connection from an agent to its launcher, which may be busy with other connections.
 
 CONNECT_SECONDS = 5.0  # timeout for each address of the launcher
@@ -68,12 +74,6 @@ def connect_to_launcher(where: str, secret: str) -> Channel:
         # Random, so that not all dropped agents reconnect at the same time.
         time.sleep(wait * random.uniform(0.5, 1.0))
         wait = min(2 * wait, MAX_WAIT_SECONDS)
-
-
-# Seconds for an agent to end its ranks. Then the agent is killed, and its rank server ends them.
-END_TIMEOUT_S = 6.0
-_TRY = 0.05  # seconds between two attempts
-_SOCKETS = Path("/proc/net/unix")
 
 
 class HeldByOtherUserError(Exception):

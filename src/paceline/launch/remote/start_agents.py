@@ -23,6 +23,44 @@ from .forwarded_env import interpreter_variables, login_variables
 from .remote_host import RemoteHost
 from .start_commands import LaunchTool
 
+# for an agent's first message; Python may start slowly from a shared file system
+START_TIMEOUT_S = 120.0
+NOTICE_INTERVAL_S = 10.0  # between two messages about missing hosts
+# Patterns in the output of ssh and the shells behind it, and explanations.
+KNOWN_FAILURES = (
+    (
+        "resolve hostname|Name or service not known",
+        "its name does not resolve. HINT: getent hosts {host}",
+    ),
+    (
+        "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
+        "ssh does not know its host key, or the key has changed. HINT: run `ssh {host}` once",
+    ),
+    (
+        r"Permission denied \(",
+        "ssh accepts none of your keys. HINT: `ssh {host}` must work without a password "
+        "(ssh-copy-id)",
+    ),
+    (
+        "Connection (timed out|refused)|No route to host|port 22: Connection",
+        "ssh can't reach it ({said}). HINT: check that it is up and runs sshd",
+    ),
+    (
+        "No module named .?paceline",
+        "{python} has no Paceline. HINT: use the same virtual environment on all nodes",
+    ),
+    (
+        "error while loading shared libraries",
+        "{python} does not start on it ({said}). HINT: install the library on that node; "
+        "LD_LIBRARY_PATH is forwarded",
+    ),
+    (
+        "{python}.*(not found|No such file or directory)",
+        "it has no {python}. HINT: use the same virtual environment on all nodes, at the same path",
+    ),
+)
+
+
 # Listener for agents that connect back to the launcher (started by srun, jsrun, mpirun, flux).
 
 PLACE_SECONDS = 120.0  # timeout from an agent's handshake to the message with its index
@@ -187,45 +225,6 @@ def _sources(name: str) -> list[str]:
 
 def _unique(addresses: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(addresses))
-
-
-# for an agent's first message; Python may start slowly from a shared file system
-START_TIMEOUT_S = 120.0
-NOTICE_INTERVAL_S = 10.0  # between two messages about missing hosts
-
-# Patterns in the output of ssh and the shells behind it, and explanations.
-KNOWN_FAILURES = (
-    (
-        "resolve hostname|Name or service not known",
-        "its name does not resolve. HINT: getent hosts {host}",
-    ),
-    (
-        "Host key verification failed|host key .* (has changed|is not known)|REMOTE HOST IDENT",
-        "ssh does not know its host key, or the key has changed. HINT: run `ssh {host}` once",
-    ),
-    (
-        r"Permission denied \(",
-        "ssh accepts none of your keys. HINT: `ssh {host}` must work without a password "
-        "(ssh-copy-id)",
-    ),
-    (
-        "Connection (timed out|refused)|No route to host|port 22: Connection",
-        "ssh can't reach it ({said}). HINT: check that it is up and runs sshd",
-    ),
-    (
-        "No module named .?paceline",
-        "{python} has no Paceline. HINT: use the same virtual environment on all nodes",
-    ),
-    (
-        "error while loading shared libraries",
-        "{python} does not start on it ({said}). HINT: install the library on that node; "
-        "LD_LIBRARY_PATH is forwarded",
-    ),
-    (
-        "{python}.*(not found|No such file or directory)",
-        "it has no {python}. HINT: use the same virtual environment on all nodes, at the same path",
-    ),
-)
 
 
 class AgentConnections:

@@ -28,6 +28,10 @@ from ..probe.measure.host_facts import free_space
 from ..probe.measure.import_time import Timed, import_torch, timed
 from .find_environment import Environment, find_environment, regular_files
 
+ROUNDS = 3
+NOT_ROOM = 1.1  # space on disk per byte of files: folders and partly filled blocks need space too
+
+
 # Pack an environment into one file: a squashfs image to mount, or a tar archive to unpack.
 #
 # The file is written under a temporary name in the same folder and renamed when it is complete.
@@ -373,10 +377,6 @@ def _ignore_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-ROUNDS = 3
-NOT_ROOM = 1.1  # space on disk per byte of files: folders and partly filled blocks need space too
 
 
 def pack_environment(file: Path | None) -> Packed:

@@ -35,6 +35,10 @@ from .sample_files import (
 )
 from .storage_rate import drop_from_cache, from_storage
 
+__all__ = ["Advice", "LoadRankConfig", "advise"]
+Say = Callable[[str], None]
+
+
 # Loaders running on all ranks at once, without training, to compare a prediction with.
 
 Running = list["subprocess.Popen[str]"]
@@ -200,10 +204,6 @@ def _timed(call: Callable[[int], Any], order: list[int], seconds: float) -> floa
         if time.thread_time() - start > seconds:
             break
     return (time.thread_time() - start) / done
-
-
-__all__ = ["Advice", "LoadRankConfig", "advise"]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,11 @@ from .measure.memory_bandwidth import triad
 from .measure.storage import storage
 from .participants import MeasurementResults, Participants, ProbeHost
 
+USUAL = 30.0  # seconds of measuring that the budgets below refer to
+JOIN_SECONDS = 300.0
+PATIENCE = 40.0  # seconds allowed for a step in addition to its planned duration
+
+
 # Results of all steps as one dictionary of plain values, for the launcher.
 #
 # hosts: HostFacts, each with "more", facts that the machine file format has no field for.
@@ -245,11 +250,6 @@ class Groups:
             device = torch.device("cuda", torch.cuda.current_device()) if gpus else "cpu"
             self._made[ranks] = Members(group, len(ranks), torch.device(device))
         return self._made[ranks]
-
-
-USUAL = 30.0  # seconds of measuring that the budgets below refer to
-JOIN_SECONDS = 300.0
-PATIENCE = 40.0  # seconds allowed for a step in addition to its planned duration
 
 
 def check(folder: Path | None, seconds: float, quick: bool) -> dict[str, Any] | None:

@@ -47,6 +47,17 @@ from .places import Place
 from .plan import SEED, filled_in, uses_template
 from .run_folders import FIRST, SCRATCH_FOLDER, new_run_folder, remove_run, remove_scratch
 
+BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
+NO_BATCH_HINT = (
+    "HINT: put the batch into the script's arguments: --batch-size {per_rank}, or {global} for the "
+    "batch of all ranks"
+)
+NO_SAMPLES = (
+    "the record has no samples, so the batch can't be checked. HINT: read the batches of the "
+    "training from a DataLoader, or with world.batches"
+)
+
+
 # Runs of a scaling study that train until a target (``paceline scale --until``).
 
 NS = 1e-9
@@ -258,18 +269,6 @@ def _cores(figures: RunFigures) -> Sequence[int] | None:
             return None
         found.update(parse_ranges(one.cores))
     return sorted(found) or None
-
-
-BATCH_TOLERANCE = 0.01  # relative difference of the recorded samples of a step
-NO_BATCH_HINT = (
-    "HINT: put the batch into the script's arguments: --batch-size {per_rank}, or {global} for the "
-    "batch of all ranks"
-)
-
-NO_SAMPLES = (
-    "the record has no samples, so the batch can't be checked. HINT: read the batches of the "
-    "training from a DataLoader, or with world.batches"
-)
 
 
 class TimeOverError(Exception):

@@ -60,6 +60,14 @@ from .run_folders import remove_unfinished
 from .run_setup import RunPlan, SetupResult, SetupRunner, TimeOverError
 from .study_lock import locked_study
 
+# A run may take this factor of the time that is expected, and at least this time, before it counts
+# as failed.
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
+DEFAULT_MINUTES = 10.0
+LEAST_TARGET_S = 15.0  # below, no run to a target begins
+TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
+
+
 # Predict sizes before they are measured, and store the predictions in the study's folder.
 
 MIN_SIZES = 2  # measured ones of a kind, to predict another
@@ -102,14 +110,6 @@ def _store(folder: Path, study: ScalingStudy, found: list[Prediction]) -> list[P
     if new:
         store_predictions(folder, new)
     return new
-
-
-# A run may take this factor of the time that is expected, and at least this time, before it counts
-# as failed.
-RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0
-DEFAULT_MINUTES = 10.0
-LEAST_TARGET_S = 15.0  # below, no run to a target begins
-TARGET_TIME_FACTOR = 2.0  # of its part of the time left, that a run to a target may take
 
 
 def plan_study(request: StudyRequest) -> StoredStudy:

@@ -24,6 +24,44 @@ from .trial_folder import Attempt, End, TrialFolder
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
+# Kinds of failures.
+(
+    OUT_OF_MEMORY,
+    DIVERGED,
+    CRASHED,
+    HUNG,
+    LOST_NODE,
+    TIME_LIMIT,
+    NO_METRIC,
+    NO_CHECKPOINT,
+    FULL_DISK,
+) = (
+    *("out of memory", "diverged", "crashed", "hung", "lost node"),
+    *("time limit", "no metric", "no checkpoint", "full disk"),
+)
+KINDS = (OUT_OF_MEMORY, DIVERGED, CRASHED, HUNG, LOST_NODE, TIME_LIMIT, NO_METRIC, NO_CHECKPOINT)
+REPEATED = (HUNG, LOST_NODE)  # are run once more: the next attempt may go well
+STOPPED_EARLY, HANG = 75, 124  # exit codes of ``paceline run``
+FULL_BYTES = 1 << 20  # free space of a file system with which a failure is taken for its fault
+LINES, SHOWN_LINES = 60, 6  # at the end of the output, that are searched and shown
+# What a line of the output says, the surest sign first. A line that names several ranks' ends is of
+# ``launch.monitor.failures``; "probably out of memory" there is a guess.
+_SIGNS = (
+    (FULL_DISK, re.compile(r"No space left on device|Disk quota exceeded")),
+    (LOST_NODE, re.compile(r"paceline: rank \d+( on \S+)? was lost")),
+    (
+        OUT_OF_MEMORY,
+        re.compile(
+            r"(?<!probably )out of memory|OutOfMemoryError|\bMemoryError|[Cc]annot allocate memory"
+        ),
+    ),
+    (
+        DIVERGED,
+        re.compile(r"\b(loss|gradient)\b.*\b(is|was|are) (not finite|nan|-?inf)\b", re.I),
+    ),
+)
+
+
 # What the summary of a trial's run tells: what it waited for, and its gradient noise scale.
 
 MAX_SUMMARY_BYTES = 16 << 20
@@ -86,44 +124,6 @@ def summary_facts(attempt: Attempt) -> dict[str, Any]:
     if is_sure and shares.get(kind, 0.0) >= MIN_SHARE:
         found["waits"] = {"kind": kind, "share": round(shares[kind], 4)}
     return found
-
-
-# Kinds of failures.
-(
-    OUT_OF_MEMORY,
-    DIVERGED,
-    CRASHED,
-    HUNG,
-    LOST_NODE,
-    TIME_LIMIT,
-    NO_METRIC,
-    NO_CHECKPOINT,
-    FULL_DISK,
-) = (
-    *("out of memory", "diverged", "crashed", "hung", "lost node"),
-    *("time limit", "no metric", "no checkpoint", "full disk"),
-)
-KINDS = (OUT_OF_MEMORY, DIVERGED, CRASHED, HUNG, LOST_NODE, TIME_LIMIT, NO_METRIC, NO_CHECKPOINT)
-REPEATED = (HUNG, LOST_NODE)  # are run once more: the next attempt may go well
-STOPPED_EARLY, HANG = 75, 124  # exit codes of ``paceline run``
-FULL_BYTES = 1 << 20  # free space of a file system with which a failure is taken for its fault
-LINES, SHOWN_LINES = 60, 6  # at the end of the output, that are searched and shown
-# What a line of the output says, the surest sign first. A line that names several ranks' ends is of
-# ``launch.monitor.failures``; "probably out of memory" there is a guess.
-_SIGNS = (
-    (FULL_DISK, re.compile(r"No space left on device|Disk quota exceeded")),
-    (LOST_NODE, re.compile(r"paceline: rank \d+( on \S+)? was lost")),
-    (
-        OUT_OF_MEMORY,
-        re.compile(
-            r"(?<!probably )out of memory|OutOfMemoryError|\bMemoryError|[Cc]annot allocate memory"
-        ),
-    ),
-    (
-        DIVERGED,
-        re.compile(r"\b(loss|gradient)\b.*\b(is|was|are) (not finite|nan|-?inf)\b", re.I),
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
+STATES = {
+    "COMPLETE": COMPLETE,
+    "PRUNED": STOPPED,
+    "FAIL": FAILED,
+    "WAITING": WAITING,
+    "RUNNING": RUNNING,
+}
+MIN_FOR_IMPORTANCES, MAX_FOR_IMPORTANCES = 8, 1000  # complete trials
+
+
 # What a search has gained over random points at the same budget.
 #
 # Every sampler but the grid draws its first points at random. These are compared with the points
@@ -147,16 +157,6 @@ def _ranks(values: Values) -> Values:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last: Values = np.cumsum(counts).astype(np.float64)
     return (last - (counts - 1) / 2)[inverse]
-
-
-STATES = {
-    "COMPLETE": COMPLETE,
-    "PRUNED": STOPPED,
-    "FAIL": FAILED,
-    "WAITING": WAITING,
-    "RUNNING": RUNNING,
-}
-MIN_FOR_IMPORTANCES, MAX_FOR_IMPORTANCES = 8, 1000  # complete trials
 
 
 def trial_row(trial: "FrozenTrial", search: Search) -> TrialRow:

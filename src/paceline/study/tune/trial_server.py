@@ -19,6 +19,9 @@ from ...security.folders import replace_file
 from ..script_runs.launcher_server import MODULES, LauncherServer, become_launcher, serve
 from .trial_folder import TrialFolder
 
+OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.node_share", "encodings.idna")
+
+
 # Huge pages for a process that forks often, on Linux 6.1 and newer.
 #
 # A fork copies one entry for each page, and so does the end of the forked process.
@@ -47,9 +50,6 @@ def use_huge_pages() -> None:
         first, end = -(-first // size) * size, end // size * size
         if first < end:
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _COLLAPSE)
-
-
-OF_TRIALS = ("paceline.tune", "paceline.launch.affinity.node_share", "encodings.idna")
 
 
 @dataclass(frozen=True)

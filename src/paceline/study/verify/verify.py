@@ -19,6 +19,11 @@ from ...record.training.settings import VerifySettings
 from ..trials import ScriptRequest
 from .run_observed import WHOLE_PASS, ObservedRuns, RunFailedError
 
+KEPT_MIB = 512  # of batches and initial parameters, of all ranks
+FIRST_RUN_SHARE = 0.5  # of the time budget
+ALONE_PASSES = 1
+
+
 # Train the global batches of all ranks on one rank: in parts, or on two, if it can't hold them.
 
 REPLAYS = 2  # runs, of a script that can be replayed
@@ -325,11 +330,6 @@ def saves_every_some_steps(script: Path) -> bool:
         )
         for one in ast.walk(tree)
     )
-
-
-KEPT_MIB = 512  # of batches and initial parameters, of all ranks
-FIRST_RUN_SHARE = 0.5  # of the time budget
-ALONE_PASSES = 1
 
 
 def run_verification(asked: ScriptRequest, say: Callable[[str], None]) -> VerifyRuns:

@@ -49,6 +49,10 @@ from .sample_parts import SampleParts
 if TYPE_CHECKING:  # it imports much that only paceline run --show-memory needs
     from ...parallel.memory.survey import MemorySurvey
 
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
+
+
 # Bytes of a rank's models and optimizers, for the record at the end of a run.
 
 _CPU = torch.device("cpu")
@@ -241,10 +245,6 @@ def check_norm(layout: Layout, norm: str) -> None:
             f"world.distribute: norm='sync' is not implemented together with "
             f"{layout.divided_axes[0]} yet. HINT: norm='local'"
         )
-
-
-M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)  # noqa: E741  the type of the optimizer, which is returned
 
 
 class ModelDistribution(SampleParts):

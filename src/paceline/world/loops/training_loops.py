@@ -28,6 +28,10 @@ from ..progress import Progress
 from ..training_state import Position, TrainingState
 from .loop_log import LoopLog
 
+Sharded = ShardedLoader | ShardedStream
+_PASS_KEY_STRIDE = 1_000_003  # further passes through a loader in one epoch have different orders
+
+
 # One pass of a training loop over a loader, and warnings where it does not train.
 
 
@@ -188,10 +192,6 @@ def evaluation(models: list[DistributedModel]) -> Iterator[None]:
             module.training = mode
         for model in models:
             model.set_buffer_sync(True)
-
-
-Sharded = ShardedLoader | ShardedStream
-_PASS_KEY_STRIDE = 1_000_003  # further passes through a loader in one epoch have different orders
 
 
 class TrainingLoops:

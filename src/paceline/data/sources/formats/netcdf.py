@@ -17,6 +17,9 @@ from .cf import with_nan
 from .stores import Array, Rows, StoreSource, check_sizes, native
 from .stores import source as store_source
 
+_LOCK = threading.Lock()  # the library is not thread-safe
+
+
 # Check the length of a netCDF 3 file, as its library reads what was truncated as zeros.
 #
 # Only the header is read here, by the specification (CDF-1, CDF-2 and CDF-5).
@@ -126,9 +129,6 @@ def _variables(header: _Header) -> tuple[int, list[_Variable]]:
         stacked = bool(sides) and not sides[0]
         found.append(_Variable(begin, size * math.prod(sides[stacked:]), stacked))
     return records, found
-
-
-_LOCK = threading.Lock()  # the library is not thread-safe
 
 
 def source(path: Path, name: str, labels: str | None, boundary: Boundary) -> StoreSource:

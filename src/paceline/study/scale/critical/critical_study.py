@@ -43,6 +43,11 @@ from ..run_folders import SCRATCH_FOLDER, new_run_folder, remove_run, remove_scr
 from ..run_setup import NO_BATCH_HINT, NO_SAMPLES, is_near
 from ..study_lock import locked_study
 
+DEFAULT_MINUTES = 10.0
+MOST_STEPS = 2000  # of the base
+RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0  # of the expected time of a run
+
+
 # One run from the checkpoint with a multiple of the batch.
 
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "can't allocate memory")
@@ -273,11 +278,6 @@ def _noise_rows(record: Run) -> list[list[float]]:
     shards = find_data_axis(record.records, measured.within).shards
     rows: list[list[float]] = recorded_steps(record.records, shards).tolist()
     return rows
-
-
-DEFAULT_MINUTES = 10.0
-MOST_STEPS = 2000  # of the base
-RUN_LIMIT_FACTOR, MIN_RUN_LIMIT_S = 6.0, 120.0  # of the expected time of a run
 
 
 def new_critical(folder: Path, request: CriticalRequest) -> None:
