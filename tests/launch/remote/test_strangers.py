@@ -9,10 +9,11 @@ import time
 import flood
 import pytest
 import ranks
+from channels import accept_channel
 
 import bed
 from paceline.cluster.topology.network_interfaces import Link, network_links
-from paceline.launch.channel import accept_channel, connect_channel, new_secret
+from paceline.launch.channel import connect_channel, new_secret
 from paceline.launch.remote import agent_lock, start_agents
 from paceline.launch.remote.agent_lock import LauncherNotFoundError
 from paceline.launch.remote.start_agents import AgentConnections, AgentListener, addresses_towards

@@ -338,11 +338,6 @@ class EnergyUse:
         return self.charged[i - 1] + part * (self.charged[i] - self.charged[i - 1])
 
 
-def total_joules(used: Collection[EnergyUse]) -> float:
-    """Return the sum of all counters that no other one contains."""
-    return sum(one.joules for one in used if not one.within)
-
-
 class EnergyMeter:
     """Reads the counters of this node until it is stopped.
 

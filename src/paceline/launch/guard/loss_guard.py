@@ -174,10 +174,6 @@ class JobSteps:
         self.kept.extend(rest)
         return rest
 
-    def reset(self) -> None:
-        """Forget the steps of an attempt that has ended; the job may repeat some."""
-        self._rows, self._seen, self._last = {}, {}, -1
-
     def _join(self, step: int, rows: dict[int, Row]) -> JobStep:
         for rank, row in rows.items():
             self._seen[rank] = row[1]
